@@ -34,16 +34,19 @@ from training.quantize import FP8_CONFIG, INT4_CONFIG
 from workers.families.loading import counted
 from workers.families.registry import parse_config
 from workers.parallel.group import Group
-from workers.weights.assumed import assumed_dtypes
-from workers.weights.stored import FP8_DTYPE, FP8_SCALES, INT4_SCALES, INT4_SHAPE, Shape, Wanted
-from workers.weights.weight import Format
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
+from workers.weights.formats.format import Format
+from workers.weights.formats.fp8_blocks import FP8_DTYPE, FP8_SCALES
+from workers.weights.formats.int4_groups import INT4_SCALES, INT4_SHAPE
+from workers.weights.formats.registry import assumed_dtypes
+from workers.weights.wanted import Shape, Wanted
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 QUANTIZED: dict[Format, dict[str, Any]] = {
-    Format.PLAIN: {},
-    Format.FP8_BLOCKS: {"quantization_config": FP8_CONFIG},
-    Format.INT4_GROUPS: {"quantization_config": INT4_CONFIG},
+    PLAIN: {},
+    FP8_BLOCKS: {"quantization_config": FP8_CONFIG},
+    INT4_GROUPS: {"quantization_config": INT4_CONFIG},
 }
 BYTES = {"F32": 4, "BF16": 2, "I32": 4, FP8_DTYPE: 1}
 
@@ -51,7 +54,7 @@ BYTES = {"F32": 4, "BF16": 2, "I32": 4, FP8_DTYPE: 1}
 def wanted(values: dict[str, Any]) -> dict[str, Wanted]:
     """All tensors of a model with these config values, its draft layer included, as they are published."""
     config, group = parse_config(values), Group()
-    dtype_of = assumed_dtypes(values.get("quantization_config", {}).get("quant_method"))
+    dtype_of = assumed_dtypes(values.get("quantization_config"))
     draft_layer = config.draft_layers > 0
     _, dry_run = counted(config, group, torch.bfloat16, dtype_of, draft_layer=draft_layer, invariant=False)
     return {name: Wanted(tensor.shape, (_dtype(name, tensor),)) for name, tensor in sorted(dry_run.wanted.items())}

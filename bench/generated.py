@@ -34,10 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checkpoint import QUANTIZED, ROOT, TEXT, numbers
 from shapes import SHAPES, V3
 
-from workers.weights.assumed import assumed_dtypes
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.stored import FP8_DTYPE, FP8_SCALES, PLAIN_DTYPES, Shape, Wanted
-from workers.weights.weight import Format
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats.format import Format
+from workers.weights.formats.fp8_blocks import FP8_DTYPE, FP8_SCALES
+from workers.weights.formats.registry import assumed_dtypes
+from workers.weights.stored import PLAIN_DTYPES
+from workers.weights.wanted import Shape, Wanted
 
 MARK = "generated.json"
 """The file that says that a folder's weights are generated, and how: the arguments of `numbers_of`."""
@@ -46,7 +49,7 @@ TABLE = 1 << 25
 expert of DeepSeek-V3."""
 ALIGNMENT = 64
 """Places at which matrices begin are multiples of this."""
-GENERATED = {**SHAPES, "v3": (V3, Format.FP8_BLOCKS)}
+GENERATED = {**SHAPES, "v3": (V3, FP8_BLOCKS)}
 """Shapes by name; of all of them in FP8 and bf16, but not in INT4."""
 DTYPES = {**PLAIN_DTYPES, FP8_DTYPE: torch.float8_e4m3fn}
 
@@ -116,7 +119,7 @@ class GeneratedCheckpoint(Checkpoint):
     def __init__(self, folder: Path, source: Numbers) -> None:
         super().__init__(folder)
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self._assumed = assumed_dtypes(values.get("quantization_config", {}).get("quant_method"))
+        self._assumed = assumed_dtypes(values.get("quantization_config"))
         self._source = source
         self._shapes: dict[str, Shape] = {}
 
@@ -166,7 +169,7 @@ def installed() -> Iterator[None]:
 
 def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int = 0, size: int = TABLE) -> None:
     """Write all of a model but its weights. `size`: of the tables that these will come from."""
-    if form is Format.INT4_GROUPS:
+    if form is INT4_GROUPS:
         raise ValueError("INT4 is not generated: give a shape in FP8 or bf16")
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEXT:
@@ -178,7 +181,7 @@ def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int =
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = [name for name, (_, form) in GENERATED.items() if form is not Format.INT4_GROUPS]
+    shapes = [name for name, (_, form) in GENERATED.items() if form is not INT4_GROUPS]
     parser.add_argument("shape", choices=shapes)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the shape has")

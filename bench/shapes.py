@@ -24,10 +24,11 @@ from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
-from workers.weights.assumed import published_in_fp8
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
+from workers.weights.formats.format import Format
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Weight
 
 BANDWIDTH = 4.2e9
 """Bytes a millisecond: what reading a large tensor reaches on an H200."""
@@ -176,12 +177,12 @@ GLM52_SLICE: dict[str, Any] = {
 """GLM-5.2's layers 2 to 6, the last dense one and four of experts, three of which attend to what the dense one has
 selected; and its draft layer."""
 SHAPES = {
-    "v2-lite": (V2_LITE, Format.PLAIN),
-    "v3-slice": (V3_SLICE, Format.FP8_BLOCKS),
-    "v32-slice": (V32_SLICE, Format.FP8_BLOCKS),
-    "glm52-slice": (GLM52_SLICE, Format.FP8_BLOCKS),
-    "k2-slice": (K2_SLICE, Format.INT4_GROUPS),
-    "glm-flash": (GLM_FLASH, Format.PLAIN),
+    "v2-lite": (V2_LITE, PLAIN),
+    "v3-slice": (V3_SLICE, FP8_BLOCKS),
+    "v32-slice": (V32_SLICE, FP8_BLOCKS),
+    "glm52-slice": (GLM52_SLICE, FP8_BLOCKS),
+    "k2-slice": (K2_SLICE, INT4_GROUPS),
+    "glm-flash": (GLM_FLASH, PLAIN),
 }
 """By name, with the format in which their matrices are published: in INT4 those of routed experts alone."""
 _AT_ONCE = 1 << 28
@@ -194,23 +195,23 @@ class RandomWeights(WeightSource):
     """Norms of 1, everything else normal(0, 0.02), or uniform with that deviation in INT4; matrices of layers in
     `form`, if that is INT4 those of routed experts."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, form: Format = Format.PLAIN) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, form: Format = PLAIN) -> None:
         super().__init__(Mesh(), dtype, device)
         self.form = form
 
     def stored_format(self, name: str) -> Format:
         """As published: routers, embeddings and heads are plain."""
-        if self.form is Format.INT4_GROUPS:
-            return self.form if ".experts." in name else Format.PLAIN
-        return self.form if published_in_fp8(name) else Format.PLAIN
+        if self.form is INT4_GROUPS:
+            return self.form if ".experts." in name else PLAIN
+        return self.form if self.form.publishes(name) else PLAIN
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """Random numbers for `into`."""
-        if into.format is Format.PLAIN:
+        if into.format is PLAIN:
             super().fill_matrix(into, part)
             return
         assert into.scales is not None
-        if into.format is Format.INT4_GROUPS:
+        if into.format is INT4_GROUPS:
             into.data.random_(0, 256)
             into.scales.uniform_(0.5 * 0.02 / 4.6, 1.5 * 0.02 / 4.6)
             return
@@ -239,7 +240,7 @@ def model_of(
     width: int,
     dtype: torch.dtype,
     device: torch.device,
-    form: Format = Format.PLAIN,
+    form: Format = PLAIN,
     *,
     fp8_cache: bool = False,
 ) -> Model:

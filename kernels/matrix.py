@@ -6,7 +6,7 @@ Shape legend: X experts (or none), N output features, K input features, B rows o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -105,5 +105,38 @@ class GroupScaled:
         return (nibbles.float() - 8) * self.scales.float().repeat_interleave(GROUP, -1)
 
 
-Matrix = Tensor | BlockScaled | GroupScaled
+class Scaled(Protocol):
+    """A matrix that is stored in fewer bits, with scales, as the two classes above are. Families of kernels have a
+    table of those that they read; on a CPU any is multiplied by its numbers in fp32."""
+
+    @property
+    def data(self) -> Tensor:
+        """The numbers, as they are stored."""
+        ...
+
+    @property
+    def scales(self) -> Tensor:
+        """What they are multiplied by."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, [N, K] or [X, N, K]."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
+    def __getitem__(self, expert: int) -> Scaled:
+        """The matrix of an expert."""
+        ...
+
+    def float(self) -> Tensor:
+        """The matrix in fp32."""
+        ...
+
+
+Matrix = Tensor | Scaled
 """What kernels multiply with."""

@@ -103,6 +103,8 @@ def plain(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tens
 
 
 WRITERS = {"fp8": fp8, "int4": int4, "plain": plain}
+CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}
+"""What a config.json says of them."""
 
 FP8_NAMES = r"(?<!eh_proj)(?<!weights_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm_head)\.weight$"
 INT4_NAMES = r"\.experts\.\d+\.\w+_proj\.weight$"
@@ -141,7 +143,7 @@ def _stored_shape(name: str, rows: int, columns: int) -> tuple[int, ...]:
 def _note(folder: Path, kind: str) -> None:
     """In config.json."""
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}[kind]
+    config["quantization_config"] = CONFIGS[kind]
     (folder / "config.json").write_text(json.dumps(config))
 
 

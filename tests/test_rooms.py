@@ -17,10 +17,11 @@ PACKAGES = ("kernels", "workers", "deploy")
 
 ROOMS = {
     "workers": (
-        ("environment", "memory", "parallel", "quantization", "vocabulary"),
-        ("config", "draft_model"),
+        ("environment", "memory", "parallel", "vocabulary"),
+        ("weights",),
+        ("config", "draft_model", "quantization"),
         ("fit", "protocol"),
-        ("channel", "weights", "cache", "grammar", "scheduler"),
+        ("channel", "cache", "grammar", "scheduler"),
         ("models",),
         ("drafters", "step"),
         ("families",),

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.matrix import GroupScaled, Matrix
+from kernels.matrix import BlockScaled, Matrix
 
 
 class Stored(NamedTuple):
@@ -39,8 +39,8 @@ def stored(weight: Matrix) -> tuple[Tensor, Tensor, Stored]:
     """The memory of a matrix as kernels take it, that of its scales, and how both are to be read."""
     if isinstance(weight, Tensor):
         return weight, weight, PLAIN
-    if isinstance(weight, GroupScaled):
-        raise TypeError("no kernel of few tokens reads INT4 weights yet")
+    if not isinstance(weight, BlockScaled):
+        raise TypeError(f"no kernel of few tokens reads {type(weight).__name__}")
     how = Stored(True, weight.rows, weight.features, weight.scales.shape[-1], piece=16)
     return weight.data.view(torch.uint8), weight.scales, how
 

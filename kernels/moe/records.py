@@ -3,12 +3,13 @@ a program works on at a time."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
 
 
 class Stored(NamedTuple):
@@ -47,14 +48,20 @@ class Tile(NamedTuple):
     """Of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
+STORED: Final[dict[type, Callable[[Any], tuple[str, int, int]]]] = {
+    BlockScaled: lambda matrix: ("fp8", matrix.rows, matrix.features),
+    GroupScaled: lambda matrix: ("int4", 1, GROUP),
+}
+"""By the class of a matrix: how its numbers are stored, and the output and input features that share a scale."""
+
+
 def stored(matrix: Matrix) -> Stored:
     """How the experts' matrices [X, N, K] are stored."""
     if isinstance(matrix, Tensor):
         return PLAIN
-    sizes = matrix.scales.shape[1:]
-    if isinstance(matrix, BlockScaled):
-        return Stored("fp8", matrix.rows, matrix.features, *sizes)
-    return Stored("int4", 1, GROUP, *sizes)
+    if type(matrix) not in STORED:
+        raise TypeError(f"no kernel multiplies experts in {type(matrix).__name__}")
+    return Stored(*STORED[type(matrix)](matrix), *matrix.scales.shape[1:])
 
 
 def memory(matrix: Matrix) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.carveout import leave_to_cache
-from kernels.matrix import BlockScaled, GroupScaled
+from kernels.matrix import GroupScaled, Scaled
 from kernels.moe import scaled, scaled_single
 from kernels.moe.records import Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
@@ -28,8 +28,6 @@ TILED_REGISTERS: Final = 128
 """Of a thread, so that they find room there."""
 REARRANGED: Final = 1024
 """Features of a program that brings tokens into another order."""
-Scaled = BlockScaled | GroupScaled
-"""The experts' matrices of one of the two products."""
 
 
 def gate_up(

@@ -10,14 +10,15 @@ import torch
 from tests.workers.bench_shapes import SMALL
 from workers.families.loading import load_model
 from workers.parallel.group import Group
-from workers.weights.weight import Format
+from workers.weights.formats import FORMATS, FP8_BLOCKS, PLAIN
+from workers.weights.formats.format import Format
 
 pytestmark = pytest.mark.soak
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", [PLAIN, *FORMATS])
 @pytest.mark.parametrize("shape", ["v2-lite", "v3-slice", "v32-slice", "glm52-slice", "glm-flash"])
 def test_what_is_written_loads(form: Format, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
@@ -35,6 +36,6 @@ def test_what_is_written_loads(form: Format, shape: str, tmp_path: Path, monkeyp
     assert written > 4096
     for layer in model.layers:
         if (indexer := getattr(layer.attention, "indexer", None)) is not None:
-            assert indexer.q_FA.format is (Format.FP8_BLOCKS if form is Format.FP8_BLOCKS else Format.PLAIN)
+            assert indexer.q_FA.format is (FP8_BLOCKS if form is FP8_BLOCKS else PLAIN)
             assert bool((indexer.norm_I == 1).all())
             assert not bool(indexer.bias_I.any())

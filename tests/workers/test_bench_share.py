@@ -16,7 +16,7 @@ from workers.families.loading import load_model
 from workers.memory.scratch import Scratch
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.weights.weight import Format
+from workers.weights.formats import FP8_BLOCKS
 
 pytestmark = pytest.mark.soak
 
@@ -101,7 +101,7 @@ def test_the_share_is_what_a_rank_loads_from_files(
     assert {path: (x.shape, x.dtype) for path, x in found.items()} == {p: (x.shape, x.dtype) for p, x in wanted.items()}
     assert all(torch.equal(x.float(), wanted[path].float()) for path, x in found.items())
     assert {tensor.dtype for tensor in found.values()} >= (
-        {torch.float8_e4m3fn, torch.float32} if form is Format.FP8_BLOCKS else {torch.float32}
+        {torch.float8_e4m3fn, torch.float32} if form is FP8_BLOCKS else {torch.float32}
     )
     assert (ours.drafter is not None) == (shape == "v3")
     assert len(found) > 3 * 8
@@ -112,7 +112,7 @@ def test_a_step_of_a_share_runs(bench, tmp_path: Path) -> None:
     import generated
     from shapes import ATTENTION, Case, Tokens, target_work
 
-    generated.write_folder(values_of("v3"), Format.FP8_BLOCKS, tmp_path, size=1 << 19)
+    generated.write_folder(values_of("v3"), FP8_BLOCKS, tmp_path, size=1 << 19)
     plan = bench.planned(tmp_path, 8, 4)
     model = bench.load(tmp_path, 8, CPU, torch.float32)
     for width in (1, 2):

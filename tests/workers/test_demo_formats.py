@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from workers.config import DEMO_MODEL
 from workers.families import load_model
-from workers.weights.weight import Format
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats.format import Format
 
 ASSETS = DEMO_MODEL.parent
 sys.path.insert(0, str(ASSETS))  # as `python assets/quantize_demo.py` finds the script's own modules
@@ -50,7 +51,7 @@ def loss(folder: Path, invariant: bool = False, fp8_cache: bool = False) -> tupl
 
 @pytest.mark.long
 @pytest.mark.parametrize(("form", "stored", "share"), [
-    ("fp8", Format.FP8_BLOCKS, 0.005), ("int4", Format.INT4_GROUPS, 0.03)
+    ("fp8", FP8_BLOCKS, 0.005), ("int4", INT4_GROUPS, 0.03)
 ])  # fmt: skip
 def test_quantized_weights_cost_little(form: str, stored: Format, share: float, tmp_path: Path) -> None:
     """At most so much of the loss in bf16, which is that of a model that has learnt the text."""

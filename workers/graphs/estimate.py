@@ -16,7 +16,8 @@ from workers.models.model import Model
 from workers.step.parts import StepParts
 from workers.step.scores import at_once
 from workers.step.stage import Stage
-from workers.weights.weight import Format, Weight
+from workers.weights.formats import PLAIN
+from workers.weights.weight import Weight
 
 BESIDE_EXPERTS: Final = 1.25
 """Memory that segments need on their way, over that of their experts alone, which is most of it. DeepSeek-V2-Lite needs
@@ -48,7 +49,7 @@ def _dequantized_bytes(model: Model) -> int:
         for layer in model.layers
         for part in (layer.attention, layer.feed_forward, getattr(layer.feed_forward, "shared", None))
         for weight in (vars(part).values() if part is not None else ())
-        if isinstance(weight, Weight) and weight.format is not Format.PLAIN
+        if isinstance(weight, Weight) and weight.format is not PLAIN
     ]
     return max((math.prod(weight.shape) * model.norm_E.dtype.itemsize for weight in weights), default=0)
 

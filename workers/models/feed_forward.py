@@ -18,9 +18,10 @@ from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
 from workers.models.token_wise import Gated, Mixture, N, TokenWise
+from workers.weights.formats.format import Format
 from workers.weights.part import Part, Shard
 from workers.weights.source import WeightSource
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Weight
 
 
 class DenseFeedForward:

@@ -21,7 +21,7 @@ from kernels import few_experts, moe, pending_norm
 from kernels.few_experts import ChosenExperts
 from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import gated_linear, linear, linear_to_residual, normed_linear, takes_fp16_scaled
-from kernels.matrix import GroupScaled, Matrix
+from kernels.matrix import Matrix
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
@@ -125,8 +125,8 @@ class FewTokens(TokenWise[PendingNorm]):
     ) -> None:
         assert live_R is not None  # of decode rows alone some may be padding
         routing, tokens, dependent = mixture.routing, x.x_TE.shape[0], self._dependent
-        if isinstance(mixture.gate_up_XFE.matrix, GroupScaled):
-            self._add_int4_experts(x, mixture, norm, out, scratch, live_R)
+        if mixture.gate_up_XFE.format.experts_alone:
+            self._add_pending_experts(x, mixture, norm, out, scratch, live_R)
             return
         if mixture.shared is not None:  # the norm of the sum so far is written over
             self.add_gated(x, mixture.shared.gate_up_FE, mixture.shared.down_EI, norm, out, scratch)
@@ -144,11 +144,11 @@ class FewTokens(TokenWise[PendingNorm]):
         few_experts.experts(x, choice, *weights, None, norm.weight_E, part_TE, memory, dependent=dependent)
         self._reduce(part_TE, sum_TE, norm, out)
 
-    def _add_int4_experts(
+    def _add_pending_experts(
         self, x: PendingNorm, mixture: Mixture, norm: AddNorm, out: PendingNorm, scratch: Scratch, live_R: Tensor
     ) -> None:
-        """`add_experts` of a mixture in INT4. The shared experts, which need no choice, stand behind it: so it is there
-        before the others' kernels start."""
+        """`add_experts` of a mixture that `moe.PendingExperts` multiplies, as in INT4. The shared experts, which need
+        no choice, stand behind it: so it is there before the others' kernels start."""
         dependent, shared = self._dependent, mixture.shared
         logit_TX = self._router(x, mixture, scratch)
         id_TK, weight_TK = self.chosen(logit_TX, mixture, scratch, live_R, dependent=dependent)

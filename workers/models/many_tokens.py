@@ -37,7 +37,8 @@ from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.token_wise import Gated, Mixture, TokenWise
 from workers.parallel.group import Group
-from workers.weights.weight import Format, Weight
+from workers.weights.formats import PLAIN
+from workers.weights.weight import Weight
 
 MOST_DEPENDENT: Final = 512
 """Most tokens whose kernels of ours are launched dependently."""
@@ -45,8 +46,8 @@ ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
 MIN_TOKENS_W8A8: Final = 9
 """Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: the fewest behind the
-small-batch path (`MOST_FP8` of `ways`), so that no number of tokens between has kernels of its own. Of 12 tokens to
-dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
+small-batch path (`workers.weights.formats.fp8_blocks.MOST_FP8`), so that no number of tokens between has kernels of its
+own. Of 12 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
 MIN_TOKENS_W8A8_EXPERTS: Final = 9
 """The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
 long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
@@ -291,7 +292,7 @@ class DecodeTokens(ManyTokens):
     @override
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """A sum over ranks needs whole sums."""
-        if self.group.summed.size > 1 or weight_FE.format is not Format.PLAIN:
+        if self.group.summed.size > 1 or weight_FE.format is not PLAIN:
             return 0
         return parts_of(tokens, weight_FE.plain)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,15 +20,9 @@ from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeTokens, ManyTokens
 from workers.models.token_wise import TokenWise
 from workers.parallel.group import Group
-from workers.weights.weight import Format, Formats
-
-MOST_FP8: Final = 8
-"""Most tokens of the small-batch path in a model with FP8 weights: its kernels' tiles have 8 columns, and with more
-tokens the general path is faster (`bench/decode_step.py --shape v3-slice`)."""
-
-MOST_WITH_INT4: Final = 8
-"""Most tokens of the small-batch path in a model with INT4 experts: of 16 the general path is no slower
-(`bench/decode_step.py --shape k2-slice`)."""
+from workers.weights.formats import PLAIN
+from workers.weights.formats.format import Format
+from workers.weights.weight import Formats
 
 
 class Ways:
@@ -71,7 +65,7 @@ class Ways:
         return (
             self._quantize_activations
             and tokens >= min(MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS)
-            and Format.FP8_BLOCKS in self._formats
+            and any(format.w8a8 for format in self._formats.all)
             and dtype == torch.bfloat16
             and is_hopper(device)
         )
@@ -105,18 +99,20 @@ class Ways:
     def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the small-batch path."""
         return (
-            0 < batch.layout.tokens <= (MOST_FP8 if Format.FP8_BLOCKS in self._formats else MOST_STREAMED)
+            0 < batch.layout.tokens <= min(MOST_STREAMED, *(format.most_few for format in (PLAIN, *self._formats.all)))
             and dtype == torch.bfloat16
             and launches_dependently(device)
             and not unsupported(self._config, self.group.mesh)
-            and (Format.INT4_GROUPS not in self._formats or self._takes_int4(batch.layout.tokens, device))
+            and all(self._takes_pending(format, batch.layout.tokens, device) for format in self._formats.all)
         )
 
-    def _takes_int4(self, tokens: int, device: torch.device) -> bool:
-        """Whether so few tokens take the small-batch path in a model some of whose matrices are in INT4: if all its
-        experts' are, and no others."""
+    def _takes_pending(self, format: Format, tokens: int, device: torch.device) -> bool:
+        """Whether so few tokens take the small-batch path in a model some of whose matrices are in this format: where
+        it reads that in experts alone, if all experts are in it, and no others."""
+        if not format.experts_alone:
+            return True
         stored, config, routing = self._formats, self._config, self._config.routing
-        if tokens > MOST_WITH_INT4 or stored.experts != {Format.INT4_GROUPS} or Format.INT4_GROUPS in stored.others:
+        if stored.experts != {format} or format in stored.others:
             return False
         shape = moe.ExpertsShape(
             tokens,

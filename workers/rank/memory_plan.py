@@ -28,8 +28,8 @@ from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
-from workers.weights.assumed import assumed_dtypes
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.formats.registry import assumed_dtypes
 
 DRIVER_BYTES: Final = 1 << 30
 """For the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
@@ -146,7 +146,7 @@ def _dtypes(
     values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
     text = values.get("text_config")
     given = values.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
-    yield assumed_dtypes(given.get("quant_method") if isinstance(given, dict) else None), None
+    yield assumed_dtypes(given if isinstance(given, dict) else None), None
 
 
 def _bytes_of(thing: object) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from workers.weights.stored import Shape, Wanted
+from workers.weights.wanted import Shape, Wanted
 
 _LIBC: Final = ctypes.CDLL(None)
 

@@ -12,10 +12,8 @@ from torch import Tensor
 from workers.parallel.group import Group
 from workers.parallel.mesh import Axis
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.stored import FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE
+from workers.weights.formats import FORMATS
 
-_PARTS: Final = ("", FP8_SCALES, INT4_PACKED, INT4_SCALES, INT4_SHAPE)
-"""What is added to a matrix's name, of all tensors that it may consist of."""
 _AT_ONCE: Final = 1 << 23
 """Numbers of a tensor that are read at once."""
 
@@ -23,11 +21,14 @@ _AT_ONCE: Final = 1 << 23
 def differing(checkpoint: Checkpoint, copies: Mapping[str, str], group: Group, device: torch.device) -> frozenset[str]:
     """Those of `copies`, each with the matrix that it may repeat, that are there and are another matrix, or are stored
     otherwise: both by the checkpoint's names. Collective: each rank compares its share of the rows."""
-    there = [name for name in copies if any(name + part in checkpoint.entries for part in _PARTS)]
+    suffixes = ["", *{suffix: None for format in FORMATS for suffix in format.suffixes if suffix}]
+    there = [name for name in copies if any(name + suffix in checkpoint.entries for suffix in suffixes)]
     if not there:
         return frozenset()
     world = group.mesh.world
-    same = [all(_same(checkpoint, name + part, copies[name] + part, world) for part in _PARTS) for name in there]
+    same = [
+        all(_same(checkpoint, name + suffix, copies[name] + suffix, world) for suffix in suffixes) for name in there
+    ]
     agreed = group.minimum(torch.tensor(same, dtype=torch.int64, device=device)).tolist()
     return frozenset(name for name, equal in zip(there, agreed, strict=True) if not equal)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
@@ -111,3 +113,19 @@ class Part:
             length, ranks = self.shared_length, mesh.axis(self.shard.axis).size
             steps[self.shard.dimension] = gcd(self.unit * length, length // ranks if ranks > 1 else 0)
         return steps[0], steps[1]
+
+
+def sharing(stacks: Sequence[Sequence[Part]], mesh: Mesh) -> int:
+    """How many ranks share these; ValueError where they share some along one axis and some along another."""
+    axes = {part.shard.axis for parts in stacks for part in parts if part.shard is not None}
+    if len(axes) > 1:
+        raise ValueError(
+            f"{kind_of(stacks)}: a matrix is shared along one axis, not along {' and '.join(sorted(axes))}"
+        )
+    return max((mesh.axis(axis).size for axis in axes), default=1)
+
+
+def kind_of(stacks: Sequence[Sequence[Part]]) -> str:
+    """What the parts are called in every layer, such as `experts.gate_proj and experts.up_proj`."""
+    names = [re.sub(r"\.\d+(?=\.)", "", part.name.removesuffix(".weight")) for parts in stacks for part in parts]
+    return " and ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))

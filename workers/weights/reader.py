@@ -12,13 +12,14 @@ from typing_extensions import override
 
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.formats import PLAIN
+from workers.weights.formats.format import StoredPart
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part
-from workers.weights.quantized import PARTS
 from workers.weights.source import WeightSource
-from workers.weights.stored import Shape
 from workers.weights.upload import Uploader
-from workers.weights.weight import Format, Weight
+from workers.weights.wanted import Shape
+from workers.weights.weight import Weight
 
 MOST_DEQUANTIZED: Final = 1 << 20
 """Numbers that a thread dequantizes at once: what that takes on a device is little, however many threads there are."""
@@ -52,14 +53,14 @@ class CheckpointReader(WeightSource):
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """Reads only what this rank has; dequantizes on the device of `into` what that has as plain numbers."""
         stored = self.stored_format(part.name)
-        if stored is Format.PLAIN:
+        if stored is PLAIN:
             super().fill_matrix(into, part)
             return
         rows, columns = part.index(self.mesh)
-        found = PARTS[stored](self.checkpoint, self.stored(part.name), part.shape, rows, columns)
+        found = StoredPart(self.checkpoint, self.stored(part.name), part.shape, rows, columns)
         if into.scales is not None:
-            self._put(into.data, found.data)
-            self._put(into.scales, partial(found.scales, into.block))
+            self._put(into.data, partial(stored.data, found))
+            self._put(into.scales, partial(stored.scales, found, into.block))
             return
         count, width = into.shape
         step = max(1, MOST_DEQUANTIZED // max(1, width))
@@ -67,9 +68,9 @@ class CheckpointReader(WeightSource):
             some = found.of_rows(begin, min(begin + step, count))
             place = into.plain[begin : begin + step]
             if self._uploader is None:
-                place.copy_(some.numbers(*some.covering()))
+                place.copy_(stored.numbers(some, *stored.covering(some)))
             else:
-                self._uploader.fill_computed(place, some.covering, some.numbers)
+                self._uploader.fill_computed(place, partial(stored.covering, some), partial(stored.numbers, some))
             self._progress.add(place.nbytes)
 
     def _put(self, into: Tensor, read: Callable[[], Tensor]) -> None:

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.matrix import GROUP
 from workers.parallel.mesh import Mesh
+from workers.weights.formats.format import Format
+from workers.weights.formats.registry import stored_format
 from workers.weights.layout import Layout, invariant_layout, layout_of
 from workers.weights.part import Part, RopeRows
-from workers.weights.stored import PLAIN_DTYPES, Shape, Wanted, stored_format, tensors_of
-from workers.weights.weight import Format, Formats, Weight
+from workers.weights.stored import PLAIN_DTYPES
+from workers.weights.wanted import Shape, Wanted
+from workers.weights.weight import Formats, Weight
 
 
 class WeightSource(ABC):
@@ -111,18 +113,8 @@ class WeightSource(ABC):
         height = sum(rows.stop - rows.start for rows, _ in shares)
         width = shares[0][1].stop - shares[0][1].start
         (self.formats.experts if outer else self.formats.others).add(layout.format)
-        match layout.format:
-            case Format.PLAIN:
-                return Weight(self.empty(*outer, height, width))
-            case Format.FP8_BLOCKS:
-                assert layout.block is not None
-                blocks = [-(-size // side) for size, side in zip((height, width), layout.block, strict=True)]
-                data = self.empty(*outer, height, width, dtype=torch.float8_e4m3fn)
-                return Weight(data, layout.format, self.empty(*outer, *blocks, dtype=torch.float32), layout.block)
-            case Format.INT4_GROUPS:
-                data = self.empty(*outer, height, width // 2, dtype=torch.uint8)
-                scales = self.empty(*outer, height, width // GROUP, dtype=torch.bfloat16)
-                return Weight(data, layout.format, scales)
+        data, scales = layout.format.room(outer, height, width, layout.block, self.empty)
+        return Weight(data, layout.format, scales, layout.block)
 
     def _stack(self, weight: Weight, parts: Sequence[Part]) -> None:
         begin = 0
@@ -191,7 +183,7 @@ class DryRun(WeightSource):
     @override
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """Notes the tensors that the matrix consists of."""
-        self.wanted |= tensors_of(self.stored(part.name), self.stored_format(part.name), *part.shape)
+        self.wanted |= self.stored_format(part.name).tensors(self.stored(part.name), *part.shape)
 
     @override
     def progress(self, text: str) -> None:
@@ -199,9 +191,9 @@ class DryRun(WeightSource):
 
 
 def _reorder(weight: Weight, rope: RopeRows) -> None:
-    """Put rows into the order in which they are kept, in place. Scales of FP8 blocks stay: see `layout_of`."""
+    """Put rows into the order in which they are kept, in place. Scales of blocks of rows stay: see `Format.kept`."""
     order = rope.order(weight.shape[0], weight.data.device)
-    tensors = [weight.data] if weight.scales is None or weight.block is not None else [weight.data, weight.scales]
+    tensors = [weight.data] if weight.scales is None or weight.scaled_rows > 1 else [weight.data, weight.scales]
     for tensor in tensors:
         numbers = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
         numbers.copy_(numbers[order])

@@ -145,7 +145,7 @@ def test_ranks_share_a_model_that_is_nowhere(bench, tmp_path: Path) -> None:
     sizes = {"vocab_size": 8192, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "n_group": 1}
     sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "topk_group": 1}
-    generated.write_folder(V3_SLICE | sizes, generated.Format.FP8_BLOCKS, tmp_path / "model", size=1 << 17)
+    generated.write_folder(V3_SLICE | sizes, generated.FP8_BLOCKS, tmp_path / "model", size=1 << 17)
     words = (*bench.LATENTSERVE, "generate", "--model", str(tmp_path / "model"), "--prompt-ids", "3,14,15")
     words += ("--max-tokens", "6", "--ignore-eos", "--temperature", "0", "--device", "cpu", "--invariant", "--json")
     for ranks in ("1", "2"):

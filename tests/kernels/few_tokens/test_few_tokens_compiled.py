@@ -218,7 +218,7 @@ def fp8(*shape: int) -> BlockScaled:
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("name", ["v3 on 4 ranks", "v3 on 8 ranks", "k2 on 8 ranks"])
 def test_fp8_weights(name: str, tokens: int) -> None:
-    """As many tokens as take them: see `workers.models.ways.MOST_FP8`."""
+    """As many tokens as take them: see `workers.weights.formats.fp8_blocks.MOST_FP8`."""
     m = MODELS[name]
     x, after = (PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty) for _ in range(2))
     residual, norm = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden)

@@ -15,9 +15,11 @@ from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
+from workers.weights.formats import INT4_GROUPS, PLAIN
+from workers.weights.formats.format import Format
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Weight
 
 V2_LITE_HEADS: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -49,7 +51,7 @@ class RandomWeights(WeightSource):
 
     def stored_format(self, name: str) -> Format:
         """See `WeightSource`."""
-        return Format.INT4_GROUPS if self.int4_experts and ".experts." in name else Format.PLAIN
+        return INT4_GROUPS if self.int4_experts and ".experts." in name else PLAIN
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """See `WeightSource`."""

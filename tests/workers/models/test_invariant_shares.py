@@ -22,7 +22,7 @@ from workers.models.feed_forward import MixtureOfExperts
 from workers.models.invariant import GROUPS
 from workers.parallel.group import Group
 from workers.parallel.mesh import INVARIANT_RANKS, Mesh
-from workers.weights.weight import Format
+from workers.weights.formats import PLAIN
 
 DEVICES = [
     "cpu",
@@ -73,7 +73,7 @@ def sums(folder: Path, rank: int, ranks: int, device: torch.device, dtype: torch
         if not isinstance(layer.feed_forward, MixtureOfExperts):
             continue
         weights = layer.feed_forward.mixture.gate_up_XFE, layer.feed_forward.mixture.down_XEI
-        assert all((weight.format is not Format.PLAIN) == ("wide" in folder.name) for weight in weights)
+        assert all((weight.format is not PLAIN) == ("wide" in folder.name) for weight in weights)
         gate_up_XFE, down_XEI = (weight.matrix for weight in weights)
         experts, hidden = down_XEI.shape[:2]
         x_TE = torch.randn(TOKENS, hidden, generator=choose).to(device, dtype)

@@ -21,7 +21,7 @@ from workers.models.many_tokens import DecodeTokens, ManyTokens
 from workers.models.ways import Ways
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.weights.weight import Format
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 
 TOLERANCE = 1e-4
 """Of logits, relative to their typical size: sums in fp32 in another order."""
@@ -49,7 +49,7 @@ def test_logits_on_every_way(name: str, way: str, tmp_path: Path, monkeypatch: p
     model = load_model(
         quantized, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, invariant=way == "invariant"
     )
-    form = Format.INT4_GROUPS if name == "int4" else Format.FP8_BLOCKS
+    form = INT4_GROUPS if name == "int4" else FP8_BLOCKS
     assert model.layers[1].feed_forward.mixture.gate_up_XFE.format is form
     taken: list[type] = []
     kinds = {"few": FewTokens, "decode rows": DecodeTokens, "any": ManyTokens, "invariant": type(model.ways.any)}

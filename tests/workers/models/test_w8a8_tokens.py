@@ -20,7 +20,10 @@ from workers.models.invariant import InvariantTokens
 from workers.models.many_tokens import MIN_TOKENS_W8A8, DecodeTokens, ManyTokens
 from workers.models.ways import Ways
 from workers.parallel.group import Group
-from workers.weights.weight import Format, Formats, Weight
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats.format import Format
+from workers.weights.formats.fp8_blocks import MOST_FP8
+from workers.weights.weight import Formats, Weight
 
 TOKENS = 64
 
@@ -35,7 +38,7 @@ def weight(outputs: int = 256, features: int = 512, block: tuple[int, int] = (12
     torch.manual_seed(1)
     data = (torch.randn(outputs, features) * 64).to(torch.float8_e4m3fn)
     scales = (torch.rand(-(-outputs // block[0]), -(-features // block[1])) + 0.5) * features**-0.5 / 64
-    return Weight(data, Format.FP8_BLOCKS, scales, block)
+    return Weight(data, FP8_BLOCKS, scales, block)
 
 
 def tokens(count: int = TOKENS, features: int = 512) -> Tensor:
@@ -152,7 +155,7 @@ def ways(
     *,
     invariant: bool = False,
     quantize_activations: bool = True,
-    form: Format = Format.FP8_BLOCKS,
+    form: Format = FP8_BLOCKS,
 ) -> Ways:
     monkeypatch.setattr(choice, "is_hopper", lambda device: device.type == "cuda")
     return Ways(
@@ -173,7 +176,7 @@ def ways(
         ({}, MIN_TOKENS_W8A8, torch.bfloat16, "cpu", False),
         ({"invariant": True}, 4096, torch.bfloat16, "cuda", False),
         ({"quantize_activations": False}, 4096, torch.bfloat16, "cuda", False),
-        ({"form": Format.INT4_GROUPS}, 4096, torch.bfloat16, "cuda", False),
+        ({"form": INT4_GROUPS}, 4096, torch.bfloat16, "cuda", False),
     ],
 )
 def test_passes_that_may_quantize(
@@ -192,7 +195,7 @@ def test_passes_that_may_quantize(
 
 def test_no_number_of_tokens_lies_between_the_ways() -> None:
     """It would have kernels of its own, of which the warm-up knows nothing."""
-    assert MIN_TOKENS_W8A8 == many_tokens.MIN_TOKENS_W8A8_EXPERTS == choice.MOST_FP8 + 1
+    assert MIN_TOKENS_W8A8 == many_tokens.MIN_TOKENS_W8A8_EXPERTS == MOST_FP8 + 1
 
 
 def test_a_context_without_w8a8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from workers.models.batch import Batch
 from workers.models.choices import Recorded, Taken
 from workers.models.few_tokens import FewTokens, unsupported
 from workers.models.model import Model
-from workers.models.ways import MOST_WITH_INT4, Ways
+from workers.models.ways import Ways
 from workers.parallel.mesh import Mesh
+from workers.weights.formats.int4_groups import MOST_WITH_INT4
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,10 +24,12 @@ from workers.families.loading import counted, load_model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
+from workers.weights.formats.format import Format
+from workers.weights.formats.int4_groups import INT4_SHAPE
 from workers.weights.reader import MOST_DEQUANTIZED, CheckpointReader
-from workers.weights.stored import INT4_SHAPE, Wanted
 from workers.weights.upload import Uploader
-from workers.weights.weight import Format
+from workers.weights.wanted import Wanted
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -167,9 +169,9 @@ def loads(rank: int, folder: Path, ranks: int, dtype: torch.dtype, how: str) -> 
 
 
 CASES = [
-    (Format.PLAIN, 1, torch.bfloat16),
-    (Format.FP8_BLOCKS, 2, torch.bfloat16),
-    (Format.INT4_GROUPS, 2, torch.bfloat16),
+    (PLAIN, 1, torch.bfloat16),
+    (FP8_BLOCKS, 2, torch.bfloat16),
+    (INT4_GROUPS, 2, torch.bfloat16),
 ]
 
 
@@ -186,7 +188,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder, ranks, dtype
 
 
-QUICK = ((Format.FP8_BLOCKS, "at once"), (Format.INT4_GROUPS, "in the background"))
+QUICK = ((FP8_BLOCKS, "at once"), (INT4_GROUPS, "in the background"))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_a_rank_holds_little_beyond_its_share(stored: tuple[Any, ...], how: str)
 
 @pytest.mark.parametrize(
     "stored",
-    [pytest.param(case, marks=() if case[0] is Format.FP8_BLOCKS else pytest.mark.long) for case in CASES],
+    [pytest.param(case, marks=() if case[0] is FP8_BLOCKS else pytest.mark.long) for case in CASES],
     indirect=True,
     ids=named,
 )

@@ -16,14 +16,15 @@ from safetensors.torch import save_file
 from kernels.matrix import BlockScaled
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint, WeightsError
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.reader import CheckpointReader
 from workers.weights.source import DryRun
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Weight
 
 CPU = torch.device("cpu")
-FORMATS = {"fp8": Format.FP8_BLOCKS, "int4": Format.INT4_GROUPS, "plain": Format.PLAIN}
+FORMATS = {"fp8": FP8_BLOCKS, "int4": INT4_GROUPS, "plain": PLAIN}
 
 
 def read(
@@ -124,7 +125,7 @@ def matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pyte
             want.append(np.concatenate(rows))
         wanted = torch.from_numpy(np.stack(want) if experts > 1 else want[0])
         assert torch.equal(weight.dequantized(torch.float32), wanted)
-        assert len(said) == (rank == 0 and weight.format is Format.PLAIN and set(kinds) != {"plain"})
+        assert len(said) == (rank == 0 and weight.format is PLAIN and set(kinds) != {"plain"})
         loaded.append(weight)
     assert len({(weight.format, weight.block) for weight in loaded}) == 1, "ranks differ"
     if set(kinds) == {"fp8"}:
@@ -135,7 +136,7 @@ def matrices_are_what_the_files_mean(data: st.DataObject, tmp_path_factory: pyte
             assert loaded[0].block[1] >= 64
             kernels_read(loaded[0])
     if set(kinds) == {"int4"} and shard != 1 and width % 32 == 0:
-        assert loaded[0].format is Format.INT4_GROUPS
+        assert loaded[0].format is INT4_GROUPS
 
 
 @settings(max_examples=50, deadline=None)
@@ -200,7 +201,7 @@ def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
         weights = {"down": (down_XEI, "experts.down_proj"), "gate_up": (gate_up_XFE, "experts.gate_proj and")}
         for name, (weight, called) in weights.items():
             stays = f"{kind} {name}" in kept
-            assert (weight.format is not Format.PLAIN) == stays
+            assert (weight.format is not PLAIN) == stays
             notes = [note for note in said if called in note and "invariant mode does on any number of ranks" in note]
             assert len(notes) == (not stays)
         if kind == "F8_E4M3" and f"{kind} down" in kept:
@@ -280,7 +281,7 @@ def test_what_is_kept_unquantized_is_told_once(tmp_path: Path) -> None:
             reader = CheckpointReader(checkpoint, Mesh.of(rank, 2), torch.float32, CPU, told)
             for layer in range(3):
                 part = Part(f"model.layers.{layer}.self_attn.q_b_proj.weight", 48, 64, shard=Shard(0, "heads"))
-                assert reader.matrix(part).format is Format.PLAIN
+                assert reader.matrix(part).format is PLAIN
         notes = [line for line in said if "unquantized" in line]
         words = "self_attn.q_b_proj: on 2 ranks a share's rows begin inside of a 128 x 128 block; kept unquantized"
         assert notes == [words] * (rank == 0)

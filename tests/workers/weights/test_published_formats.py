@@ -14,10 +14,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part
 from workers.weights.reader import CheckpointReader
-from workers.weights.weight import Format, Weight
+from workers.weights.weight import Weight
 
 
 def load(folder: Path, tensors: dict[str, torch.Tensor], part: Part) -> tuple[Weight, torch.Tensor]:
@@ -34,7 +35,7 @@ def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype, tmp_path: Path
     tensors, meant = fp8("a.weight", 256, 384, seed=5)
     theirs = Fp8Dequantize(None)._dequantize_one(tensors["a.weight"], tensors["a.weight_scale_inv"], dtype)
     kept, plain = load(tmp_path, tensors, Part("a.weight", 256, 384))
-    assert kept.format is Format.FP8_BLOCKS
+    assert kept.format is FP8_BLOCKS
     assert torch.equal(kept.dequantized(dtype), theirs)
     assert torch.equal(plain.to(dtype), theirs)
     assert np.array_equal(kept.dequantized(torch.float32).numpy(), meant)
@@ -56,7 +57,7 @@ def test_int4_is_what_compressed_tensors_writes_and_reads(tmp_path: Path) -> Non
     read = PackedQuantizationCompressor.decompress(dict(written), scheme)["weight"]
     tensors = {f"a.{name}": tensor for name, tensor in written.items()}
     kept, plain = load(tmp_path, tensors, Part("a.weight", 48, 160))
-    assert kept.format is Format.INT4_GROUPS
+    assert kept.format is INT4_GROUPS
     assert torch.equal(kept.dequantized(torch.float32), weight)
     assert torch.equal(plain, weight)
     assert torch.equal(kept.dequantized(read.dtype), read)

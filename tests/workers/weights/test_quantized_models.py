@@ -20,7 +20,8 @@ from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import WeightsError
-from workers.weights.weight import Format, Weight
+from workers.weights.formats import FP8_BLOCKS, PLAIN
+from workers.weights.weight import Weight
 
 WIDTHS: dict[str, dict[str, int | None]] = {
     "ends inside of blocks": {
@@ -123,7 +124,7 @@ def test_every_tensor_is_that_of_the_plain_twin(
         apart = any(part.mixture.shared is not None for part in mixtures)
         assert asked == sum(tensor.nbytes for tensor in got.values()), "counted bytes are not those that were taken"
         if widths != "hardly anything fits":
-            assert all(part.mixture.gate_up_XFE.format is not Format.PLAIN for part in mixtures)
+            assert all(part.mixture.gate_up_XFE.format is not PLAIN for part in mixtures)
             assert apart == (names == INT4_NAMES)
         if not apart:
             assert got.keys() == want.keys()
@@ -152,8 +153,8 @@ def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: i
             own = tensor.dequantized(other.dtype) if isinstance(tensor, Weight) else tensor
             assert torch.equal(own, other), name
         indexer = model.layers[0].attention.indexer
-        assert indexer.q_FA.format is Format.FP8_BLOCKS
-        assert indexer.both_XE.format is Format.PLAIN
+        assert indexer.q_FA.format is FP8_BLOCKS
+        assert indexer.both_XE.format is PLAIN
         assert indexer.q_FA.shape == (3 * 128, 96)
 
 
@@ -190,7 +191,7 @@ def test_all_matrices_may_be_quantized(tmp_path: Path) -> None:
     (model, _), (plain, _) = (load(folder, Group(), torch.float32) for folder in (quantized, twin))
     assert torch.equal(model.embedding_YE, plain.embedding_YE)
     assert torch.equal(model.head_YE.plain, plain.head_YE.plain)
-    assert model.drafter.join_EF.format is Format.FP8_BLOCKS
+    assert model.drafter.join_EF.format is FP8_BLOCKS
     assert torch.equal(model.drafter.join_EF.dequantized(torch.float32), plain.drafter.join_EF.plain)
     for layer, other in zip(model.layers[1:], plain.layers[1:], strict=True):
         assert torch.equal(layer.feed_forward.mixture.router_XE.plain, other.feed_forward.mixture.router_XE.plain)

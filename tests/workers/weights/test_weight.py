@@ -8,20 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantized_checkpoints import fp8, int4
 
-from workers.weights.weight import Format, Weight
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.weight import Weight
 
 
 def fp8_weight(rows: int, columns: int, block: tuple[int, int], experts: int = 0) -> Weight:
     outer = (experts,) if experts else ()
     data = torch.randn(*outer, rows, columns).to(torch.float8_e4m3fn)
     scales = torch.rand(*outer, -(-rows // block[0]), -(-columns // block[1])) + 0.5
-    return Weight(data, Format.FP8_BLOCKS, scales, block)
+    return Weight(data, FP8_BLOCKS, scales, block)
 
 
 def int4_weight(rows: int, columns: int, experts: int = 0) -> Weight:
     outer = (experts,) if experts else ()
     data = torch.randint(0, 256, (*outer, rows, columns // 2), dtype=torch.uint8)
-    return Weight(data, Format.INT4_GROUPS, torch.rand(*outer, rows, columns // 32).bfloat16())
+    return Weight(data, INT4_GROUPS, torch.rand(*outer, rows, columns // 32).bfloat16())
 
 
 def test_a_part_lies_in_the_same_memory() -> None:
@@ -68,10 +69,10 @@ def test_output_features_begin_and_end_with_blocks(part: int | slice) -> None:
 def test_dequantized_means_what_the_published_tensors_mean(kind: str) -> None:
     if kind == "fp8":
         tensors, want = fp8("w", 200, 300, seed=1)
-        weight = Weight(tensors["w"], Format.FP8_BLOCKS, tensors["w_scale_inv"], (128, 128))
+        weight = Weight(tensors["w"], FP8_BLOCKS, tensors["w_scale_inv"], (128, 128))
     else:
         tensors, want = int4("w", 20, 96, seed=1)
-        weight = Weight(tensors["w_packed"].view(torch.uint8), Format.INT4_GROUPS, tensors["w_scale"])
+        weight = Weight(tensors["w_packed"].view(torch.uint8), INT4_GROUPS, tensors["w_scale"])
     assert weight.shape == want.shape
     assert torch.equal(weight.dequantized(torch.float32), torch.from_numpy(want))
 
@@ -80,13 +81,13 @@ def test_dequantized_means_what_the_published_tensors_mean(kind: str) -> None:
     "wrong",
     [
         lambda: Weight(torch.zeros(2, 2), scales=torch.ones(1)),
-        lambda: Weight(torch.zeros(2, 2), Format.FP8_BLOCKS, torch.ones(1, 1), (128, 128)),
-        lambda: Weight(torch.zeros(2, 2).to(torch.float8_e4m3fn), Format.FP8_BLOCKS, torch.ones(2, 1), (128, 128)),
-        lambda: Weight(torch.zeros(2, 2).to(torch.float8_e4m3fn), Format.FP8_BLOCKS, torch.ones(1, 1), (100, 128)),
-        lambda: Weight(torch.zeros(2, 2).to(torch.float8_e4m3fn), Format.FP8_BLOCKS, torch.ones(1, 1)),
-        lambda: Weight(torch.zeros(2, 16, dtype=torch.uint8), Format.INT4_GROUPS, torch.ones(2, 1)),
-        lambda: Weight(torch.zeros(2, 8, dtype=torch.uint8), Format.INT4_GROUPS, torch.ones(2, 1).bfloat16()),
-        lambda: Weight(torch.zeros(2, 16, dtype=torch.uint8), Format.INT4_GROUPS),
+        lambda: Weight(torch.zeros(2, 2), FP8_BLOCKS, torch.ones(1, 1), (128, 128)),
+        lambda: Weight(torch.zeros(2, 2).to(torch.float8_e4m3fn), FP8_BLOCKS, torch.ones(2, 1), (128, 128)),
+        lambda: Weight(torch.zeros(2, 2).to(torch.float8_e4m3fn), FP8_BLOCKS, torch.ones(1, 1), (100, 128)),
+        lambda: Weight(torch.zeros(2, 2).to(torch.float8_e4m3fn), FP8_BLOCKS, torch.ones(1, 1)),
+        lambda: Weight(torch.zeros(2, 16, dtype=torch.uint8), INT4_GROUPS, torch.ones(2, 1)),
+        lambda: Weight(torch.zeros(2, 8, dtype=torch.uint8), INT4_GROUPS, torch.ones(2, 1).bfloat16()),
+        lambda: Weight(torch.zeros(2, 16, dtype=torch.uint8), INT4_GROUPS),
     ],
 )
 def test_what_does_not_fit_together_is_refused(wrong: object) -> None:

@@ -1,0 +1,47 @@
+"""The formats in which a checkpoint may store matrices besides as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workers.weights.formats.format import Format
+from workers.weights.formats.fp8_blocks import FP8_BLOCKS
+from workers.weights.formats.int4_groups import INT4_GROUPS
+from workers.weights.formats.plain import PLAIN
+
+FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS]
+"""At most one of them says of a matrix that it is stored so."""
+
+
+def stored_format(name: str, dtype_of: Callable[[str], str | None]) -> Format:
+    """How matrix `name` is stored in files whose tensors have these dtypes; None: there is no such tensor."""
+    return next((format for format in FORMATS if format.stores(name, dtype_of)), PLAIN)
+
+
+def difference(given: Mapping[str, Any]) -> str:
+    """What in a quantization_config is not supported, as the first format of its method has it; "" where one of the
+    formats is what the checkpoint has."""
+    method = given.get("quant_method")
+    found = [format.difference(given) for format in FORMATS if format.method == method]
+    if not found:
+        return f"quant_method = {method!r}"
+    return "" if "" in found else found[0]
+
+
+def assumed_dtypes(given: Mapping[str, Any] | None) -> Callable[[str], str | None]:
+    """The dtype of a tensor by its name, in safetensors' words, in checkpoints with this quantization_config: as far as
+    a config.json tells, for those who do not have the files yet. None: there is no such tensor."""
+    told = given or {}
+    alike = [format for format in FORMATS if format.method == told.get("quant_method")]
+    own = next((format for format in alike if not format.difference(told)), alike[0] if alike else None)
+    endings = {suffix for format in FORMATS for suffix in format.suffixes if suffix}
+
+    def dtype_of(name: str) -> str | None:
+        for suffix in endings:
+            if name.endswith(suffix):
+                there = own is not None and own.publishes(name.removesuffix(suffix))
+                return own.suffixes.get(suffix) if own is not None and there else None
+        return own.suffixes.get("") if own is not None and own.publishes(name) else "BF16"
+
+    return dtype_of
