@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.text.tokenizer import Tokenizer as ModelTokenizer
+from workers.protocol.sampling import TABLE
 from workers.vocabulary.spelling import byte_alphabet
 
 
@@ -85,6 +86,17 @@ def test_sampling_flags_reach_the_engine(engine, command, model_folder):
         11,
         3,
     )
+
+
+def test_every_sampling_parameter_has_a_flag(engine, command, model_folder):
+    given = {row.name: row.parameter.taken[0] for row in TABLE}
+    flags = [word for row in TABLE for word in (row.option, str(given[row.name]))]
+    command("generate", "--model", model_folder, "--prompt-ids", "1", *flags)
+    sampling = engine.requests[0].sampling
+    assert {row.name: getattr(sampling, row.name) for row in TABLE} == given
+    command("generate", "--model", model_folder, "--prompt-ids", "1")
+    plain = {row.name: getattr(engine.requests[1].sampling, row.name) for row in TABLE}
+    assert plain == {row.name: row.default for row in TABLE} | {"temperature": 0.0}
 
 
 def test_engine_flags_reach_the_engine(engine, command, model_folder):
