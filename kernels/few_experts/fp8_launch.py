@@ -18,7 +18,7 @@ from kernels.linear.records import Size
 from kernels.linear.stored import stored
 from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 if TYPE_CHECKING:
     from kernels.few_experts import ChosenExperts

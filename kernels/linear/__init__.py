@@ -24,7 +24,7 @@ from kernels.linear.w8a8 import (
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 __all__ = [
     "MOST_STREAMED",

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.fp16_scaled.kernel import unit_of
+from kernels.fp16_scaled import unit_of
 from kernels.linear.stream import (
     RESIDUAL,
     ROWS,

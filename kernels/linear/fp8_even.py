@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.fp16_scaled.kernel import unit_of
+from kernels.fp16_scaled import unit_of
 from kernels.linear.fp8 import BOXES, COLUMNS, WIDTH, barriers, fetch, next_stage, no_sums, scales_layout, weight_tile
 from kernels.linear.stream import (
     RESIDUAL,

@@ -20,7 +20,7 @@ from kernels.linear.launch import options, pieces
 from kernels.linear.records import Epilogue, Size, Streams, Strides
 from kernels.linear.stored import stored
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PIECE, PendingNorm
+from kernels.pending_norm import PIECE, PendingNorm
 
 MOST_TOKENS: Final = 8
 """Columns of a tile of the tensor cores."""

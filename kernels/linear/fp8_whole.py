@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.fp16_scaled.kernel import unit_of
+from kernels.fp16_scaled import unit_of
 from kernels.linear.fp8 import (
     COLUMNS,
     WIDTH,

@@ -19,7 +19,7 @@ from kernels.linear import kernel, ring, stream
 from kernels.linear.records import Epilogue, Pieces, Size, Streams, Strides
 from kernels.linear.stored import PLAIN, stored
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 MOST_STREAMED = 16
 """Most tokens `stream` is used for."""

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import pending_norm
 from kernels.matrix import Matrix
-from kernels.pending_norm import reference as pending_norm
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 PRODUCTS_AT_ONCE: Final = 1 << 22
 """Elements that `invariant_groups` holds, a few tokens at a time."""

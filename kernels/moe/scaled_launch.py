@@ -14,7 +14,7 @@ from kernels.matrix import BlockScaled, GroupScaled
 from kernels.moe import scaled, scaled_single
 from kernels.moe.records import Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 REGISTERS: Final = 168
 """Of a thread, where a multiprocessor is to have three programs of four warps."""

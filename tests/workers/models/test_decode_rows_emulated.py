@@ -20,8 +20,7 @@ from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
 from kernels.moe import launch as moe
 from kernels.moe import reference
-from kernels.rms_norm import AddNorm
-from kernels.rms_norm import launch as norms
+from kernels.rms_norm import AddNorm, launch_add_rms_norm
 from kernels.routing_rule import RoutingRule
 from tests.support.fp8_entries import numbers
 from tests.support.ptx import Fault, Unordered, emulated
@@ -107,7 +106,7 @@ def check_parts(**how: Any) -> list[str]:
         patch.setattr(linear, "is_hopper", lambda device: True)
         patch.setattr(decode_rows, "rope_absorb", absorb)
         patch.setattr(many_tokens, "part_linear", launch_part_linear)
-        patch.setattr(many_tokens, "add_rms_norm", lambda *args, eps, dependent: norms.add_rms_norm(
+        patch.setattr(many_tokens, "add_rms_norm", lambda *args, eps, dependent: launch_add_rms_norm(
             *args, eps, dependent=dependent
         ))  # fmt: skip
         for module in (decode_rows, many_tokens):
@@ -124,7 +123,7 @@ def check_parts(**how: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_with_products_in_parts_is_right_and_in_order(seed: int) -> None:
-    attention_launches = ["part_linear", "rope_absorb", "attend_narrow", "merge_tile", "part_linear", "norm"]
+    attention_launches = ["part_linear", "rope_absorb", "attend_narrow", "merge_tile", "part_linear", "rms_norm_kernel"]
     assert check_parts(seed=seed) == ["schedule_splits"] + 2 * attention_launches
 
 
@@ -133,8 +132,8 @@ def test_attention_with_products_in_parts_is_right_and_in_order(seed: int) -> No
     [
         ("part_linear", r"griddepcontrol\.wait;", ""),
         ("rope_absorb", r"griddepcontrol\.wait;", ""),
-        ("norm", r"griddepcontrol\.wait;", ""),
-        ("norm", r"ld\.global\.cg", "ld.global"),
+        ("rms_norm_kernel", r"griddepcontrol\.wait;", ""),
+        ("rms_norm_kernel", r"ld\.global\.cg", "ld.global"),
         ("rope_absorb", r"ld\.global\.cg", "ld.global"),
     ],
     ids=["a product", "rope", "a norm", "a norm through L1", "rope through L1"],
@@ -232,7 +231,7 @@ def routed(**how: Any) -> list[str]:
         for x_TE, norm_E, weight_XE in layers:
             x.copy_(x_TE)
             want_TE = (residual + x).float()
-            norms.add_rms_norm(x, residual, norm_E, normed, 1e-6, dependent=True)
+            launch_add_rms_norm(x, residual, norm_E, normed, 1e-6, dependent=True)
             x_groups = normed.unflatten(1, (parts, -1))
             weight_groups = weight_XE.unflatten(1, (parts, -1)).transpose(0, 1)
             products.tiled(x_groups, weight_groups, logit_TPX, invariant=False, dependent=True)
@@ -245,7 +244,7 @@ def routed(**how: Any) -> list[str]:
 
 
 def test_routing_is_right_and_in_order() -> None:
-    assert routed() == 2 * ["norm", "tiled_linear", "route"]
+    assert routed() == 2 * ["rms_norm_kernel", "tiled_linear", "route"]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_a_repeated_layer_widens_its_own_cache(monkeypatch: pytest.MonkeyPatch, 
     caches = [cache.data_ptr() for cache in paged.cache.layers[0 : 2 * layers : 2]]
     for place, (repeated, own) in enumerate(compared):
         assert repeated == own
-        (gathered,) = [launch for launch in own if launch[0] == "gather"]
+        (gathered,) = [launch for launch in own if launch[0] == "gather_context_kernel"]
         assert caches[1 + place % (layers - 1)] in gathered
         # A stretch each; decode rows have one more.
         attended = [name for name, *_ in own if name in ("attend_selected", "attend_selected_wide_fp8")]
