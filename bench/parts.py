@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
-from kernels.repeat import nothing_repeated
+from kernels.runtime.repeat import nothing_repeated
 from workers.drafters.mtp import Mtp
 from workers.models.attention import backend, decode_rows, expanded
 from workers.models.attention.latent import LatentAttention

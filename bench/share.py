@@ -40,10 +40,10 @@ from shapes import BANDWIDTH, Case, Tokens, target_work
 from timeline import timeline
 
 from kernels import pending_norm
-from kernels.ahead import compile_ahead
-from kernels.dependent import launches_dependently
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
+from kernels.runtime.ahead import compile_ahead
+from kernels.runtime.dependent import launches_dependently
 from workers.config import EngineConfig
 from workers.families.loading import load_model
 from workers.memory.scratch import Scratch

@@ -23,7 +23,6 @@ from kernels.few_experts import reference as choice_reference
 from kernels.gather_context import gather_context_reference, launch_gather_context
 from kernels.head_linear import launch as head_launch
 from kernels.head_linear import reference as head_reference
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import MOST_STREAMED
 from kernels.linear.parts import MOST_TOKENS as MOST_IN_PARTS
 from kernels.linear.parts import Cut
@@ -39,6 +38,7 @@ from kernels.pending_norm import PendingNorm
 from kernels.rms_norm import AddNorm, add_rms_norm_reference, launch_add_rms_norm, launch_rms_norm, rms_norm_reference
 from kernels.rope_cache import launch_rope_cache, rope_cache_reference
 from kernels.routing_rule import RoutingRule
+from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.silu_mul import launch_silu_mul, silu_mul_reference
 from kernels.verify import accept_drafts_reference, launch_accept_drafts
 from workers.models.attention.decode_rows import MOST_MERGED

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
@@ -25,6 +24,7 @@ from kernels.linear.w8a8 import (
 )
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm import PendingNorm
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
     "MOST_STREAMED",

@@ -8,13 +8,13 @@ from typing import Final
 import triton
 from torch import Tensor
 
-from kernels.hopper import multiprocessors
 from kernels.linear import stream
 from kernels.linear.fp8_launch import BLOCK, box, fetched
 from kernels.linear.launch import options
 from kernels.linear.records import Epilogue, Size, Streams, Units
 from kernels.linear.stored import stored
 from kernels.matrix import BlockScaled, Matrix
+from kernels.runtime.hopper import multiprocessors
 
 ROWS: Final = 8
 """Rows of a block, of which a program has some."""

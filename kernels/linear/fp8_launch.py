@@ -14,13 +14,13 @@ import triton
 from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import stream
 from kernels.linear.launch import options, pieces
 from kernels.linear.records import Epilogue, Size, Streams, Strides
 from kernels.linear.stored import stored
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm import PIECE, PendingNorm
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 MOST_TOKENS: Final = 8
 """Columns of a tile of the tensor cores."""

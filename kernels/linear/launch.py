@@ -13,13 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.carveout import leave_to_cache
-from kernels.hopper import multiprocessors
 from kernels.linear import kernel, ring, stream
 from kernels.linear.records import Epilogue, Pieces, Size, Streams, Strides
 from kernels.linear.stored import PLAIN, stored
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm import PendingNorm
+from kernels.runtime.carveout import leave_to_cache
+from kernels.runtime.hopper import multiprocessors
 
 MOST_STREAMED = 16
 """Most tokens `stream` is used for."""

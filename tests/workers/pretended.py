@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import repeat
 from kernels.linear import reference
+from kernels.runtime import repeat
 from workers.graphs import capture, segments
 from workers.memory.scratch import Scratch
 from workers.proof import decode_steps

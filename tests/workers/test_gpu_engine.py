@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from kernels.ahead import Compiled
+from kernels.runtime.ahead import Compiled
 from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig

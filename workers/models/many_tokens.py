@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from kernels import moe
-from kernels.dependent import launches_dependently
 from kernels.dequantize import dequantize
 from kernels.linear import (
     MOST_STREAMED,
@@ -33,6 +32,7 @@ from kernels.linear import (
 from kernels.matrix import BlockScaled, Matrix
 from kernels.quantize import GROUP, quantize, silu_mul_quantize
 from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
+from kernels.runtime.dependent import launches_dependently
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.token_wise import Gated, Mixture, TokenWise

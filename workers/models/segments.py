@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.repeat import Layers, Repeat
 from kernels.rms_norm import AddNorm
+from kernels.runtime.repeat import Layers, Repeat
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 
 from kernels import moe
-from kernels.dependent import launches_dependently
-from kernels.hopper import is_hopper
 from kernels.linear import MOST_STREAMED
+from kernels.runtime.dependent import launches_dependently
+from kernels.runtime.hopper import is_hopper
 from workers.models.batch import Batch
 from workers.models.choices import Choices
 from workers.models.config import ModelConfig

@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from kernels.runtime.ahead import Compiled
 from kernels.sampling import TokenMasks
 from workers.cache.paged import OutOfBoundsFault, PagedCache
 from workers.grammar.rows import ConstrainedRows

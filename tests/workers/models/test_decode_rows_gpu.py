@@ -9,7 +9,7 @@ import torch
 from captured import REPLAYS
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
-from kernels.hopper import is_hopper
+from kernels.runtime.hopper import is_hopper
 from workers.memory.scratch import Scratch
 
 pytestmark = [

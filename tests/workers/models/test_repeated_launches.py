@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from kernels import linear, mla_decode, repeat
+from kernels import linear, mla_decode
 from kernels.mla_prefill import launch as prefill_launch
-from kernels.repeat import Repeat
+from kernels.runtime import repeat
+from kernels.runtime.repeat import Repeat
 from kernels.sparse import workspace
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model

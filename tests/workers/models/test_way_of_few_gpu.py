@@ -12,9 +12,9 @@ from paged import ALONE, Paged, load_fp32
 from random_model import V2_LITE_HEADS, decode_step, random_model
 from tiny_models import VOCAB, write_tiny
 
-from kernels.dependent import launches_dependently
 from kernels.linear import MOST_STREAMED
-from kernels.repeat import nothing_repeated
+from kernels.runtime.dependent import launches_dependently
+from kernels.runtime.repeat import nothing_repeated
 from workers.families import load_model
 from workers.models.batch import Batch
 from workers.models.choices import Recorded, Taken

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import repeat
-from kernels.repeat import Repeat
+from kernels.runtime import repeat
+from kernels.runtime.repeat import Repeat
 from tests.workers.faults import (
     FAULTS,
     KEY,

@@ -17,8 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.dependent import launches_dependently
 from kernels.index_rope import index_rope
+from kernels.runtime.dependent import launches_dependently
 from workers.cache.spec import CacheSpec, index_spec
 from workers.memory.scratch import Scratch
 from workers.models.config import Indexing

@@ -23,10 +23,10 @@ from torch import Tensor
 from triton import JITFunction
 from typing_extensions import override
 
-from kernels.launcher import STREAM
-from kernels.launcher import direct as _direct
-from kernels.operators import WATCHING, OperatorMode
 from kernels.private_api import PrivateApi, lacking
+from kernels.runtime.launcher import STREAM
+from kernels.runtime.launcher import direct as _direct
+from kernels.runtime.operators import WATCHING, OperatorMode
 
 _THEMSELVES: Final = "every layer launches its kernels for itself, which takes the host several times as long"
 _LAUNCHES: Final = PrivateApi(

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from kernels.hopper import is_hopper
+from kernels.runtime.hopper import is_hopper
 
 logger = logging.getLogger("latentserve.carveout")
 
