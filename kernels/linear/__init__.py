@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
+from kernels.gluon.tiles import ROWS
 from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
-from kernels.linear.stream import ROWS
 from kernels.linear.w8a8 import (
     PIECE,
     fits_w8a8,

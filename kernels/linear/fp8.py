@@ -22,21 +22,20 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from kernels.fp16_scaled import unit_of
-from kernels.linear.stream import (
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.tiles import (
     RESIDUAL,
     ROWS,
     add_to_residual,
     copy_squares,
     gate_up_rows,
     gate_up_values,
-    let_kernel_after_start,
     products_layout,
     residual_before,
     share,
     sums_layout,
     token_pieces,
     tokens_layout,
-    wait_for_kernel_before,
 )
 
 WIDTH = 128

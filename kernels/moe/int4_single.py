@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.fp16_scaled import unit_of
-from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.moe.int4_columns import (
     COLUMNS,
     SCALE,
