@@ -33,8 +33,8 @@ from training.quantize import FP8_CONFIG, INT4_CONFIG
 
 from workers.families.loading import counted
 from workers.families.registry import parse_config
+from workers.fit.assumed_dtypes import assumed_dtypes
 from workers.parallel.group import Group
-from workers.weights.assumed import assumed_dtypes
 from workers.weights.stored import FP8_DTYPE, FP8_SCALES, INT4_SCALES, INT4_SHAPE, Shape, Wanted
 from workers.weights.weight import Format
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checkpoint import QUANTIZED, ROOT, TEXT, numbers
 from shapes import SHAPES, V3
 
-from workers.weights.assumed import assumed_dtypes
+from workers.fit.assumed_dtypes import assumed_dtypes
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.stored import FP8_DTYPE, FP8_SCALES, PLAIN_DTYPES, Shape, Wanted
 from workers.weights.weight import Format

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import few_experts, moe
 from workers.cache.paged import PagedCache
 from workers.families.registry import FAMILIES, parse_config
+from workers.fit.assumed_dtypes import published_in_fp8
 from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
 from workers.models.feed_forward import MixtureOfExperts
@@ -24,7 +25,6 @@ from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
-from workers.weights.assumed import published_in_fp8
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
 from workers.weights.weight import Format, Weight

@@ -46,12 +46,12 @@ from kernels.runtime.ahead import compile_ahead
 from kernels.runtime.dependent import launches_dependently
 from workers.config import EngineConfig
 from workers.families.loading import load_model
+from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import one_shot_bytes
-from workers.rank.memory_plan import MemoryPlan, memory_plan
 
 CONTEXT = 1024
 GB = 1e9

@@ -18,15 +18,16 @@ PACKAGES = ("kernels", "workers", "deploy")
 ROOMS = {
     "workers": (
         ("environment", "memory", "parallel", "quantization", "vocabulary"),
-        ("config", "draft_model"),
-        ("fit", "protocol"),
+        ("config",),
+        ("protocol",),
         ("channel", "weights", "cache", "grammar", "scheduler"),
         ("models",),
         ("drafters", "step"),
         ("families",),
         ("graphs",),
-        ("proof",),
+        ("fit", "proof"),
         ("rank",),
+        ("recording",),
         ("processes",),
     ),
     "deploy": (

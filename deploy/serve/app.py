@@ -23,7 +23,7 @@ from deploy.serve import entrance
 from workers.channel.ports import free_ports
 from workers.environment import check_environment
 from workers.families.registry import load_config
-from workers.fit import Unfit, check_fit
+from workers.fit.settings import Unfit, check_fit
 from workers.models.config import ConfigError
 
 if TYPE_CHECKING:

@@ -299,7 +299,7 @@ def fp8_linear(
     """y = x · weight^T for some tokens in scaled fp16, whose units are `unit`; they stream beside the weights. Grid:
     rows / 16.
 
-    EPILOGUE.kind: STORE or RESIDUAL of `stream`.
+    EPILOGUE.kind: STORE or RESIDUAL of `kernels.gluon.tiles`.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features

@@ -142,7 +142,7 @@ def fp8_whole(
 ):  # fmt: skip
     """y = x · weight^T, divided by the root mean square of x if NORM.scaled. Grid: rows / 16.
 
-    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `stream`.
+    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `kernels.gluon.tiles`.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features

@@ -8,8 +8,8 @@ from typing import Final
 from typing_extensions import override
 
 from workers.families.deepseek import DeepseekV3
-from workers.families.fields import Fields
 from workers.models.config import ConfigError, ModelConfig
+from workers.models.fields import Fields
 from workers.quantization import unsupported_quantization
 
 _TEXT_TYPES: Final = ("kimi_k2", "deepseek_v3")

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
-from workers.families.fields import Fields
 from workers.families.glm import Glm4MoeLite
 from workers.families.kimi import KimiK25
 from workers.families.sparse import DeepseekV32, GlmMoeDsa
 from workers.models.config import ConfigError, ModelConfig
+from workers.models.fields import Fields
 
 FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v2": DeepseekV2(),

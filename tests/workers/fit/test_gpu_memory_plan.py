@@ -12,7 +12,7 @@ import torch
 from planned_starts import STARTS
 
 from workers.config import EngineConfig
-from workers.rank.memory_plan import memory_plan
+from workers.fit.memory_plan import memory_plan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
 
 from workers.config import EngineConfig
 from workers.families.registry import load_config
-from workers.fit import SHARED, Unfit, check_fit
+from workers.fit.settings import SHARED, Unfit, check_fit
 from workers.models.config import ConfigError
 
 DEMO: dict[str, Any] = json.loads((EngineConfig(model="demo").folder / "config.json").read_text())

@@ -11,9 +11,9 @@ import pytest
 from tests.tiny_models import write_tiny
 from tests.workers.recorded_plans import VOCAB, recorded
 from workers.protocol.plan import StepPlan, StepResult
-from workers.protocol.recording import Recording, Step
-from workers.rank.replay import Difference, Replay, replay_config
 from workers.rank.runner import PlanError
+from workers.recording.file import Recording, Step
+from workers.recording.replay import Difference, Replay, replay_config
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from tiny_models import write_tiny
 
 from workers.config import EngineConfig
 from workers.families import load_model
+from workers.fit.cache_budget import fp8_cache, longest_request, pages_within, rows_at
+from workers.fit.memory_plan import MemoryPlan, memory_plan
+from workers.fit.smallest_change import smallest_change
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.rank.cache_budget import fp8_cache, longest_request, pages_within, rows_at
-from workers.rank.fitting import smallest_change
-from workers.rank.memory_plan import MemoryPlan, memory_plan
 from workers.scheduler import max_pages_per_row
 
 GIB = 1 << 30

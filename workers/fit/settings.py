@@ -10,7 +10,7 @@ import math
 from typing import Any, Final
 
 from workers.config import EngineConfig
-from workers.draft_model import misfits
+from workers.drafters.eagle3.misfits import misfits
 from workers.parallel.mesh import INVARIANT_RANKS, AxisName
 from workers.quantization import unsupported_quantization
 

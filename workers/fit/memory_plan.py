@@ -18,17 +18,17 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
-from workers.families.eagle3 import counted_eagle3, read_eagle3
+from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
 from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
-from workers.graphs.estimate import estimate
+from workers.fit.assumed_dtypes import assumed_dtypes
+from workers.fit.cache_budget import fp8_cache, gpu_cache_budget, longest_request, pages_within, rows_at
+from workers.fit.graph_memory import estimate
 from workers.parallel.group import Group
-from workers.rank.cache_budget import fp8_cache, gpu_cache_budget, longest_request, pages_within, rows_at
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
-from workers.weights.assumed import assumed_dtypes
 from workers.weights.checkpoint import Checkpoint
 
 DRIVER_BYTES: Final = 1 << 30

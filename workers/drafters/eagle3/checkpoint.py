@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from workers.draft_model import aux_hidden_state_layers_of, flattened, misfits
-from workers.families.fields import Fields
-from workers.families.rope import read_rope
+from workers.drafters.eagle3.misfits import aux_hidden_state_layers_of, flattened, misfits
 from workers.models.config import ConfigError, ModelConfig, Rope
+from workers.models.fields import Fields, read_rope
 from workers.parallel.mesh import Mesh
 from workers.quantization import unsupported_quantization
 
 if TYPE_CHECKING:
     import torch
 
-    from workers.drafters.eagle3 import Eagle3
+    from workers.drafters.eagle3.drafter import Eagle3
     from workers.models.model import Model
     from workers.weights.checkpoint import Checkpoint
     from workers.weights.source import DryRun, WeightSource
@@ -181,7 +180,7 @@ def _build(
     fp8_cache: bool,
 ) -> Eagle3:
     from workers.drafters.attention import DraftAttention, DraftLatentAttention, GroupedAttention
-    from workers.drafters.eagle3 import Eagle3, Eagle3Sizes
+    from workers.drafters.eagle3.drafter import Eagle3, Eagle3Sizes
     from workers.models.attention.latent import LatentAttention
     from workers.models.rope import rotation_table
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from workers.config import EngineConfig
-from workers.fit import SHARED
+from workers.fit.memory_plan import MemoryPlan, memory_plan
+from workers.fit.settings import SHARED
 from workers.parallel.mesh import INVARIANT_RANKS
-from workers.rank.memory_plan import MemoryPlan, memory_plan
 
 LEAST_CONTEXT: Final = 2048
 """Tokens: who gets fewer is told of other changes instead."""

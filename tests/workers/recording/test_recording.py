@@ -12,7 +12,7 @@ from workers.config import DEMO_MODEL, EngineConfig
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import pack_tokens
-from workers.protocol.recording import MAGIC, Recorder, Recording, RecordingError, config_hash, read_recording
+from workers.recording.file import MAGIC, Recorder, Recording, RecordingError, config_hash, read_recording
 
 VOCAB = 50_000
 READY = Ready(0, pages=20, max_context=300, vocab_size=VOCAB, width=3)
