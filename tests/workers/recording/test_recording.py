@@ -101,7 +101,7 @@ def test_without_them_nothing_is_left_of_prompts_and_answers(tmp_path: Path) -> 
     assert other.history == ()
     results = [step.result for step in steps if step.result]
     assert [[len(tokens) for tokens in result.tokens] for result in results] == [[1], [2, 0]]
-    assert (results[0].logprobs, results[1].bad) == ((), (1,))
+    assert (results[0].logprobs, results[1].nonfinite) == ((), (1,))
 
 
 def test_what_stands_for_a_prompt_does_not_depend_on_it(tmp_path: Path) -> None:
