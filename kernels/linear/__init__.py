@@ -84,8 +84,12 @@ def linear(
         reference.invariant_linear(x_TE, weight_FE, out_TF)
     elif x_TE.is_cuda and x_TE.shape[0] and launch.served(x_TE, weight_FE):
         launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
+    elif out_TF.dtype == x_TE.dtype:
+        torch.mm(x_TE, weight_FE.t(), out=out_TF)
+    elif x_TE.is_cuda:
+        torch.mm(x_TE, weight_FE.t(), out_dtype=out_TF.dtype, out=out_TF)
     else:
-        reference.linear(x_TE, weight_FE, out_TF)
+        torch.mm(x_TE.to(out_TF.dtype), weight_FE.t().to(out_TF.dtype), out=out_TF)
 
 
 def grouped_linear(

@@ -102,7 +102,8 @@ class Segments:
                 self._begin(tensors, norm, scratch)
         self._tap(index, tensors)
         with scratch.scope():
-            self.layers[index].project(flow, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
+            where = flow.rotation_TO, tensors.cache_slot_T, self._caches(index, cache)[0]
+            self.layers[index].attention.project(flow.way, flow.normed, *where, flow.projected, scratch)
 
     def _norm(self, index: int, flow: Flow[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
@@ -176,11 +177,16 @@ class Segments:
             out = flow.normed
             for index, layer in enumerate(self.layers):
                 self._tap(index, tensors)
-                cache_PKC, norm = self._caches(index, cache)[0], self._norm(index + 1, flow)
+                where = flow.rotation_TO, batch.cache_slot_T, self._caches(index, cache)[0]
+                # Each of the two token-wise parts has all of the scratch's free memory.
+                with scratch.scope():
+                    layer.attention.project(way, flow.normed, *where, flow.projected, scratch)
+                attend(index)
+                norm = self._norm(index + 1, flow)
                 if index + 1 == len(self.layers):
                     out = way.last(flow.normed, out_TE)
-                where = batch.cache_slot_T, cache_PKC
-                layer.forward(flow, partial(attend, index), *where, norm, out, live_R, scratch)
+                with scratch.scope():
+                    layer.finish(flow, norm, out, live_R, scratch)
             way.leave(norm, out, out_TE)
         return out_TE
 
