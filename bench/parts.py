@@ -19,7 +19,7 @@ from workers.models.attention.latent import LatentAttention
 from workers.models.attention.sparse import SparseAttention
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.layer import DecoderLayer
-from workers.models.many_tokens import ManyTokens
+from workers.models.many_tokens import GeneralOps
 from workers.models.model import Model
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
@@ -170,8 +170,8 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (decode_rows, "head_linear", _always("absorbing")),
     (DecoderLayer, "finish", _finished),
     (LatentAttention, "output", _always("attention's output, with the norm behind it")),
-    (ManyTokens, "route", _always("routing")),
-    (ManyTokens, "experts", _always("experts, routed and shared")),
+    (GeneralOps, "route", _always("routing")),
+    (GeneralOps, "experts", _always("experts, routed and shared")),
     (Model, "logits", _always(HEAD)),
     (SamplingState, "target_tokens", _always("sampling")),
     (SamplingState, "commit", _always("sampling")),

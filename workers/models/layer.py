@@ -15,7 +15,7 @@ from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.feed_forward import FeedForward
-from workers.models.flow import Flow
+from workers.models.pass_buffers import PassBuffers
 from workers.models.token_wise import N
 
 
@@ -36,11 +36,11 @@ class DecoderLayer:
         self.attention_norm_E, self.attention = attention_norm_E, attention
         self.feed_forward_norm_E, self.feed_forward = feed_forward_norm_E, feed_forward
 
-    def finish(self, flow: Flow[N], norm: AddNorm, out: N, live_R: Tensor | None, scratch: Scratch) -> None:
+    def finish(self, buffers: PassBuffers[N], norm: AddNorm, out: N, live_R: Tensor | None, scratch: Scratch) -> None:
         """Token-wise, after attention: adds it, then the feed-forward part, to the residual; `out`, which may be
-        `flow.normed`, becomes the `norm` of that. Holds (11) to (12) of `deepseek`, and both norms."""
-        between = AddNorm(flow.residual_TE, self.feed_forward_norm_E, self.eps)
-        tokens, hidden = flow.residual_TE.shape
-        x = flow.way.allocate_normed(tokens, hidden, flow.attended_THV.dtype, self.eps, scratch)
-        self.attention.output(flow.way, flow.attended_THV, between, x, scratch)
-        self.feed_forward(flow.way, x, norm, out, scratch, live_R)
+        `buffers.normed`, becomes the `norm` of that. Holds (11) to (12) of `deepseek`, and both norms."""
+        between = AddNorm(buffers.residual_TE, self.feed_forward_norm_E, self.eps)
+        tokens, hidden = buffers.residual_TE.shape
+        x = buffers.way.allocate_normed(tokens, hidden, buffers.attended_THV.dtype, self.eps, scratch)
+        self.attention.output(buffers.way, buffers.attended_THV, between, x, scratch)
+        self.feed_forward(buffers.way, x, norm, out, scratch, live_R)

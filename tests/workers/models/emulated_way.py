@@ -105,14 +105,14 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, function in replaced.items():
         monkeypatch.setattr(few_tokens, name, function)
-    choose = few_tokens.FewTokens.chosen
+    choose = few_tokens.SmallBatchOps.chosen
 
-    def chosen(self: few_tokens.FewTokens, *given: Any, **options: Any) -> Any:
+    def chosen(self: few_tokens.SmallBatchOps, *given: Any, **options: Any) -> Any:
         with monkeypatch.context() as patch:  # other ways choose as ever
             patch.setattr(token_wise, "moe", SimpleNamespace(route=moe.route))
             return choose(self, *given, **options)
 
-    monkeypatch.setattr(few_tokens.FewTokens, "chosen", chosen)
+    monkeypatch.setattr(few_tokens.SmallBatchOps, "chosen", chosen)
     replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))

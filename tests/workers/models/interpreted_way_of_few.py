@@ -106,7 +106,7 @@ def plan(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
 
 
 def on_way_of_few(model: Model, token_T: torch.Tensor, batch: Batch, cache: PagedCache) -> torch.Tensor:
-    way = few_tokens.FewTokens(Group(), dependent=True)
+    way = few_tokens.SmallBatchOps(Group(), dependent=True)
     return model.segments.forward(token_T, None, batch, cache, Scratch(CPU), way=way)
 
 

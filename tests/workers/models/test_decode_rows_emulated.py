@@ -29,8 +29,8 @@ from workers.memory.scratch import Scratch
 from workers.models import many_tokens
 from workers.models.attention import decode_rows
 from workers.models.batch import Batch
-from workers.models.flow import Flow
 from workers.models.model import Model
+from workers.models.pass_buffers import PassBuffers
 from workers.parallel.group import Group
 
 pytestmark = pytest.mark.long
@@ -63,34 +63,36 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: boo
     model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
-    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(Group()))
+    buffers = model.segments.buffers(len(LENGTHS), scratch, many_tokens.DecodeOps(Group()))
     torch.manual_seed(7)
-    flow.projected.down_TF.copy_(torch.randn(flow.projected.down_TF.shape).bfloat16())
-    own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
+    buffers.projected.down_TF.copy_(torch.randn(buffers.projected.down_TF.shape).bfloat16())
+    own, tensors = model.layers[0].attention, (buffers.projected, buffers.attended_THV)
     backends = own.backends(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
     for _ in range(2):  # the second finds the first one's lines in L1
         own.attend(backends, cache.layers[0])
-    return flow.attended_THV.float(), cache, batch.cache_slot_T
+    return buffers.attended_THV.float(), cache, batch.cache_slot_T
 
 
-def layered(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]) -> tuple[Flow[Tensor], PagedCache, Tensor]:
+def layered(
+    dtype: torch.dtype, plan: Callable[[Model, Batch], Batch]
+) -> tuple[PassBuffers[Tensor], PagedCache, Tensor]:
     """Two layers' attention, from the norm before to the norm behind, in the same memory and with the same weights."""
     model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 21,), 255, dtype=torch.uint8))
-    flow = model.segments.flow(len(LENGTHS), scratch, many_tokens.DecodeTokens(Group()))
+    buffers = model.segments.buffers(len(LENGTHS), scratch, many_tokens.DecodeOps(Group()))
     torch.manual_seed(7)
-    for x in (flow.normed, flow.residual_TE):
+    for x in (buffers.normed, buffers.residual_TE):
         x.copy_(torch.randn(x.shape).bfloat16())
-    own, tensors = model.layers[0].attention, (flow.projected, flow.attended_THV)
+    own, tensors = model.layers[0].attention, (buffers.projected, buffers.attended_THV)
     backends = own.backends(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
-    way, slot_T = flow.way, batch.cache_slot_T
-    norm = AddNorm(flow.residual_TE, model.layers[0].feed_forward_norm_E, 1e-6)
+    way, slot_T = buffers.way, batch.cache_slot_T
+    norm = AddNorm(buffers.residual_TE, model.layers[0].feed_forward_norm_E, 1e-6)
     for _ in range(2):
-        own.project(way, flow.normed, None, slot_T, cache.layers[0], flow.projected, scratch)
+        own.project(way, buffers.normed, None, slot_T, cache.layers[0], buffers.projected, scratch)
         own.attend(backends, cache.layers[0])
-        own.output(way, flow.attended_THV, norm, flow.normed, scratch)
-    return flow, cache, slot_T
+        own.output(way, buffers.attended_THV, norm, buffers.normed, scratch)
+    return buffers, cache, slot_T
 
 
 def launch_part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, *, dependent: bool) -> None:

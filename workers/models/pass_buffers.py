@@ -11,23 +11,23 @@ from typing import Any, Generic
 
 from torch import Tensor
 
-from workers.models.attention.latent import Projected
-from workers.models.token_wise import N, TokenWise
+from workers.models.attention.latent import MlaInputs
+from workers.models.token_wise import LayerOps, N
 
 
 @dataclass(frozen=True)
-class Flow(Generic[N]):
+class PassBuffers(Generic[N]):
     """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
     writes it."""
 
-    way: TokenWise[N]
+    way: LayerOps[N]
     """How what is token-wise is computed; the memory here is made for it."""
     normed: N
     """The norm of `residual_TE` that the next layer reads."""
     residual_TE: Tensor
     rotation_TO: Tensor | None
     """None in passes of decode rows alone, whose attention rotates."""
-    projected: Projected
+    projected: MlaInputs
     attended_THV: Tensor
 
 
@@ -48,6 +48,6 @@ class PassTensors:
     """Hidden states that the draft layer reads beside the tokens."""
     out_TE: Tensor | None
     """Hidden states after the final norm; None where `gather` and `end` take the last segment's place."""
-    flow: Flow[Any]
+    buffers: PassBuffers[Any]
     aux_hidden: tuple[tuple[int, Tensor], ...] = ()
     """Layers, and where the residual stream that enters each is copied to, [T, E]."""
