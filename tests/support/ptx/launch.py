@@ -54,7 +54,7 @@ def emulated(
         names.append(kernel.metadata.name)
         emulator.launch(kernel, function, args, grid, options)
 
-    with instead_of_launches(run):
+    with instead_of_launches(run, assembled=False):
         yield names
 
 
