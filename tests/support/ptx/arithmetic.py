@@ -118,14 +118,14 @@ def fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
 
 def bf16_pairs(function: Callable[..., Lanes], *pairs: Lanes) -> Lanes:
     """A function of float32 on pairs of bfloat16, which words hold."""
-    found = function(*(widen(np.ascontiguousarray(x).view(np.uint16)) for x in pairs))
+    found = function(*[widen(np.ascontiguousarray(x).view(np.uint16)) for x in pairs])
     return narrow(found.astype(np.float32, copy=False)).view(np.uint32)
 
 
 def half_pairs(function: Callable[..., Lanes], *pairs: Lanes) -> Lanes:
     """A function on pairs of float16, which words hold."""
-    found = function(*(np.ascontiguousarray(x).view(np.float16) for x in pairs))
-    return found.astype(np.float16).view(np.uint32)
+    found = function(*[np.ascontiguousarray(x).view(np.float16) for x in pairs])
+    return found.astype(np.float16, copy=False).view(np.uint32)
 
 
 @executes("min max", "ftz NaN relu")

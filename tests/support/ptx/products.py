@@ -80,9 +80,15 @@ def _write_sums(step: Step, names: tuple[str, ...], sums: Lanes) -> None:
 def _mma(step: Step) -> None:
     step.whole_warp()
     bfloat = step.parts[-2] == "bf16"
-    left = _left([step.value(name, np.uint32) for name in step.vector(1)], bfloat)
-    right = _right([step.value(name, np.uint32) for name in step.vector(2)], bfloat)
-    _write_sums(step, step.vector(0), left @ right + _sums(step, step.vector(3)))
+    names = _vectors(step.operands)
+    left = _left([step.value(name, np.uint32) for name in names[1]], bfloat)
+    right = _right([step.value(name, np.uint32) for name in names[2]], bfloat)
+    _write_sums(step, names[0], left @ right + _sums(step, names[3]))
+
+
+@lru_cache(maxsize=1 << 14)
+def _vectors(operands: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    return tuple(map(inside, operands))
 
 
 _SHAPES = [f"m64n{columns}k{features}" for columns in range(8, 257, 8) for features in (16, 32)]
