@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -85,6 +85,11 @@ class ApiConfig(BaseModel):
     """Encode what messages spell like the chat template's control tokens, as <|user|>, as these; else as text.
 
     With these a message can forge turns."""
+    generation_config: Annotated[Literal["auto", "none"], Flag(metavar="auto|none")] = "auto"
+    """Where requests that do not say how they are sampled have it from.
+
+    auto: temperature, top_p, top_k, min_p and repetition_penalty of the folder's generation_config.json, as
+    `/v1/models` tells. none: temperature 1 and no filter."""
     tool_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes them")] = "auto"
     """What reads tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2 or glm.
 

@@ -205,15 +205,10 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
     value = parse_object(raw)
     reject_unsupported(value)
     body = validate(MessagesBody, value)
-    more = {
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "return_accepted_drafts": body.return_accepted_drafts,
-    }
+    same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "return_accepted_drafts")
+    # What the client left out stays out: the model has defaults of its own.
+    more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
+    more["stop"] = body.stop_sequences
     return body, _chat_of(body, **more)
 
 

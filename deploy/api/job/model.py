@@ -13,6 +13,7 @@ from typing import Any, Final
 import kernels
 from deploy.api.http.errors import ApiError, engine_down, invalid, model_not_found, unsupported
 from deploy.api.job.bodies import ChatBody, ChatTemplateFields
+from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.tools import shown
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
@@ -31,10 +32,15 @@ class ServedModel:
     """One per application."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, config: ApiConfig, numerics: Mapping[str, object]
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        config: ApiConfig,
+        numerics: Mapping[str, object],
+        sampling_defaults: SamplingDefaults,
     ) -> None:
         """`numerics`: the engine's settings that decide how it rounds."""
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer, self.config, self.sampling_defaults = tokenizer, config, sampling_defaults
         self.reader = Reader(tokenizer, config)
         self._engine, self._numerics = engine, dict(numerics)
 

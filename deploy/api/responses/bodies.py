@@ -186,7 +186,8 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
     sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens")
     same = (*sampling, "stream", "parallel_tool_calls", "return_accepted_drafts")
     try:
-        more = {name: getattr(body, name) for name in same}
+        # What the client left out stays out: the model has defaults of its own.
+        more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
         return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
     except ApiError as error:
         raise named_here(error) from None

@@ -55,6 +55,7 @@ class ResponsesFormat:
         self._items = OutputWriter()
         self._number = 0
         """Of the next event."""
+        sampling = job.sequences[0].sampling
         self._head: dict[str, Any] = {
             "id": name,
             "object": "response",
@@ -68,11 +69,11 @@ class ResponsesFormat:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": stored,
-            "temperature": body.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": _flat(body.text, "json_schema") if body.text else {"type": "text"}},
             "tool_choice": _flat(body.tool_choice, "function"),
             "tools": [{"parameters": None, "strict": None, **_flat(tool, "function")} for tool in body.tools],
-            "top_p": body.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
         }
         try:

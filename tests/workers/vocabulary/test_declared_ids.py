@@ -15,7 +15,7 @@ TEXT = "the quick brown fox"
 
 
 def folder_of(path, config, template=None, single=None):
-    """A folder whose tokenizer.json has no template for begin and end but `single`, as those of DeepSeek R1 and V3.1."""
+    """A folder whose tokenizer.json has no template for begin and end but `single`, as DeepSeek R1 is shipped."""
     tokenizer = Tokenizer.from_str(backend().to_str())
     tokenizer.post_processor = (
         processors.ByteLevel(trim_offsets=False)
@@ -48,7 +48,8 @@ def test_ids_that_the_folder_declares_are_added(tmp_path, config, before, behind
     plain = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids
     assert tokenizer.backend_tokenizer.encode(TEXT).ids == [*before, *plain, *behind]
     again = FrontTokenizer.load(tmp_path)
-    assert again is not None and again.encode(TEXT) == [*before, *plain, *behind]
+    assert again is not None
+    assert again.encode(TEXT) == [*before, *plain, *behind]
     assert again.encode(TEXT, add_special_tokens=False) == plain
 
 
@@ -65,12 +66,11 @@ def test_they_are_those_that_the_makers_class_adds(tmp_path, adds_bos, adds_eos)
         add_eos_token=adds_eos,
     )
     makers.update_post_processor()
+    added = makers.backend_tokenizer.encode("").ids
+    assert added == [*([BOS] if adds_bos else []), *([EOS] if adds_eos else [])]
     ours = load_tokenizer(folder)
     plain = ours(TEXT, add_special_tokens=False).input_ids
-    assert plain and ours(TEXT).input_ids[len([BOS] * adds_bos) :][: len(plain)] == plain
-    expected = [token.replace(":0", "") for token in ("<|bos|>" * adds_bos, "<|eos|>" * adds_eos) if token]
-    added = [index for index in makers.backend_tokenizer.encode("").ids]
-    assert makers.convert_ids_to_tokens(added) == expected
+    assert plain
     assert ours(TEXT).input_ids == [*added[: int(adds_bos)], *plain, *added[int(adds_bos) :]]
 
 
