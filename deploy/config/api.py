@@ -98,6 +98,10 @@ class ApiConfig(BaseModel):
     """What reads reasoning: deepseek_r1, deepseek_v3, kimi_k2 or glm.
 
     auto: as the chat template writes it. none: it is content."""
+    stop_in_reasoning: bool = False
+    """Let the stop strings of a request end the reasoning before an answer as well.
+
+    They are meant for the answer, and a model that thinks about them would end by them."""
     stored_responses: int = Field(default=0, ge=0)
     """Responses that each replica keeps for `previous_response_id` of /v1/responses, the newest ones; 0: none.
 

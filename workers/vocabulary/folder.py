@@ -39,8 +39,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 
 def add_declared_ids(hf: PreTrainedTokenizerFast, folder: Path) -> None:
     """Have `hf` put the begin-of-sequence id before a text, and the end-of-sequence id behind it, where the folder's
-    tokenizer_config.json says so (`add_bos_token`, `add_eos_token`). tokenizer.json alone often does not, as in DeepSeek
-    R1 and V3.1, whose makers' tokenizer class adds what the fields name. An id that tokenizer.json adds already is
+    tokenizer_config.json says so (`add_bos_token`, `add_eos_token`). tokenizer.json alone often does not, as that of
+    DeepSeek R1, whose makers' tokenizer class adds what the fields name. An id that tokenizer.json adds already is
     added once; one that a field rules out, no more. Without the fields tokenizer.json holds.
 
     ValueError where an id is asked for that the folder does not name.

@@ -158,6 +158,8 @@ class Reading:
     """How reasoning is told apart, if it is."""
     calls: str | None = None
     """The name of the format of calls, if there may be any."""
+    stops_in_reasoning: bool = False
+    """Stop strings end the reasoning, too, not the answer after it alone."""
 
 
 PLAIN: Final = Reading(lambda: AnswerParser(None, None), frozenset(), one_call=False)
@@ -172,6 +174,7 @@ class Reader:
         with_tools = "" if tokenizer is None else tokenizer.template_for(config.chat_template, tools=True)
         self.tools = _chosen(config.tool_parser, tool_parser_of(with_tools))
         self.reasoning = _chosen(config.reasoning_parser, reasoning_parser_of(template))
+        self._stops_in_reasoning = config.stop_in_reasoning
         self._kept_of_tools = _kept(tokenizer, MARKERS[self.tools]) if self.tools else frozenset()
         self._kept_of_reasoning = _kept(tokenizer, (OPEN, CLOSE)) if self.reasoning else frozenset()
 
@@ -199,7 +202,8 @@ class Reader:
             return AnswerParser(None if form is None else ReasoningParser(form, where), calls)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
-        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls, where, form, tools)
+        one_call = uses_tools and not body.parallel_tool_calls
+        return Reading(parser, kept, one_call, where, form, tools, self._stops_in_reasoning)
 
 
 def _chosen(setting: str, by_template: str | None) -> str | None:
