@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from deploy.parsing.events import Content, Event
 from deploy.parsing.parser import Parser
 from deploy.parsing.reasoning import ReasoningParser
-from deploy.text.stop import StopMatcher
+
+
+class StopWatch(Protocol):
+    """Looks for stop strings in text that comes in pieces."""
+
+    matched: str | None
+    """The one that was found."""
+
+    def feed(self, text: str) -> str:
+        """Add text; returns what may be shown now."""
+
+    def flush(self) -> str:
+        """What was held back, once the text has ended."""
 
 
 class AnswerParser:
@@ -18,9 +32,9 @@ class AnswerParser:
         self._tools = tools
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
-        self._matcher: StopMatcher | None = None
+        self._matcher: StopWatch | None = None
 
-    def watch(self, matcher: StopMatcher) -> None:
+    def watch(self, matcher: StopWatch) -> None:
         """Have `matcher` look for stop strings in what comes after the reasoning."""
         self._matcher = matcher
 
