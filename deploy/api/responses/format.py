@@ -56,6 +56,7 @@ class ResponsesFormat:
         self._number = 0
         """Of the next event."""
         sampling = job.sequences[0].sampling
+        effort = body.reasoning.get("effort") if isinstance(body.reasoning, dict) else None
         self._head: dict[str, Any] = {
             "id": name,
             "object": "response",
@@ -67,7 +68,10 @@ class ResponsesFormat:
             "metadata": body.metadata,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.get("effort") if isinstance(body.reasoning, dict) else None,
+                "summary": None,
+            },
             "store": stored,
             "temperature": sampling.temperature,
             "text": {"format": _flat(body.text, "json_schema") if body.text else {"type": "text"}},
