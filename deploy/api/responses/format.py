@@ -68,10 +68,7 @@ class ResponsesFormat:
             "metadata": body.metadata,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {
-                "effort": body.reasoning.get("effort") if isinstance(body.reasoning, dict) else None,
-                "summary": None,
-            },
+            "reasoning": {"effort": effort, "summary": None},
             "store": stored,
             "temperature": sampling.temperature,
             "text": {"format": _flat(body.text, "json_schema") if body.text else {"type": "text"}},
