@@ -46,7 +46,9 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "continue_final_message": goes_on(messages),
         "add_generation_prompt": not goes_on(messages),
-        "chat_template_kwargs": thinking_variables((data.get("thinking") or {}).get("type")),
+        "chat_template_kwargs": thinking_variables(
+            (data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")
+        ),
         "tools": [_function(tool["name"], tool.get("description"), tool["input_schema"]) for tool in tools],
         "tool_choice": choice.get("type"),
     }
@@ -62,6 +64,7 @@ def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
         "tools": [_function(tool["name"], tool.get("description"), tool.get("parameters")) for tool in tools],
         "tool_choice": data.get("tool_choice"),
         "chat_template_kwargs": data.get("chat_template_kwargs"),
+        "reasoning": data.get("reasoning"),
     }
 
 

@@ -7,6 +7,12 @@ from typing import Any
 from workers.models.config import ConfigError, Rope, Yarn
 
 
+def all_ids(*given: object) -> list[object]:
+    """The ids of several fields, each of which is an id, a list of them or null, without repetitions."""
+    ids = [index for value in given if value is not None for index in (value if isinstance(value, list) else [value])]
+    return [index for place, index in enumerate(ids) if (type(index), index) not in [(type(i), i) for i in ids[:place]]]
+
+
 class Fields:
     """Values of a config.json, each of the type that is asked for.
 

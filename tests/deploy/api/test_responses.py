@@ -272,7 +272,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}}}}, "text"),
     ({"text": {"verbosity": "low"}}, "text"),
-    ({"reasoning": {"effort": "low"}}, "reasoning"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"),
