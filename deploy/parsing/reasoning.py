@@ -3,6 +3,8 @@ differ in who writes the first of the two, the model or its chat template at the
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -13,6 +15,9 @@ OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
 MOST_BLANK: Final = 256
 """Characters of white space that are held back where they may be the end of the reasoning, which is left out."""
+
+MOST_PROBE: Final = 1024
+"""Characters that are held back where a call may begin in the reasoning."""
 
 Where = Literal["inside", "outside", "undecided"]
 
@@ -41,10 +46,12 @@ class ReasoningFormat:
 class ReasoningParser:
     """Tells the reasoning of one answer apart. Undecided, it is inside once the text begins with the opening tag.
 
-    White space around the reasoning, and before the answer that follows it, is left out.
+    White space around the reasoning, and before the answer that follows it, is left out. A call ends the reasoning that
+    it is written in, and belongs to the answer.
     """
 
     def __init__(self, form: ReasoningFormat, where: Where) -> None:
+        self._form = form
         self._where = where
         self._begin = where != "outside"
         """Whether an opening tag may still come."""
@@ -54,6 +61,15 @@ class ReasoningParser:
         self._rest = ""
         self._after = False
         """Whether there was reasoning, so that white space may stand before the answer."""
+        self._begins_call: Callable[[str], bool | None] = bool  # not asked before there are markers
+        self.ended_by_call = False
+        """Whether a call ended the reasoning, so that its closing tag may still come."""
+
+    def look_for_calls(self, begins: Sequence[str], begins_call: Callable[[str], bool | None]) -> None:
+        """End the reasoning where a call begins: with one of `begins`, and as `CallParser.begins_call` says."""
+        own = self._form.also_closed_by
+        self._ends = Markers(CLOSE, *(() if own is None else (own,)), *begins)
+        self._begins_call = begins_call
 
     @property
     def inside(self) -> bool:
@@ -79,15 +95,18 @@ class ReasoningParser:
             self._answer(out)
         return out
 
-    def finish(self) -> list[Event]:
-        """See `Parser`."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """See `Parser`; it is the same for reasoning that is cut."""
+        out: list[Event] = []
+        if self._where == "inside":
+            self._reason(out, ended=True)
         rest, self._rest = self._rest, ""
         if self._where == "inside":
             rest = rest.strip() if self._first else rest.rstrip()
-            return [Reasoning(rest)] if rest else []
+            return [*out, Reasoning(rest)] if rest else out
         if self._after:
             rest = rest.lstrip()
-        return [Content(rest)] if rest else []
+        return [*out, Content(rest)] if rest else out
 
     def _opening(self) -> bool:
         """Take the opening tag, if there is one; whether that is decided."""
@@ -102,22 +121,37 @@ class ReasoningParser:
         self._begin = False
         return True
 
-    def _reason(self, out: list[Event]) -> None:
+    def _reason(self, out: list[Event], ended: bool = False) -> None:
+        """Take reasoning. `ended`: no more text comes."""
         if self._first:
             self._rest = self._rest.lstrip()
             if not self._rest:
                 return
             self._first = False
-        end = self._ends.search(self._rest)
+        end, certain = self._end(ended)
         body = self._rest[: end.start() if end is not None else len(self._rest) - self._ends.held(self._rest)]
         shown = body[: max(len(body.rstrip()), len(body) - MOST_BLANK)]
         if shown:
             out.append(Reasoning(shown))
-        if end is None:
+        if end is None or not certain:
             self._rest = self._rest[len(shown) :]
             return
         self._rest = self._rest[end.end() if end.group() == CLOSE else end.start() :]
         self._where, self._after = "outside", True
+        self.ended_by_call = end.group() != CLOSE
+
+    def _end(self, ended: bool) -> tuple[re.Match[str] | None, bool]:
+        """The end of the reasoning in `_rest`, and whether it is certain that it is one."""
+        end = self._ends.search(self._rest)
+        while end is not None and end.group() not in (CLOSE, self._form.also_closed_by):
+            text = self._rest[end.start() : end.start() + MOST_PROBE]
+            begins = self._begins_call(text)
+            if begins is None and not ended and len(text) < MOST_PROBE:
+                return end, False
+            if begins:
+                break
+            end = self._ends.search(self._rest, end.start() + 1)
+        return end, True
 
     def _answer(self, out: list[Event]) -> None:
         text = self._rest.lstrip() if self._after else self._rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,13 @@ MARKERS = {
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
 }  # fmt: skip
 """What a format is made of; mutations throw these in."""
+
+_TAG = r"</?｜DSML｜[a-z_]+(?: [a-z]+=\"[^\"]*\")*>"
+CONTROL = {
+    name: re.compile(_TAG if name == "deepseek_v32" else "|".join(re.escape(m) for m in markers if m[0] == "<"))
+    for name, markers in MARKERS.items()
+}
+"""What is never content."""
 
 
 def parser(tools: str | None, reasoning: str | None = None, where: Where = "undecided") -> AnswerParser:
