@@ -30,6 +30,7 @@ from deploy.parsing.call_grammar import (
 )
 from deploy.parsing.markers import Markers
 from deploy.parsing.parser import MakeId, Schemas, is_name
+from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, STRING, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
@@ -84,6 +85,8 @@ class DeepSeekV32Calls(TaggedCalls):
         super().__init__(schemas, make_id)
         ends = [f"{tag}parameter>" for tag in _TAGS if tag.startswith("</")]
         self._marked_end, self._any_end = Markers(*ends), Markers(*ends, "</parameter>")
+        self._spaced = False
+        """Whether white space came behind the tag that began the call."""
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
@@ -139,7 +142,13 @@ class DeepSeekV32Calls(TaggedCalls):
         return _Tag("", False, {}, False, self._tags.at(self._rest) or self._rest[:1])
 
     @override
+    def _begin_call(self, name: str) -> None:
+        self._spaced = False
+        super()._begin_call(name)
+
+    @override
     def _next(self) -> bool:
+        self._spaced |= self._rest[0].isspace()
         self._skip_space()
         if self._tags.at(self._rest) is None:
             return not self._tags.begun(self._rest) and self._text()
@@ -147,10 +156,11 @@ class DeepSeekV32Calls(TaggedCalls):
         if tag is None:
             return False
         if tag.kind == "invoke" and not tag.ends:
-            if self._arguments or tag.closed or tag.attributes.get("name", "").strip() != self._name:
-                self._end_call()
-            else:
+            same = tag.attributes.get("name", "").strip() == self._name
+            if same and not self._arguments and not tag.closed and (self._takes_arguments or not self._spaced):
                 self._take(len(tag.text))  # written twice
+            else:
+                self._end_call()
         elif tag.kind in ("function_calls", "tool_calls") and tag.ends:
             self._end_call()
         elif tag.kind == "parameter" and not tag.ends and self._arguments >= 0:
@@ -162,6 +172,11 @@ class DeepSeekV32Calls(TaggedCalls):
             if tag.kind == "invoke":
                 self._end_call()
         return True
+
+    @property
+    def _takes_arguments(self) -> bool:
+        """Whether the tool has any, as far as its schema says."""
+        return properties_of(self._schemas.get(self._name)) != {}
 
     def _stray(self, text: str) -> bool:
         """Text that looks like a tag and is none."""

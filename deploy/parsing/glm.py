@@ -25,6 +25,7 @@ from deploy.parsing.call_grammar import (
     within_text,
 )
 from deploy.parsing.parser import MOST_NAME, is_name
+from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
@@ -125,7 +126,10 @@ class GlmCalls(TaggedCalls):
             return False
         if end >= 0 and rest != _KEY_END and _KEY_END.startswith(rest):
             return False
-        if rest.startswith(_KEY_END) and self._arguments >= 0 and self._rest[len(_BEGIN) : end].strip():
+        text = self._rest[len(_BEGIN) : max(end, 0)]
+        known = text.strip() in (properties_of(self._schemas.get(self._name)) or ())
+        is_key = text.strip() and self._arguments >= 0 and (known or not self._name_before_key(text))
+        if rest.startswith(_KEY_END) and is_key:
             self._take(len(_BEGIN))
             self._state = self._in_key
         else:

@@ -20,6 +20,7 @@ from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, 
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import MakeId, Schemas, is_name
+from deploy.parsing.schema_types import properties_of
 
 SECTION_BEGIN = "<|tool_calls_section_begin|>"
 _ID = re.compile(r"(?:functions\.)?(?P<name>.+):[0-9]+")
@@ -134,10 +135,11 @@ class KimiK2Calls(JsonCalls):
 
 def _takes(schema: Mapping[str, Any], keys: Set[str]) -> bool:
     """Whether these may be the names of all arguments by their schema."""
-    properties, required = schema.get("properties"), schema.get("required")
-    known = properties.keys() if isinstance(properties, Mapping) else frozenset[str]()
+    required = schema.get("required")
     needed = required if isinstance(required, list) else ()
-    return keys <= known and all(name in keys for name in needed if isinstance(name, str))
+    return keys <= (properties_of(schema) or {}).keys() and all(
+        name in keys for name in needed if isinstance(name, str)
+    )
 
 
 def _names_in(call_id: str) -> Iterator[str]:

@@ -157,6 +157,11 @@ class CallParser:
             text, self._blank = "".join(self._blank), None
         self._out.append(Content(text))
 
+    def _cleaned(self, text: str) -> str:
+        """`text` that was taken for a part of a call, as content."""
+        text = self.control.sub("", text)
+        return text.replace(CLOSE, "") if self._drops_close else text
+
     def _take(self, count: int) -> str:
         """The next `count` characters, which now belong to a call."""
         taken, self._rest = self._rest[:count], self._rest[count:]
@@ -185,6 +190,6 @@ class CallParser:
             self._open = False
             self._calls += 1
         raw, self._raw = "".join(self._raw) + more, []
-        self._say(self.control.sub("", raw))
+        self._say(self._cleaned(raw))
         self._state = self._content
         return True

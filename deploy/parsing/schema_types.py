@@ -10,6 +10,7 @@ from typing import Any, Final
 _TYPES: Final = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object"}
 _ALL: Final = frozenset((*_TYPES.values(), "null"))
 _INTEGER: Final = frozenset(("integer",))
+_STRING: Final = frozenset(("string",))
 _NULL: Final = frozenset(("null",))
 _MOST_DEPTH: Final = 16
 _MOST_PARTS: Final = 1000
@@ -30,6 +31,12 @@ def types_of_argument(schema: Mapping[str, Any] | None, name: str) -> Types:
     """The JSON types of a tool's argument by the schema of all its arguments."""
     said = _Reader(schema).argument(schema, name)
     return _ALL if said is None else said
+
+
+def properties_of(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What the schema of a tool's arguments says of each; None where it says nothing."""
+    properties = (schema or {}).get("properties")
+    return properties if isinstance(properties, Mapping) else None
 
 
 class _Reader:
@@ -105,7 +112,7 @@ def as_json(text: str, types: Types, is_json: bool = False) -> str:
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        value = _python(text, types)
+        value = _python(text, types - _STRING if is_json or (types == _ALL and text.lstrip()[:1] in "[{") else types)
         return json.dumps(text, ensure_ascii=False) if value is None else value
     if _type(value) in types or (type(value) is int and "number" in types):
         return text.strip()

@@ -96,8 +96,7 @@ class TaggedCalls(JsonBody):
             self._write("}")
         self._end()
         self._state = self._content
-        if aside := "".join(self._aside):
-            self._say(aside)
+        self._say(self._cleaned("".join(self._aside)))
 
     def _begin_aside(self) -> bool:
         """What comes next belongs to no argument; in a call that has none it is no call."""
@@ -182,6 +181,6 @@ class TaggedCalls(JsonBody):
         if self._state in (self._next, self._in_aside, self._behind_body) and self._complete:
             rest, self._rest = self._rest, ""
             self._end_call()
-            self._say(self.control.sub("", rest[: len(rest) - self._tags.held(rest)]))  # without a tag that is cut
+            self._say(self._cleaned(rest[: len(rest) - self._tags.held(rest)]))  # without a tag that is cut
             return
         super()._ended()
