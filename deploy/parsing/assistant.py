@@ -20,7 +20,7 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tools = tools
         if reasoning is not None and tools is not None and calls_in_reasoning:
-            reasoning.look_for_calls(tools.begins, tools.begins_call)
+            reasoning.look_for_calls(tools.begins, tools.fresh)
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
         self._matcher: StopMatcher | None = None

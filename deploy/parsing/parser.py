@@ -102,11 +102,9 @@ class CallParser:
         """A call in the reasoning ended it, so what comes may hold the closing tag that is due."""
         self._drops_close = True
 
-    def begins_call(self, text: str) -> bool | None:
-        """Whether a call begins where `text`, which starts with one of `begins`, does; None: more text will tell. Does
-        not change the state."""
-        events = type(self)(self._schemas, str).push(text)
-        return isinstance(events[0], CallBegin) if events else None
+    def fresh(self) -> CallParser:
+        """Another parser of this kind, for text that may turn out to hold no call."""
+        return type(self)(self._schemas, str)
 
     def _marker(self, marker: str) -> None:
         """A marker ended content: take the state that it leads to, if any."""

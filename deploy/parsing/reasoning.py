@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
-from deploy.parsing.events import Content, Event, Reasoning
+from deploy.parsing.events import CallBegin, Content, Event, Reasoning
 from deploy.parsing.markers import Markers
 
 OPEN: Final = "<think>"
@@ -18,6 +18,8 @@ MOST_BLANK: Final = 256
 
 MOST_PROBE: Final = 1024
 """Characters that are held back where a call may begin in the reasoning."""
+
+_PROBE_STEP: Final = 64
 
 Where = Literal["inside", "outside", "undecided"]
 
@@ -43,6 +45,13 @@ class ReasoningFormat:
         return "inside" if message.rfind(OPEN) > message.rfind(CLOSE) else "outside"
 
 
+class Probe(Protocol):
+    """A parser of calls."""
+
+    def push(self, text: str) -> list[Event]:
+        """See `Parser`."""
+
+
 class ReasoningParser:
     """Tells the reasoning of one answer apart. Undecided, it is inside once the text begins with the opening tag.
 
@@ -61,15 +70,20 @@ class ReasoningParser:
         self._rest = ""
         self._after = False
         """Whether there was reasoning, so that white space may stand before the answer."""
-        self._begins_call: Callable[[str], bool | None] = bool  # not asked before there are markers
+        self._new_probe: Callable[[], Probe] | None = None
+        self._probe: Probe | None = None
+        """What tells whether a call begins at the marker that is next in `_rest`."""
+        self._probed = 0
+        """Characters that it has been given."""
         self.ended_by_call = False
         """Whether a call ended the reasoning, so that its closing tag may still come."""
 
-    def look_for_calls(self, begins: Sequence[str], begins_call: Callable[[str], bool | None]) -> None:
-        """End the reasoning where a call begins: with one of `begins`, and as `CallParser.begins_call` says."""
+    def look_for_calls(self, begins: Sequence[str], new_probe: Callable[[], Probe]) -> None:
+        """End the reasoning where a call begins. `begins`: what calls begin with. `new_probe`: makes a parser whose
+        first event tells whether one did."""
         own = self._form.also_closed_by
         self._ends = Markers(CLOSE, *(() if own is None else (own,)), *begins)
-        self._begins_call = begins_call
+        self._new_probe = new_probe
 
     @property
     def inside(self) -> bool:
@@ -128,8 +142,9 @@ class ReasoningParser:
             if not self._rest:
                 return
             self._first = False
-        end, certain = self._end(ended)
-        body = self._rest[: end.start() if end is not None else len(self._rest) - self._ends.held(self._rest)]
+        end, certain, passed = self._end(ended)
+        cut = end.start() if end is not None else max(passed, len(self._rest) - self._ends.held(self._rest))
+        body = self._rest[:cut]
         shown = body[: max(len(body.rstrip()), len(body) - MOST_BLANK)]
         if shown:
             out.append(Reasoning(shown))
@@ -140,18 +155,34 @@ class ReasoningParser:
         self._where, self._after = "outside", True
         self.ended_by_call = end.group() != CLOSE
 
-    def _end(self, ended: bool) -> tuple[re.Match[str] | None, bool]:
-        """The end of the reasoning in `_rest`, and whether it is certain that it is one."""
-        end = self._ends.search(self._rest)
-        while end is not None and end.group() not in (CLOSE, self._form.also_closed_by):
-            text = self._rest[end.start() : end.start() + MOST_PROBE]
-            begins = self._begins_call(text)
-            if begins is None and not ended and len(text) < MOST_PROBE:
-                return end, False
-            if begins:
+    def _end(self, ended: bool) -> tuple[re.Match[str] | None, bool, int]:
+        """The end of the reasoning in `_rest`, whether it is certain that it is one, and how many characters are none
+        for certain."""
+        passed = 0
+        while (end := self._ends.search(self._rest, passed)) is not None:
+            if end.group() in (CLOSE, self._form.also_closed_by):
                 break
-            end = self._ends.search(self._rest, end.start() + 1)
-        return end, True
+            found = self._call_at(end.start())
+            if found is None and not ended:
+                return end, False, passed
+            if found is True:
+                break
+            passed = end.start() + (MOST_PROBE if found is False and self._probed >= MOST_PROBE else 1)
+            self._probe = None
+        return end, True, passed
+
+    def _call_at(self, place: int) -> bool | None:
+        """Whether a call begins at this place of `_rest`; None: more text will tell. It is fed to a parser of calls, a
+        little at a time and every character once."""
+        if self._probe is None:
+            assert self._new_probe is not None, "markers of calls are looked for with it alone"
+            self._probe, self._probed = self._new_probe(), 0
+        while text := self._rest[place + self._probed :][: min(_PROBE_STEP, MOST_PROBE - self._probed)]:
+            self._probed += len(text)
+            if events := self._probe.push(text):
+                self._probed = 0
+                return isinstance(events[0], CallBegin)
+        return False if self._probed >= MOST_PROBE else None
 
     def _answer(self, out: list[Event]) -> None:
         text = self._rest.lstrip() if self._after else self._rest
