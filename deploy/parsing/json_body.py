@@ -45,7 +45,8 @@ class JsonBody(CallParser):
     def _body(self) -> bool:
         used, text = self._json.feed(self._rest)
         self._take(used)
-        self._write(text)
+        if text:
+            self._out.append(Arguments(self._calls, text))
         if self._json.state is State.BROKEN:
             return self._give_up()
         if self._json.state is State.DONE:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_calls import JsonCalls
+from deploy.parsing.json_object import State
 from deploy.parsing.parser import MakeId, Schemas, is_name
 from deploy.parsing.schema_types import properties_of
 
@@ -102,6 +103,24 @@ class KimiK2Calls(JsonCalls):
             super()._begin(call_id, name)
         else:
             self._nameless = []
+
+    @override
+    def _begin_body(self) -> None:
+        super()._begin_body()
+        if self._nameless is not None:
+            self._state = self._nameless_body
+
+    def _nameless_body(self) -> bool:
+        """The arguments of a call that begins once they are complete."""
+        assert self._nameless is not None
+        used, text = self._json.feed(self._rest)
+        self._take(used)
+        self._nameless.append(text)
+        if self._json.state is State.BROKEN:
+            return self._give_up()
+        if self._json.state is State.DONE:
+            self._body_ended()
+        return True
 
     @override
     def _write(self, text: str) -> None:

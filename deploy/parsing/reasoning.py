@@ -142,8 +142,11 @@ class ReasoningParser:
             if not self._rest:
                 return
             self._first = False
-        end, certain, passed = self._end(ended)
-        cut = end.start() if end is not None else max(passed, len(self._rest) - self._ends.held(self._rest))
+        if self._ends.absent(self._rest):  # the common case, made short
+            end, certain, cut = None, True, len(self._rest)
+        else:
+            end, certain, passed = self._end(ended)
+            cut = end.start() if end is not None else max(passed, len(self._rest) - self._ends.held(self._rest))
         body = self._rest[:cut]
         shown = body[: max(len(body.rstrip()), len(body) - MOST_BLANK)]
         if shown:

@@ -36,6 +36,8 @@ class CallTail:
 
     def held(self, text: str) -> int:
         """Where it begins in `text` if more comes, or the end of `text`."""
+        if "<" not in text:  # the common case, made short
+            return len(text) - text.endswith("\n")
         found = self._begun.search(text, max(0, len(text) - MOST_TAIL))
         return found.start() if found is not None else len(text)
 
@@ -149,8 +151,10 @@ class TaggedCalls(JsonBody):
     def _in_value(self) -> bool:
         end = self._ends_of_value.search(self._rest)
         if end is None:
-            cut = len(self._rest) - self._ends_of_value.held(self._rest)
-            self._add(self._take(min(cut, self.call_tail.held(self._rest))))
+            cut = self.call_tail.held(self._rest)
+            if not self._ends_of_value.absent(self._rest):
+                cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
+            self._add(self._take(cut))
             return False
         self._add(self._take(end.start()))
         self._take(len(end.group()))
