@@ -123,13 +123,13 @@ class ReasoningParser:
         return [*out, Content(rest)] if rest else out
 
     def _opening(self) -> bool:
-        """Take the opening tag, if there is one; whether that is decided."""
-        text = self._rest.lstrip()
-        if len(self._rest) - len(text) <= MOST_BLANK:
+        """Take the opening tag, if there is one, however often it is written; whether that is decided."""
+        while len(self._rest) - len(text := self._rest.lstrip()) <= MOST_BLANK:
             if OPEN.startswith(text) and text != OPEN:
                 return False
-            if text.startswith(OPEN):
-                self._rest, self._where = text[len(OPEN) :], "inside"
+            if not text.startswith(OPEN):
+                break
+            self._rest, self._where = text[len(OPEN) :], "inside"
         if self._where == "undecided":
             self._where = "outside"
         self._begin = False
@@ -142,9 +142,9 @@ class ReasoningParser:
             if not self._rest:
                 return
             self._first = False
-        if self._ends.absent(self._rest):  # the common case, made short
-            end, certain, cut = None, True, len(self._rest)
-        else:
+        end: re.Match[str] | None = None
+        certain, cut = True, len(self._rest)
+        if not self._ends.absent(self._rest):
             end, certain, passed = self._end(ended)
             cut = end.start() if end is not None else max(passed, len(self._rest) - self._ends.held(self._rest))
         body = self._rest[:cut]
@@ -188,7 +188,15 @@ class ReasoningParser:
         return False if self._probed >= MOST_PROBE else None
 
     def _answer(self, out: list[Event]) -> None:
-        text = self._rest.lstrip() if self._after else self._rest
+        text = self._rest
+        while self._after:
+            text = text.lstrip()
+            if CLOSE.startswith(text) and text != CLOSE:
+                self._rest = text
+                return
+            if not text.startswith(CLOSE):
+                break
+            text = text[len(CLOSE) :]  # written once more
         self._rest = ""
         if text:
             self._after = False

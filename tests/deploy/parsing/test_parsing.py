@@ -267,6 +267,10 @@ REASONED: list[tuple[str, Any, str, str, str]] = [
     ("kimi_k2", "inside", "a\n\nb </think> c", "a\n\nb", "c"),
     ("kimi_k2", "inside", "a" + " " * (MOST_BLANK + 2) + "</think>b", "a  ", "b"),
     ("kimi_k2", "undecided", "  \n", "", "  \n"),
+    ("glm", "undecided", "<think>\n<think>\nHm.</think>\n</think>\n\nYes. </think>", "Hm.", "Yes. </think>"),
+    ("deepseek_r1", "inside", "<think><think>Hm.</think></think>", "Hm.", ""),
+    ("deepseek_r1", "inside", "Hm.</think> </thi", "Hm.", "</thi"),
+    ("deepseek_r1", "inside", "<think><thi", "<thi", ""),
 ]
 
 
