@@ -99,11 +99,12 @@ MARKERS = {
     "deepseek_v32": [
         "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="',
         "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '" string="true">', '" string="false">',
-        "</｜DSML｜parameter>", '">',
+        "</｜DSML｜parameter>", '">', "<｜DSML｜", "</｜DSML｜", "<｜｜DSML｜｜", "</｜｜DSML｜｜", "<|DSML|",
+        "</|DSML|", "/>", '<parameter name="', "</parameter>", "</invoke>",
     ],
     "kimi_k2": [
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
-        "<|tool_call_argument_begin|>", "functions.now:3",
+        "<|tool_call_argument_begin|>", "functions.now:3", "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
     ],
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
 }  # fmt: skip
