@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from deploy.parsing.events import Content, Event
-from deploy.parsing.parser import Parser
+from deploy.parsing.parser import CallParser
 from deploy.parsing.reasoning import ReasoningParser
 
 
@@ -27,9 +27,14 @@ class AnswerParser:
 
     __slots__ = ("_matcher", "_reasoning", "_through", "_tools")
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: Parser | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: CallParser | None, calls_in_reasoning: bool = True
+    ) -> None:
+        """`calls_in_reasoning`: a call that is written in the reasoning ends it and counts."""
         self._reasoning = reasoning
         self._tools = tools
+        if reasoning is not None and tools is not None and calls_in_reasoning:
+            reasoning.look_for_calls(tools.begins, tools.fresh)
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
         self._matcher: StopWatch | None = None
@@ -54,19 +59,25 @@ class AnswerParser:
             return self._answer(text, watched)
         out: list[Event] = []
         for event in self._reasoning.push(text):
-            out += self._answer(event.text, watched) if isinstance(event, Content) else [event]
+            out += self._behind(event.text, watched) if isinstance(event, Content) else [event]
         self._through = self._reasoning.through
         return out
 
-    def finish(self) -> list[Event]:
-        """See `Parser`."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """See `Parser`. Where a stop string was found the text is cut."""
         out: list[Event] = []
         if self._reasoning is not None and self.stop is None:
-            for event in self._reasoning.finish():
-                out += self._answer(event.text, True) if isinstance(event, Content) else [event]
+            for event in self._reasoning.finish(cut):
+                out += self._behind(event.text, True) if isinstance(event, Content) else [event]
         if self._matcher is not None and self.stop is None:
             out += self._tell(self._matcher.flush())
-        return out + self._tools.finish() if self._tools is not None else out
+        return out + self._tools.finish(cut or self.stop is not None) if self._tools is not None else out
+
+    def _behind(self, text: str, watched: bool) -> list[Event]:
+        """What the parser of the reasoning has found to come after it."""
+        if self._tools is not None and self._reasoning is not None and self._reasoning.ended_by_call:
+            self._tools.ends_reasoning()
+        return self._answer(text, watched)
 
     def _answer(self, text: str, watched: bool) -> list[Event]:
         """What comes after the reasoning."""

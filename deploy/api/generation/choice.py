@@ -215,7 +215,8 @@ class ParsedChoice(Choice):
         if output.tokens and (reasoning or parser.reasoning):
             self.reasoning_tokens += 1
         if self.finish is not None or parser.stop is not None:
-            events += parser.finish()
+            stopped = self._stream is not None and self._stream.stop is not None
+            events += parser.finish(cut=stopped or self.finish != "stop")
             if parser.stop is not None:
                 self.finish, self.stop_reason = "stop", parser.stop
         for place, event in enumerate(events):

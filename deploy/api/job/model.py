@@ -217,10 +217,11 @@ class Reader:
             goes_on = body.continue_final_message
             where = form.continues(body.messages[-1].content) if goes_on else form.begins(prompt)
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
+        free = not _bound_behind_reasoning(body)
 
         def parser() -> AnswerParser:
             calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)
-            return AnswerParser(None if form is None else ReasoningParser(form, where), calls)
+            return AnswerParser(None if form is None else ReasoningParser(form, where), calls, free)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
         one_call = uses_tools and not body.parallel_tool_calls
@@ -242,6 +243,13 @@ def _kept(tokenizer: Tokenizer | None, markers: tuple[str, ...]) -> frozenset[in
 
 def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in body.tools}
+
+
+def _bound_behind_reasoning(body: ChatBody) -> bool:
+    """Whether something is enforced that begins where the closing tag of the reasoning stands, so that a call before it
+    would not be bound, or be cut."""
+    strict = any(tool["function"]["strict"] for tool in body.tools)
+    return body.tool_choice != "auto" or strict or body.max_reasoning_tokens is not None
 
 
 def _call_id() -> str:
