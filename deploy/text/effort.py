@@ -38,7 +38,7 @@ class Thinking:
 
     def variables(self, known: frozenset[str]) -> dict[str, Any]:
         """The variables for a chat template that reads those in `known`."""
-        told = {} if self.thinks is None else {name: self.thinks for name in SWITCHES if name in known}
+        told: dict[str, Any] = {} if self.thinks is None else {name: self.thinks for name in SWITCHES if name in known}
         if self.effort is not None and EFFORT in known:
             told[EFFORT] = self.effort
         return told
