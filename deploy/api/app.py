@@ -123,7 +123,7 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "traceresponse", *RATE_HEADERS),
+            expose_headers=("x-request-id", "request-id", "retry-after", "traceresponse", *RATE_HEADERS),
         )
     if tracing is not None:
         from deploy.api.http.tracing import TracingLayer

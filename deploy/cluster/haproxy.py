@@ -46,8 +46,8 @@ _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
 _FRONT_DOOR = re.compile(r"^\s*bind (\S+):(\d+)")
-_ANYWHERE = {"*": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}
-"""By a host that HAProxy listens at, where it is reached from its own node."""
+_ANYWHERE = {"*": "127.0.0.1", "::1": "[::1]"}
+"""By a host as Serve writes it, where HAProxy is reached from its own node."""
 _FRONT_SECTION = "http_frontend"
 _READ_BY_SERVE = {"x-request-id": "[A-Za-z0-9._:/+=@~-]{1,128}", "x-request-timeout-seconds": "[0-9.]{1,9}"}
 """Headers and what may be in them; where there are several, in the last one, which Serve takes."""

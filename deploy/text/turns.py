@@ -87,7 +87,7 @@ def _assistant(blocks: Blocks) -> dict[str, Any]:
         "role": "assistant",
         "content": text_of_blocks([block for block in blocks if block["type"] != "redacted_thinking"]),
     }
-    if thought := joined([str(block.get("thinking") or NOT_SHOWN["redacted_thinking"]) for block in thoughts]):
+    if thought := joined([_thought(block) for block in thoughts]):
         message["reasoning_content"] = thought
     calls = [
         {
@@ -101,6 +101,10 @@ def _assistant(blocks: Blocks) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _thought(block: Mapping[str, Any]) -> str:
+    return str(block["thinking"]) if block["type"] == "thinking" else NOT_SHOWN["redacted_thinking"]
 
 
 def _user(blocks: Blocks) -> Messages:
