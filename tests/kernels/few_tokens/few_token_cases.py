@@ -467,15 +467,15 @@ def check_merge_up(
     value: int,
     *,
     columns: int = 32,
-    workers: int | None = None,
+    ctas: int | None = None,
 ) -> None:
     """Split attention, W_UV and the weighted sum equal attention, merge and W_UV."""
     torch.manual_seed(width)
     rows, pages = len(lengths), max(-(-max(lengths) // 64), 1)
     shape = DecodeShape(rows, width, heads, latent, rope, pages)
     tiling = portable_tiling(shape, 132 if place.device.type == "cuda" else 3)
-    if workers is not None:
-        tiling = replace(tiling, workers=workers)
+    if ctas is not None:
+        tiling = replace(tiling, ctas=ctas)
     size = Workspace.bytes(shape, tiling, BF16)
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=place.device)  # NaN in every float
     workspace = Workspace.over(buffer, shape, tiling, BF16)

@@ -178,7 +178,7 @@ def test_turns_of_attention_share_their_memory() -> None:
     (shared,) = pieces
     for size, own in found.items():
         assert isinstance(own, SparseWorkspace)
-        tensors = own.partial_GTHL, own.partial_lse_GTH, own.place_BTS, own.length_T, own.pieces_T, own.plan
+        tensors = own.partial_GTHL, own.partial_lse_GTH, own.place_BTS, own.length_T, own.pieces_T, own.metadata
         spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors if x.numel())
         assert own.place_BTS.shape[1] == size
         assert spans[0][0] == shared.data_ptr()
