@@ -48,7 +48,7 @@ class Spans:
         self.tracing = Tracing(self.exporter, "replica-1")
 
     def take(self, some: bool = True) -> dict[str, list[ReadableSpan]]:
-        """What was exported since the last call. With `some` a request is waited for: its span ends after its answer."""
+        """What was exported since the last call. With `some` the span of a request is waited for."""
         deadline = time.monotonic() + 20
         while some and not any("/" in span.name for span in self.exporter.get_finished_spans()):
             assert time.monotonic() < deadline
