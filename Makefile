@@ -49,7 +49,7 @@ test: $(READY)
 
 # The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not alone" $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(call marked,long))
+	$(BIN)/python -m pytest -m "long and not alone and not soak" $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(call marked,long))
 	$(BIN)/python -m pytest -m "long and alone" $(filter $(call marked,long),$(call marked,alone))
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.

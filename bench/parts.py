@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
-from kernels.repeat import nothing_repeated
+from kernels.runtime.repeat import nothing_repeated
 from workers.drafters.mtp import Mtp
 from workers.models.attention import backend, decode_rows, expanded
 from workers.models.attention.latent import LatentAttention
+from workers.models.attention.sparse import SparseAttention
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.layer import DecoderLayer
-from workers.models.many_tokens import ManyTokens
+from workers.models.many_tokens import GeneralOps
 from workers.models.model import Model
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
@@ -133,6 +134,11 @@ def visits() -> Iterator[list[Visit]]:
             setattr(owner, attribute, call)
 
 
+def _projected(attention: LatentAttention, *_: object) -> str | None:
+    """Sparse attention projects as dense attention does, and then for its indexer: both are one part."""
+    return None if isinstance(attention, SparseAttention) else INPUT
+
+
 def _finished(layer: DecoderLayer, *_: object) -> str:
     return EXPERTS if isinstance(layer.feed_forward, MixtureOfExperts) else DENSE
 
@@ -150,7 +156,8 @@ def _always(name: str) -> Name:
 
 
 PARTS: tuple[tuple[Any, str, Name], ...] = (
-    (DecoderLayer, "project", _always(INPUT)),
+    (SparseAttention, "project", _always(INPUT)),
+    (LatentAttention, "project", _projected),
     (LatentAttention, "attend", _always(ATTENTION)),
     (expanded, "gather_context", _always("context of prefill rows")),
     (backend, "linear", _always("keys and values of prefill rows")),
@@ -163,8 +170,8 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (decode_rows, "head_linear", _always("absorbing")),
     (DecoderLayer, "finish", _finished),
     (LatentAttention, "output", _always("attention's output, with the norm behind it")),
-    (ManyTokens, "route", _always("routing")),
-    (ManyTokens, "experts", _always("experts, routed and shared")),
+    (GeneralOps, "route", _always("routing")),
+    (GeneralOps, "experts", _always("experts, routed and shared")),
     (Model, "logits", _always(HEAD)),
     (SamplingState, "target_tokens", _always("sampling")),
     (SamplingState, "commit", _always("sampling")),

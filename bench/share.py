@@ -40,18 +40,18 @@ from shapes import BANDWIDTH, Case, Tokens, target_work
 from timeline import timeline
 
 from kernels import pending_norm
-from kernels.ahead import compile_ahead
-from kernels.dependent import launches_dependently
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
+from kernels.runtime.ahead import compile_ahead
+from kernels.runtime.dependent import launches_dependently
 from workers.config import EngineConfig
 from workers.families.loading import load_model
+from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import one_shot_bytes
-from workers.rank.memory_plan import MemoryPlan, memory_plan
 
 CONTEXT = 1024
 GB = 1e9

@@ -36,8 +36,8 @@ from shapes import BANDWIDTH, V2_LITE
 from token_wise_calls import Call, Sizes, Tensors, calls
 from verdict import MOST_ERROR, error
 
-from kernels.ahead import compile_ahead
-from kernels.dependent import launches_dependently
+from kernels.runtime.ahead import compile_ahead
+from kernels.runtime.dependent import launches_dependently
 
 L2_BYTES = 60e6
 MOST_SETS = 128

@@ -16,39 +16,31 @@ import torch
 from torch import Tensor
 
 from kernels import decode_state, few_experts, pending_norm
+from kernels import pending_norm as pending_reference
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as choice_launch
 from kernels.few_experts import reference as choice_reference
-from kernels.gather_context import launch as context_launch
-from kernels.gather_context import reference as context_reference
+from kernels.gather_context import gather_context_reference, launch_gather_context
 from kernels.head_linear import launch as head_launch
 from kernels.head_linear import reference as head_reference
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear import MOST_STREAMED
 from kernels.linear.parts import MOST_TOKENS as MOST_IN_PARTS
 from kernels.linear.parts import Cut
-from kernels.merge_attention import launch as merge_launch
-from kernels.merge_attention import reference as merge_reference
+from kernels.merge_attention import launch_merge_attention, merge_attention_reference
 from kernels.mla_decode import launch as attention_launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.moe import launch as moe_launch
 from kernels.moe import reference as moe_reference
 from kernels.moe import schedule as moe_schedule
-from kernels.ordered_sum import launch as sum_launch
-from kernels.ordered_sum import reference as sum_reference
+from kernels.ordered_sum import launch_ordered_sum, ordered_sum_reference
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
-from kernels.pending_norm import reference as pending_reference
-from kernels.rms_norm import AddNorm
-from kernels.rms_norm import launch as norm_launch
-from kernels.rms_norm import reference as norm_reference
-from kernels.rope_cache import launch as rope_launch
-from kernels.rope_cache import reference as rope_reference
+from kernels.rms_norm import AddNorm, add_rms_norm_reference, launch_add_rms_norm, launch_rms_norm, rms_norm_reference
+from kernels.rope_cache import launch_rope_cache, rope_cache_reference
 from kernels.routing_rule import RoutingRule
-from kernels.silu_mul import launch as gate_launch
-from kernels.silu_mul import reference as gate_reference
-from kernels.verify import launch as verify_launch
-from kernels.verify import reference as verify_reference
+from kernels.runtime.hopper import is_hopper, multiprocessors
+from kernels.silu_mul import launch_silu_mul, silu_mul_reference
+from kernels.verify import accept_drafts_reference, launch_accept_drafts
 from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.many_tokens import MOST_DEPENDENT, ROUTER_PARTS
 
@@ -242,10 +234,10 @@ def norm(sizes: Sizes, tokens: int, device: torch.device) -> Call:
         return {"x": sizes.normal(*shape), "weight": sizes.normal(sizes.hidden), "out": sizes.zeros(*shape)}
 
     def run(t: Tensors, dependent: bool) -> None:
-        norm_launch.rms_norm(t["x"], t["weight"], t["out"], EPS)
+        launch_rms_norm(t["x"], t["weight"], t["out"], EPS)
 
     def reference(t: Tensors) -> None:
-        norm_reference.rms_norm(t["x"], t["weight"], t["out"], EPS)
+        rms_norm_reference(t["x"], t["weight"], t["out"], EPS)
 
     return Call("rms_norm", str(tokens), make, run, reference, ("x", "weight", "out"))
 
@@ -260,10 +252,10 @@ def add_norm(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) ->
         return {"x": x, "residual": residual, "weight": weight, "out": sizes.zeros(*shape)}
 
     def run(t: Tensors, dependent: bool) -> None:
-        norm_launch.add_rms_norm(t["x"], t["residual"], t["weight"], t["out"], EPS, dependent=dependent)
+        launch_add_rms_norm(t["x"], t["residual"], t["weight"], t["out"], EPS, dependent=dependent)
 
     def reference(t: Tensors) -> None:
-        norm_reference.add_rms_norm(t["x"], t["residual"], t["weight"], t["out"], EPS)
+        add_rms_norm_reference(t["x"], t["residual"], t["weight"], t["out"], EPS)
 
     moved = ("x", "residual", "weight", "residual", "out")
     name = f"add_rms_norm, {parts} parts" if parts else "add_rms_norm"
@@ -313,10 +305,10 @@ def rope_cache(sizes: Sizes, tokens: int, device: torch.device) -> Call:
         return q_THD[..., sizes.nope :], t["down"][:, sizes.query :], *where
 
     def run(t: Tensors, dependent: bool) -> None:
-        rope_launch.rope_cache(*arguments(t), EPS)
+        launch_rope_cache(*arguments(t), EPS)
 
     def reference(t: Tensors) -> None:
-        rope_reference.rope_cache(*arguments(t), EPS)
+        rope_cache_reference(*arguments(t), EPS)
 
     # Of a query the roped features alone, as wide as `rotation` in half the bytes, there and back.
     moved = (*["rotation"] * sizes.heads, "latent", "weight", "rotation", "slot", "latent", "latent")
@@ -413,10 +405,10 @@ def merge_attention(sizes: Sizes, tokens: int, device: torch.device) -> Call:
         return {"a": torch.randn(shape), "b": torch.randn(shape), "out": sizes.zeros(*shape)} | logs
 
     def run(t: Tensors, dependent: bool) -> None:
-        merge_launch.merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["out"], t["a_lse"])
+        launch_merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["out"], t["a_lse"])
 
     def reference(t: Tensors) -> None:
-        merge_reference.merge_attention(t["a"], t["a_lse"], t["b"], t["b_lse"], t["out"], t["a_lse"])
+        merge_attention_reference(t["a"], t["a_lse"], t["b"], t["b_lse"], t["out"], t["a_lse"])
 
     moved = ("a", "a_lse", "b", "b_lse", "out", "a_lse")
     return Call("merge_attention", str(tokens), make, run, reference, moved)
@@ -433,10 +425,10 @@ def gather_context(sizes: Sizes, entries: int, device: torch.device) -> Call:
         return {"cache": cache, "table": table, "cu": cu, "out": sizes.zeros(entries, cache.shape[2])}
 
     def run(t: Tensors, dependent: bool) -> None:
-        context_launch.gather_context(t["cache"], t["table"], t["cu"], t["out"], 0)
+        launch_gather_context(t["cache"], t["table"], t["cu"], t["out"], 0)
 
     def reference(t: Tensors) -> None:
-        context_reference.gather_context(t["cache"], t["table"], t["cu"], t["out"], 0)
+        gather_context_reference(t["cache"], t["table"], t["cu"], t["out"], 0)
 
     return Call("gather_context", str(entries), make, run, reference, ("out", "out"))
 
@@ -449,10 +441,10 @@ def gate(sizes: Sizes, tokens: int, device: torch.device) -> Call:
         return {"gate_up": gate_up, "out": sizes.zeros(tokens, sizes.intermediate)}
 
     def run(t: Tensors, dependent: bool) -> None:
-        gate_launch.silu_mul(t["gate_up"], t["out"])
+        launch_silu_mul(t["gate_up"], t["out"])
 
     def reference(t: Tensors) -> None:
-        gate_reference.silu_mul(t["gate_up"], t["out"])
+        silu_mul_reference(t["gate_up"], t["out"])
 
     return Call("silu_mul", str(tokens), make, run, reference, ("gate_up", "out"))
 
@@ -542,7 +534,7 @@ def combine_norm(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
 
     def reference(t: Tensors) -> None:
         sum_TE = (t["partial"].float().view(tokens, columns, -1) * t["weight"].unsqueeze(-1)).sum(1)
-        norm_reference.add_rms_norm(sum_TE.to(sizes.dtype), t["residual"], t["norm"], t["out"], EPS)
+        add_rms_norm_reference(sum_TE.to(sizes.dtype), t["residual"], t["norm"], t["out"], EPS)
 
     moved = ("partial", "id", "weight", "residual", "norm", "residual", "out")
     return Call("moe.combine_norm", str(tokens), make, run, reference, moved, dependent=True)
@@ -555,10 +547,10 @@ def ordered_sum(sizes: Sizes, tokens: int, parts: int) -> Call:
         return {"part": torch.randn(tokens, parts, sizes.hidden), "out": sizes.zeros(tokens, sizes.hidden)}
 
     def run(t: Tensors, dependent: bool) -> None:
-        sum_launch.ordered_sum(t["part"].transpose(0, 1), t["out"])
+        launch_ordered_sum(t["part"].transpose(0, 1), t["out"])
 
     def reference(t: Tensors) -> None:
-        sum_reference.ordered_sum(t["part"].transpose(0, 1), t["out"])
+        ordered_sum_reference(t["part"].transpose(0, 1), t["out"])
 
     return Call(f"ordered_sum, {parts} parts", str(tokens), make, run, reference, ("part", "out"))
 
@@ -662,10 +654,10 @@ def accept(sizes: Sizes, rows: int, width: int) -> Call:
         return t["target"], t["fed"][:, 1:], t["accepted"], sizes.vocab, t["fault"], t["faults"]
 
     def run(t: Tensors, dependent: bool) -> None:
-        verify_launch.accept(*arguments(t), dependent=dependent)
+        launch_accept_drafts(*arguments(t), dependent=dependent)
 
     def reference(t: Tensors) -> None:
-        verify_reference.accept(*arguments(t))
+        accept_drafts_reference(*arguments(t))
 
     name, moved = "verify.accept_drafts", ("target", "fed", "accepted")
     return Call(name, f"{rows} x {width}", make, run, reference, moved, dependent=True)

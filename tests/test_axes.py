@@ -16,8 +16,8 @@ _WITHOUT_AXIS = {"group", "_group", "mesh", "_mesh", "dist"}
 
 SAYS_THE_SETTING = {
     "workers/config.py": "makes the mesh of it",
-    "workers/fit.py": "tells the user which values work",
-    "workers/rank/fitting.py": "proposes another value",
+    "workers/fit/settings.py": "tells the user which values work",
+    "workers/fit/smallest_change.py": "proposes another value",
     "deploy/serve/capacity.py": "tells the user what its value takes",
     "deploy/cli/fit.py": "prints it",
 }

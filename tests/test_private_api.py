@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TRITON, TORCH, RAY, XGRAMMAR = "Triton 3.6", "torch 2.11 to 2.13", "Ray 2.60.0", "xgrammar 0.2.8"
 LEANING = {
-    "kernels/ahead.py": (TRITON,),
-    "kernels/launcher.py": (TRITON,),
+    "kernels/runtime/ahead.py": (TRITON,),
+    "kernels/runtime/launcher.py": (TRITON,),
     "kernels/linear/w8a8.py": (TORCH,),
     "kernels/mla_decode/fp8_scores.py": (TRITON,),
     "kernels/mla_decode/schedule.py": (TRITON,),
@@ -30,8 +30,8 @@ LEANING = {
     "kernels/moe/hopper.py": (TRITON,),
     "kernels/moe/int4_grouped.py": (TRITON,),
     "kernels/moe/w8a8.py": (TRITON,),
-    "kernels/operators.py": (TORCH,),
-    "kernels/repeat.py": (TRITON, TORCH),
+    "kernels/runtime/operators.py": (TORCH,),
+    "kernels/runtime/repeat.py": (TRITON, TORCH),
     "workers/grammar/quick.py": (XGRAMMAR,),
     "workers/graphs/guard.py": (TRITON,),
     "workers/parallel/symmetric.py": (TORCH,),
@@ -152,7 +152,7 @@ def test_a_new_leaning_is_seen(source: str) -> None:
     [
         "import os\nos._exit(1)",
         "class A:\n    def __init__(self):\n        self._x = 1\n\ndef f(a):\n    return a._x",
-        "from kernels.repeat import _stream",
+        "from kernels.runtime.repeat import _stream",
         "import torch.distributed as dist\ndist.TCPStore",
         "def f(x):\n    return x.__class__, getattr(x, '__name__')",
     ],

@@ -17,6 +17,7 @@ from deploy.api.http import errors
 from deploy.api.http.body import ClientDisconnected, Intake
 from deploy.api.http.middleware import AccessLayer, DeadlineLayer
 from deploy.api.http.openapi import Endpoints
+from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.model import ServedModel
 from deploy.api.limits.admission import Admission
 from deploy.api.limits.keyed_admission import KeyedAdmission
@@ -72,6 +73,7 @@ def create_app(
     replicas: Replicas | None = None,
     keys: KeyRing | None = None,
     tracing: Tracing | None = None,
+    sampling_defaults: SamplingDefaults | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible application in front of `engine`.
 
@@ -79,7 +81,8 @@ def create_app(
     a `FrontMetrics` of its own by default. `numerics`: the engine's settings that decide how it rounds, for the
     `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone. `keys`: those of the
     settings, which somebody tells what other replicas let them take.
-    `tracing`: where spans of requests go; without it there are none.
+    `tracing`: where spans of requests go; without it there are none. `sampling_defaults`: how requests are sampled that
+    do not say so, where that is not OpenAI's way.
     `app.state.model` is the `ServedModel`.
     """
     config = config or ApiConfig()
@@ -91,7 +94,7 @@ def create_app(
         endpoints = Endpoints(keyed.authorize, keyed.enter)
     else:
         admission, endpoints = Admission(engine, config.retry_after_s), Endpoints()
-    model = ServedModel(engine, tokenizer, config, numerics or {})
+    model = ServedModel(engine, tokenizer, config, numerics or {}, sampling_defaults or {})
     intake, generator = Intake(config), Generator(engine, tokenizer, metrics, admission, Lanes())
     app = FastAPI(
         title="latentserve",
@@ -120,7 +123,7 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "traceresponse", *RATE_HEADERS),
+            expose_headers=("x-request-id", "request-id", "retry-after", "traceresponse", *RATE_HEADERS),
         )
     if tracing is not None:
         from deploy.api.http.tracing import TracingLayer

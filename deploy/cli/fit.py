@@ -13,8 +13,8 @@ from deploy.mistakes import UsageMistake
 
 if TYPE_CHECKING:
     from workers.config import EngineConfig
-    from workers.rank.fitting import Change
-    from workers.rank.memory_plan import MemoryPlan
+    from workers.fit.memory_plan import MemoryPlan
+    from workers.fit.smallest_change import Change
 
 GPUS: Final = {"h100": int(79.1 * 2**30), "h200": int(139.8 * 2**30)}
 """Bytes that CUDA says they have."""
@@ -77,8 +77,8 @@ def _asked(config: EngineConfig) -> str:
 
 def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Change | None]:
     """With the cache in the model's dtype and in FP8; what to change where the one that is asked for does not fit."""
-    from workers.rank.fitting import smallest_change
-    from workers.rank.memory_plan import memory_plan
+    from workers.fit.memory_plan import memory_plan
+    from workers.fit.smallest_change import smallest_change
 
     try:
         plan = memory_plan(config, total)
@@ -93,7 +93,7 @@ def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Cha
 
 
 def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None) -> list[str]:
-    from workers.rank.cache_budget import in_words
+    from workers.fit.cache_budget import in_words
 
     def gib(size: int) -> str:
         return f"{size / 2**30:9.2f} GiB"

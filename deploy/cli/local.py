@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from deploy.config.settings import settings_of
 from deploy.mistakes import CommandFailure, UsageMistake, explain
 from workers.config import EngineConfig
-from workers.fit import Unfit, check_fit
+from workers.fit.settings import Unfit, check_fit
 from workers.processes.client import EngineClient
 from workers.processes.launch import local_engine
 from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed

@@ -15,8 +15,8 @@ from workers.config import ENGINE
 
 if TYPE_CHECKING:
     from workers.config import EngineConfig
-    from workers.protocol.recording import Header, Recording
-    from workers.rank.replay import Replay
+    from workers.recording.file import Header, Recording
+    from workers.recording.replay import Replay
 
 EPILOG = options.examples(
     "latentserve replay plans.bin",
@@ -77,7 +77,7 @@ def replay(
 
 def _recording(file: Path, any_version: bool) -> Recording:
     from kernels import __version__
-    from workers.protocol.recording import RecordingError, read_recording
+    from workers.recording.file import RecordingError, read_recording
 
     try:
         recording = read_recording(file)
@@ -98,8 +98,8 @@ def _config(header: Header, model: str | None, device: str | None) -> EngineConf
     from pydantic import ValidationError
 
     from deploy.mistakes import explain
-    from workers.protocol.recording import config_hash
-    from workers.rank.replay import replay_config
+    from workers.recording.file import config_hash
+    from workers.recording.replay import replay_config
 
     try:
         config = replay_config(header, model, device)
@@ -130,7 +130,7 @@ def _say_what_it_is(recording: Recording, quiet: bool) -> None:
 
 def _replayed(config: EngineConfig, recording: Recording) -> tuple[int, str]:
     """Steps that were run, and the first difference; empty where there is none."""
-    from workers.rank.replay import Replay
+    from workers.recording.replay import Replay
 
     try:
         run = Replay(config, recording)

@@ -40,7 +40,7 @@ def selftest(
     """
     import asyncio
 
-    from workers.fit import Unfit, check_fit
+    from workers.fit.settings import Unfit, check_fit
 
     with reported():
         settings = serve_config(config, given)

@@ -46,7 +46,7 @@ def serve(given: options.Given, config: options.SettingsFile = None) -> None:
         settings = serve_config(config, given)
         from deploy.serve.app import StartFailed, start
         from workers.environment import EnvironmentProblem
-        from workers.fit import Unfit
+        from workers.fit.settings import Unfit
 
         try:
             start(settings, say=_say)

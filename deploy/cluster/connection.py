@@ -10,7 +10,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from deploy.cluster.ray_address import alone, logs_folder
 from deploy.cluster.ray_address import knock as _knock
 from deploy.cluster.sessions import Sessions
 from deploy.config.application import ServeConfig
-from workers.channel.ports import fits_sockets, free_ports, socket_folder
+from workers.channel.ports import bound, fits_sockets, free_ports, socket_folder
 from workers.environment import visible_gpus
 
 Say = Callable[[str], None]
@@ -185,9 +184,7 @@ def _our_signal_handlers() -> Iterator[None]:
 def port_problem(host: str, port: int) -> str:
     """Why a server cannot listen there; empty when it can."""
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        bound(host, port, reuse=True).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""

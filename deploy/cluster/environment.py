@@ -10,7 +10,9 @@ of its configuration is the one that `deploy.cluster.haproxy` knows; where not, 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import resource
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ PROCESS_ENVIRONMENT = {
 }
 """What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""
 
+logger = logging.getLogger("latentserve.cluster")
+
 _TEMPLATE: Final = PrivateApi(
     "ray", (), "Ray Serve's own proxy stands in front in place of HAProxy, which passes on many times its tokens"
 )
@@ -42,6 +46,13 @@ comes or goes, but most of its streams are those of replicas that stay, which no
 ends are limited by `drain.timeout_s`. It ends with its last stream."""
 
 DASHBOARD_FILE = Path(__file__).resolve().parents[1] / "observability" / "grafana_dashboard.json"
+
+
+MOST_CONNECTIONS: Final = 4096
+"""Connections that HAProxy takes at a time, as Ray Serve has it."""
+FEWEST_CONNECTIONS: Final = 16
+OWN_FILES: Final = 96
+"""Files that HAProxy has open beside two for each connection: what it listens at, its threads', health checks."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,29 @@ def resolve_ingress(config: ServeConfig) -> Ingress:
     return "direct"
 
 
+def fitting_connections(most: int = MOST_CONNECTIONS) -> int:
+    """`most`, or as many connections as the hard limit of open files has room for: HAProxy does not start with more.
+    Each takes two files, and every fourth a pipe of two more. EnvironmentProblem where there is room for hardly any."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return most
+    room = (hard - OWN_FILES) * 2 // 5
+    if room < FEWEST_CONNECTIONS:
+        least = OWN_FILES + 5 * FEWEST_CONNECTIONS // 2
+        raise EnvironmentProblem(
+            f"the limit of open files (ulimit -Hn) is {hard}, and HAProxy needs {least} "
+            "for a few clients: raise it, or set ingress to proxy"
+        )
+    if room < most:
+        logger.warning(
+            "the limit of open files (ulimit -Hn) is %d: HAProxy takes %d connections at a time, not %d",
+            hard,
+            room,
+            most,
+        )
+    return min(room, most)
+
+
 def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports: SidePorts) -> dict[str, str]:
     """Variables for every Ray process of one node. Files they name are written into `folder`, which must stay."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,12 +138,15 @@ def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports:
         binary = find_binary()
         assert binary is not None, "resolve_ingress finds one first"
         variables |= {
-            "RAY_SERVE_HAPROXY_BINARY_PATH": str(install(folder, binary)),
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(install(folder, binary, both=config.host == "::")),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+            "RAY_SERVE_HAPROXY_MAXCONN": str(
+                fitting_connections(int(os.environ.get("RAY_SERVE_HAPROXY_MAXCONN", MOST_CONNECTIONS)))
+            ),
             "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
             # A request whose replica died before it answered anything goes to another one, once.
             "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",

@@ -46,6 +46,8 @@ _SIDE_DOOR = re.compile(r"^(\s*bind\s+)(?:\*|0\.0\.0\.0)?:(\d+)\s*$")
 _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
 _FRONT_DOOR = re.compile(r"^\s*bind (\S+):(\d+)")
+_ANYWHERE = {"*": "127.0.0.1", "::1": "[::1]"}
+"""By a host as Serve writes it, where HAProxy is reached from its own node."""
 _FRONT_SECTION = "http_frontend"
 _READ_BY_SERVE = {"x-request-id": "[A-Za-z0-9._:/+=@~-]{1,128}", "x-request-timeout-seconds": "[0-9.]{1,9}"}
 """Headers and what may be in them; where there are several, in the last one, which Serve takes."""
@@ -88,8 +90,9 @@ end)
 """
 
 
-def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
-    """The configuration as described above; `folder`: where `install` wrote what it refers to."""
+def adapt(config: str, folder: Path, body_s: int = BODY_S, both: bool = False) -> str:
+    """The configuration as described above; `folder`: where `install` wrote what it refers to. `both`: listen with IPv6
+    as well where that is every interface, for which Serve writes `*`, IPv4's."""
     lines: list[str] = []
     section, successor, errors = "", "", _error_lines(folder)
     choice = ["    use_backend successor if { stopping }"]
@@ -112,11 +115,12 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S) -> str:
         elif _ROUTED.match(line):
             lines.append(f"{line} !{{ stopping }}")
         elif not _FALLBACK.match(line) and not _ROUTER_FAILED.match(line):
-            lines.append(line)
+            every = both and section == _FRONT_SECTION and line.strip().startswith("bind *:")
+            lines.append(line.replace("bind *:", "bind [::]:") + " v4v6" if every else line)
         if found := _KEEP_ALIVE.match(line):
             lines.append(f"{found[1]}timeout http-request {body_s}s")
         if section == _FRONT_SECTION and (door := _FRONT_DOOR.match(line)):
-            successor = f"{'127.0.0.1' if door[1] == '*' else door[1]}:{door[2]}"
+            successor = f"{_ANYWHERE.get(door[1], door[1])}:{door[2]}"
             lines.append("    http-request set-log-level silent if { stopping }")  # the successor counts it
             lines += [
                 f"    http-request del-header {name} if {{ req.fhdr({name}) -m found }} "
@@ -232,8 +236,9 @@ def find_binary() -> str | None:
         return None
 
 
-def install(folder: Path, binary: str, body_s: int = BODY_S) -> Path:
-    """Write the command for RAY_SERVE_HAPROXY_BINARY_PATH, and what it needs, into `folder`; returns its path."""
+def install(folder: Path, binary: str, body_s: int = BODY_S, both: bool = False) -> Path:
+    """Write the command for RAY_SERVE_HAPROXY_BINARY_PATH, and what it needs, into `folder`; returns its path. `both`:
+    see `adapt`."""
     for status, (kind, code, message) in _ERRORS.items():
         error = {"message": message, "type": kind, "param": None, "code": code}
         (folder / f"{status}.json").write_text(json.dumps({"error": error}))
@@ -245,18 +250,18 @@ def install(folder: Path, binary: str, body_s: int = BODY_S) -> Path:
         "import sys\n"
         f"sys.path.insert(0, {str(root)!r})\n"
         "from deploy.cluster.haproxy import become\n"
-        f"become({binary!r}, {str(folder)!r}, {body_s}, sys.argv[1:])\n"
+        f"become({binary!r}, {str(folder)!r}, {body_s}, {both}, sys.argv[1:])\n"
     )
     command.chmod(0o755)
     return command
 
 
-def become(binary: str, folder: str, body_s: int, arguments: list[str]) -> None:
+def become(binary: str, folder: str, body_s: int, both: bool, arguments: list[str]) -> None:
     """Replace this process by HAProxy. Never returns."""
     parent = os.getppid()
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        file.write_text(adapt(file.read_text(), Path(folder), body_s))
+        file.write_text(adapt(file.read_text(), Path(folder), body_s, both))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it died before the kernel knew

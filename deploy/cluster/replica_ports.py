@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import ray
 
+from deploy.config.application import EVERYWHERE, LOOPBACK
 from kernels.private_api import PrivateApi
 
 _PORTS: Final = PrivateApi(
@@ -46,8 +47,8 @@ def listen_at_home() -> None:
         return add_port(server, build_address(home, address.rpartition(":")[2]))
 
     async def start_http_at_home(app: Any, options: Any, **others: Any) -> Any:
-        # HAProxies of other nodes come by the node's address, its own by 127.0.0.1: then the application's host it is.
-        host = ALONE if home == ALONE else options.host
+        # HAProxies of other nodes come by the node's address, its own by 127.0.0.1: then it is all of them or none.
+        host = ALONE if home == ALONE or options.host in LOOPBACK else EVERYWHERE[0]
         return await start_http(app, options.model_copy(update={"host": host}), **others)
 
     add_port_at_home.home = home  # type: ignore[attr-defined]

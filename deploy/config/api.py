@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -85,6 +85,11 @@ class ApiConfig(BaseModel):
     """Encode what messages spell like the chat template's control tokens, as <|user|>, as these; else as text.
 
     With these a message can forge turns."""
+    generation_config: Annotated[Literal["auto", "none"], Flag(metavar="auto|none")] = "auto"
+    """Where requests that do not say how they are sampled have it from.
+
+    auto: temperature, top_p, top_k, min_p and repetition_penalty of the folder's generation_config.json, as
+    `/v1/models` tells. none: temperature 1 and no filter."""
     tool_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes them")] = "auto"
     """What reads tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2 or glm.
 
@@ -93,6 +98,10 @@ class ApiConfig(BaseModel):
     """What reads reasoning: deepseek_r1, deepseek_v3, kimi_k2 or glm.
 
     auto: as the chat template writes it. none: it is content."""
+    stop_in_reasoning: bool = False
+    """Let the stop strings of a request end the reasoning before an answer as well.
+
+    They are meant for the answer, and a model that thinks about them would end by them."""
     stored_responses: int = Field(default=0, ge=0)
     """Responses that each replica keeps for `previous_response_id` of /v1/responses, the newest ones; 0: none.
 

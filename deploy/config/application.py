@@ -17,6 +17,12 @@ PLACE: Final = "Where it runs"
 """A heading in the help of commands."""
 
 
+EVERYWHERE: Final = ("0.0.0.0", "::")
+"""Hosts that stand for every interface."""
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+"""Hosts that nobody on other machines reaches."""
+
+
 class RoutingConfig(BaseModel):
     """How a replica is chosen. Costs are in prompt tokens still to be computed (`deploy.routing.policy`)."""
 
@@ -81,7 +87,7 @@ class ServeConfig(BaseModel):
     replicas: Annotated[int, Field(ge=1), Flag(panel=PLACE)] = 1
     """Engines behind the endpoint, each with `engine.tensor_parallel` ranks."""
     host: Annotated[str, Flag(panel=PLACE)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every interface, which several nodes need."""
+    """Address or name to listen on; 0.0.0.0, or :: with IPv6, for every interface, which several nodes need."""
     port: Annotated[int, Field(ge=0, le=65535), Flag(panel=PLACE)] = 8000
     """Port to listen on; 0 takes a free one."""
     ingress: Annotated[Literal["auto", "direct", "proxy"], Flag(panel=PLACE)] = "auto"
@@ -116,15 +122,6 @@ class ServeConfig(BaseModel):
     log: LogConfig = LogConfig()
     metrics_period_s: Annotated[float, Field(gt=0)] = 1.0
     """Between two reports of a replica's figures to Ray's metrics."""
-
-    @model_validator(mode="after")
-    def _host_is_reachable_from_its_proxy(self) -> Self:
-        if self.host not in ("127.0.0.1", "0.0.0.0", "localhost") and self.ingress != "proxy":
-            raise ValueError(
-                f"host = {self.host}: HAProxy reaches replicas of its own node over 127.0.0.1, so listen on 127.0.0.1 "
-                "or 0.0.0.0 (and let a firewall choose the interface), or set ingress to proxy"
-            )
-        return self
 
     @model_validator(mode="after")
     def _ranks_have_gpus_of_their_own(self) -> Self:

@@ -2,44 +2,92 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from deploy.parsing.events import Content, Event
-from deploy.parsing.parser import Parser
+from deploy.parsing.parser import CallParser
 from deploy.parsing.reasoning import ReasoningParser
 
 
+class StopWatch(Protocol):
+    """Looks for stop strings in text that comes in pieces."""
+
+    matched: str | None
+    """The one that was found."""
+
+    def feed(self, text: str) -> str:
+        """Add text; returns what may be shown now."""
+
+    def flush(self) -> str:
+        """What was held back, once the text has ended."""
+
+
 class AnswerParser:
-    """Reasoning is told apart first; tool calls are looked for in what is left."""
+    """Reasoning is told apart first. What is left is watched for stop strings, and tool calls are looked for in it."""
 
-    __slots__ = ("_reasoning", "_through", "_tools")
+    __slots__ = ("_matcher", "_reasoning", "_through", "_tools")
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: Parser | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: CallParser | None, calls_in_reasoning: bool = True
+    ) -> None:
+        """`calls_in_reasoning`: a call that is written in the reasoning ends it and counts."""
         self._reasoning = reasoning
         self._tools = tools
+        if reasoning is not None and tools is not None and calls_in_reasoning:
+            reasoning.look_for_calls(tools.begins, tools.fresh)
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
+        self._matcher: StopWatch | None = None
+
+    def watch(self, matcher: StopWatch) -> None:
+        """Have `matcher` look for stop strings in what comes after the reasoning."""
+        self._matcher = matcher
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found: the answer ends before it, and what comes after it is dropped."""
+        return None if self._matcher is None else self._matcher.matched
 
     @property
     def reasoning(self) -> bool:
         """Whether what comes now is reasoning."""
         return not self._through and self._reasoning is not None and self._reasoning.inside
 
-    def push(self, text: str) -> list[Event]:
-        """See `Parser`."""
+    def push(self, text: str, watched: bool = True) -> list[Event]:
+        """See `Parser`. Text that is not `watched` may hold stop strings; none may follow text that was."""
         if self._through or self._reasoning is None:
-            return self._tools.push(text) if self._tools is not None else [Content(text)] if text else []
-        events = self._reasoning.push(text)
-        self._through = self._reasoning.through
-        return self._with_calls(events)
-
-    def finish(self) -> list[Event]:
-        """See `Parser`."""
-        events = self._with_calls(self._reasoning.finish()) if self._reasoning is not None else []
-        return events + self._tools.finish() if self._tools is not None else events
-
-    def _with_calls(self, events: list[Event]) -> list[Event]:
-        if self._tools is None:
-            return events
+            return self._answer(text, watched)
         out: list[Event] = []
-        for event in events:
-            out += self._tools.push(event.text) if isinstance(event, Content) else [event]
+        for event in self._reasoning.push(text):
+            out += self._behind(event.text, watched) if isinstance(event, Content) else [event]
+        self._through = self._reasoning.through
         return out
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        """See `Parser`. Where a stop string was found the text is cut."""
+        out: list[Event] = []
+        if self._reasoning is not None and self.stop is None:
+            for event in self._reasoning.finish(cut):
+                out += self._behind(event.text, True) if isinstance(event, Content) else [event]
+        if self._matcher is not None and self.stop is None:
+            out += self._tell(self._matcher.flush())
+        return out + self._tools.finish(cut or self.stop is not None) if self._tools is not None else out
+
+    def _behind(self, text: str, watched: bool) -> list[Event]:
+        """What the parser of the reasoning has found to come after it."""
+        if self._tools is not None and self._reasoning is not None and self._reasoning.ended_by_call:
+            self._tools.ends_reasoning()
+        return self._answer(text, watched)
+
+    def _answer(self, text: str, watched: bool) -> list[Event]:
+        """What comes after the reasoning."""
+        if self._matcher is not None and watched:
+            if self._matcher.matched is not None:
+                return []
+            text = self._matcher.feed(text)
+        return self._tell(text)
+
+    def _tell(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return [Content(text)] if self._tools is None else self._tools.push(text)

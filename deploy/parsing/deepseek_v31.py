@@ -5,15 +5,8 @@
 
 from __future__ import annotations
 
-from deploy.parsing.json_calls import JsonCalls
+from deploy.parsing.deepseek_calls import DeepSeekCalls
 
 
-class DeepSeekV31Calls(JsonCalls):
-    """Of one answer."""
-
-    section_begin = "<｜tool▁calls▁begin｜>"
-    section_end = "<｜tool▁calls▁end｜>"
-    call_begin = "<｜tool▁call▁begin｜>"
-    call_end = "<｜tool▁call▁end｜>"
-    separator = "<｜tool▁sep｜>"
-    markers = (section_begin, section_end, call_begin, call_end, separator)
+class DeepSeekV31Calls(DeepSeekCalls):
+    """Reads one answer."""

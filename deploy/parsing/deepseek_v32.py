@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -28,9 +29,9 @@ from deploy.parsing.call_grammar import (
     within_text,
 )
 from deploy.parsing.markers import Markers
-from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
-from deploy.parsing.schema_types import types_of
-from deploy.parsing.tagged_calls import MOST_KEY, TaggedCalls
+from deploy.parsing.parser import MakeId, Schemas, is_name
+from deploy.parsing.schema_types import properties_of
+from deploy.parsing.tagged_calls import MOST_KEY, STRING, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
 _BEGIN = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
@@ -38,21 +39,54 @@ _END = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
 _TAG = "<｜DSML｜"
 """With which all that is no end begins."""
 _INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
-_PARAMETER = '<｜DSML｜parameter name="'
-_HEAD = re.compile(r'(?P<key>[^"]*)" string="(?P<string>true|false)')
-_TYPES = {"true": frozenset(("string",)), "false": types_of(None)}
+_PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
+_ALSO = ("<｜｜DSML｜｜", "<|DSML|")
+"""Other spellings of `_TAG`, which models write."""
+_TAGS = tuple(f"<{slash}{begin[1:]}" for begin in (_TAG, *_ALSO) for slash in ("", "/"))
+_BARE = ("<parameter", "</parameter", "</invoke")
+"""Within a call the marker may be missing."""
+_KINDS = ("function_calls", "tool_calls", "invoke", "parameter")
+_MOST_TAG = MOST_KEY + 128
+
+_MARK = "[｜|]{1,2}DSML[｜|]{1,2}"
+_QUOTED = "\"[^\"]*\"|'[^']*'"
+_ATTRIBUTE = re.compile(rf"\s*([a-z]+)\s*=\s*({_QUOTED}|[^\s\"'<>/]+)")
+_START = re.compile(rf"</?(?:{_MARK})?\s*(?P<kind>[a-z_]*)")
+_WHOLE = re.compile(rf"<[^<>\"']*(?:(?:{_QUOTED})[^<>\"']*)*>")
+_CUT = re.compile(rf"<[^<>\"']*(?:(?:{_QUOTED})[^<>\"']*)*(?:\"[^\"]*|'[^']*)?")
+_CONTROL = re.compile(
+    rf"</?{_MARK}(?:\s*(?:{'|'.join(_KINDS)})\b(?:{_ATTRIBUTE.pattern})*(?:\s+[a-z]+(?:=(?:\"[^\"<>]*)?)?\Z)?\s*/?>?)?"
+)
+
+
+@dataclass(frozen=True)
+class _Tag:
+    kind: str
+    ends: bool
+    """It ends what another began."""
+    attributes: dict[str, str]
+    closed: bool
+    """It ends what it begins."""
+    text: str
 
 
 class DeepSeekV32Calls(TaggedCalls):
-    """Of one answer."""
+    """Reads one answer."""
 
-    value_end = "</｜DSML｜parameter>"
+    value_end = _PARAMETER_END
     markers = (*_BEGIN, *_END, _INVOKE, _INVOKE_END, _PARAMETER, value_end)
+    ends_content = _TAGS
+    tags = (*_TAGS, *_BARE)
+    begins = (_TAG, *_ALSO)
+    control = _CONTROL
+    call_tail = CallTail(_INVOKE_END, *_END)
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        super().__init__(Markers(*_BEGIN, *_END), schemas, make_id)
-        self._in_section = Markers(_INVOKE, *_END)
-        self._in_call = Markers(_PARAMETER, _INVOKE_END)
+        super().__init__(schemas, make_id)
+        ends = [f"{tag}parameter>" for tag in _TAGS if tag.startswith("</")]
+        self._marked_end, self._any_end = Markers(*ends), Markers(*ends, "</parameter>")
+        self._spaced = False
+        """Whether white space came behind the tag that began the call."""
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
@@ -61,7 +95,7 @@ class DeepSeekV32Calls(TaggedCalls):
         begun = either([text(begin.removeprefix(_TAG) + "\n") for begin in _BEGIN])
         ended = either([text(end) for end in _END])
         rest = sequence(begun, several(call, "") if parallel else call, ended)
-        return sequence(text(_TAG), rest) if must else within_text({_TAG: rest}, never=_END)
+        return sequence(text(_TAG), rest) if must else within_text({_TAG: rest}, never=(*_END, *_ALSO))
 
     @classmethod
     def _call(cls, tool: AllowedTool) -> Tag:
@@ -75,65 +109,97 @@ class DeepSeekV32Calls(TaggedCalls):
 
     @override
     def _marker(self, marker: str) -> None:
-        if marker in _BEGIN:
-            self._state = self._section
-        elif self._calls:
-            self._raw = []  # a section's end behind something that was none of its calls
-        else:
-            self._give_up()
+        self._rest, self._raw = marker + self._rest, []
+        self._state = self._outside
 
-    def _section(self) -> bool:
-        self._skip_space()
-        tag = self._in_section.at(self._rest)
-        if tag == _INVOKE:
-            self._take(len(tag))
-            self._state = self._in_name
-            return True
-        if tag is not None and self._calls:
-            self._take(len(tag))
-            self._raw, self._state = [], self._content
-            return True
-        return (tag is not None or not self._in_section.begun(self._rest)) and self._give_up()
-
-    def _in_name(self) -> bool:
-        end = self._rest.find('">', 0, MOST_NAME + 2)
-        if end < 0:
-            return len(self._rest) >= MOST_NAME + 2 and self._give_up()
-        name = self._rest[:end]
-        if not is_name(name):
-            return self._give_up()
-        self._take(end + 2)
-        self._begin_call(name)
+    def _outside(self) -> bool:
+        """A tag outside of calls: the beginning of a call, or nothing."""
+        tag = self._tag()
+        if tag is None:
+            return False
+        self._state = self._content
+        self._take(len(tag.text))
+        name = tag.attributes.get("name", "").strip()
+        if tag.kind == "invoke" and not tag.ends and is_name(name):
+            self._begin_call(name)
+            if tag.closed:
+                self._end_call()
         return True
+
+    def _tag(self) -> _Tag | None:
+        """The tag that `_rest` begins with, one of no kind if it is none; None where more text will tell."""
+        start = _START.match(self._rest)
+        kind = start["kind"] if start is not None else ""
+        if start is not None and start.end() == len(self._rest) and any(name.startswith(kind) for name in _KINDS):
+            return None
+        whole = _WHOLE.match(self._rest, 0, _MOST_TAG) if kind in _KINDS else None
+        if whole is not None:
+            text = whole.group()
+            attributes = {name: value.strip("\"'") for name, value in _ATTRIBUTE.findall(text)}
+            return _Tag(kind, text.startswith("</"), attributes, text.endswith("/>"), text)
+        if kind in _KINDS and len(self._rest) < _MOST_TAG and _CUT.fullmatch(self._rest) is not None:
+            return None
+        return _Tag("", False, {}, False, self._tags.at(self._rest) or self._rest[:1])
+
+    @override
+    def _begin_call(self, name: str) -> None:
+        self._spaced = False
+        super()._begin_call(name)
 
     @override
     def _next(self) -> bool:
+        self._spaced |= self._rest[0].isspace()
         self._skip_space()
-        tag = self._in_call.at(self._rest)
+        if self._tags.at(self._rest) is None:
+            return not self._tags.begun(self._rest) and self._text()
+        tag = self._tag()
         if tag is None:
-            return not self._in_call.begun(self._rest) and self._give_up()
-        self._take(len(tag))
-        if tag == _PARAMETER:
-            self._state = self._in_head
-        else:
+            return False
+        if tag.kind == "invoke" and not tag.ends:
+            same = tag.attributes.get("name", "").strip() == self._name
+            if same and not self._arguments and not tag.closed and (self._takes_arguments or not self._spaced):
+                self._take(len(tag.text))  # written twice
+            else:
+                self._end_call()
+        elif tag.kind in ("function_calls", "tool_calls") and tag.ends:
             self._end_call()
-            self._state = self._section
+        elif tag.kind == "parameter" and not tag.ends and self._arguments >= 0:
+            return self._parameter(tag)
+        elif not tag.kind and not tag.text.startswith(_TAGS):
+            return self._stray(tag.text)
+        else:
+            self._take(len(tag.text))
+            if tag.kind == "invoke":
+                self._end_call()
         return True
 
-    def _in_head(self) -> bool:
-        end = self._rest.find('">', 0, MOST_KEY + 2)
-        if end < 0:
-            return len(self._rest) >= MOST_KEY + 2 and self._give_up()
-        head = _HEAD.fullmatch(self._rest[:end])
-        if head is None:
+    @property
+    def _takes_arguments(self) -> bool:
+        """Whether the tool has any, as far as its schema says."""
+        return properties_of(self._schemas.get(self._name)) != {}
+
+    def _stray(self, text: str) -> bool:
+        """Text that looks like a tag and is none."""
+        if not self._complete:
             return self._give_up()
-        self._take(end + 2)
-        self._begin_argument(head["key"], _TYPES[head["string"]])
-        return True
+        self._aside.append(self._take(len(text)))
+        return self._begin_aside()
 
-    @override
-    def _give_up(self, more: str = "") -> bool:
-        if self._state == self._section and self._calls and not "".join(self._raw).strip():
-            self._raw = []  # blanks between calls
-            more = "" if more and self._in_section.begun(more) else more  # the text ended in a tag
-        return super()._give_up(more)
+    def _text(self) -> bool:
+        """Text between arguments: a JSON object with all of them, or none."""
+        if not self._arguments and (begun := self._body_begun()) != "no":
+            if begun == "yes":
+                self._begin_body()
+            return begun == "yes"
+        return self._begin_aside()
+
+    def _parameter(self, tag: _Tag) -> bool:
+        key, says = tag.attributes.get("name"), tag.attributes.get("string", "").lower()
+        if key is None:
+            return self._give_up()
+        self._take(len(tag.text))
+        self._ends_of_value = self._marked_end if tag.text.startswith(_TAGS) else self._any_end
+        self._begin_argument(key, tag.text, STRING if says == "true" else None, is_json=says == "false")
+        if tag.closed:
+            self._end_value()
+        return True

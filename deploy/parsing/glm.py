@@ -7,6 +7,7 @@ Strings are written as they are, other values as JSON. Which of the two a value 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from typing_extensions import override
@@ -23,13 +24,14 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.markers import Markers
-from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
-from deploy.parsing.tagged_calls import MOST_KEY, TaggedCalls
+from deploy.parsing.parser import MOST_NAME, is_name
+from deploy.parsing.schema_types import properties_of
+from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_KEY, _KEY_END, _VALUE = "<arg_key>", "</arg_key>", "<arg_value>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_END_OF_NAME = re.compile(r"[<{]|```")
 _BREAK = optional(text("\n"))
 """As the older templates have it."""
 
@@ -37,12 +39,12 @@ _BREAK = optional(text("\n"))
 class GlmCalls(TaggedCalls):
     """Of one answer."""
 
-    value_end = "</arg_value>"
-    markers = (_BEGIN, _END, _KEY, _KEY_END, _VALUE, value_end)
-
-    def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        super().__init__(Markers(_BEGIN), schemas, make_id)
-        self._tags = Markers(_KEY, _END)
+    value_end = _VALUE_END
+    markers = (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    ends_content = tags = markers
+    begins = (_BEGIN,)
+    control = re.compile("|".join(map(re.escape, markers)))
+    call_tail = CallTail(_END)
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
@@ -63,44 +65,115 @@ class GlmCalls(TaggedCalls):
 
     @override
     def _marker(self, marker: str) -> None:
-        self._state = self._in_name
+        self._state = self._in_name if marker == _BEGIN else self._content
 
     def _in_name(self) -> bool:
-        end = self._rest.find("<", 0, MOST_NAME + 1)
-        if end < 0:
+        """The name, which ends at a tag or where a JSON object begins."""
+        found = _END_OF_NAME.search(self._rest, 0, MOST_NAME + 1)
+        if found is None:
             return len(self._rest) > MOST_NAME and self._give_up()
+        end = found.start()
         tag = self._tags.at(self._rest[end:])
         if tag is None and self._tags.begun(self._rest[end:]):
             return False
         name = self._rest[:end].strip()
-        if tag is None or not is_name(name):
+        if tag == _BEGIN and not name:
+            self._take(end + len(tag))  # written twice
+            return True
+        if tag == _KEY_END and (known := self._name_before_key(self._rest[:end])):
+            self._take(len(known))
+            self._begin_call(known.strip())
+            return True
+        if not is_name(name) or (found.group() == "<" and tag not in (_BEGIN, _END, _KEY, _VALUE_END)):
             return self._give_up()
         self._take(end)
         self._begin_call(name)
         return True
+
+    def _name_before_key(self, text: str) -> str:
+        """The beginning of `text` that is the name of a tool, where what follows is an argument's name without its
+        tag; "" if it is none."""
+        text = text.rstrip()
+        start = len(text) - len(text.lstrip())
+        fitting = [name for name in self._schemas if text.startswith(name, start) and len(text) > start + len(name)]
+        return text[: start + len(max(fitting, key=len))] if fitting else ""
 
     @override
     def _next(self) -> bool:
         self._skip_space()
         tag = self._tags.at(self._rest)
         if tag is None:
-            return not self._tags.begun(self._rest) and self._give_up()
+            return not self._tags.begun(self._rest) and self._text()
+        if tag == _BEGIN:
+            return self._begun_within()
+        if tag == _VALUE:
+            return self._give_up()
         self._take(len(tag))
-        if tag == _KEY:
+        if tag == _KEY and self._arguments >= 0:
+            self._state = self._in_key
+        elif tag == _END:
+            self._end_call()
+        elif tag == _VALUE_END and not self._arguments:
+            self._complete = True  # what models write behind the name of a tool without arguments
+        return True
+
+    def _begun_within(self) -> bool:
+        """The tag that begins a call stands for an argument's, or begins another call and the end of this is missing.
+        What ends the text behind it says which."""
+        end = self._rest.find("<", len(_BEGIN), len(_BEGIN) + MOST_KEY)
+        rest = self._rest[end:] if end >= 0 else ""
+        if end < 0 and len(self._rest) < len(_BEGIN) + MOST_KEY:
+            return False
+        if end >= 0 and rest != _KEY_END and _KEY_END.startswith(rest):
+            return False
+        text = self._rest[len(_BEGIN) : max(end, 0)]
+        known = text.strip() in (properties_of(self._schemas.get(self._name)) or ())
+        is_key = text.strip() and self._arguments >= 0 and (known or not self._name_before_key(text))
+        if rest.startswith(_KEY_END) and is_key:
+            self._take(len(_BEGIN))
             self._state = self._in_key
         else:
             self._end_call()
-            self._state = self._content
         return True
 
+    def _text(self) -> bool:
+        """Text between arguments: a JSON object with all of them, the name of one whose tag is missing, or neither."""
+        if not self._arguments and (begun := self._body_begun()) != "no":
+            if begun == "yes":
+                self._begin_body()
+            return begun == "yes"
+        found = self._tags.search(self._rest)
+        begin = found.start() if found is not None else len(self._rest) - self._tags.held(self._rest)
+        if found is None and begin <= MOST_KEY:
+            return False
+        if found is not None and found.group() == _KEY_END and begin <= MOST_KEY and self._arguments >= 0:
+            self._state = self._in_key
+            return True
+        return self._begin_aside()
+
     def _in_key(self) -> bool:
-        end = self._rest.find(_KEY_END, 0, MOST_KEY + len(_KEY_END))
+        """An argument's name, and the tags between it and the value, one of which may be missing."""
+        self._skip_space()
+        end = self._rest.find("<", 0, MOST_KEY + 1)
         if end < 0:
-            return len(self._rest) >= MOST_KEY + len(_KEY_END) and self._give_up()
-        behind = self._rest[end + len(_KEY_END) :].lstrip()
-        if not behind.startswith(_VALUE):
-            return not _VALUE.startswith(behind) and self._give_up()
-        key = self._rest[:end].strip()
-        self._take(len(self._rest) - len(behind) + len(_VALUE))
-        self._begin_argument(key)
+            return len(self._rest) > MOST_KEY and self._give_up()
+        tag, behind = self._tags.at(self._rest[end:]), self._rest[end:]
+        if tag is None:
+            return not self._tags.begun(behind) and self._give_up()
+        if not end and tag == _KEY:
+            self._take(len(tag))  # written twice
+            return True
+        if not end or tag not in (_KEY_END, _VALUE):
+            return self._give_up()
+        key, behind = self._rest[:end].strip(), behind[len(tag) :]
+        if tag == _KEY_END:
+            behind = behind.lstrip()
+            tag = self._tags.at(behind)
+            if tag is None and self._tags.begun(behind):
+                return False
+            if tag not in (None, _VALUE, _VALUE_END):
+                return self._give_up()
+            behind = behind[len(_VALUE) :] if tag == _VALUE else behind
+        self._take(len(self._rest) - len(behind))
+        self._begin_argument(key, _VALUE if tag == _VALUE else "")
         return True

@@ -26,35 +26,36 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.events import Arguments
-from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.markers import Markers
-from deploy.parsing.parser import MOST_NAME, CallParser, MakeId, Schemas, is_name
-
-_FENCE = re.compile(r"```[a-z]*(?=[^a-z])")
-_FENCE_BEGUN = re.compile(r"`{1,2}|```[a-z]*")
+from deploy.parsing.json_body import JsonBody
+from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 
 
-class JsonCalls(CallParser):
-    """A subclass says what its markers and heads are."""
+class JsonCalls(JsonBody):
+    """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
+    is found by its own markers, or within a section by the separator alone."""
 
     section_begin: str
     section_end: str
     call_begin: str
     call_end: str
     separator: str
+    also_section_begin: ClassVar[tuple[str, ...]] = ()
+    """Other spellings of `section_begin`, which models write and templates do not."""
+    also_section_end: ClassVar[tuple[str, ...]] = ()
     between: ClassVar[str] = ""
     """What models write between the calls of a section."""
+    markers: ClassVar[tuple[str, ...]]
+    """All of them."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        """`schemas` are not needed: the model writes JSON itself."""
-        super().__init__(Markers(self.section_begin, self.section_end, self.call_begin))
-        self._inside = Markers(self.section_begin, self.section_end, self.call_begin, self.call_end)
-        self._make_id = make_id
-        self._json = JsonObject()
+        super().__init__(schemas, make_id)
+        self._section_begins = (self.section_begin, *self.also_section_begin)
+        self._section_ends = (self.section_end, *self.also_section_end)
+        self._call_ends = (self.call_end, *self._section_ends)
+        self._end_of_head = re.compile("[{`]|" + "|".join(map(re.escape, self.markers)))
         self._call = ("", "")
         """Id and name of the call whose arguments come next."""
-        self._fenced = False
+        self._in_section = False
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
@@ -64,7 +65,8 @@ class JsonCalls(CallParser):
         rest = sequence(several(call, cls.between) if parallel else call, text(cls.section_end))
         if must:
             return sequence(text(cls.section_begin), rest)
-        return within_text({cls.section_begin: rest}, never=(cls.call_begin, cls.section_end))
+        never = (cls.call_begin, cls.section_end, *cls.also_section_begin, *cls.also_section_end)
+        return within_text({cls.section_begin: rest}, never)
 
     @classmethod
     def one_call(cls, tool: AllowedTool) -> Tag:
@@ -73,108 +75,118 @@ class JsonCalls(CallParser):
         return sequence(*head, json_object(tool), text(cls.call_end))
 
     def head(self, text: str) -> tuple[str, str] | None:
-        """Id and name from what stands before the separator; None where it is no head."""
+        """Id and name from what stands before the arguments; None where it is no head."""
         name = text.strip()
         return (self._make_id(), name) if is_name(name) else None
 
     @override
     def _marker(self, marker: str) -> None:
         if marker == self.call_begin:
-            self._state = self._head
-        elif marker == self.section_begin:
-            self._state = self._section
-        elif self._calls:
-            self._raw, self._state = [], self._content  # a section's end behind something that was none of its calls
-        else:
-            self._give_up()
+            self._begin_head()
+            return
+        if marker in self._section_begins:
+            self._in_section = True
+        elif marker in self._section_ends:
+            self._in_section = False
+        self._state = self._section if self._in_section else self._content
 
     def _section(self) -> bool:
-        """Between the calls of a section."""
-        self._skip_space()
-        marker = self._inside.at(self._rest)
-        if marker == self.call_begin:
-            self._take(len(marker))
-            self._state = self._head
+        """Between the calls of a section. Text is held back as far as it may be the head of a call."""
+        found = self._markers.search(self._rest)
+        begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
+        if begin > MOST_NAME or (found is not None and found.group() != self.separator):
+            self._state = self._content
             return True
-        if marker == self.section_end and self._calls:
-            self._take(len(marker))
-            self._raw, self._state = [], self._content
-            return True
-        if marker is None and self._inside.begun(self._rest):
+        if found is None:
             return False
-        return self._give_up()
+        before = self._rest[:begin].rstrip()
+        head = before.rsplit(maxsplit=1)[-1] if before else ""
+        if not self._stands_alone(head):
+            self._state = self._content
+            return True
+        self._say(before[: len(before) - len(head)])
+        self._rest, self._raw = self._rest[len(before) - len(head) :], []
+        self._begin_head()
+        return True
+
+    def _stands_alone(self, head: str) -> bool:
+        """Whether a call begins with `head` though its marker is missing."""
+        return head in self._schemas
+
+    def _begin_head(self) -> None:
+        self._state, self._fenced = self._head, False
 
     def _head(self) -> bool:
-        end = self._rest.find(self.separator, 0, MOST_NAME + len(self.separator))
-        if end < 0:
-            return len(self._rest) >= MOST_NAME + len(self.separator) and self._give_up()
-        call = self.head(self._rest[:end])
+        """The head, which ends at the separator, or where the arguments begin or the call ends without one."""
+        found = self._end_of_head.search(self._rest)
+        begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
+        if begin > MOST_NAME:
+            return self._give_up()
+        if found is None:
+            return False
+        text, mark = self._rest[:begin], found.group()
+        if not text.strip() and mark in (self.call_begin, *self._section_begins):
+            self._take(found.end())  # a marker that was written twice
+            return True
+        if mark != self.separator and mark not in ("{", "`", *self._call_ends):
+            return self._give_up()
+        call = self.head(text)
         if call is None:
             return self._give_up()
         self._call = call
-        self._take(end + len(self.separator))
-        self._state, self._fenced = self._before, False
+        self._take(found.end() if mark == self.separator else begin)
+        self._state = self._before
         return True
 
     def _before(self) -> bool:
-        """Before the arguments' object, which may stand in a fence of Markdown."""
+        """Before the arguments' object."""
         self._skip_space()
-        if not self._rest:
-            return False
-        if self._rest[0] == "{":
+        if self._rest.startswith(self.separator):
+            self._take(len(self.separator))
+            return True
+        begun = self._body_begun()
+        if begun == "yes":
             self._begin(*self._call)
-            self._json, self._state = JsonObject(), self._object
+            self._begin_body()
             return True
-        if self._rest.startswith(self.call_end):
+        marker = self._markers.at(self._rest)
+        if marker == self.separator:
+            return True
+        if marker in self._call_ends:
             self._begin(*self._call)
-            self._out.append(Arguments(self._calls, "{}"))
-            self._end()
-            self._state = self._behind
+            self._write("{}")
+            self._body_ended()
             return True
-        if not self._fenced and (fence := _FENCE.match(self._rest)) is not None:
-            self._take(fence.end())
-            self._fenced = True
-            return True
-        fence_begun = not self._fenced and _FENCE_BEGUN.fullmatch(self._rest) is not None
-        if fence_begun or self.call_end.startswith(self._rest):
+        if begun == "maybe" or (marker is None and self._markers.begun(self._rest)):
             return False
         return self._give_up()
 
-    def _object(self) -> bool:
-        used, text = self._json.feed(self._rest)
-        self._take(used)
-        if text:
-            self._out.append(Arguments(self._calls, text))
-        if self._json.state is State.BROKEN:
-            return self._give_up()
-        if self._json.state is State.DONE:
-            self._end()
-            self._state = self._behind
-        return True
+    @override
+    def _body_ended(self) -> None:
+        self._end()
+        self._state = self._behind
 
     def _behind(self) -> bool:
-        """Behind the arguments."""
-        self._rest = text = self._rest.lstrip()
-        if self._fenced:
-            if text.startswith("```"):
-                self._rest, self._fenced = text[3:], False
-                return True
-            if "```".startswith(text):
-                return False
-        marker = self._inside.at(text)
-        if marker is None and self._inside.begun(text):
+        """Behind the arguments, where white space is no content."""
+        if not self._fence_end():
             return False
+        self._raw = []
+        stray_fence = self._rest.startswith("```")
+        text = self._rest[3:].lstrip() if stray_fence else self._rest
+        marker = self._markers.at(text)
+        if marker is None and (self._markers.begun(text) or self._rest in ("`", "``")):
+            return False
+        if stray_fence and marker is None:
+            text = self._rest
         if marker == self.call_end:
             text = text[len(marker) :]
         self._rest = text
-        self._state = self._section if marker is not None else self._content
+        self._state = self._section if self._in_section else self._content
         return True
 
     @override
-    def _give_up(self, more: str = "") -> bool:
-        after_call = self._state == self._behind or (self._state == self._section and self._calls)
-        if after_call and more and (self._inside.begun(more) or not more.strip("` \t\r\n")):
-            more = ""  # the text ended in a marker, or in what is left of a fence
-        if self._state == self._section and self._calls and not "".join(self._raw).strip():
-            self._raw = []  # blanks between calls
-        return super()._give_up(more)
+    def _ended(self) -> None:
+        if self._state == self._behind or (self._state == self._section and self._markers.begun(self._rest)):
+            self._raw, self._rest, self._state = [], "", self._content  # a fence or a marker that is cut
+            return
+        super()._ended()

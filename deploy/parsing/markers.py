@@ -17,9 +17,9 @@ class Markers:
         self._start = re.compile("[" + re.escape("".join(sorted(self._first))) + "]")
         self._longest = len(self._markers[0])
 
-    def search(self, text: str) -> re.Match[str] | None:
-        """The first marker in `text`."""
-        return self._pattern.search(text)
+    def search(self, text: str, begin: int = 0) -> re.Match[str] | None:
+        """The first marker in `text` from `begin` on."""
+        return self._pattern.search(text, begin)
 
     def held(self, text: str) -> int:
         """How many characters at the end of `text` may begin a marker. `text` holds no whole one."""

@@ -1,17 +1,19 @@
 """The contract of what takes a model's text and says what is what, and what its implementations share.
 
 A parser gets the text in pieces, cut anywhere. What it makes of them, with neighbouring pieces of one kind joined,
-depends on the whole text alone. Nothing a model writes makes a parser fail: what is no tool call after all is content.
+depends on the whole text alone. Nothing a model writes makes a parser fail: what is no tool call after all is content,
+less the tokens that calls are marked with, which never are.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
 from deploy.parsing.markers import Markers
+from deploy.parsing.reasoning import CLOSE
 
 MOST_NAME: Final = 256
 """Characters of a tool's name, with what stands around it."""
@@ -29,8 +31,8 @@ class Parser(Protocol):
     def push(self, text: str) -> list[Event]:
         """Add text; returns what is certain now."""
 
-    def finish(self) -> list[Event]:
-        """The text has ended: what was held back."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The text has ended: what was held back. `cut`: it is not the model that ended it, so more was to come."""
 
 
 def is_name(name: str) -> bool:
@@ -42,22 +44,36 @@ class CallParser:
     """What the parsers of tool calls share: text up to a marker is content, and behind it stand states.
 
     A state is a method that takes from the beginning of `_rest` what it understands, and returns whether to go on with
-    the next. What it took since the call began is in `_raw`, to become content if there is no call after all. Blanks
-    before, between and behind calls are no content.
+    the next. What it took since the call began is in `_raw`, to become content if there is no call after all. White
+    space before, between and behind calls is no content, and markers never are.
     """
 
-    def __init__(self, markers: Markers) -> None:
-        """`markers`: all that ends content."""
-        self._markers = markers
+    begins: ClassVar[tuple[str, ...]]
+    """Markers behind which a call may stand."""
+    ends_content: ClassVar[tuple[str, ...]]
+    """Markers that end content."""
+    control: ClassVar[re.Pattern[str]]
+    """All that is no content whatever stands around it."""
+
+    def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
+        self._markers = Markers(*self.ends_content, CLOSE)
+        self._schemas = schemas
+        self._make_id = make_id
         self._rest = ""
         self._raw: list[str] = []
         self._out: list[Event] = []
         self._blank: list[str] | None = []
         """White space that is content if other content follows; None behind other content."""
         self._state: Callable[[], bool] = self._content
+        self._marked = False
+        """Whether there was a marker."""
         self._calls = 0
         self._open = False
         """Whether a call has begun and not ended."""
+        self._cut = False
+        """Whether the text has ended before the model ended it."""
+        self._drops_close = False
+        """Whether a closing tag of the reasoning may still come."""
 
     def push(self, text: str) -> list[Event]:
         """See `Parser`."""
@@ -69,21 +85,35 @@ class CallParser:
             pass
         return self._out
 
-    def finish(self) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[Event]:
         """See `Parser`."""
-        self._out = []
-        if self._state == self._content:
-            self._say(self._rest)
-        else:
-            self._give_up(self._rest)
-        if self._blank and not self._calls:
+        self._out, self._cut = [], cut
+        while self._state != self._content:
+            self._ended()
+            while self._rest and self._state():
+                pass
+        self._say(self._rest)
+        if self._blank and not self._marked:
             self._out.append(Content("".join(self._blank)))
         self._rest, self._blank = "", None
         return self._out
 
+    def ends_reasoning(self) -> None:
+        """A call in the reasoning ended it, so what comes may hold the closing tag that is due."""
+        self._drops_close = True
+
+    def fresh(self) -> CallParser:
+        """Another parser of this kind, for text that may turn out to hold no call."""
+        return type(self)(self._schemas, str)
+
     def _marker(self, marker: str) -> None:
-        """A marker ended content: take the state that it leads to."""
+        """A marker ended content: take the state that it leads to, if any."""
         raise NotImplementedError
+
+    def _ended(self) -> None:
+        """The text has ended in this state, which is not `_content`: end what is complete, and leave the state."""
+        rest, self._rest = self._rest, ""
+        self._give_up(rest)
 
     def _content(self) -> bool:
         found = self._markers.search(self._rest)
@@ -94,8 +124,25 @@ class CallParser:
             return False
         self._say(self._rest[: found.start()])
         self._rest = self._rest[found.end() :]
+        if found.group() == CLOSE:
+            if not self._drops_close:
+                self._say(CLOSE)
+            elif self._blank is None:
+                self._blank = []
+            else:
+                self._blank, self._state = [], self._behind_close
+            return True
+        self._blank, self._marked = self._blank or [], True
         self._raw = [found.group()]
         self._marker(found.group())
+        return True
+
+    def _behind_close(self) -> bool:
+        """Behind the closing tag that followed a call: white space before the answer is left out."""
+        self._rest = self._rest.lstrip()
+        if not self._rest:
+            return False
+        self._state = self._content
         return True
 
     def _say(self, text: str) -> None:
@@ -107,6 +154,11 @@ class CallParser:
                 return
             text, self._blank = "".join(self._blank), None
         self._out.append(Content(text))
+
+    def _cleaned(self, text: str) -> str:
+        """`text` that was taken for a part of a call, as content."""
+        text = self.control.sub("", text)
+        return text.replace(CLOSE, "") if self._drops_close else text
 
     def _take(self, count: int) -> str:
         """The next `count` characters, which now belong to a call."""
@@ -130,12 +182,12 @@ class CallParser:
         self._blank = []
 
     def _give_up(self, more: str = "") -> bool:
-        """There is no call after all: what was taken, and `more`, is content."""
+        """There is no call after all: what was taken, and `more`, is content, less what is never content."""
         if self._open:
             self._out.append(CallBroken(self._calls))
             self._open = False
             self._calls += 1
         raw, self._raw = "".join(self._raw) + more, []
-        self._say(raw)
+        self._say(self._cleaned(raw))
         self._state = self._content
         return True

@@ -3,16 +3,23 @@ differ in who writes the first of the two, the model or its chat template at the
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
-from deploy.parsing.events import Content, Event, Reasoning
+from deploy.parsing.events import CallBegin, Content, Event, Reasoning
 from deploy.parsing.markers import Markers
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
 MOST_BLANK: Final = 256
 """Characters of white space that are held back where they may be the end of the reasoning, which is left out."""
+
+MOST_PROBE: Final = 1024
+"""Characters that are held back where a call may begin in the reasoning."""
+
+_PROBE_STEP: Final = 64
 
 Where = Literal["inside", "outside", "undecided"]
 
@@ -38,13 +45,22 @@ class ReasoningFormat:
         return "inside" if message.rfind(OPEN) > message.rfind(CLOSE) else "outside"
 
 
+class Probe(Protocol):
+    """A parser of calls."""
+
+    def push(self, text: str) -> list[Event]:
+        """See `Parser`."""
+
+
 class ReasoningParser:
     """Tells the reasoning of one answer apart. Undecided, it is inside once the text begins with the opening tag.
 
-    White space around the reasoning, and before the answer that follows it, is left out.
+    White space around the reasoning, and before the answer that follows it, is left out. A call ends the reasoning that
+    it is written in, and belongs to the answer.
     """
 
     def __init__(self, form: ReasoningFormat, where: Where) -> None:
+        self._form = form
         self._where = where
         self._begin = where != "outside"
         """Whether an opening tag may still come."""
@@ -54,6 +70,20 @@ class ReasoningParser:
         self._rest = ""
         self._after = False
         """Whether there was reasoning, so that white space may stand before the answer."""
+        self._new_probe: Callable[[], Probe] | None = None
+        self._probe: Probe | None = None
+        """What tells whether a call begins at the marker that is next in `_rest`."""
+        self._probed = 0
+        """Characters that it has been given."""
+        self.ended_by_call = False
+        """Whether a call ended the reasoning, so that its closing tag may still come."""
+
+    def look_for_calls(self, begins: Sequence[str], new_probe: Callable[[], Probe]) -> None:
+        """End the reasoning where a call begins. `begins`: what calls begin with. `new_probe`: makes a parser whose
+        first event tells whether one did."""
+        own = self._form.also_closed_by
+        self._ends = Markers(CLOSE, *(() if own is None else (own,)), *begins)
+        self._new_probe = new_probe
 
     @property
     def inside(self) -> bool:
@@ -79,48 +109,94 @@ class ReasoningParser:
             self._answer(out)
         return out
 
-    def finish(self) -> list[Event]:
-        """See `Parser`."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """See `Parser`; it is the same for reasoning that is cut."""
+        out: list[Event] = []
+        if self._where == "inside":
+            self._reason(out, ended=True)
         rest, self._rest = self._rest, ""
         if self._where == "inside":
             rest = rest.strip() if self._first else rest.rstrip()
-            return [Reasoning(rest)] if rest else []
+            return [*out, Reasoning(rest)] if rest else out
         if self._after:
             rest = rest.lstrip()
-        return [Content(rest)] if rest else []
+        return [*out, Content(rest)] if rest else out
 
     def _opening(self) -> bool:
-        """Take the opening tag, if there is one; whether that is decided."""
-        text = self._rest.lstrip()
-        if len(self._rest) - len(text) <= MOST_BLANK:
+        """Take the opening tag, if there is one, however often it is written; whether that is decided."""
+        while len(self._rest) - len(text := self._rest.lstrip()) <= MOST_BLANK:
             if OPEN.startswith(text) and text != OPEN:
                 return False
-            if text.startswith(OPEN):
-                self._rest, self._where = text[len(OPEN) :], "inside"
+            if not text.startswith(OPEN):
+                break
+            self._rest, self._where = text[len(OPEN) :], "inside"
         if self._where == "undecided":
             self._where = "outside"
         self._begin = False
         return True
 
-    def _reason(self, out: list[Event]) -> None:
+    def _reason(self, out: list[Event], ended: bool = False) -> None:
+        """Take reasoning. `ended`: no more text comes."""
         if self._first:
             self._rest = self._rest.lstrip()
             if not self._rest:
                 return
             self._first = False
-        end = self._ends.search(self._rest)
-        body = self._rest[: end.start() if end is not None else len(self._rest) - self._ends.held(self._rest)]
+        end: re.Match[str] | None = None
+        certain, cut = True, len(self._rest)
+        if not self._ends.absent(self._rest):
+            end, certain, passed = self._end(ended)
+            cut = end.start() if end is not None else max(passed, len(self._rest) - self._ends.held(self._rest))
+        body = self._rest[:cut]
         shown = body[: max(len(body.rstrip()), len(body) - MOST_BLANK)]
         if shown:
             out.append(Reasoning(shown))
-        if end is None:
+        if end is None or not certain:
             self._rest = self._rest[len(shown) :]
             return
         self._rest = self._rest[end.end() if end.group() == CLOSE else end.start() :]
         self._where, self._after = "outside", True
+        self.ended_by_call = end.group() != CLOSE
+
+    def _end(self, ended: bool) -> tuple[re.Match[str] | None, bool, int]:
+        """The end of the reasoning in `_rest`, whether it is certain that it is one, and how many characters are none
+        for certain."""
+        passed = 0
+        while (end := self._ends.search(self._rest, passed)) is not None:
+            if end.group() in (CLOSE, self._form.also_closed_by):
+                break
+            found = self._call_at(end.start())
+            if found is None and not ended:
+                return end, False, passed
+            if found is True:
+                break
+            passed = end.start() + (MOST_PROBE if found is False and self._probed >= MOST_PROBE else 1)
+            self._probe = None
+        return end, True, passed
+
+    def _call_at(self, place: int) -> bool | None:
+        """Whether a call begins at this place of `_rest`; None: more text will tell. It is fed to a parser of calls, a
+        little at a time and every character once."""
+        if self._probe is None:
+            assert self._new_probe is not None, "markers of calls are looked for with it alone"
+            self._probe, self._probed = self._new_probe(), 0
+        while text := self._rest[place + self._probed :][: min(_PROBE_STEP, MOST_PROBE - self._probed)]:
+            self._probed += len(text)
+            if events := self._probe.push(text):
+                self._probed = 0
+                return isinstance(events[0], CallBegin)
+        return False if self._probed >= MOST_PROBE else None
 
     def _answer(self, out: list[Event]) -> None:
-        text = self._rest.lstrip() if self._after else self._rest
+        text = self._rest
+        while self._after:
+            text = text.lstrip()
+            if CLOSE.startswith(text) and text != CLOSE:
+                self._rest = text
+                return
+            if not text.startswith(CLOSE):
+                break
+            text = text[len(CLOSE) :]  # written once more
         self._rest = ""
         if text:
             self._after = False

@@ -11,10 +11,10 @@ from deploy.parsing.deepseek_v31 import DeepSeekV31Calls
 from deploy.parsing.deepseek_v32 import DeepSeekV32Calls
 from deploy.parsing.glm import GlmCalls
 from deploy.parsing.kimi_k2 import SECTION_BEGIN, KimiK2Calls
-from deploy.parsing.parser import MakeId, Parser, Schemas
+from deploy.parsing.parser import CallParser, MakeId, Schemas
 from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat
 
-TOOL_PARSERS: Final[dict[str, Callable[[Schemas, MakeId], Parser]]] = {
+TOOL_PARSERS: Final[dict[str, Callable[[Schemas, MakeId], CallParser]]] = {
     "deepseek_v3": DeepSeekV3Calls,
     "deepseek_v31": DeepSeekV31Calls,
     "deepseek_v32": DeepSeekV32Calls,

@@ -3,73 +3,188 @@
 from __future__ import annotations
 
 import json
-from typing import Final
+import re
+from typing import ClassVar, Final
 
-from deploy.parsing.events import Arguments
+from typing_extensions import override
+
+from deploy.parsing.json_body import JsonBody
 from deploy.parsing.markers import Markers
-from deploy.parsing.parser import CallParser, MakeId, Schemas
-from deploy.parsing.schema_types import as_json, types_of_argument
+from deploy.parsing.parser import MakeId, Schemas
+from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 
 MOST_KEY: Final = 1024
 """Characters of an argument's name."""
-_STRING: Final = frozenset(("string",))
+MOST_TAIL: Final = 512
+"""Characters of the end of an answer, with white space."""
+STRING: Final = frozenset(("string",))
 
 
-class TaggedCalls(CallParser):
-    """A subclass says what the tags are. Strings are passed on as they come, other values when they are complete."""
+class CallTail:
+    """What an answer ends with that ends with a call."""
+
+    def __init__(self, *ends: str) -> None:
+        whole = "|".join(map(re.escape, ends))
+        begun = "|".join(_begun(end) for end in ends)
+        self._whole = re.compile(rf"\n?(?:(?:{whole})\s*)+\Z")
+        self._begun = re.compile(rf"\n?(?:(?:{whole})\s*)*(?:{begun})?\Z")
+
+    def whole(self, text: str) -> int | None:
+        """Where it begins in `text`."""
+        found = self._whole.search(text, max(0, len(text) - MOST_TAIL))
+        return found.start() if found is not None else None
+
+    def held(self, text: str) -> int:
+        """Where it begins in `text` if more comes, or the end of `text`."""
+        if "<" not in text:  # the common case, made short
+            return len(text) - text.endswith("\n")
+        found = self._begun.search(text, max(0, len(text) - MOST_TAIL))
+        return found.start() if found is not None else len(text)
+
+
+def _begun(literal: str) -> str:
+    """A pattern for all beginnings of `literal`."""
+    pattern = ""
+    for char in reversed(literal[:-1]):
+        pattern = f"(?:{re.escape(char)}{pattern})?"
+    return pattern
+
+
+class TaggedCalls(JsonBody):
+    """A subclass says what the tags are. Strings are passed on as they come, other values when they are complete.
+
+    Models also write all arguments as one JSON object. A call whose end is missing is complete where another call
+    begins and, once it has arguments, where the model ends the text. Text between its tags is content behind it.
+    """
 
     value_end: str
     """Ends a value."""
+    tags: ClassVar[tuple[str, ...]]
+    """What ends text within a call."""
+    call_tail: ClassVar[CallTail]
+    """The end of a call. Where the text ends so, the end of a value may be missing before it."""
 
-    def __init__(self, markers: Markers, schemas: Schemas, make_id: MakeId) -> None:
-        super().__init__(markers)
-        self._end_of_value = Markers(self.value_end)
-        self._schemas = schemas
-        self._make_id = make_id
+    def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
+        super().__init__(schemas, make_id)
+        self._ends_of_value = Markers(self.value_end)
+        self._tags = Markers(*self.tags)
         self._name = ""
         self._arguments = 0
-        """Of the call, so far."""
+        """Of the call, so far; -1 where an object has held them all."""
+        self._complete = False
+        """Whether the call may end without saying so."""
         self._value: list[str] = []
-        self._types = _STRING
+        self._types = STRING
+        self._is_json = False
+        """Whether the model says that the value is no plain string."""
+        self._value_tag = ""
+        """What the value began with; "" where the tag is missing."""
+        self._aside: list[str] = []
+        """Text within the call that belongs to no argument."""
 
     def _next(self) -> bool:
         """Where another argument, or the call's end, is to come."""
         raise NotImplementedError
 
-    def _write(self, text: str) -> None:
-        if text:
-            self._out.append(Arguments(self._calls, text))
-
     def _begin_call(self, name: str) -> None:
         self._begin(self._make_id(), name)
-        self._name, self._arguments = name, 0
-        self._write("{")
+        self._name, self._arguments, self._complete, self._fenced, self._aside = name, 0, False, False, []
         self._state = self._next
 
     def _end_call(self) -> None:
-        self._write("}")
+        if not self._arguments:
+            self._write("{}")
+        elif self._arguments > 0:
+            self._write("}")
         self._end()
+        self._state = self._content
+        self._say(self._cleaned("".join(self._aside)))
 
-    def _begin_argument(self, key: str, types: frozenset[str] | None = None) -> None:
-        """`types`: what the value may be; what the schema says if the model does not."""
-        comma = ", " if self._arguments else ""
+    def _begin_aside(self) -> bool:
+        """What comes next belongs to no argument; in a call that has none it is no call."""
+        if not self._complete:
+            return self._give_up()
+        self._state = self._in_aside
+        return True
+
+    def _in_aside(self) -> bool:
+        found = self._tags.search(self._rest)
+        end = found.start() if found is not None else len(self._rest) - self._tags.held(self._rest)
+        self._aside.append(self._take(end))
+        if found is not None:
+            self._state = self._next
+        return found is not None
+
+    @override
+    def _body_ended(self) -> None:
+        self._arguments, self._complete = -1, True
+        self._state = self._behind_body
+
+    def _behind_body(self) -> bool:
+        if not self._fence_end():
+            return False
+        self._state = self._next
+        return True
+
+    def _begin_argument(self, key: str, tag: str, types: frozenset[str] | None = None, is_json: bool = False) -> None:
+        """`tag`: what the value began with. `types`: what the value may be; what the schema says if the model does
+        not. `is_json`: the model says that it is JSON."""
+        start = ", " if self._arguments else "{"
         self._arguments += 1
         self._types = types_of_argument(self._schemas.get(self._name), key) if types is None else types
-        self._write(f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._types == _STRING else ""))
-        self._value = []
+        self._is_json = is_json
+        if is_json and self._types == STRING:
+            self._types = types_of(None)
+        self._write(f"{start}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._types == STRING else ""))
+        self._value, self._value_tag = [], tag
+        self._state = self._value_begun
+
+    def _value_begun(self) -> bool:
+        """Before a value, whose tag may have been written twice."""
+        if self._value_tag and self._value_tag.startswith(self._rest) and self._rest != self._value_tag:
+            return False
+        if self._value_tag and self._rest.startswith(self._value_tag):
+            self._take(len(self._value_tag))
         self._state = self._in_value
+        return True
 
     def _in_value(self) -> bool:
-        end = self._end_of_value.search(self._rest)
-        cut = end.start() if end is not None else len(self._rest) - self._end_of_value.held(self._rest)
-        text = self._take(cut)
-        if self._types == _STRING:
+        end = self._ends_of_value.search(self._rest)
+        if end is None:
+            cut = self.call_tail.held(self._rest)
+            if not self._ends_of_value.absent(self._rest):
+                cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
+            self._add(self._take(cut))
+            return False
+        self._add(self._take(end.start()))
+        self._take(len(end.group()))
+        self._end_value()
+        return True
+
+    def _add(self, text: str) -> None:
+        """More of the value."""
+        if self._types == STRING:
             self._write(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
             self._value.append(text)
-        if end is None:
-            return False
-        self._take(len(self.value_end))
-        self._write('"' if self._types == _STRING else as_json("".join(self._value), self._types))
-        self._state = self._next
-        return True
+
+    def _end_value(self) -> None:
+        self._write('"' if self._types == STRING else as_json("".join(self._value), self._types, self._is_json))
+        self._state, self._complete = self._next, True
+
+    @override
+    def _ended(self) -> None:
+        if self._cut:
+            super()._ended()
+            return
+        tail = self.call_tail.whole(self._rest) if self._state == self._in_value and self._value_tag else None
+        if tail is not None:
+            self._add(self._take(tail))
+            self._end_value()
+            return
+        if self._state in (self._next, self._in_aside, self._behind_body) and self._complete:
+            rest, self._rest = self._rest, ""
+            self._end_call()
+            self._say(self._cleaned(rest[: len(rest) - self._tags.held(rest)]))  # without a tag that is cut
+            return
+        super()._ended()

@@ -19,7 +19,7 @@ from deploy.parsing.call_grammar import (
     sequence,
     text,
 )
-from deploy.parsing.schema_types import types_of
+from deploy.parsing.schema_types import target_of, types_of, types_of_argument
 from workers.grammar.schema import SchemaError, form_as_text
 
 Write = Callable[[Tag, Tag, bool], Tag]
@@ -29,6 +29,7 @@ _WORDS: Final = frozenset(("integer", "number", "boolean", "null"))
 """Types whose JSON holds no string. To look for the end in strings makes a grammar much larger."""
 _NEVER: Final = 6
 """Characters of the end that strings in JSON do not hold: with all of them compiling takes several times as long."""
+_MOST_REFERENCES: Final = 32
 _STRING: Final = frozenset(("string",))
 _SAYS_NOTHING: Final = frozenset(("title", "description", "default", "examples", "$comment", "deprecated"))
 _OF_ARGUMENTS: Final = frozenset(
@@ -42,7 +43,8 @@ def arguments(tool: AllowedTool, end: str, write: Write, says: bool) -> list[Tag
     """The arguments of a call in the order of the schema. `end` ends a value. `says`: the format says whether a value
     is a string. CannotBind."""
     if tool.schema is None:
-        anything = either([write(_ANY_KEY, value, raw) for value, raw in _values(True, {}, end, says)])
+        ways = _values(True, types_of(True), {}, end, says)
+        anything = either([write(_ANY_KEY, value, raw) for value, raw in ways])
         return [{"type": "star", "content": anything}]
     beyond = sorted(tool.schema.keys() - _OF_ARGUMENTS - _SAYS_NOTHING)
     if beyond:
@@ -53,16 +55,32 @@ def arguments(tool: AllowedTool, end: str, write: Write, says: bool) -> list[Tag
     for name, schema in properties.items():
         if _KEY.fullmatch(name) is None:
             raise CannotBind(f"the argument's name {name[:64]!r} cannot be written in the calls of this model")
-        argument = either([write(text(name), value, raw) for value, raw in _values(schema, around, end, says)])
+        types = types_of_argument(tool.schema, name)
+        ways = _values(_resolved(schema, tool.schema), types, around, end, says)
+        argument = either([write(text(name), value, raw) for value, raw in ways])
         written.append(argument if name in required else optional(argument))
     return written
 
 
-def _values(schema: Any, around: Mapping[str, Any], end: str, says: bool) -> list[tuple[Tag, bool]]:
-    """The ways to write a value, and whether it stands there as a string that is no JSON."""
-    types = types_of(schema)
+def _resolved(schema: Any, root: Any) -> Any:
+    """`schema`, or what it leads to where it says nothing else."""
+    for _ in range(_MOST_REFERENCES):
+        said = schema.keys() - _SAYS_NOTHING if isinstance(schema, Mapping) else None
+        if said == {"$ref"}:
+            schema = target_of(schema, root)
+        elif said == {"allOf"} and len(schema["allOf"]) == 1:
+            [schema] = schema["allOf"]
+        else:
+            return schema
+    raise CannotBind("references that lead in a circle are not supported in the calls of this model")
+
+
+def _values(
+    schema: Any, types: frozenset[str], around: Mapping[str, Any], end: str, says: bool
+) -> list[tuple[Tag, bool]]:
+    """The ways to write a value of one of `types`, and whether it stands there as a string that is no JSON."""
     if types == _STRING:
-        return [(value, True) for value in _strings(schema, end)]
+        return [(value, True) for value in _strings(schema, around, end)]
     loose = [(free_until(end), True)] if "string" in types and _is_loose(schema) else []
     if loose and (not says or types == _STRING):
         return loose
@@ -76,8 +94,9 @@ def _values(schema: Any, around: Mapping[str, Any], end: str, says: bool) -> lis
     return [*loose, (sequence(json_of(whole, without), text(end)), False)]
 
 
-def _strings(schema: Mapping[str, Any], end: str) -> list[Tag]:
-    """The ways to write a value that is a string whatever it looks like."""
+def _strings(schema: Any, root: Mapping[str, Any], end: str) -> list[Tag]:
+    """The ways to write a value that is a string whatever it looks like. `root` holds what references lead to."""
+    schema = _resolved(schema, root)
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
         good = [value for value in values if isinstance(value, str) and end not in value]
         if not good:
@@ -85,7 +104,7 @@ def _strings(schema: Mapping[str, Any], end: str) -> list[Tag]:
         return [text(value + end) for value in good]
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            return [way for option in schema[name] for way in _strings(option, end)]
+            return [way for option in schema[name] for way in _strings(option, root, end)]
     try:
         form = form_as_text(schema, end[0])
     except SchemaError as error:

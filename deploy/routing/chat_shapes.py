@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from deploy.text.chat import joined
+from deploy.text.effort import FIELDS
 from deploy.text.turns import (
     goes_on,
     messages_of_items,
@@ -32,10 +33,23 @@ def as_chat(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_anthropic(data: Mapping[str, Any]) -> bool:
+    if _is_openai(data):
+        return False
     if "system" in data or "thinking" in data or any("input_schema" in tool for tool in data.get("tools") or ()):
         return True
     contents = (message["content"] for message in data["messages"] if isinstance(message.get("content"), list))
     return any(block.get("type") in _BLOCKS for content in contents for block in content)
+
+
+def _is_openai(data: Mapping[str, Any]) -> bool:
+    """Whether a body with `messages` has what only OpenAI's clients send, of whom some know `thinking`, too."""
+    if any(data.get(name) is not None for name in FIELDS if name != "thinking"):
+        return True
+    if not isinstance(data.get("thinking") or {}, Mapping):
+        return True
+    if any("function" in tool for tool in data.get("tools") or ()):
+        return True
+    return any(message.get("role") in ("tool", "developer") or "tool_calls" in message for message in data["messages"])
 
 
 def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +60,9 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "continue_final_message": goes_on(messages),
         "add_generation_prompt": not goes_on(messages),
-        "chat_template_kwargs": thinking_variables((data.get("thinking") or {}).get("type")),
+        "chat_template_kwargs": thinking_variables(
+            (data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")
+        ),
         "tools": [_function(tool["name"], tool.get("description"), tool["input_schema"]) for tool in tools],
         "tool_choice": choice.get("type"),
     }
@@ -62,6 +78,7 @@ def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
         "tools": [_function(tool["name"], tool.get("description"), tool.get("parameters")) for tool in tools],
         "tool_choice": data.get("tool_choice"),
         "chat_template_kwargs": data.get("chat_template_kwargs"),
+        "reasoning": data.get("reasoning"),
     }
 
 

@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from deploy.routing.chat_shapes import as_chat
 from deploy.routing.policy import RequestFeatures
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message, tools_of
+from deploy.text.effort import thinking_of
 from deploy.text.errors import ChatTemplateError
 from deploy.text.lane import aside, at_once
 from deploy.text.tokenizer import Tokenizer
@@ -105,14 +106,16 @@ class FeatureReader:
             for message in given
             if isinstance(message, dict) and "role" in message
         ]
+        tools = tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else []
+        told = self._tokenizer.thinking_variables(thinking_of(data), self._template, bool(tools))
         render = partial(
             self._tokenizer.render_chat,
             messages,
-            tools=tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else [],
+            tools=tools,
             template=self._template,
             add_generation_prompt=data.get("add_generation_prompt") is not False,
             continue_final_message=data.get("continue_final_message") is True,
-            extra=extra,
+            extra=told | extra,
             control_tokens_in_text=self._control_tokens,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
 from deploy.cluster.sessions import Sessions, Watch
-from deploy.config.application import ServeConfig
+from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain
 from deploy.serve import entrance
 from workers.channel.ports import free_ports
 from workers.environment import check_environment
 from workers.families.registry import load_config
-from workers.fit import Unfit, check_fit
+from workers.fit.settings import Unfit, check_fit
 from workers.models.config import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Running:
 
         self.config, self._connection = config, connection
         self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
-        self._address = connection.head_address if config.host == "0.0.0.0" else config.host
+        self._address = _reached_at(config.host, connection)
 
     @property
     def url(self) -> str:
@@ -153,6 +153,7 @@ def launch(
     there_before = True
     try:
         if not connection.own:
+            _check_host(config)
             _check_entrance(config, say)
         running = Running(config, connection)
         _check_capacity(config, connection, say)
@@ -221,6 +222,26 @@ def _check_port(config: ServeConfig) -> None:
         raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
 
 
+def _reached_at(host: str, connection: RayConnection) -> str:
+    """The host of a URL for what listens at `host`."""
+    if host == "::" and connection.own:
+        host = "::1"
+    elif host in EVERYWHERE:
+        host = connection.head_address
+    return f"[{host}]" if ":" in host else host
+
+
+def _check_host(config: ServeConfig) -> None:
+    """StartFailed for one interface of a cluster's nodes with HAProxy in front."""
+    if config.ingress == "proxy" or config.host in (*EVERYWHERE, *LOOPBACK):
+        return
+    raise StartFailed(
+        f"host = {config.host}: HAProxies of a cluster reach replicas of their own node over 127.0.0.1 and those of "
+        "others by the node's address, so listen on 127.0.0.1 or 0.0.0.0 (and let a firewall choose the interface), or "
+        "set ingress to proxy"
+    )
+
+
 def _check_entrance(config: ServeConfig, say: Say) -> None:
     """StartFailed where Ray Serve runs and listens elsewhere: it goes on to, whatever it is told."""
     from ray import serve
@@ -259,10 +280,20 @@ def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) ->
 def _enter(config: ServeConfig) -> bool:
     """Have Serve run; returns whether there is an application already where this one goes."""
     from ray import serve
+    from ray.exceptions import RayError
 
     location = "HeadOnly" if config.proxies == "head" else "EveryNode"
-    serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+    try:
+        serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+    except RayError as error:
+        raise StartFailed(f"Ray Serve does not start: {_cause_in(str(error))}") from error
     return APPLICATION in serve.status().applications
+
+
+def _cause_in(text: str) -> str:
+    """The line that says why, of the traceback of another process: HAProxy's own alert where there is one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "[ALERT]" in line), lines[-1] if lines else "no cause is known")
 
 
 def _deploy(running: Running, engine_class: type | None) -> None:
@@ -307,7 +338,7 @@ def _wait(running: Running, say: Say) -> None:
             ready = ready or time.monotonic()
             if not told and time.monotonic() - ready > ANSWER_PATIENCE_S:
                 told = True
-                hint = "" if running.config.host == "0.0.0.0" else "; replicas on other nodes need --host 0.0.0.0"
+                hint = "" if running.config.host in EVERYWHERE else "; replicas on other nodes need --host 0.0.0.0"
                 say(f"all replicas serve, but {running.url}/health does not answer well: {problem}{hint}")
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise StartFailed((running.failures() or [status.message])[0])

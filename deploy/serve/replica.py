@@ -13,6 +13,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from deploy.api.http.errors import FAILURES, engine_down
+from deploy.api.job.defaults import SamplingDefaults, read_defaults
 from deploy.api.limits.keys import KeyRing
 from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
@@ -57,6 +58,16 @@ def read_tokenizer(config: ServeConfig) -> Tokenizer | None:
     except Exception as error:
         raise EngineFault(f"tokenizer: {error}", lasting=True) from error
     return tokenizer
+
+
+def sampling_defaults(config: ServeConfig) -> SamplingDefaults:
+    """How requests are sampled that do not say so. EngineFault, which another start would only repeat."""
+    if config.api.generation_config == "none":
+        return {}
+    try:
+        return read_defaults(config.engine.folder)
+    except ValueError as error:
+        raise EngineFault(str(error), lasting=True) from error
 
 
 def _tracing_to(endpoint: str | None, replica: str) -> Tracing | None:
@@ -140,6 +151,7 @@ class EngineReplica:
         client.on_fault.append(self._failed)
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
+        self.sampling_defaults = sampling_defaults(config)
         await client.ready(config.engine.start_timeout_s)
         await client.health_check()
         self.metrics = RayFrontMetrics(self.arrivals)
@@ -186,7 +198,7 @@ class EngineReplica:
         from deploy.api.app import create_app
 
         numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
-        known = (self.metrics, numerics, self.live, self.keys, self.tracing)
+        known = (self.metrics, numerics, self.live, self.keys, self.tracing, self.sampling_defaults)
         return create_app(client, self.tokenizer, self.config.api, *known)
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from typing_extensions import override
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from deploy.text.chat import template_message
 from deploy.text.errors import ChatTemplateError
+from deploy.text.template_variables import environment
 
 if TYPE_CHECKING:
     from deploy.text.tokenizer import Tokenizer
@@ -26,23 +23,11 @@ PROBES = (
 """Conversations that a template must be able to write, or refuse by its own words."""
 
 
-class _Generation(Extension):
-    """transformers' own tag: `{% generation %}` ... `{% endgeneration %}`."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    @override
-    def parse(self, parser: Parser) -> list[Node]:
-        """See jinja2."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def syntax_problem(template: str) -> str | None:
     """Why `template` is no Jinja as transformers reads it, None where it is: templates that do not compile would refuse
     every chat as if its messages were wrong."""
     try:
-        Environment(extensions=[loopcontrols, _Generation]).compile(template)
+        environment().compile(template)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     return None

@@ -10,8 +10,10 @@ from typing import Any
 from deploy.text.chat import speaks_of_tools
 from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
+from deploy.text.effort import EFFORT, SWITCHES, Thinking
 from deploy.text.errors import ChatTemplateError
 from deploy.text.stop import StopMatcher
+from deploy.text.template_variables import read_variables
 from deploy.text.tool_template import ToolTemplate
 from workers.vocabulary.folder import load_tokenizer, special_ids
 from workers.vocabulary.spelling import byte_vocabulary
@@ -107,6 +109,14 @@ class Tokenizer:
         if template is not None:
             return template
         return str(self._hf.get_chat_template(tools=[{}] if tools else None)) if self.has_chat_template else ""
+
+    def thinking_variables(self, thinking: Thinking, template: str | None, tools: bool) -> dict[str, Any]:
+        """What the chat template is told of how the model is to think; `template` and `tools`: see `template_for`."""
+        return thinking.variables(self.thinking_switches(template, tools))
+
+    def thinking_switches(self, template: str | None, tools: bool) -> frozenset[str]:
+        """Those of the variables of `deploy.text.effort` that the chat template reads."""
+        return read_variables(self.template_for(template, tools)) & {*SWITCHES, EFFORT}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is

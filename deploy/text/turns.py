@@ -4,24 +4,68 @@ items of OpenAI's Responses API. Routers and replicas share this: equal conversa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from deploy.text.chat import joined
+from deploy.text.effort import EFFORT, SWITCHES
 
 Messages = list[dict[str, Any]]
 Blocks = Sequence[Mapping[str, Any]]
 
 
+NOT_SHOWN: Final[Mapping[str, str]] = {
+    "image": "[An image was here, which this model cannot see.]",
+    "document": "[A document was here, which this model cannot read.]",
+    "container_upload": "[A file was here, which this model cannot read.]",
+    "redacted_thinking": "[Part of the reasoning was withheld.]",
+    "compaction": "[Earlier turns were left out here.]",
+}
+"""What a model reads in place of Anthropic's blocks that are no text, by their types."""
+
+
+def said_in(block: Mapping[str, Any]) -> str | None:
+    """One of Anthropic's content blocks in words that a model can read; None for those that say nothing by themselves:
+    calls, results and thinking."""
+    kind = block["type"]
+    if kind == "text":
+        return str(block["text"])
+    if kind == "tool_reference":
+        return f"[The tool {block.get('tool_name')} can be called.]"
+    if kind == "server_tool_use":
+        return f"[The server called its tool {block.get('name')}.]"
+    if kind.endswith("_tool_result") and kind != "tool_result":
+        return f"[The server's tool gave a result: {kind.removesuffix('_tool_result')}.]"
+    if kind in ("document", "search_result") and (text := _text_within(block)):
+        return joined([str(block["title"]), text] if block.get("title") else [text])
+    return NOT_SHOWN.get(kind)
+
+
+def _text_within(block: Mapping[str, Any]) -> str:
+    """The text of a document or of something that was found, where it has one."""
+    source = block.get("source")
+    held = source if isinstance(source, Mapping) else block
+    if held.get("type") == "text" and isinstance(held.get("data"), str):
+        return str(held["data"])
+    content = held.get("content")
+    if isinstance(content, str):
+        return content
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return joined([part["text"] for part in parts if isinstance(part.get("text"), str)])
+
+
 def text_of_blocks(blocks: Blocks) -> str:
-    """The text of Anthropic's content blocks."""
-    return joined([block["text"] for block in blocks if block["type"] == "text"])
+    """The text of Anthropic's content blocks, with words in place of what is none."""
+    return joined([said for block in blocks if (said := said_in(block)) is not None])
 
 
 def messages_of_turns(system: Blocks, turns: Sequence[tuple[str, Blocks]]) -> Messages:
     """Anthropic's turns, each a role and blocks, behind the system's blocks, which may be none."""
     messages: Messages = [{"role": "system", "content": text_of_blocks(system)}] if system else []
     for role, blocks in turns:
-        messages += [_assistant(blocks)] if role == "assistant" else _user(blocks)
+        if role == "system":
+            messages.append({"role": "system", "content": text_of_blocks(blocks)})
+        else:
+            messages += [_assistant(blocks)] if role == "assistant" else _user(blocks)
     return messages
 
 
@@ -30,15 +74,20 @@ def goes_on(messages: Messages) -> bool:
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
-def thinking_variables(kind: str | None) -> dict[str, bool]:
-    """Template variables for the type in Anthropic's field `thinking`, under the names that the templates of these
-    models know it by; None where there is no such field."""
-    return {} if kind == "adaptive" else dict.fromkeys(("thinking", "enable_thinking"), kind == "enabled")
+def thinking_variables(kind: str | None, effort: str | None = None) -> dict[str, Any]:
+    """Template variables for the type in Anthropic's field `thinking` and its `output_config.effort`, under the names
+    that the templates of these models know; no `thinking` is off. A variable that no template reads does no harm."""
+    told: dict[str, Any] = {} if kind == "adaptive" else dict.fromkeys(SWITCHES, kind == "enabled")
+    return told if effort is None else {**told, EFFORT: effort}
 
 
 def _assistant(blocks: Blocks) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text_of_blocks(blocks)}
-    if thought := joined([block["thinking"] for block in blocks if block["type"] == "thinking"]):
+    thoughts = [block for block in blocks if block["type"] in ("thinking", "redacted_thinking")]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": text_of_blocks([block for block in blocks if block["type"] != "redacted_thinking"]),
+    }
+    if thought := joined([_thought(block) for block in thoughts]):
         message["reasoning_content"] = thought
     calls = [
         {
@@ -54,6 +103,10 @@ def _assistant(blocks: Blocks) -> dict[str, Any]:
     return message
 
 
+def _thought(block: Mapping[str, Any]) -> str:
+    return str(block["thinking"]) if block["type"] == "thinking" else NOT_SHOWN["redacted_thinking"]
+
+
 def _user(blocks: Blocks) -> Messages:
     """Results of tools are messages of their own, and stand before what the user says."""
     messages: Messages = []
@@ -62,7 +115,7 @@ def _user(blocks: Blocks) -> Messages:
             content = block.get("content") or ""
             text = content if isinstance(content, str) else text_of_blocks(content)
             messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
-    said = [block for block in blocks if block["type"] == "text"]
+    said = [block for block in blocks if block["type"] != "tool_result"]
     if said or not messages:
         messages.append({"role": "user", "content": text_of_blocks(said)})
     return messages

@@ -20,7 +20,7 @@ from kernels.few_experts.launch import choosable
 from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import takes_fp16_scaled
 from kernels.matrix import Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 from kernels.routing_rule import RoutingRule
 
 __all__ = ["ChosenExperts", "choosable", "choose", "experts", "router"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 
 _NONE = gl.constexpr(-(2**31))
 """Below what any score is ordered by: of experts already chosen, and of lanes that are no expert."""

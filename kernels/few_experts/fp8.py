@@ -15,6 +15,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kernels.few_experts.stream import choice_ranks, choice_weights, expert_of
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.tiles import (
+    ROWS,
+    add_to_residual,
+    copy_squares,
+    gate_up_values,
+    products_layout,
+    residual_before,
+    share,
+    sums_layout,
+    tokens_layout,
+)
 from kernels.linear.fp8 import (
     BOXES,
     COLUMNS,
@@ -33,19 +45,6 @@ from kernels.linear.fp8 import (
     per_column,
     scale_rows,
     token_memory,
-)
-from kernels.linear.stream import (
-    ROWS,
-    add_to_residual,
-    copy_squares,
-    gate_up_values,
-    let_kernel_after_start,
-    products_layout,
-    residual_before,
-    share,
-    sums_layout,
-    tokens_layout,
-    wait_for_kernel_before,
 )
 
 _ROWS = gl.constexpr(ROWS)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kernels.few_experts.records import Choices, Sum
 from kernels.fp16_scaled import Fp16Scaled
-from kernels.hopper import multiprocessors
+from kernels.gluon.stored import stored
+from kernels.gluon.tiles import ROWS
 from kernels.linear.fp8_launch import BLOCK, box, kept_stages, ring_of, warps_of
 from kernels.linear.launch import pieces
 from kernels.linear.records import Size
-from kernels.linear.stored import stored
-from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
+from kernels.runtime.hopper import multiprocessors
 
 if TYPE_CHECKING:
     from kernels.few_experts import ChosenExperts

@@ -17,19 +17,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kernels.few_experts.fp8 import copy_unit, down_scales
 from kernels.few_experts.stream import choice_ranks, copy_unit_weights, expert_of
-from kernels.linear.fp8 import COLUMNS, WIDTH, no_sums, to_fp16, token_memory, token_tile
-from kernels.linear.ring import weights_ring
-from kernels.linear.stream import (
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.ring import weights_ring
+from kernels.gluon.tiles import (
     ROWS,
     add_to_residual,
-    let_kernel_after_start,
     products_layout,
     residual_before,
     share,
     sums_layout,
     tokens_layout,
-    wait_for_kernel_before,
 )
+from kernels.linear.fp8 import COLUMNS, WIDTH, no_sums, to_fp16, token_memory, token_tile
 
 AT_ONCE = 2
 """Units that are multiplied at once; also units by which what they need is loaded ahead."""

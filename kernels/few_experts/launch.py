@@ -16,7 +16,8 @@ from kernels.few_experts import choice as choice_kernel
 from kernels.few_experts import fp8_launch, kernel, stream
 from kernels.few_experts.records import Choices, Sum
 from kernels.fp16_scaled import Fp16Scaled
-from kernels.hopper import multiprocessors
+from kernels.gluon.stored import stored
+from kernels.gluon.tiles import ROWS
 from kernels.linear.fp8_even_launch import even, fp8_even
 from kernels.linear.fp8_launch import kept
 from kernels.linear.launch import (
@@ -29,10 +30,9 @@ from kernels.linear.launch import (
     streamable,
 )
 from kernels.linear.records import Size, Units
-from kernels.linear.stored import stored
-from kernels.linear.stream import ROWS
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
+from kernels.runtime.hopper import multiprocessors
 
 if TYPE_CHECKING:
     from kernels.few_experts import ChosenExperts

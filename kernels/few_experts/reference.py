@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import pending_norm
 from kernels.matrix import Matrix
 from kernels.moe import reference as moe
-from kernels.pending_norm import reference as pending_norm
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 if TYPE_CHECKING:
     from kernels.few_experts import ChosenExperts

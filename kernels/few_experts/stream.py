@@ -19,8 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.linear.ring import tokens_ring, weights_ring
-from kernels.linear.stream import (
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.ring import tokens_ring, weights_ring
+from kernels.gluon.tiles import (
     ROWS,
     add_to_residual,
     copy_squares,
@@ -28,7 +29,6 @@ from kernels.linear.stream import (
     gate_up_rows,
     gate_up_values,
     inverse_rms,
-    let_kernel_after_start,
     products_layout,
     residual_before,
     scale_rows_layout,
@@ -39,7 +39,6 @@ from kernels.linear.stream import (
     times,
     token_tile,
     tokens_layout,
-    wait_for_kernel_before,
     weight_scales,
 )
 

@@ -7,12 +7,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gluon.stored import PLAIN
+from kernels.gluon.tiles import ROWS
 from kernels.head_linear import kernel, merge
 from kernels.head_linear.records import AbsorbCut, Attended, Features, Matrices, MergeCut, Projected
 from kernels.latent_entry import entry_of
 from kernels.linear.launch import MOST_STREAMED, Streaming, options
-from kernels.linear.stored import PLAIN
-from kernels.linear.stream import ROWS
 from kernels.mla_decode.schedule import Workspace
 from kernels.page import PAGE_TOKENS
 

@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.linear.stream import (
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.tiles import (
     ROWS,
     copy_token_tile,
-    let_kernel_after_start,
     products_layout,
     share,
     shared_tiles,
@@ -23,7 +23,6 @@ from kernels.linear.stream import (
     times,
     token_tile,
     tokens_layout,
-    wait_for_kernel_before,
     weight_rows_layout,
     weight_tiles,
 )

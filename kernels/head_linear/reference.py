@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.linear.reference import invariant_groups
 from kernels.parts import added
-from kernels.rope_cache import reference as rope_cache
+from kernels.rope_cache import rope_cache_reference
 
 
 def head_linear(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor) -> None:
@@ -44,7 +44,7 @@ def rope_absorb(
     if kv_TC.dim() == 3:
         q_THD, kv_TC = (added(x, out_THC.dtype) for x in (q_THD, kv_TC))
     absorb(q_THD, weight_HNL, out_THC)
-    rope_cache.rope_cache(
+    rope_cache_reference(
         out_THC[..., latent:],
         kv_TC,
         norm_L,

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
-from kernels.hopper import is_hopper, multiprocessors
+from kernels.gluon.tiles import ROWS
 from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
-from kernels.linear.stream import ROWS
 from kernels.linear.w8a8 import (
     PIECE,
     fits_w8a8,
@@ -24,7 +23,8 @@ from kernels.linear.w8a8 import (
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
     "MOST_STREAMED",
@@ -84,8 +84,12 @@ def linear(
         reference.invariant_linear(x_TE, weight_FE, out_TF)
     elif x_TE.is_cuda and x_TE.shape[0] and launch.served(x_TE, weight_FE):
         launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
+    elif out_TF.dtype == x_TE.dtype:
+        torch.mm(x_TE, weight_FE.t(), out=out_TF)
+    elif x_TE.is_cuda:
+        torch.mm(x_TE, weight_FE.t(), out_dtype=out_TF.dtype, out=out_TF)
     else:
-        reference.linear(x_TE, weight_FE, out_TF)
+        torch.mm(x_TE.to(out_TF.dtype), weight_FE.t().to(out_TF.dtype), out=out_TF)
 
 
 def grouped_linear(

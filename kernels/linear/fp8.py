@@ -21,22 +21,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.fp16_scaled.kernel import unit_of
-from kernels.linear.stream import (
+from kernels.fp16_scaled import unit_of
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.tiles import (
     RESIDUAL,
     ROWS,
     add_to_residual,
     copy_squares,
     gate_up_rows,
     gate_up_values,
-    let_kernel_after_start,
     products_layout,
     residual_before,
     share,
     sums_layout,
     token_pieces,
     tokens_layout,
-    wait_for_kernel_before,
 )
 
 WIDTH = 128
@@ -300,7 +299,7 @@ def fp8_linear(
     """y = x · weight^T for some tokens in scaled fp16, whose units are `unit`; they stream beside the weights. Grid:
     rows / 16.
 
-    EPILOGUE.kind: STORE or RESIDUAL of `stream`.
+    EPILOGUE.kind: STORE or RESIDUAL of `kernels.gluon.tiles`.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features

@@ -24,15 +24,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.fp16_scaled.kernel import unit_of
+from kernels.fp16_scaled import unit_of
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.tiles import RESIDUAL, filled_up, products_layout
 from kernels.linear.fp8 import BOXES, COLUMNS, WIDTH, barriers, fetch, next_stage, no_sums, scales_layout, weight_tile
-from kernels.linear.stream import (
-    RESIDUAL,
-    filled_up,
-    let_kernel_after_start,
-    products_layout,
-    wait_for_kernel_before,
-)
 
 BLOCK = 8
 """Rows of a block."""

@@ -8,13 +8,13 @@ from typing import Final
 import triton
 from torch import Tensor
 
-from kernels.hopper import multiprocessors
-from kernels.linear import stream
+from kernels.gluon import tiles
+from kernels.gluon.stored import stored
 from kernels.linear.fp8_launch import BLOCK, box, fetched
 from kernels.linear.launch import options
 from kernels.linear.records import Epilogue, Size, Streams, Units
-from kernels.linear.stored import stored
 from kernels.matrix import BlockScaled, Matrix
+from kernels.runtime.hopper import multiprocessors
 
 ROWS: Final = 8
 """Rows of a block, of which a program has some."""
@@ -43,7 +43,7 @@ def even(tokens: int, weight: Matrix) -> bool:
         and isinstance(weight, BlockScaled)
         and fetched(tokens, weight)
         and weight.rows >= ROWS * MOST_BLOCKS
-        and weight.shape[-2] % stream.ROWS == 0
+        and weight.shape[-2] % tiles.ROWS == 0
         and weight.shape[-1] >= (LONG_ROWS if len(weight.shape) == 2 else LONG_EXPERTS)
     )
 
@@ -94,9 +94,9 @@ def fp8_even(
         SIZE=Size(rows, features),
         UNITS=records,
         EPILOGUE=(
-            Epilogue(stream.STORE)
+            Epilogue(tiles.STORE)
             if residual_1F is None or square_1P is None
-            else Epilogue(stream.RESIDUAL, rows, square_1P.shape[1])
+            else Epilogue(tiles.RESIDUAL, rows, square_1P.shape[1])
         ),
         STREAMS=Streams(1, 2 * BLOCK, WARPS, STAGES),
         PER=per,

@@ -14,13 +14,13 @@ import triton
 from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
-from kernels.hopper import is_hopper, multiprocessors
-from kernels.linear import stream
+from kernels.gluon.stored import stored
+from kernels.gluon.tiles import NORMED, RESIDUAL, ROWS, STORE
 from kernels.linear.launch import options, pieces
 from kernels.linear.records import Epilogue, Size, Streams, Strides
-from kernels.linear.stored import stored
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PIECE, PendingNorm
+from kernels.pending_norm import PIECE, PendingNorm
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 MOST_TOKENS: Final = 8
 """Columns of a tile of the tensor cores."""
@@ -83,19 +83,19 @@ def whole_warps(tokens: int, features: int) -> int:
 def whole_bytes(tokens: int, features: int) -> int:
     """Of a program of `fp8_whole`: 16 rows of so many weights, and one token in two forms."""
     chunk = whole_warps(tokens, features) * BLOCK
-    return -(-features // chunk) * chunk * (stream.ROWS + 2)
+    return -(-features // chunk) * chunk * (ROWS + 2)
 
 
 def under_way(tokens: int, rows: int, features: int, multiprocessors: int) -> int:
     """Chunks that a program of `fp8_whole` asks for at once."""
-    chunk = whole_warps(tokens, features) * BLOCK * stream.ROWS
-    chunks = -(-features * stream.ROWS // chunk)
+    chunk = whole_warps(tokens, features) * BLOCK * ROWS
+    chunks = -(-features * ROWS // chunk)
     return min(max(ASKED_BYTES // (_beside(rows, multiprocessors) * chunk), 1), chunks)
 
 
 def _beside(rows: int, multiprocessors: int) -> int:
     """Programs of 16 rows on a multiprocessor, at most."""
-    return -(-rows // (stream.ROWS * multiprocessors))
+    return -(-rows // (ROWS * multiprocessors))
 
 
 def kept_stages(tokens: int, features: int) -> int:
@@ -105,7 +105,7 @@ def kept_stages(tokens: int, features: int) -> int:
     chunk = warps * BLOCK
     squares = 4 * columns(tokens) * max(128, int(triton.next_power_of_2(features // PIECE)))
     kept = 2 * columns(tokens) * chunk * -(-features // chunk) + squares
-    return min(6, (MOST_BYTES - kept) // (stream.ROWS * chunk))
+    return min(6, (MOST_BYTES - kept) // (ROWS * chunk))
 
 
 def warps_of(features: int, most: int) -> int:
@@ -146,10 +146,10 @@ def fp8_linear(
     (tokens, features), rows = x.fp16_TF.shape, weight_FE.shape[0]
     square = out_TF if next is None else next.square_TP
     warps, stages = (warps_of(features, 4), 6) if tokens == 1 else (warps_of(features, 8), 3)
-    fp8.fp8_linear[(triton.cdiv(rows, stream.ROWS),)](
+    fp8.fp8_linear[(triton.cdiv(rows, ROWS),)](
         x.fp16_TF,
         x.unit_T,
-        box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, stream.ROWS, BLOCK]),
+        box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, ROWS, BLOCK]),
         weight_FE.scales,
         out_TF,
         out_TF if residual_TF is None else residual_TF,
@@ -164,7 +164,7 @@ def fp8_linear(
             out_TF.stride(0),
             residual=0 if residual_TF is None else residual_TF.stride(0),
         ),
-        EPILOGUE=(Epilogue(stream.STORE) if residual_TF is None else Epilogue(stream.RESIDUAL, rows, square.shape[1])),
+        EPILOGUE=(Epilogue(STORE) if residual_TF is None else Epilogue(RESIDUAL, rows, square.shape[1])),
         **ring_of(tokens, warps, stages, dependent),
     )
 
@@ -185,17 +185,17 @@ def fp8_whole(
 
     rows, features = weight_FE.shape
     x_TE, pending = (x.x_TE, x) if isinstance(x, PendingNorm) else (x, None)
-    epilogue = Epilogue(stream.STORE)
+    epilogue = Epilogue(STORE)
     square = out_TF if next is None else next.square_TP
     if residual_TF is not None:
-        epilogue = Epilogue(stream.RESIDUAL, rows, square.shape[1])
+        epilogue = Epilogue(RESIDUAL, rows, square.shape[1])
     elif next is not None:
-        epilogue = Epilogue(stream.NORMED, next.x_TE.shape[1], square.shape[1])
+        epilogue = Epilogue(NORMED, next.x_TE.shape[1], square.shape[1])
     warps = whole_warps(x_TE.shape[0], features)
-    kernel.fp8_whole[(triton.cdiv(rows, stream.ROWS),)](
+    kernel.fp8_whole[(triton.cdiv(rows, ROWS),)](
         x_TE,
         x_TE if pending is None else pending.square_TP,
-        box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, stream.ROWS, BLOCK]),
+        box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, ROWS, BLOCK]),
         weight_FE.scales,
         out_TF,
         out_TF if residual_TF is None else residual_TF,
@@ -223,7 +223,7 @@ def fp8_gate_up(pending: PendingNorm, weight_FE: BlockScaled, out_TI: Tensor, *,
     from kernels.linear import fp8
 
     tokens, features = pending.x_TE.shape
-    intermediate, half = weight_FE.shape[0] // 2, stream.ROWS // 2
+    intermediate, half = weight_FE.shape[0] // 2, ROWS // 2
     warps = warps_of(features, 8)
     fp8.fp8_gate_up[(min(triton.cdiv(intermediate, half), multiprocessors(weight_FE.device)),)](
         pending.x_TE,

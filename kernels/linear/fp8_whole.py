@@ -20,7 +20,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.fp16_scaled.kernel import unit_of
+from kernels.fp16_scaled import unit_of
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.tiles import (
+    NORMED,
+    RESIDUAL,
+    ROWS,
+    add_to_residual,
+    copy_squares,
+    products_layout,
+    residual_before,
+    share,
+    store_squares,
+    sums_layout,
+)
 from kernels.linear.fp8 import (
     COLUMNS,
     WIDTH,
@@ -38,20 +51,6 @@ from kernels.linear.fp8 import (
     token_tile,
     weight_ring,
     weight_tile,
-)
-from kernels.linear.stream import (
-    NORMED,
-    RESIDUAL,
-    ROWS,
-    add_to_residual,
-    copy_squares,
-    let_kernel_after_start,
-    products_layout,
-    residual_before,
-    share,
-    store_squares,
-    sums_layout,
-    wait_for_kernel_before,
 )
 
 GROUP, GROUP_OF_FEW = 4, 2
@@ -143,7 +142,7 @@ def fp8_whole(
 ):  # fmt: skip
     """y = x · weight^T, divided by the root mean square of x if NORM.scaled. Grid: rows / 16.
 
-    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `stream`.
+    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `kernels.gluon.tiles`.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 
 TOKENS = gl.constexpr(64)
 """Rows of a wgmma."""

@@ -13,13 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.carveout import leave_to_cache
-from kernels.hopper import multiprocessors
+from kernels.gluon.stored import PLAIN, stored
+from kernels.gluon.tiles import NORMED, RESIDUAL, ROWS, STORE
 from kernels.linear import kernel, ring, stream
 from kernels.linear.records import Epilogue, Pieces, Size, Streams, Strides
-from kernels.linear.stored import PLAIN, stored
 from kernels.matrix import BlockScaled, Matrix
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
+from kernels.runtime.carveout import leave_to_cache
+from kernels.runtime.hopper import multiprocessors
 
 MOST_STREAMED = 16
 """Most tokens `stream` is used for."""
@@ -119,16 +120,16 @@ def stream_linear(
     if alone and isinstance(weight_FE, Tensor) and _many_rows(rows, cut, x_TE):
         _ring_linear(x_TE, weight_FE, out_TF, cut, dependent)
         return
-    epilogue, norm_features, out_pieces = stream.STORE, 0, 1
+    epilogue, norm_features, out_pieces = STORE, 0, 1
     if residual_TF is not None:
-        epilogue, norm_features = stream.RESIDUAL, rows
+        epilogue, norm_features = RESIDUAL, rows
     elif next is not None:
-        epilogue, norm_features = stream.NORMED, next.x_TE.shape[1]
+        epilogue, norm_features = NORMED, next.x_TE.shape[1]
     square, (data, scales, how) = out_TF, stored(weight_FE)
     if next is not None:
         square = next.square_TP
         out_pieces = square.shape[1]
-    kernel = stream.stream_linear[(triton.cdiv(rows, stream.ROWS), 1)](
+    kernel = stream.stream_linear[(triton.cdiv(rows, ROWS), 1)](
         x_TE,
         x_TE if pending is None else pending.square_TP,
         data,
@@ -157,7 +158,7 @@ def stream_linear(
 
 def _many_rows(rows: int, cut: Streaming, x_TE: Tensor) -> bool:
     """Whether programs that stay serve a product best: each with several blocks of rows, and room for the tokens."""
-    blocks = triton.cdiv(rows, stream.ROWS)
+    blocks = triton.cdiv(rows, ROWS)
     return blocks >= 4 * multiprocessors(x_TE.device) and _stays(cut, x_TE.shape[0])
 
 
@@ -174,7 +175,7 @@ def _ring_linear(
     dependent: bool,
 ) -> None:
     rows, features = weight_FE.shape
-    ring.ring_linear[(min(triton.cdiv(rows, stream.ROWS), multiprocessors(x_TE.device)),)](
+    ring.ring_linear[(min(triton.cdiv(rows, ROWS), multiprocessors(x_TE.device)),)](
         x_TE,
         weight_FE,
         out_TF,
@@ -189,7 +190,7 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
     """One product a head with few tokens; weight rows are contiguous."""
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
-    kernel = stream.stream_linear[(triton.cdiv(rows, stream.ROWS), heads)](
+    kernel = stream.stream_linear[(triton.cdiv(rows, ROWS), heads)](
         *(x_THN, x_THN, weight_HFN, weight_HFN, out_THF, out_THF, out_THF, out_THF),
         tokens,
         0.0,
@@ -204,7 +205,7 @@ def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependen
             out_THF.stride(1),
         ),
         NORM=pieces(None),
-        EPILOGUE=Epilogue(stream.STORE),
+        EPILOGUE=Epilogue(STORE),
         EARLY=True,
         **cut_up(Streaming.of(features), tokens, dependent),
     )
@@ -217,7 +218,7 @@ def stream_gate_up(
     """Gated activations of few tokens. `early`: see `kernels.linear.gated_linear`."""
     tokens, features = pending.x_TE.shape
     intermediate, (data, scales, how) = weight_FE.shape[0] // 2, stored(weight_FE)
-    kernel = stream.stream_gate_up[(triton.cdiv(intermediate, stream.ROWS // 2),)](
+    kernel = stream.stream_gate_up[(triton.cdiv(intermediate, ROWS // 2),)](
         pending.x_TE,
         pending.square_TP,
         data,

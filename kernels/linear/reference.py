@@ -8,22 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import pending_norm
 from kernels.matrix import Matrix
-from kernels.pending_norm import reference as pending_norm
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 PRODUCTS_AT_ONCE: Final = 1 << 22
 """Elements that `invariant_groups` holds, a few tokens at a time."""
-
-
-def linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:
-    """See `kernels.linear.linear`."""
-    if out_TF.dtype == x_TE.dtype:
-        torch.mm(x_TE, weight_FE.t(), out=out_TF)
-    elif x_TE.is_cuda:
-        torch.mm(x_TE, weight_FE.t(), out_dtype=out_TF.dtype, out=out_TF)
-    else:
-        torch.mm(x_TE.to(out_TF.dtype), weight_FE.t().to(out_TF.dtype), out=out_TF)
 
 
 def invariant_linear(x_TE: Tensor, weight_FE: Tensor, out_TF: Tensor) -> None:

@@ -15,37 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kernels.linear.stored import PLAIN
-from kernels.linear.stream import (
-    ROWS,
-    copy_token_tile,
-    let_kernel_after_start,
-    products_layout,
-    share,
-    shared_tiles,
-    sums_layout,
-    tokens_layout,
-    wait_for_kernel_before,
-)
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.ring import weights_ring
+from kernels.gluon.stored import PLAIN
+from kernels.gluon.tiles import ROWS, copy_token_tile, products_layout, share, shared_tiles, sums_layout, tokens_layout
 
 _ROWS = gl.constexpr(ROWS)
 _PLAIN = gl.constexpr(PLAIN)
-
-
-@gluon.jit
-def weights_ring(weight, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr):
-    """Shared memory for STAGES tiles of weights. Eight lanes read 64 bytes of two rows: of different banks."""
-    # Rows of 64 bytes are of different banks anyway, rows of 128 bytes begin at the same one.
-    phases: gl.constexpr = 1 if WIDTH * 8 // STORED.piece <= 32 else 2
-    layout: gl.constexpr = gl.SwizzledSharedLayout(4 * STORED.piece, 1, phases, [2, 1, 0])
-    return gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, WARPS, _ROWS, WIDTH], layout)
-
-
-@gluon.jit
-def tokens_ring(x, TOKENS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for STAGES tiles of the tokens."""
-    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    return gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, TOKENS, WIDTH], swizzled)
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 
 BLOCK = gl.constexpr(128)
 """Weight rows of a step, and of a scale."""

@@ -11,9 +11,9 @@ from typing import Final
 import triton
 from torch import Tensor
 
-from kernels.hopper import multiprocessors
 from kernels.linear.launch import options
 from kernels.matrix import BlockScaled
+from kernels.runtime.hopper import multiprocessors
 
 MOST_TOKENS: Final = 64
 """Columns of a step's sums: with more, two registers for each of a thread's numbers would not do."""

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.hopper import is_hopper
 from kernels.linear import stream_k_launch
 from kernels.matrix import BlockScaled
 from kernels.private_api import PrivateApi
+from kernels.runtime.hopper import is_hopper
 
 BLOCK: Final = 128
 """Rows and features of a block of weights, features of a group of activations."""

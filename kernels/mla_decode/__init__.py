@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode import launch, reference
 from kernels.mla_decode.schedule import INVARIANT_SPLIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "schedule_decode"]
 

@@ -36,6 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.fp8_groups import CTA, next_stage, scoring_group, summing_group
 from kernels.mla_decode.fp8_tile import (
     CODES,
@@ -53,7 +54,6 @@ from kernels.mla_decode.fp8_tile import (
     slots_of,
     weights_layout,
 )
-from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.wide_tile import next_share, share_of
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.fp8_scores import begin_scores, end_scores, put_queries
 from kernels.mla_decode.fp8_tile import (
     GROUP,
@@ -27,7 +28,6 @@ from kernels.mla_decode.fp8_tile import (
     weigh,
 )
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
-from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import CTA_FIELDS
 from kernels.mla_decode.wide_tile import next_share

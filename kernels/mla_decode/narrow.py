@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from kernels.gluon.dependent import hand_on, let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import (
     added_values,
     copy_query,
@@ -40,29 +41,6 @@ _CTA = gl.constexpr(CTA_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
 _LN2 = gl.constexpr(0.6931471805599453)
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
-
-
-@gluon.jit
-def wait_for_kernel_before():
-    """With programmatic dependent launch: wait until the kernel before has finished and its writes are visible."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_kernel_after_start():
-    """With programmatic dependent launch: let the kernel after start; it still waits for this one where it must."""
-    instruction: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
-    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def hand_on():
-    """In place of the work, in every program of a kernel launched dependently that has none: let the kernel after start
-    at once. One program waits, so that the kernel's end still proves that all before have ended; the others make room.
-    """
-    if gl.program_id(0) == 0:
-        let_kernel_after_start()
-        wait_for_kernel_before()
 
 
 @gluon.jit

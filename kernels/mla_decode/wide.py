@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mla_decode.narrow import hand_on, let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import hand_on, let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
 from kernels.mla_decode.wide_groups import left_group, right_group

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.schedule import CTA_FIELDS
 from kernels.mla_decode.wide_tile import (
     BLOCK,

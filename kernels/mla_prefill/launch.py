@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_prefill import kernel
 from kernels.mla_prefill.records import Features, Strides, Tile, TokenStrides
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.matrix import Matrix
 from kernels.moe import launch, reference, schedule
 from kernels.moe.pending import PendingExperts
@@ -24,6 +23,7 @@ from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
     "ExpertsShape",

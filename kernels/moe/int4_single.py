@@ -19,8 +19,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.fp16_scaled.kernel import unit_of
-from kernels.linear.stream import let_kernel_after_start, wait_for_kernel_before
+from kernels.fp16_scaled import unit_of
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.moe.int4_columns import (
     COLUMNS,
     SCALE,

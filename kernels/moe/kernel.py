@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.pending_norm.pieces import PIECE
+from kernels.pending_norm import PIECE
 
 _PIECE = tl.constexpr(PIECE)
 

@@ -28,8 +28,7 @@ from kernels.moe.schedule import (
     Product,
     Workspace,
 )
-from kernels.rms_norm import AddNorm
-from kernels.rms_norm import launch as rms_norm
+from kernels.rms_norm import AddNorm, launch_add_rms_norm
 from kernels.routing_rule import RoutingRule
 
 MOST_EXPERTS = 512
@@ -119,7 +118,7 @@ class ExpertLaunches:
             self.down_singly()
             if self.add_norm is not None:
                 norm = (self.add_norm.residual_TE, self.add_norm.weight_E, self.out_TE, self.add_norm.eps)
-                rms_norm.add_rms_norm(self.out_TE, *norm, dependent=self._dependent)
+                launch_add_rms_norm(self.out_TE, *norm, dependent=self._dependent)
         else:
             if self.tiling.rows:
                 self.sort()

@@ -16,13 +16,13 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels import pending_norm
 from kernels.matrix import GroupScaled, Matrix
 from kernels.moe import kernel, reference, scaled_launch, schedule
 from kernels.moe.launch import ExpertLaunches
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape, Workspace
-from kernels.pending_norm import reference as pending_norm
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,12 +9,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.carveout import leave_to_cache
 from kernels.matrix import GroupScaled, Scaled
 from kernels.moe import scaled, scaled_single
 from kernels.moe.records import Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
+from kernels.runtime.carveout import leave_to_cache
 
 REGISTERS: Final = 168
 """Of a thread, where a multiprocessor is to have three programs of four warps."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from kernels.matrix import BlockScaled
 from kernels.moe.records import stored
 from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspace
-from kernels.quantize import launch as quantize_launch
+from kernels.quantize import launch_quantize
 
 
 def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
     """Round the tokens to FP8."""
-    quantize_launch.quantize(x_TE, *tokens(scratch, shape))
+    launch_quantize(x_TE, *tokens(scratch, shape))
 
 
 def gate_up(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.one_shot import launch
 from kernels.one_shot.launch import EMPTY, MOST_BYTES, PIECE_BYTES
-from kernels.pending_norm.pieces import PendingNorm
+from kernels.pending_norm import PendingNorm
 
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "Inbox", "one_shot_add", "one_shot_gather", "one_shot_sum"]
 

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.index_entry import features_of, is_int8, parts
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.sparse import scores, select
 from kernels.sparse.scores import Indexer, TokenTile
 from kernels.sparse.scores_hopper import FEATURES, Groups

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.index_entry import SCALE_BYTES
-from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
 from kernels.page import PAGE_TOKENS
 
 FEATURES = 128

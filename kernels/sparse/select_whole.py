@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
-from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.sparse.select import key_of, middle_of, score_of
 
 _NAN = gl.constexpr(0xFFFFFFFE)

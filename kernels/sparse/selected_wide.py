@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.mla_decode.narrow import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.wide import wide_memory
 from kernels.mla_decode.wide_groups import CTA, left_group, right_group
 from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, ROPE, TILE

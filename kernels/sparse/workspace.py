@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.mla_decode.schedule import (
     CTA_FIELDS,
     FP8_RINGS,
@@ -25,6 +24,7 @@ from kernels.mla_decode.schedule import (
     portable_tiling,
 )
 from kernels.page import PAGE_TOKENS, pages_for
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 SELECTED: Final = 2048
 """Positions that are selected at most, where nothing else is said."""

@@ -7,9 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from kernels.carveout import SHARED_BYTES, SHARED_PERCENT, leave_to_cache
-from kernels.hopper import is_hopper
 from kernels.linear import launch, linear, stream
+from kernels.runtime.carveout import SHARED_BYTES, SHARED_PERCENT, leave_to_cache
+from kernels.runtime.hopper import is_hopper
 from tests.support.hopper import compile_only
 
 MOST = 228 * 1024

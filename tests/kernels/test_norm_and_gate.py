@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.silu_mul import launch, silu_mul
+from kernels.silu_mul import launch_silu_mul, silu_mul
 
 
 @pytest.fixture(autouse=True)
@@ -63,4 +63,4 @@ def test_the_gates_launcher_refuses_what_its_kernel_cannot_read() -> None:
     x = torch.empty(20, 20)
     for gate_up, out in ((x.t(), x[:, :10]), (x, x[:10].t()), (x[:, :18], x[:, :10]), (x[:6], x[:, :10])):
         with pytest.raises(ValueError, match="side by side"):
-            launch.silu_mul(gate_up, out)
+            launch_silu_mul(gate_up, out)

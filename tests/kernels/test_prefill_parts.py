@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.hopper import multiprocessors
 from kernels.mla_prefill import key_parts, mla_prefill, most_partial
 from kernels.mla_prefill.launch import FEWEST_TILES, MOST_KEY_PARTS
+from kernels.runtime.hopper import multiprocessors
 
 CPU = torch.device("cpu")
 PROGRAMS = multiprocessors(CPU)

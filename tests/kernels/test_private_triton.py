@@ -18,12 +18,13 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITCallable, JITFunction, KernelInterface, KernelParam
 
-from kernels import ahead, moe, operators, repeat
+from kernels import moe
 from kernels.mla_decode import schedule as decode_schedule
 from kernels.mla_decode.schedule import DecodeShape, hopper_tiling
 from kernels.moe import schedule
 from kernels.private_api import PrivateApiGone
-from kernels.repeat import Layers, Repeat
+from kernels.runtime import ahead, operators, repeat
+from kernels.runtime.repeat import Layers, Repeat
 from kernels.sparse import workspace as sparse_workspace
 from kernels.sparse.workspace import SparseWorkspace
 from tests.support.private_apis import untouched
@@ -161,7 +162,7 @@ def test_without_views_of_shared_memory_kernels_for_few_query_vectors_take_fp8_e
 WITHOUT_MODES = """
 import torch, torch.utils._python_dispatch
 del torch.utils._python_dispatch.TorchDispatchMode
-from kernels import repeat
+from kernels.runtime import repeat
 from workers.graphs.guard import capture_guard
 x = torch.ones(4)
 torch.Tensor.is_cuda = True

@@ -18,10 +18,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels import launcher as launchers
-from kernels import repeat
 from kernels.mla_prefill.hopper import box
-from kernels.repeat import Layers, Repeat, nothing_repeated
+from kernels.runtime import launcher as launchers
+from kernels.runtime import repeat
+from kernels.runtime.repeat import Layers, Repeat, nothing_repeated
 from tests.support.private_apis import untouched
 
 STREAM = 77

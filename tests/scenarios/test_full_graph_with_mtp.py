@@ -10,6 +10,7 @@ Here the kind of a row is stated, and one constructor makes the keys of capture 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,12 @@ def test_every_decode_step_is_a_whole_graph(
 
 def test_a_row_of_several_tokens_taken_for_a_prompt_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers are the same: that no graph was used is what tells."""
-    honest = Runner._run_decode
+    honest = Runner._decode_step
 
-    def run_decode(runner: Runner, plan: StepPlan, masks: Any) -> StepOutput:
-        return honest(runner, plan, masks) if plan.width == 1 else runner._run_mixed(plan, masks)
+    def decode_step(runner: Runner, plan: StepPlan, masks: Any) -> Callable[[], StepOutput]:
+        return honest(runner, plan, masks) if plan.width == 1 else runner._mixed_step(plan, masks)
 
-    monkeypatch.setattr(Runner, "_run_decode", run_decode)
+    monkeypatch.setattr(Runner, "_decode_step", decode_step)
     run = replica(folder, ("cpu", True), width=3)
     serve(run, greedy_jobs(*JOBS))
     assert run.runner.stats.replays < decode_steps(run)

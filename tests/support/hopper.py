@@ -7,13 +7,16 @@ Triton's wheel carries. A process that interprets kernels (TRITON_INTERPRET=1) c
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -25,7 +28,12 @@ SHARED_MEMORY_LIMIT = 227 * 1024
 """Bytes of shared memory one block may use on Hopper. Triton does not check it before the launch."""
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/ +(?:@!?\w+ +)?([A-Z0-9]+)", re.MULTILINE)
-_disassembled: dict[str, str] = {}
+_COMPILED = "Compiling entry function"
+"""What ptxas says when it compiles anything."""
+_dumped: dict[tuple[str, ...], str] = {}
+"""What cuobjdump printed, by a kernel's hash and the options."""
+_remarks: dict[str, str] = {}
+"""What ptxas said when this process compiled a kernel, by the kernel's hash."""
 
 read: set[str] = set()
 """Names, `qualified`, of the kernels whose resources this process has read."""
@@ -60,14 +68,14 @@ class Resources:
 class _NoDevice:
     """Stands in for Triton's driver: names the target and the device, and owns neither."""
 
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
+    def __init__(self, capability: int, number: int) -> None:
+        self.target, self.number = GPUTarget("cuda", capability, 32), number
 
     def get_current_target(self) -> Any:
         return self.target
 
     def get_current_device(self) -> int:
-        return -int(self.target.arch)  # never a real device's index: kernels cached here are never launched
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -77,24 +85,46 @@ class _NoDevice:
 
 
 @contextmanager
-def instead_of_launches(do: Callable[..., None], capability: int = 90) -> Iterator[None]:
+def instead_of_launches(do: Callable[..., None], capability: int = 90, *, assembled: bool = True) -> Iterator[None]:
     """Within this context a launch compiles for the given compute capability, and `do` is called in its stead: with
-    Triton's compiled kernel, the function it was compiled from, the launch's arguments, grid and options."""
+    Triton's compiled kernel, the function it was compiled from, the launch's arguments, grid and options.
+
+    Without `assembled` kernels are compiled as far as PTX, which takes a third less time: they have no machine code.
+    """
     plain_run = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = plain_run(self, *args, grid=grid, warmup=True, **options)
+        said = io.StringIO()
+        try:
+            with redirect_stdout(said):
+                kernel = plain_run(self, *args, grid=grid, warmup=True, **options)
+        finally:
+            if (text := said.getvalue()) and _COMPILED not in text:
+                sys.stdout.write(text)
+        if _COMPILED in said.getvalue():
+            _remarks[kernel.hash] = said.getvalue()
         do(kernel, self, args, grid, options)
         return kernel
 
-    before = driver._active
-    driver.set_active(_NoDevice(capability))
+    before, hook = driver._active, knobs.runtime.add_stages_inspection_hook
+    # Never a real device's number: kernels that are kept for it are never launched.
+    driver.set_active(_NoDevice(capability, -capability if assembled else -1000 - capability))
     JITFunction.run = run
     try:
-        yield
+        with knobs.cache.scope(), knobs.nvidia.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            if not assembled:
+                knobs.runtime.add_stages_inspection_hook = _as_far_as_ptx
+                knobs.cache.dir = str(Path(knobs.cache.dir) / "ptx")  # where nobody looks for machine code
+            yield
     finally:
         JITFunction.run = plain_run
-        driver._active = before
+        driver._active, knobs.runtime.add_stages_inspection_hook = before, hook
+
+
+def _as_far_as_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    assert list(stages)[-2:] == ["ptx", "cubin"]
+    stages["cubin"] = lambda ptx, metadata: b""
 
 
 @contextmanager
@@ -136,28 +166,34 @@ def instructions(kernel: Any) -> Counter[str]:
 
 
 def machine_code(kernel: Any) -> str:
-    """The disassembly of a compiled kernel. It takes a quarter of a second, so each kernel's is kept."""
-    if kernel.hash not in _disassembled:
-        _disassembled[kernel.hash] = _cuobjdump(kernel, "--dump-sass")
-    return _disassembled[kernel.hash]
+    """The disassembly of a compiled kernel."""
+    return _cuobjdump(kernel, "--dump-sass")
 
 
 def serialized(kernel: Any) -> bool:
-    """Whether ptxas says that it could not let products of a compiled kernel run asynchronously."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
-        file.flush()
-        target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
-        assert target
-        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        remarks = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "Compiling entry function" in remarks, f"ptxas says nothing: {remarks}"
-    return "serialized" in remarks
+    """Whether ptxas says that it could not let products of a compiled kernel run asynchronously.
+
+    It says so when it compiles: a kernel that was compiled before this process began is compiled once more.
+    """
+    if kernel.hash not in _remarks:
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(kernel.asm["ptx"])
+            file.flush()
+            target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
+            assert target
+            command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+            _remarks[kernel.hash] = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert _COMPILED in _remarks[kernel.hash], f"ptxas says nothing: {_remarks[kernel.hash]}"
+    return "serialized" in _remarks[kernel.hash]
 
 
 def _cuobjdump(kernel: Any, *options: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """What it prints of a compiled kernel. It takes a quarter of a second, so that is kept."""
+    if (kernel.hash, *options) not in _dumped:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, *options, file.name]
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        _dumped[kernel.hash, *options] = printed
+    return _dumped[kernel.hash, *options]

@@ -353,11 +353,11 @@ class StaleAttention(Stage):
 
     def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
         super().__init__(parts, tokens, scratch, inner)
-        attended_THV = self.tensors[0].flow.attended_THV
+        attended_THV = self.tensors[0].buffers.attended_THV
         self._before_THV, self._now_THV = torch.zeros_like(attended_THV), torch.zeros_like(attended_THV)
 
     def run_segment(self, which: int, index: int) -> None:
-        attended_THV = self.tensors[which].flow.attended_THV
+        attended_THV = self.tensors[which].buffers.attended_THV
         _write(self._now_THV, attended_THV)
         if index > 1:
             _write(attended_THV, self._before_THV)
@@ -388,7 +388,7 @@ class ForgottenResidual(Stage):
     def run_segment(self, which: int, index: int) -> None:
         super().run_segment(which, index)
         if not index:
-            self.tensors[which].flow.residual_TE.add_(1e-3)
+            self.tensors[which].buffers.residual_TE.add_(1e-3)
 
 
 class ForgottenPadding(Stage):
@@ -434,11 +434,11 @@ class StaleTail(Tail):
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
-        attended_NHV = self.flow.attended_THV
+        attended_NHV = self.buffers.attended_THV
         self._before_NHV, self._now_NHV = torch.zeros_like(attended_NHV), torch.zeros_like(attended_NHV)
 
     def run(self) -> None:
-        attended_NHV = self.flow.attended_THV
+        attended_NHV = self.buffers.attended_THV
         _write(self._now_NHV, attended_NHV)
         _write(attended_NHV, self._before_NHV)
         super().run()
@@ -446,16 +446,19 @@ class StaleTail(Tail):
 
 
 class GatheredOnce(Tail):
-    """The gathers are in the graph, of a flow that lies where the capture's did."""
+    """The gathers are in the graph, of buffers that lie where the capture's did."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
-        flow = self.flow
-        self._residual_NE, self._attended_NHV = torch.zeros_like(flow.residual_TE), torch.ones_like(flow.attended_THV)
+        buffers = self.buffers
+        self._residual_NE, self._attended_NHV = (
+            torch.zeros_like(buffers.residual_TE),
+            torch.ones_like(buffers.attended_THV),
+        )
 
     def run(self) -> None:
-        _write(self.flow.residual_TE, self._residual_NE)
-        _write(self.flow.attended_THV, self._attended_NHV)
+        _write(self.buffers.residual_TE, self._residual_NE)
+        _write(self.buffers.attended_THV, self._attended_NHV)
         super().run()
 
 
@@ -464,12 +467,12 @@ class KeptResidual(Tail):
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
-        self._before_NE = torch.full_like(self.flow.residual_TE, 0.25)
+        self._before_NE = torch.full_like(self.buffers.residual_TE, 0.25)
 
     def run(self) -> None:
-        self.flow.residual_TE.add_(self._before_NE)
+        self.buffers.residual_TE.add_(self._before_NE)
         super().run()
-        _write(self._before_NE, self.flow.residual_TE)
+        _write(self._before_NE, self.buffers.residual_TE)
 
 
 TAIL_FAULTS: tuple[type[Tail], ...] = (StaleTail, GatheredOnce, KeptResidual)

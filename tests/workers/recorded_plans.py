@@ -9,7 +9,7 @@ from tests.workers.crowd import crowd
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.protocol.plan import StepPlan, StepResult
-from workers.protocol.recording import Recorder, Recording, read_recording
+from workers.recording.file import Recorder, Recording, read_recording
 
 VOCAB = 64
 """Of the model in the folder."""

@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from kernels.ahead import Compiled
+from kernels.runtime.ahead import Compiled
 from tests.captured import same_bits
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
@@ -217,7 +217,7 @@ def test_twenty_replays_are_bitwise_equal(width: int) -> None:
     assert graphs is not None
     proof = SelfTest(run.runner.parts)
     for captured in graphs.all():
-        step, fixture = captured.step, proof.step_fixture(captured.step.key)
+        step, fixture = captured.step, proof.fixture(captured.step.key)
         live, count = len(fixture.rows) * step.key.width, step.layout.logits_rows
         step.slot_R.fill_(-1)
         step.slot_R[: len(fixture.rows)] = fixture.slot_R

@@ -34,20 +34,34 @@ def free_ports(host: str, count: int) -> list[int]:
         for port in random.sample(candidates, min(_DRAWS, len(candidates))):
             if len(sockets) == count:
                 break
-            probe = socket.socket()
             try:
-                probe.bind((host, port))
+                sockets.append(bound(host, port))
             except OSError:
-                probe.close()
-            else:
-                sockets.append(probe)
+                continue
         while len(sockets) < count:
-            sockets.append(socket.socket())
-            sockets[-1].bind((host, 0))
+            sockets.append(bound(host, 0))
         return [int(probe.getsockname()[1]) for probe in sockets]
     finally:
         for probe in sockets:
             probe.close()
+
+
+def bound(host: str, port: int, reuse: bool = False) -> socket.socket:
+    """A TCP socket that is bound there: `host` is an IPv4 or IPv6 address, or a name, of whose addresses the first that
+    can be bound is taken. `reuse`: also where closed connections of a server that ended still wait. OSError."""
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        opened = socket.socket(family, kind, protocol)
+        try:
+            if reuse:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+        except OSError as error:
+            opened.close()
+            problem = error
+        else:
+            return opened
+    raise problem or OSError(f"{host} has no address")
 
 
 def free_port(host: str = "127.0.0.1") -> int:

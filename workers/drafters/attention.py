@@ -20,7 +20,7 @@ from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
-from workers.models.many_tokens import ManyTokens
+from workers.models.many_tokens import GeneralOps
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -36,7 +36,7 @@ class DraftAttention(ABC):
     @abstractmethod
     def __call__(
         self,
-        way: ManyTokens,
+        way: GeneralOps,
         x_TF: Tensor,
         rotation_PO: Tensor,
         batch: Batch,
@@ -56,7 +56,7 @@ class DraftLatentAttention(DraftAttention):
     @override
     def __call__(
         self,
-        way: ManyTokens,
+        way: GeneralOps,
         x_TF: Tensor,
         rotation_PO: Tensor,
         batch: Batch,
@@ -100,7 +100,7 @@ class GroupedAttention(DraftAttention):
     @override
     def __call__(
         self,
-        way: ManyTokens,
+        way: GeneralOps,
         x_TF: Tensor,
         rotation_PO: Tensor,
         batch: Batch,

@@ -8,9 +8,8 @@ from typing_extensions import override
 
 from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
-from workers.families.fields import Fields
-from workers.families.rope import read_rope
 from workers.models.config import ConfigError, ModelConfig, Routing
+from workers.models.fields import Fields, read_rope
 from workers.quantization import unsupported_quantization
 
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING
 
-from workers.families.fields import Fields
 from workers.models.config import ModelConfig
+from workers.models.fields import Fields
 
 if TYPE_CHECKING:
     from workers.models.attention.latent import LatentAttention

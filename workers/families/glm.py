@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from workers.families.deepseek import DeepseekV3
-from workers.families.fields import Fields
 from workers.models.config import ConfigError, ModelConfig
+from workers.models.fields import Fields
 
 
 class Glm4MoeLite(DeepseekV3):

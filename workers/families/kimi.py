@@ -8,8 +8,8 @@ from typing import Final
 from typing_extensions import override
 
 from workers.families.deepseek import DeepseekV3
-from workers.families.fields import Fields
 from workers.models.config import ConfigError, ModelConfig
+from workers.models.fields import Fields, all_ids
 from workers.quantization import unsupported_quantization
 
 _TEXT_TYPES: Final = ("kimi_k2", "deepseek_v3")
@@ -27,8 +27,10 @@ class KimiK25(DeepseekV3):
         if not isinstance(given, dict):
             raise ConfigError(f"config.json: text_config must be an object, not {given!r}")
         # What stands outside counts for the whole model; end ids of a generation_config.json are put there, too.
-        outer = {name: fields.values[name] for name in ("eos_token_id", "tie_word_embeddings") if name in fields.values}
-        text = Fields({**given, **{name: value for name, value in outer.items() if value is not None}}, "text_config.")
+        tied = fields.values.get("tie_word_embeddings")
+        ends = all_ids(given.get("eos_token_id"), fields.values.get("eos_token_id"))
+        text = Fields({**given, **({} if tied is None else {"tie_word_embeddings": tied})}, "text_config.")
+        text.values["eos_token_id"] = ends
         if (kind := text.text("model_type", _TEXT_TYPES[0])) not in _TEXT_TYPES:
             raise text.unsupported("model_type", kind, _TEXT_TYPES)
         text.values["model_type"] = kind

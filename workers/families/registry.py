@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
-from workers.families.fields import Fields
 from workers.families.glm import Glm4MoeLite
 from workers.families.kimi import KimiK25
 from workers.families.sparse import DeepseekV32, GlmMoeDsa
 from workers.models.config import ConfigError, ModelConfig
+from workers.models.fields import Fields, all_ids
 
 FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v2": DeepseekV2(),
@@ -29,14 +29,15 @@ FAMILIES: Final[dict[str, Family]] = {
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-    """Read `folder`/config.json, and end-of-sequence ids from a generation_config.json beside it; `ConfigError` says
-    what is wrong with them."""
+    """Read `folder`/config.json, and further end-of-sequence ids from a generation_config.json beside it: a text ends
+    with those of either, as Kimi K2 ends chats with one and texts with the other. `ConfigError` says what is wrong with
+    them."""
     path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
     if not path.exists():
         raise ConfigError(f"there is no config.json in {folder}: give the folder of a Hugging Face checkpoint")
     values = _json_object(path)
     if generation.exists() and (ids := _json_object(generation).get("eos_token_id")) is not None:
-        values["eos_token_id"] = ids
+        values["eos_token_id"] = all_ids(values.get("eos_token_id"), ids)
     return parse_config(values)
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final
 from typing_extensions import override
 
 from workers.families.deepseek import DeepseekV3
-from workers.families.fields import Fields
 from workers.families.glm import dense_layers
 from workers.models.config import ConfigError, Indexing, ModelConfig
+from workers.models.fields import Fields
 
 _LAYER_TYPES: Final = ("indexed_attention", "deepseek_sparse_attention")
 """What versions of transformers call these layers' attention."""

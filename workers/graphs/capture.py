@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from kernels import ahead
-from kernels.ahead import Compiled, Share, compile_ahead
+from kernels.runtime import ahead
+from kernels.runtime.ahead import Compiled, Share, compile_ahead
 from kernels.sampling import TokenMasks
 from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_segments
 from workers.graphs.record import no_garbage_collection, record

@@ -17,9 +17,9 @@ import torch
 import triton
 from typing_extensions import override
 
-from kernels import repeat
-from kernels.operators import OperatorMode
 from kernels.private_api import PrivateApi
+from kernels.runtime import repeat
+from kernels.runtime.operators import OperatorMode
 
 _HOOK: Final = PrivateApi(
     "triton",

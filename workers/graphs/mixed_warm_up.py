@@ -179,7 +179,7 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
     """Take the memory that attention of the largest context needs. Nothing is computed, but with `launch` what depends
     on the context's size alone."""
     parts = stage.parts
-    flow, attention = stage.tensors[0].flow, parts.model.segments.layers[0].attention
+    buffers, attention = stage.tensors[0].buffers, parts.model.segments.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)
     length_R = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -189,7 +189,7 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
         with stage.scratch.scope(), stage.inner.scope():
             planned, rotation_PO = attention.plan(batch, stage.scratch), parts.model.rotation_PO
-            outputs = flow.projected, flow.attended_THV
+            outputs = buffers.projected, buffers.attended_THV
             backends = attention.backends(*outputs, planned, geometry, rotation_PO, stage.inner)
             for backend in backends if launch else ():
                 backend.reserve(attention.heads)
@@ -201,11 +201,11 @@ def reserve_decode(parts: StepParts, rows: int, scratch: Scratch) -> None:
     segments, width, device = parts.model.segments, parts.width, parts.device
     attention, layout = segments.layers[0].attention, BatchLayout(width, rows)
     with scratch.scope():
-        flow = segments.flow(layout.tokens, scratch)
+        buffers = segments.buffers(layout.tokens, scratch)
         length_R = torch.zeros(rows, dtype=torch.int32, device=device)
         slot_T = torch.zeros(layout.tokens, dtype=torch.int64, device=device)
         decode = DecodeBatch(length_R, length_R.new_zeros(rows, parts.state.pages_per_row))
         batch = Batch(layout, slot_T, slot_T, decode, None)
         planned, geometry = attention.plan(batch, scratch), attention.geometry(batch)
-        outputs = flow.projected, flow.attended_THV
+        outputs = buffers.projected, buffers.attended_THV
         attention.backends(*outputs, planned, geometry, parts.model.rotation_PO, scratch)

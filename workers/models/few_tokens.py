@@ -26,7 +26,7 @@ from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.token_wise import Mixture, TokenWise
+from workers.models.token_wise import LayerOps, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.weight import Weight
@@ -59,7 +59,7 @@ def unsupported(config: ModelConfig, mesh: Mesh) -> str:
     return ""
 
 
-class FewTokens(TokenWise[PendingNorm]):
+class SmallBatchOps(LayerOps[PendingNorm]):
     """For passes of at most `kernels.linear.MOST_STREAMED` tokens of decode rows alone; on a GPU in bf16."""
 
     decode_alone = True
@@ -70,7 +70,7 @@ class FewTokens(TokenWise[PendingNorm]):
 
     @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-        """See `TokenWise`: fp32."""
+        """See `LayerOps`: fp32."""
         return scratch.empty(tokens, hidden, dtype=torch.float32)
 
     @override
@@ -89,7 +89,7 @@ class FewTokens(TokenWise[PendingNorm]):
 
     @override
     def narrow_linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `TokenWise`: as router logits, by a program for every row or two."""
+        """See `LayerOps`: as router logits, by a program for every row or two."""
         few_experts.router(x, weight_FE.plain, out_TF, dependent=self._dependent)
 
     @override

@@ -17,7 +17,7 @@ from kernels.linear import grouped_linear, linear
 from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
-from workers.models.many_tokens import ManyTokens, dependent, plain
+from workers.models.many_tokens import GeneralOps, dependent, plain
 from workers.models.token_wise import Gated, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import INVARIANT_RANKS
@@ -29,7 +29,7 @@ PART_BYTES: Final = 1 << 29
 """Most bytes of experts' parts at once; more tokens take turns."""
 
 
-class InvariantTokens(ManyTokens):
+class DeterministicOps(GeneralOps):
     """Every product in one way, whatever it is computed with.
 
     A sum over ranks is a sum over 8 groups of input features (the largest power of two that divides them, if that is
@@ -82,7 +82,7 @@ class InvariantTokens(ManyTokens):
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
-        """See `ManyTokens`, without `own_TE`; a group's sum has the token's experts in the order of its choice, the
+        """See `GeneralOps`, without `own_TE`; a group's sum has the token's experts in the order of its choice, the
         shared ones last."""
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape

@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from kernels import moe
-from kernels.dependent import launches_dependently
 from kernels.dequantize import dequantize
 from kernels.linear import (
     MOST_STREAMED,
@@ -33,9 +32,10 @@ from kernels.linear import (
 from kernels.matrix import BlockScaled, Matrix
 from kernels.quantize import GROUP, quantize, silu_mul_quantize
 from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
+from kernels.runtime.dependent import launches_dependently
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
-from workers.models.token_wise import Gated, Mixture, TokenWise
+from workers.models.token_wise import Gated, LayerOps, Mixture
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
 from workers.weights.weight import Weight
@@ -68,7 +68,7 @@ def dependent(x_TE: Tensor) -> bool:
     return x_TE.shape[0] <= MOST_DEPENDENT and launches_dependently(x_TE.device)
 
 
-class ManyTokens(TokenWise[Tensor]):
+class GeneralOps(LayerOps[Tensor]):
     """For any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
 
     def __init__(self, group: Group, *, quantize_activations: bool = False) -> None:
@@ -283,7 +283,7 @@ class ManyTokens(TokenWise[Tensor]):
         """It is there already."""
 
 
-class DecodeTokens(ManyTokens):
+class DecodeOps(GeneralOps):
     """For passes of decode rows alone. Some products of their tokens leave parts of sums for the kernel behind to add
     up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs."""
 

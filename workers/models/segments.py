@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.repeat import Layers, Repeat
 from kernels.rms_norm import AddNorm
+from kernels.runtime.repeat import Layers, Repeat
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend
 from workers.models.batch import Batch
-from workers.models.flow import Flow, PassTensors
 from workers.models.layer import DecoderLayer
-from workers.models.token_wise import TokenWise
+from workers.models.pass_buffers import PassBuffers, PassTensors
+from workers.models.token_wise import LayerOps
 from workers.models.ways import Ways
 
 
@@ -71,12 +71,12 @@ class Segments:
     def __len__(self) -> int:
         return len(self.layers) + 1
 
-    def flow(self, tokens: int, scratch: Scratch, way: TokenWise[Any] | None = None) -> Flow[Any]:
+    def buffers(self, tokens: int, scratch: Scratch, way: LayerOps[Any] | None = None) -> PassBuffers[Any]:
         """Memory for passes of so many tokens on one way; without one, on that for any pass."""
         attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
         rotation_PO, way = self._rotation_PO, way or self.ways.any
         rotation_shape = tokens, rotation_PO.shape[1]
-        return Flow(
+        return PassBuffers(
             way=way,
             normed=way.allocate_normed(tokens, hidden, dtype, self._eps, scratch),
             residual_TE=way.allocate_residual(tokens, hidden, dtype, scratch),
@@ -91,61 +91,62 @@ class Segments:
 
     def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
         """Segment `index`, for whoever captures it."""
-        flow, norm = tensors.flow, self._norm(index, tensors.flow)
+        buffers, norm = tensors.buffers, self._norm(index, tensors.buffers)
         with scratch.scope():
             if index == len(self.layers):
-                self._end(flow, norm, tensors.out_TE, tensors.live_R, scratch)
+                self._end(buffers, norm, tensors.out_TE, tensors.live_R, scratch)
                 return
             if index:
-                self.layers[index - 1].finish(flow, norm, flow.normed, tensors.live_R, scratch)
+                self.layers[index - 1].finish(buffers, norm, buffers.normed, tensors.live_R, scratch)
             else:
                 self._begin(tensors, norm, scratch)
         self._tap(index, tensors)
         with scratch.scope():
-            self.layers[index].project(flow, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
+            where = buffers.rotation_TO, tensors.cache_slot_T, self._caches(index, cache)[0]
+            self.layers[index].attention.project(buffers.way, buffers.normed, *where, buffers.projected, scratch)
 
-    def _norm(self, index: int, flow: Flow[Any]) -> AddNorm:
+    def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
         weight_E = self._norm_E if index == len(self.layers) else self.layers[index].attention_norm_E
-        return AddNorm(flow.residual_TE, weight_E, self._eps)
+        return AddNorm(buffers.residual_TE, weight_E, self._eps)
 
     def _begin(self, tensors: PassTensors, norm: AddNorm, scratch: Scratch) -> None:
         """Fill the residual stream, and take the first norm of it."""
-        flow = tensors.flow
-        if flow.rotation_TO is not None:
-            torch.index_select(self._rotation_PO, 0, tensors.position_T, out=flow.rotation_TO)
+        buffers = tensors.buffers
+        if buffers.rotation_TO is not None:
+            torch.index_select(self._rotation_PO, 0, tensors.position_T, out=buffers.rotation_TO)
         entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
-        flow.way.enter(*entering, norm, flow.normed)
+        buffers.way.enter(*entering, norm, buffers.normed)
 
     @staticmethod
     def _tap(index: int, tensors: PassTensors) -> None:
         for layer, aux_hidden_TE in tensors.aux_hidden:
             if layer == index:
-                aux_hidden_TE.copy_(tensors.flow.residual_TE)
+                aux_hidden_TE.copy_(tensors.buffers.residual_TE)
 
-    def flow_to_end(self, tokens: int, scratch: Scratch) -> Flow[Any]:
-        """Memory for so many tokens that are wanted: what `end` reads, and nothing else of a flow."""
+    def buffers_to_end(self, tokens: int, scratch: Scratch) -> PassBuffers[Any]:
+        """Memory for so many tokens that are wanted: what `end` reads, and no other buffers."""
         residual_NE = scratch.empty(tokens, self._norm_E.shape[0], dtype=self._norm_E.dtype)
         attended_NHV = self.layers[0].attention.allocate_attended(tokens, scratch)
-        return replace(self.flow(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
+        return replace(self.buffers(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
 
-    def gather(self, flow: Flow[Any], token_N: Tensor, flow_N: Flow[Any]) -> None:
+    def gather(self, buffers: PassBuffers[Any], token_N: Tensor, buffers_N: PassBuffers[Any]) -> None:
         """Of a pass whose last attention has run, what `end` reads of the tokens `token_N` (int64)."""
-        torch.index_select(flow.residual_TE, 0, token_N, out=flow_N.residual_TE)
-        torch.index_select(flow.attended_THV, 0, token_N, out=flow_N.attended_THV)
+        torch.index_select(buffers.residual_TE, 0, token_N, out=buffers_N.residual_TE)
+        torch.index_select(buffers.attended_THV, 0, token_N, out=buffers_N.attended_THV)
 
-    def end(self, flow_N: Flow[Any], out_NE: Tensor, scratch: Scratch) -> None:
-        """The last segment for the tokens that `flow_N` holds, none of them padding."""
+    def end(self, buffers_N: PassBuffers[Any], out_NE: Tensor, scratch: Scratch) -> None:
+        """The last segment for the tokens that `buffers_N` holds, none of them padding."""
         with scratch.scope():
-            self._end(flow_N, AddNorm(flow_N.residual_TE, self._norm_E, self._eps), out_NE, None, scratch)
+            self._end(buffers_N, AddNorm(buffers_N.residual_TE, self._norm_E, self._eps), out_NE, None, scratch)
 
     def _end(
-        self, flow: Flow[Any], norm: AddNorm, out_TE: Tensor | None, live_R: Tensor | None, scratch: Scratch
+        self, buffers: PassBuffers[Any], norm: AddNorm, out_TE: Tensor | None, live_R: Tensor | None, scratch: Scratch
     ) -> None:
         assert out_TE is not None  # else `gather` and `end` take this segment's place
-        last = flow.way.last(flow.normed, out_TE)
-        self.layers[-1].finish(flow, norm, last, live_R, scratch)
-        flow.way.leave(norm, last, out_TE)
+        last = buffers.way.last(buffers.normed, out_TE)
+        self.layers[-1].finish(buffers, norm, last, live_R, scratch)
+        buffers.way.leave(norm, last, out_TE)
 
     def forward(
         self,
@@ -155,7 +156,7 @@ class Segments:
         cache: PagedCache,
         scratch: Scratch,
         aux_hidden: tuple[tuple[int, Tensor], ...] = (),
-        way: TokenWise[Any] | None = None,
+        way: LayerOps[Any] | None = None,
     ) -> Tensor:
         """A whole pass, layer by layer, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `aux_hidden`:
         see `PassTensors`. `way`: without one the fastest."""
@@ -164,23 +165,28 @@ class Segments:
         # Of a step of decode rows alone some may be padding: their lengths say which.
         live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
-            flow = self.flow(token_T.shape[0], scratch, way)
+            buffers = self.buffers(token_T.shape[0], scratch, way)
             if batch.given_TS is not None or batch.dense:
-                flow = replace(flow, projected=flow.projected.unscored(keys=batch.dense))
+                buffers = replace(buffers, projected=buffers.projected.unscored(keys=batch.dense))
             tensors = PassTensors(
-                token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, flow, aux_hidden
+                token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, buffers, aux_hidden
             )
-            attend = _Attention(self, flow, batch, cache, scratch)
+            attend = _Attention(self, buffers, batch, cache, scratch)
             with scratch.scope():
-                self._begin(tensors, self._norm(0, flow), scratch)
-            out = flow.normed
+                self._begin(tensors, self._norm(0, buffers), scratch)
+            out = buffers.normed
             for index, layer in enumerate(self.layers):
                 self._tap(index, tensors)
-                cache_PKC, norm = self._caches(index, cache)[0], self._norm(index + 1, flow)
+                where = buffers.rotation_TO, batch.cache_slot_T, self._caches(index, cache)[0]
+                # Each of the two token-wise parts has all of the scratch's free memory.
+                with scratch.scope():
+                    layer.attention.project(way, buffers.normed, *where, buffers.projected, scratch)
+                attend(index)
+                norm = self._norm(index + 1, buffers)
                 if index + 1 == len(self.layers):
-                    out = way.last(flow.normed, out_TE)
-                where = batch.cache_slot_T, cache_PKC
-                layer.forward(flow, partial(attend, index), *where, norm, out, live_R, scratch)
+                    out = way.last(buffers.normed, out_TE)
+                with scratch.scope():
+                    layer.finish(buffers, norm, out, live_R, scratch)
             way.leave(norm, out, out_TE)
         return out_TE
 
@@ -198,7 +204,7 @@ class Segments:
         tokens come first, runs between them. The plan of decode rows lives across segments, in `scratch`. Attention's
         other memory comes from `inner`, which is all the segments' while they run."""
         with scratch.scope():
-            attend = _Attention(self, tensors.flow, batch, cache, scratch, inner)
+            attend = _Attention(self, tensors.buffers, batch, cache, scratch, inner)
             for index in range(len(self.layers)):
                 segment(index)
                 attend(index)
@@ -227,14 +233,14 @@ class _Attention:
     def __init__(
         self,
         segments: Segments,
-        flow: Flow[Any],
+        buffers: PassBuffers[Any],
         batch: Batch,
         cache: PagedCache,
         scratch: Scratch,
         inner: Scratch | None = None,
     ) -> None:
         """The plan of decode rows comes from `scratch`, other memory from `inner` if there is one."""
-        self._segments, self._flow, self._batch, self._cache = segments, flow, batch, cache
+        self._segments, self._flow, self._batch, self._cache = segments, buffers, batch, cache
         self._scratch, self._inner = scratch, inner
         self._repeat = Repeat(segments._own(cache))
         self._backends: list[Backend] | None = self._prepare() if batch.prefill is None else None
@@ -247,10 +253,10 @@ class _Attention:
         self._repeat(index, partial(attention.attend, self._backends, *caches))
 
     def _prepare(self) -> list[Backend]:
-        flow, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
+        buffers, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
         counted = replace(self._batch, out_of_bounds_count_1=self._cache.out_of_bounds_count_1)
-        planned = attention.plan(counted, self._scratch).noting(flow.way.choices)
+        planned = attention.plan(counted, self._scratch).noting(buffers.way.choices)
         with nullcontext() if inner is None else inner.scope():
             rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)
-            where = flow.projected, flow.attended_THV, planned, geometry, rotation_PO
+            where = buffers.projected, buffers.attended_THV, planned, geometry, rotation_PO
             return attention.backends(*where, self._scratch if inner is None else inner)

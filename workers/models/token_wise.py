@@ -54,7 +54,7 @@ class Mixture:
     """The shared experts where they are a network of their own; else they are behind the others."""
 
 
-class TokenWise(ABC, Generic[N]):
+class LayerOps(ABC, Generic[N]):
     """One way to compute what is token-wise. Memory comes from `scratch`, results are the same on every rank.
 
     AddNorm names a residual stream, the weights of the norm that is read next, and its epsilon.

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from kernels import moe
-from kernels.dependent import launches_dependently
-from kernels.hopper import is_hopper
 from kernels.linear import MOST_STREAMED
+from kernels.runtime.dependent import launches_dependently
+from kernels.runtime.hopper import is_hopper
 from workers.models.batch import Batch
 from workers.models.choices import Choices
 from workers.models.config import ModelConfig
-from workers.models.few_tokens import FewTokens, unsupported
-from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeTokens, ManyTokens
-from workers.models.token_wise import TokenWise
+from workers.models.few_tokens import SmallBatchOps, unsupported
+from workers.models.invariant import DeterministicOps
+from workers.models.many_tokens import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeOps, GeneralOps
+from workers.models.token_wise import LayerOps
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
 from workers.weights.formats.format import Format
@@ -41,8 +41,8 @@ class Ways:
         FP8 where weights are stored so; invariant mode never does."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
-        self.any: ManyTokens = (
-            InvariantTokens(group) if invariant else ManyTokens(group, quantize_activations=quantize_activations)
+        self.any: GeneralOps = (
+            DeterministicOps(group) if invariant else GeneralOps(group, quantize_activations=quantize_activations)
         )
         """The way that any pass may take."""
         self.group = group
@@ -50,11 +50,11 @@ class Ways:
         self._config, self._formats = config, formats or Formats()
         self._quantize_activations = quantize_activations and not invariant
         self._decode, self._few = (
-            DecodeTokens(group, quantize_activations=quantize_activations),
-            FewTokens(group, dependent=True),
+            DecodeOps(group, quantize_activations=quantize_activations),
+            SmallBatchOps(group, dependent=True),
         )
 
-    def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> TokenWise[Any]:
+    def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> LayerOps[Any]:
         """The fastest way for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
         if self.invariant or batch.decode is None or batch.prefill is not None:
             return self.any
@@ -87,7 +87,7 @@ class Ways:
     @contextmanager
     def choosing(self, choices: Choices) -> Iterator[None]:
         """Within this context every pass hands its choices of experts to `choices`."""
-        ways: tuple[TokenWise[Any], ...] = (self.any, self._decode, self._few)
+        ways: tuple[LayerOps[Any], ...] = (self.any, self._decode, self._few)
         for way in ways:
             way.choices = choices
         try:

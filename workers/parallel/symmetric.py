@@ -21,10 +21,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from kernels.dependent import launches_dependently
 from kernels.one_shot import PIECE_BYTES, Inbox, one_shot_add, one_shot_gather, one_shot_sum
 from kernels.pending_norm import PendingNorm
 from kernels.private_api import PrivateApi
+from kernels.runtime.dependent import launches_dependently
 
 logger = logging.getLogger(__name__)
 

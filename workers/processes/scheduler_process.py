@@ -34,8 +34,8 @@ from workers.protocol.messages import (
     ToScheduler,
 )
 from workers.protocol.plan import StepResult
-from workers.protocol.recording import Recorder
 from workers.protocol.report import SelfTestReport
+from workers.recording.file import Recorder
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
 from workers.step.buckets import token_buckets
 

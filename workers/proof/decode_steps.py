@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
-from kernels.repeat import nothing_repeated
+from kernels.runtime.repeat import nothing_repeated
 from workers.cache.spec import Fp8LatentSpec, IndexSpec, Int8IndexSpec
 from workers.memory.scratch import Scratch
 from workers.models import deepseek

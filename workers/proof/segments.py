@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
-from kernels.repeat import nothing_repeated
+from kernels.runtime.repeat import nothing_repeated
 from workers.memory.scratch import Scratch
 from workers.models.choices import Recorded, Taken
 from workers.proof.decode_steps import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from workers.memory.bits import differ
 from workers.memory.scratch import Scratch
 from workers.models.choices import Recorded, Taken
-from workers.models.flow import Flow
+from workers.models.pass_buffers import PassBuffers
 from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, quantizes_activations, shared, tolerance
 from workers.proof.segments import POISON
 from workers.protocol.report import BucketReport
@@ -53,22 +53,22 @@ def _proved(parts: StepParts, tail: Tail, host: torch.Generator, noise: torch.Ge
         # As many as the proof of segments leaves out of a bucket, for which other kernels need not be compiled.
         live = tokens - int(torch.randint(tokens // 16 + 1, (), generator=host))
         stage = Tail(parts, tokens, Scratch(device))
-        for gathered in (stage.flow.residual_TE, stage.flow.attended_THV):
+        for gathered in (stage.buffers.residual_TE, stage.buffers.attended_THV):
             gathered.normal_(generator=noise)
         token_N = torch.randperm(tokens, generator=host).to(device)
         ways, recorded = parts.model.ways, Recorded()
         with ways.choosing(recorded):
-            eager_NE = _tail_output(Tail(parts, tokens, Scratch(device)), stage.flow, token_N)
+            eager_NE = _tail_output(Tail(parts, tokens, Scratch(device)), stage.buffers, token_N)
         with ways.without_w8a8():
             padded_NE = eager_NE
             if quantizes_activations(parts, tokens):
                 recorded = Recorded()
                 with ways.choosing(recorded):
-                    padded_NE = _tail_output(Tail(parts, tokens, Scratch(device)), stage.flow, token_N)
+                    padded_NE = _tail_output(Tail(parts, tokens, Scratch(device)), stage.buffers, token_N)
             with ways.choosing(taken := Taken(recorded, layers=1)):
-                exact_NE = _tail_output(Tail(parts, live, Scratch(device)), stage.flow, token_N[:live])
+                exact_NE = _tail_output(Tail(parts, live, Scratch(device)), stage.buffers, token_N[:live])
         tail.fill(POISON)
-        replayed_NE = _tail_output(tail, stage.flow, token_N)
+        replayed_NE = _tail_output(tail, stage.buffers, token_N)
         if bool(differ(eager_NE, replayed_NE)):
             problems.append("hidden states differ")
         error_N = (padded_NE[:live] - exact_NE).norm(dim=-1) / exact_NE.norm(dim=-1)
@@ -90,8 +90,8 @@ def _proved(parts: StepParts, tail: Tail, host: torch.Generator, noise: torch.Ge
     )
 
 
-def _tail_output(tail: Tail, flow: Flow[Any], token_N: Tensor) -> Tensor:
+def _tail_output(tail: Tail, buffers: PassBuffers[Any], token_N: Tensor) -> Tensor:
     """Final hidden states fp32 [N, E]."""
-    tail.gather(flow, token_N)
+    tail.gather(buffers, token_N)
     tail.run()
     return tail.out_NE.float()

@@ -13,10 +13,11 @@ from kernels.page import pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
+from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
 from workers.environment import visible_gpus
 from workers.families import load_model
-from workers.families.eagle3 import load_eagle3, read_eagle3
 from workers.families.registry import load_config
+from workers.fit.cache_budget import fp8_cache, gpu_cache_budget, in_words, longest_request, pages_within, rows_at
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
@@ -24,7 +25,6 @@ from workers.parallel.group import Group
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
-from workers.rank.cache_budget import fp8_cache, gpu_cache_budget, in_words, longest_request, pages_within, rows_at
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks

@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from kernels.ahead import Compiled
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from kernels.runtime.ahead import Compiled
 from kernels.sampling import TokenMasks
 from workers.cache.paged import OutOfBoundsFault, PagedCache
 from workers.grammar.rows import ConstrainedRows
@@ -191,7 +191,8 @@ class Runner:
             self.stats.eager["no graphs"] += 1
         dead_ends: dict[int, int] = {}
         masks = partial(self._fill_masks, plan, dead_ends) if plan.constrained else None
-        output = self._run_mixed(plan, masks) if plan.prefill else self._run_decode(plan, masks)
+        step = self._mixed_step if plan.prefill else self._decode_step
+        output = step(plan, masks)()
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
             token_N = output.decided_N[output.layout.target_slice]
@@ -229,26 +230,28 @@ class Runner:
         dead_ends |= self._constrained.fill(plan.layout, _sampled_slots(plan), plan.constrained, self.masks)
         return self.masks.upload()
 
-    def _run_mixed(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
+    def _mixed_step(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> Callable[[], StepOutput]:
+        """What runs a step with prefill rows."""
         layout = plan.layout
         if self.graphs is None:
             stage = Stage(self.parts, layout.tokens, Scratch(self.device), Scratch(self.device))
-            return self._mixed.run(plan, stage, masks)
-        return self._mixed.run(plan, self.graphs.stage(layout), masks)
+            return partial(self._mixed.run, plan, stage, masks)
+        return partial(self._mixed.run, plan, self.graphs.stage(layout), masks)
 
-    def _run_decode(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> StepOutput:
+    def _decode_step(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> Callable[[], StepOutput]:
+        """What runs a step of decode rows alone: a graph where there is one for it."""
         dense = masks is None and self.parts.all_short(plan.decode_slots)
         if self.graphs is not None:
             if masks is not None and (split := self.graphs.split_step(plan)) is not None:
-                return split.replay(masks)
+                return partial(split.replay, masks)
             if masks is None and (captured := self.graphs.captured(plan, dense=dense)) is not None:
-                return captured.replay()
+                return captured.replay
         key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts, dense=dense)
         step = self._decode.get(key)
         if step is None:
             step = self._decode[key] = DecodeStep(self.parts, key, self._scratch)
         step.slot_R.copy_(torch.tensor(plan.decode_slots, dtype=torch.int64))
-        return step.run(masks)
+        return partial(step.run, masks)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a launched step; steps are collected in the order of their launch.

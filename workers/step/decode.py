@@ -94,7 +94,8 @@ class DecodeStep:
         parts, scratch, fed = self.parts, self._scratch, self._feed()
         batch = fed.batch(self.layout, first=0, dense=self.key.dense)
         aux_hidden_TF = parts.aux_hidden(self.layout.tokens, scratch)
-        hidden_TE = parts.model.forward(fed.token_RW.flatten(), batch, parts.cache, scratch, aux_hidden_TF)
+        tokens, aux_hidden = fed.token_RW.flatten(), parts.model.aux_hidden(aux_hidden_TF)
+        hidden_TE = parts.model.segments.forward(tokens, None, batch, parts.cache, scratch, aux_hidden)
         source_TF = hidden_TE if aux_hidden_TF is None else aux_hidden_TF
         return Passed(fed, source_TF, parts.model.logits(hidden_TE, scratch))
 

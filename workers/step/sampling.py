@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.dependent import launches_dependently
+from kernels.runtime.dependent import launches_dependently
 from kernels.sampling import (
     ALL_FEATURES,
     FLOORS,

@@ -21,7 +21,7 @@ import torch
 
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
-from workers.models.flow import Flow, PassTensors
+from workers.models.pass_buffers import PassBuffers, PassTensors
 from workers.protocol.plan import BatchLayout, TokenKey
 from workers.step.buckets import TokenBuckets
 from workers.step.parts import StepParts
@@ -44,15 +44,15 @@ class Tail:
         hidden, dtype = parts.model.config.hidden_size, parts.model.norm_E.dtype
         self.out_NE = inner.empty(tokens, hidden, dtype=dtype)
         """Final hidden states."""
-        self.flow = segments.flow_to_end(tokens, inner)
+        self.buffers = segments.buffers_to_end(tokens, inner)
 
-    def gather(self, flow: Flow[Any], token_N: torch.Tensor) -> None:
-        """Take the tokens `token_N` (int64) out of a stage's flow."""
-        self._segments.gather(flow, token_N, self.flow)
+    def gather(self, buffers: PassBuffers[Any], token_N: torch.Tensor) -> None:
+        """Take the tokens `token_N` (int64) out of a stage's buffers."""
+        self._segments.gather(buffers, token_N, self.buffers)
 
     def run(self) -> None:
         """Of what was gathered, make `out_NE`."""
-        self._segments.end(self.flow, self.out_NE, self._inner)
+        self._segments.end(self.buffers, self.out_NE, self._inner)
 
     def fill(self, byte: int) -> None:
         """Overwrite all memory that a logits-only tail uses, the stages' inner one with it."""
@@ -81,12 +81,12 @@ class Stage:
         """Of the target's pass, where the draft layer reads them."""
         self.aux_hidden_TF = parts.aux_hidden(tokens, scratch)
         """Of the target's pass, the auxiliary hidden states that the drafter reads."""
-        flow = model.segments.flow(tokens, scratch)
+        buffers = model.segments.buffers(tokens, scratch)
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
-        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, flow, model.aux_hidden(self.aux_hidden_TF))]
+        self.tensors = [PassTensors(*inputs, None, self.hidden_TE, buffers, model.aux_hidden(self.aux_hidden_TF))]
         if self.hidden_TE is not None:
-            # The drafter's inputs replace the target's, and its pass the target's flow.
-            self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, flow))
+            # The drafter's inputs replace the target's, and its pass the target's buffers.
+            self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, buffers))
 
     @property
     def _stride(self) -> int:
@@ -157,7 +157,7 @@ class Stage:
         padded_N[:count] = token_N
         with self.inner.scope():
             tail = self.tail(key)
-            tail.gather(self.tensors[-1].flow, padded_N)
+            tail.gather(self.tensors[-1].buffers, padded_N)
             tail.run()
         return tail.out_NE[:count]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from workers.vocabulary.spelling import byte_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+ADDS_BOS_BY_DEFAULT: Final = ("Llama", "CodeLlama", "Gemma")
+"""How names of tokenizer classes begin that put the begin-of-sequence id before a text unless `add_bos_token` is false,
+as their documentation says."""
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
 
@@ -26,9 +31,51 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):
             return tiktoken.load(folder)
         hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        add_declared_ids(hf, folder)
         return hf
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def add_declared_ids(hf: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Have `hf` put the begin-of-sequence id before a text, and the end-of-sequence id behind it, where the folder's
+    tokenizer_config.json says so (`add_bos_token`, `add_eos_token`). tokenizer.json alone often does not, as that of
+    DeepSeek R1, whose makers' tokenizer class adds what the fields name. An id that tokenizer.json adds already is
+    added once; one that a field rules out, no more. Without the fields tokenizer.json holds.
+
+    ValueError where an id is asked for that the folder does not name.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    file = folder / "tokenizer_config.json"
+    declared: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    backend = hf.backend_tokenizer
+    plain: list[int] = backend.encode("a", add_special_tokens=False).ids
+    whole: list[int] = backend.encode("a", add_special_tokens=True).ids
+    begin = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    adds = {"bos": whole[:begin], "eos": whole[begin + len(plain) :]}
+    wanted: dict[str, list[int]] = {}
+    for kind, token in (("bos", hf.bos_token), ("eos", hf.eos_token)):
+        index = None if token is None else backend.token_to_id(str(token))
+        says = declared.get(f"add_{kind}_token")
+        if says is None and kind == "bos" and str(declared.get("tokenizer_class")).startswith(ADDS_BOS_BY_DEFAULT):
+            says = index is not None
+        if says and index is None:
+            raise ValueError(
+                f"tokenizer_config.json has add_{kind}_token, but no token of the vocabulary as {kind}_token: name one"
+            )
+        if says is None or adds[kind] not in ([], [index]):  # tokenizer.json adds other ids: it knows better
+            wanted[kind] = adds[kind]
+        else:
+            wanted[kind] = [index] if says and index is not None else []
+    if wanted == adds:
+        return
+    before, behind = ([backend.id_to_token(index) for index in wanted[kind]] for kind in ("bos", "eos"))
+    backend.post_processor = TemplateProcessing(
+        single=[*before, "$A", *behind],
+        pair=[*before, "$A", *behind, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in behind)],
+        special_tokens=[(backend.id_to_token(index), index) for ids in wanted.values() for index in ids],
+    )
 
 
 def special_ids(backend: object) -> frozenset[int]:

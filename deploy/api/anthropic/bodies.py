@@ -9,21 +9,43 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
-from deploy.api.http.errors import ApiError, unsupported
+from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
 from deploy.api.job.bodies import Body, ChatBody, TextPart, parameter
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
-from deploy.text.turns import goes_on, messages_of_turns, thinking_variables
+from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_variables
 
 Known = Mapping[str, Mapping[str, type[Any]]]
 """By the types of blocks the fields that each has, and their types."""
 _TEXTS: Final[Known] = {"text": {"text": str}}
+_SHOWN_IN_WORDS: Final[Known] = {
+    **_TEXTS,
+    **{kind: {} for kind in ("image", "document", "container_upload", "search_result", "tool_reference")},
+}
+"""What a model reads as it is or in words that stand for it; see `deploy.text.turns`."""
+_OF_SERVER: Final = (
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "tool_search_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "compaction",
+)
+"""What other servers did during earlier turns."""
 _OF_ASSISTANT: Final[Known] = {
     **_TEXTS,
     "thinking": {"thinking": str},
+    "redacted_thinking": {},
     "tool_use": {"id": str, "name": str, "input": dict},
+    **{kind: {} for kind in _OF_SERVER},
 }
-_OF_USER: Final[Known] = {**_TEXTS, "tool_result": {"tool_use_id": str}}
-_KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT}
+_OF_USER: Final[Known] = {**_SHOWN_IN_WORDS, "tool_result": {"tool_use_id": str}}
+_KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT, "system": _TEXTS}
+_NEW_ONES_REFUSED: Final = ("image", "document", "container_upload")
+"""What the last turn of a user cannot hold: its model would not see what it is asked about."""
 _TYPES: Final[dict[type[Any], str]] = {str: "a string", dict: "an object"}
 
 Blocks = list[dict[str, Any]]
@@ -59,20 +81,21 @@ def _turn(value: Any) -> Any:
     """A message whose content is blocks that its role can have."""
     role = value.get("role") if isinstance(value, Mapping) else None
     if not isinstance(role, str) or role not in _KNOWN or "content" not in value:
-        raise ValueError("a message should have a role, user or assistant, and content")
+        raise ValueError("a message should have a role, user, assistant or system, and content")
     blocks = blocks_of(value["content"], _KNOWN[role], "messages")
     for block in blocks:
         if block["type"] == "tool_result" and block.get("content") is not None:
-            blocks_of(block["content"], _TEXTS, "messages")
+            blocks_of(block["content"], _SHOWN_IN_WORDS, "messages")
     return {"role": role, "content": blocks}
 
 
 class Turn(BaseModel):
     """One message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[list[dict[str, Any]], WithJsonSchema(_CONTENT)]
-    """A string, or blocks: text, tool_result of users; text, thinking, tool_use of assistants."""
+    """A string, or blocks: text, tool_result of users; text, thinking, tool_use of assistants. Images and the like in
+    earlier turns become words."""
 
 
 class ClientTool(Body):
@@ -125,6 +148,8 @@ class OutputConfig(Body):
     """More of that."""
 
     format: OutputFormat | None = None
+    effort: str | None = None
+    """Goes to the chat template as `reasoning_effort`; most do not read it."""
 
 
 class MessagesPrompt(Body):
@@ -161,8 +186,6 @@ class MessagesBody(MessagesPrompt):
 
 UNSUPPORTED: Final = {
     "container": "a container",
-    "context_management": "context_management",
-    "compaction": "compaction",
     "mcp_servers": "a server of tools (mcp_servers)",
     "fallbacks": "another model in place of this one (fallbacks)",
     "thread": "a thread",
@@ -176,9 +199,6 @@ def reject_unsupported(raw: Mapping[str, Any]) -> None:
     for name, what in UNSUPPORTED.items():
         if raw.get(name):
             raise unsupported(what, name)
-    config = raw.get("output_config")
-    if isinstance(config, Mapping) and config.get("effort"):
-        raise unsupported("effort", "output_config")
 
 
 NAMES: Final = {
@@ -195,9 +215,23 @@ def own_names() -> Iterator[None]:
     """Errors about a chat name the fields that the client gave."""
     try:
         yield
+    except TooLong as error:
+        raise _as_anthropic_says(error) from None
     except ApiError as error:
         error.param = NAMES.get(error.param or "", error.param)
         raise
+
+
+def _as_anthropic_says(error: TooLong) -> ApiError:
+    """Too long a conversation in the words by which agents know that it is time to make it shorter."""
+    if error.prompt >= error.most:
+        message = f"prompt is too long: {error.prompt} tokens > {error.most} maximum"
+    else:
+        message = (
+            f"input length and `max_tokens` exceed context limit: {error.prompt} + {error.generated} > {error.most}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    return invalid(message, "messages", error.code)
 
 
 def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
@@ -205,15 +239,10 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
     value = parse_object(raw)
     reject_unsupported(value)
     body = validate(MessagesBody, value)
-    more = {
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "return_accepted_drafts": body.return_accepted_drafts,
-    }
+    same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "return_accepted_drafts")
+    # What the client left out stays out: the model has defaults of its own.
+    more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
+    more["stop"] = body.stop_sequences
     return body, _chat_of(body, **more)
 
 
@@ -224,7 +253,15 @@ def parse_prompt(raw: bytes) -> ChatBody:
     return _chat_of(validate(MessagesPrompt, value))
 
 
+def _check_new(turn: Turn) -> None:
+    """400 for what the newest turn shows that the model cannot see."""
+    for block in turn.content if turn.role == "user" else ():
+        if block["type"] in _NEW_ONES_REFUSED and said_in(block) in NOT_SHOWN.values():
+            raise unsupported(f"a content block of type {block['type']!r} here", "messages")
+
+
 def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
+    _check_new(body.messages[-1])
     messages = messages_of_turns(body.system, [(turn.role, turn.content) for turn in body.messages])
     begun = goes_on(messages)
     fields: dict[str, Any] = {
@@ -232,7 +269,10 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
         "messages": messages,
         "continue_final_message": begun,
         "add_generation_prompt": not begun,
-        "chat_template_kwargs": thinking_variables(None if body.thinking is None else body.thinking.type),
+        "chat_template_kwargs": thinking_variables(
+            None if body.thinking is None else body.thinking.type,
+            None if body.output_config is None else body.output_config.effort,
+        ),
         **more,
     }
     if body.thinking is not None and body.thinking.type == "enabled":

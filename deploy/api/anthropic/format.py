@@ -16,6 +16,10 @@ from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Con
 
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
+SIGNATURE: Final = "unsigned"
+"""Of thinking: clients keep thinking in a conversation only where it has a signature that is not empty. None is needed
+here, where whoever sends thinking back is believed."""
+
 
 class ThinkingTokens(DraftTokens):
     """Of what was generated."""
@@ -47,7 +51,8 @@ class ThinkingBlock(Answer):
 
     type: Literal["thinking"]
     thinking: str
-    signature: Literal[""]
+    signature: str
+    """Clients send it back; nothing depends on it."""
 
 
 class ToolUseBlock(Answer):
@@ -187,8 +192,9 @@ class MessagesFormat:
     def _close(self) -> bytes:
         if not self._open:
             return b""
+        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == "thinking" else b""
         self._open = ""
-        return named_event({"type": "content_block_stop", "index": self._index})
+        return signed + named_event({"type": "content_block_stop", "index": self._index})
 
 
 def blocks_of(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -200,7 +206,7 @@ def blocks_of(events: Sequence[Event]) -> list[dict[str, Any]]:
         if isinstance(event, Content | Reasoning):
             kind = "text" if isinstance(event, Content) else "thinking"
             if not blocks or blocks[-1]["type"] != kind:
-                blocks.append({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+                blocks.append({"type": kind, kind: ""} | ({"signature": SIGNATURE} if kind == "thinking" else {}))
             blocks[-1][kind] += event.text
         elif isinstance(event, CallBegin):
             begun, arguments = event, []

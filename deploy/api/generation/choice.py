@@ -11,6 +11,7 @@ from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Branch, Job
 from deploy.api.job.model import Reading
 from deploy.parsing.events import CallEnd, Event
+from deploy.text.stop import StopMatcher
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import FinishReason, RequestOutput
@@ -86,7 +87,7 @@ class Choice:
         self.drafts_accepted = 0
         """Of these, those that were accepted and are among its tokens."""
         self._stream = (
-            tokenizer.stream(job.stops, job.include_stop, job.skip_special_tokens, job.kept)
+            tokenizer.stream(self._watched(job), job.include_stop, job.skip_special_tokens, job.kept)
             if tokenizer is not None
             else None
         )
@@ -97,6 +98,10 @@ class Choice:
         self._hide_stop_id = not job.include_stop
         self._silent = job.silent
         self._min_tokens = branch.sampling.min_tokens
+
+    def _watched(self, job: Job) -> tuple[str, ...]:
+        """Stop strings that all of the text is watched for."""
+        return job.stops
 
     @property
     def finish_reason(self) -> str | None:
@@ -161,9 +166,16 @@ class ParsedChoice(Choice):
     def __init__(self, job: Job, branch: Branch, tokenizer: Tokenizer | None, reading: Reading) -> None:
         super().__init__(job, branch, tokenizer)
         self._parser = reading.parser()
+        if job.stops and not reading.stops_in_reasoning:
+            self._parser.watch(StopMatcher(job.stops, job.include_stop))
         self._one_call = reading.one_call
         self._calls = 0
         """Complete ones."""
+
+    @override
+    def _watched(self, job: Job) -> tuple[str, ...]:
+        """A stop string may stand in the reasoning: its parser looks for them behind it."""
+        return job.stops if job.reading is not None and job.reading.stops_in_reasoning else ()
 
     @override
     @property
@@ -199,11 +211,14 @@ class ParsedChoice(Choice):
         reasoning = parser.reasoning
         text = super().feed(output)
         assert isinstance(text, str)
-        events = parser.push(text) if text else []
+        events = parser.push(text, self.generated >= self._min_tokens) if text else []
         if output.tokens and (reasoning or parser.reasoning):
             self.reasoning_tokens += 1
-        if self.finish is not None:
-            events += parser.finish()
+        if self.finish is not None or parser.stop is not None:
+            stopped = self._stream is not None and self._stream.stop is not None
+            events += parser.finish(cut=stopped or self.finish != "stop")
+            if parser.stop is not None:
+                self.finish, self.stop_reason = "stop", parser.stop
         for place, event in enumerate(events):
             if isinstance(event, CallEnd):
                 self._calls += 1

@@ -97,6 +97,22 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+class TooLong(ApiError):
+    """400 for a prompt, with what is to be generated, that is longer than the model's context."""
+
+    def __init__(self, prompt: int, generated: int, most: int, param: str, at_least: bool) -> None:
+        """Tokens: of the prompt, to generate, of the context; with `at_least` the prompt may have more."""
+        self.prompt, self.generated, self.most = prompt, generated, most
+        least = "at least " if at_least else ""
+        super().__init__(
+            400,
+            f"this model's maximum context length is {most} tokens, but {least}{prompt + generated} were requested "
+            f"({least}{prompt} in the prompt, {generated} to generate)",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def not_valid(found: Mapping[str, Any], place: Sequence[str | int]) -> ApiError:
     """400: `found` is one of pydantic's errors, about the field at `place` in the body or the query."""
     param = ".".join(str(part) for part in place) or None

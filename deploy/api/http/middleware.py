@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.api.http.body import ClientDisconnected
-from deploy.api.http.errors import ApiError
+from deploy.api.http.errors import ApiError, of_anthropic
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
 
@@ -74,13 +74,15 @@ class AccessLayer:
         more: list[tuple[bytes, bytes]] = []
         scope["latentserve.headers"] = more
         status = 0
-        header = (b"x-request-id", request_id.encode())
+        headers = [(b"x-request-id", request_id.encode())]
+        if of_anthropic(scope["path"]):
+            headers.append((b"request-id", request_id.encode()))  # by this name its clients tell of a request
 
         async def with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), header, *more]}
+                message = {**message, "headers": [*message.get("headers", ()), *headers, *more]}
             await send(message)
 
         try:

@@ -9,7 +9,8 @@ OpenAI's own servers and clients expect; only fields that would change the answe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -29,6 +30,7 @@ from typing_extensions import override
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of
+from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from workers.protocol.plan import MAX_LOGIT_BIAS
 from workers.protocol.sampling import TABLE
 
@@ -302,6 +304,24 @@ class Message(Body):
         return schema
 
 
+_FLAG: Final = {"type": "boolean"}
+_COUNT: Final = {"type": "integer", "minimum": 1}
+_REASONING: Final = {
+    "type": "object",
+    "properties": {"effort": {"enum": list(EFFORTS), "type": "string"}, "enabled": _FLAG, "max_tokens": _COUNT},
+}
+_THINKING: Final = {
+    "anyOf": [
+        _FLAG,
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["enabled", "disabled", "adaptive", "auto"]}, "budget_tokens": _COUNT},
+            "required": ["type"],
+        },
+    ]
+}
+
+
 class ChatTemplateFields(Body):
     """How messages become a prompt."""
 
@@ -324,6 +344,26 @@ class ChatTemplateFields(Body):
     add_special_tokens: bool = False
     """Add the begin-of-sequence id and the like once more; templates usually write them."""
 
+    # Whether and how hard the model is to think; see `deploy.text.effort`.
+    reasoning_effort: Annotated[str | None, BeforeValidator(partial(checked, "reasoning_effort"))] = None
+    """none ... max; what the chat template has a switch for is done."""
+    reasoning: Annotated[Any, BeforeValidator(partial(checked, "reasoning")), WithJsonSchema(_REASONING)] = None
+    """The same as {"effort"}, {"enabled"} and {"max_tokens"}."""
+    thinking: Annotated[Any, BeforeValidator(partial(checked, "thinking")), WithJsonSchema(_THINKING)] = None
+    """The same as {"type": "enabled", "budget_tokens"}, {"type": "disabled"} or a boolean."""
+    enable_thinking: Annotated[Any, BeforeValidator(partial(checked, "enable_thinking")), WithJsonSchema(_FLAG)] = None
+    """The same as a boolean."""
+    thinking_budget: Annotated[Any, BeforeValidator(partial(checked, "thinking_budget")), WithJsonSchema(_COUNT)] = None
+    """Another name of `max_reasoning_tokens`."""
+    thinking_token_budget: Annotated[
+        Any, BeforeValidator(partial(checked, "thinking_token_budget")), WithJsonSchema(_COUNT)
+    ] = None
+    """Another name of `max_reasoning_tokens`."""
+
+    def asked_thinking(self) -> Thinking:
+        """What these fields say together."""
+        return thinking_of({name: getattr(self, name) for name in FIELDS})
+
 
 class ChatBody(ChatTemplateFields, GenerationBody):
     """POST /v1/chat/completions."""
@@ -336,6 +376,12 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     """false: an answer ends with its first call."""
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
+
+    @model_validator(mode="after")
+    def _one_bound_of_reasoning(self) -> Self:
+        if self.max_reasoning_tokens is None and (budget := self.asked_thinking().budget) is not None:
+            self.max_reasoning_tokens = budget
+        return self
 
     @override
     @property

@@ -14,6 +14,7 @@ from deploy.api.http.body import Incoming, parse_object, validate
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
 from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.defaults import with_defaults
 from deploy.api.job.model import Reading, ServedModel, too_long
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.api.limits.admission import Admission
@@ -261,6 +262,7 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     """What a chat asks of the engine; 400 for what cannot be, 429 where there is no room. Endpoints of other shapes
     make a chat of their bodies first."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
+    body = with_defaults(body, model.sampling_defaults)
     check_limits(body, tokenizer, config)
     admission.check_size(1, body.n)
     admission.check_capacity(1)  # before the work of tokenizing; counted exactly when the job starts

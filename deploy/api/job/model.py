@@ -11,14 +11,16 @@ from hashlib import blake2b
 from typing import Any, Final
 
 import kernels
-from deploy.api.http.errors import ApiError, engine_down, invalid, model_not_found, unsupported
+from deploy.api.http.errors import ApiError, TooLong, engine_down, invalid, model_not_found, unsupported
 from deploy.api.job.bodies import ChatBody, ChatTemplateFields
+from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.tools import shown
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat, ReasoningParser, Where
 from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
 from deploy.text.chat import template_message
+from deploy.text.effort import SWITCHES
 from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import Engine, ModelInfo
@@ -31,10 +33,15 @@ class ServedModel:
     """One per application."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, config: ApiConfig, numerics: Mapping[str, object]
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        config: ApiConfig,
+        numerics: Mapping[str, object],
+        sampling_defaults: SamplingDefaults,
     ) -> None:
         """`numerics`: the engine's settings that decide how it rounds."""
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer, self.config, self.sampling_defaults = tokenizer, config, sampling_defaults
         self.reader = Reader(tokenizer, config)
         self._engine, self._numerics = engine, dict(numerics)
 
@@ -72,6 +79,7 @@ class ServedModel:
     def render(self, body: ChatTemplateFields) -> str:
         """The prompt text of a chat; 400 when there can be none."""
         tokenizer = self.needs_tokenizer("messages", "; only /v1/completions with token ids works")
+        self.reader.check_thinking(body)
         return render_messages(tokenizer, self.config, body)
 
     def most_tokens(self) -> int:
@@ -105,12 +113,7 @@ class ServedModel:
 
 def too_long(prompt: int, generated: int, info: ModelInfo, param: str, at_least: bool = False) -> ApiError:
     """400 context_length_exceeded."""
-    least = "at least " if at_least else ""
-    message = (
-        f"this model's maximum context length is {info.max_context} tokens, but {least}{prompt + generated} were "
-        f"requested ({least}{prompt} in the prompt, {generated} to generate)"
-    )
-    return invalid(message, param, "context_length_exceeded")
+    return TooLong(prompt, generated, info.max_context, param, at_least)
 
 
 def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateFields) -> str:
@@ -120,14 +123,16 @@ def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateF
             "continue_final_message: set add_generation_prompt to false with it, they exclude each other",
             "continue_final_message",
         )
+    tools = shown(body.tools) if body.tools and body.tool_choice != "none" else ()
+    told = tokenizer.thinking_variables(body.asked_thinking(), config.chat_template, bool(tools))
     try:
         return tokenizer.render_chat(
             [template_message(message.role, message.content, message.model_dump()) for message in body.messages],
-            tools=shown(body.tools) if body.tools and body.tool_choice != "none" else (),
+            tools=tools,
             template=config.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            extra=body.chat_template_kwargs,
+            extra=told | body.chat_template_kwargs,
             control_tokens_in_text=config.control_tokens_in_text,
         )
     except ToolsUnknown as error:
@@ -152,6 +157,8 @@ class Reading:
     """How reasoning is told apart, if it is."""
     calls: str | None = None
     """The name of the format of calls, if there may be any."""
+    stops_in_reasoning: bool = False
+    """Stop strings end the reasoning, too, not the answer after it alone."""
 
 
 PLAIN: Final = Reading(lambda: AnswerParser(None, None), frozenset(), one_call=False)
@@ -166,8 +173,31 @@ class Reader:
         with_tools = "" if tokenizer is None else tokenizer.template_for(config.chat_template, tools=True)
         self.tools = _chosen(config.tool_parser, tool_parser_of(with_tools))
         self.reasoning = _chosen(config.reasoning_parser, reasoning_parser_of(template))
+        self._tokenizer, self._template = tokenizer, config.chat_template
+        self._stops_in_reasoning = config.stop_in_reasoning
         self._kept_of_tools = _kept(tokenizer, MARKERS[self.tools]) if self.tools else frozenset()
         self._kept_of_reasoning = _kept(tokenizer, (OPEN, CLOSE)) if self.reasoning else frozenset()
+
+    def check_thinking(self, body: ChatTemplateFields) -> None:
+        """400 for what the model cannot do of what a request says of thinking."""
+        asked = body.asked_thinking()
+        if asked.thinks is None or self._tokenizer is None or {*SWITCHES} & body.chat_template_kwargs.keys():
+            return
+        if self.reasoning is None:
+            if not asked.mild:
+                raise invalid(
+                    f"{asked.field}: it is not known how this model reasons; leave it out, or start the server with "
+                    f"--reasoning-parser ({', '.join(REASONING_PARSERS)})",
+                    asked.field,
+                    "unsupported_value",
+                )
+        elif not asked.thinks and not self._tokenizer.thinking_switches(self._template, bool(body.tools)) & {*SWITCHES}:
+            raise invalid(
+                f"{asked.field}: this model always reasons, its chat template has no switch for it; leave it out, or "
+                "bound the reasoning by max_reasoning_tokens",
+                asked.field,
+                "unsupported_value",
+            )
 
     def reading(self, body: ChatBody, prompt: str) -> Reading | None:
         """How the answers to a chat are read whose prompt is `prompt`; None where all of them is content. 400 for tools
@@ -187,13 +217,15 @@ class Reader:
             goes_on = body.continue_final_message
             where = form.continues(body.messages[-1].content) if goes_on else form.begins(prompt)
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
+        free = not _bound_behind_reasoning(body)
 
         def parser() -> AnswerParser:
             calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)
-            return AnswerParser(None if form is None else ReasoningParser(form, where), calls)
+            return AnswerParser(None if form is None else ReasoningParser(form, where), calls, free)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
-        return Reading(parser, kept, uses_tools and not body.parallel_tool_calls, where, form, tools)
+        one_call = uses_tools and not body.parallel_tool_calls
+        return Reading(parser, kept, one_call, where, form, tools, self._stops_in_reasoning)
 
 
 def _chosen(setting: str, by_template: str | None) -> str | None:
@@ -211,6 +243,13 @@ def _kept(tokenizer: Tokenizer | None, markers: tuple[str, ...]) -> frozenset[in
 
 def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in body.tools}
+
+
+def _bound_behind_reasoning(body: ChatBody) -> bool:
+    """Whether something is enforced that begins where the closing tag of the reasoning stands, so that a call before it
+    would not be bound, or be cut."""
+    strict = any(tool["function"]["strict"] for tool in body.tools)
+    return body.tool_choice != "auto" or strict or body.max_reasoning_tokens is not None
 
 
 def _call_id() -> str:

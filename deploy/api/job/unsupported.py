@@ -10,10 +10,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from deploy.api.http.errors import unsupported
+from deploy.text.effort import FIELDS
 
 _OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
-_SWITCH: Final = "; where the model's chat template has a switch for it, set that in chat_template_kwargs: this field"
-"""Ends what comes before `is not supported by this server`."""
 
 UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     # What is asked of the model.
@@ -31,13 +30,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "truncate_prompt_tokens": ("prompt truncation (truncate_prompt_tokens)", ()),
     "truncate": ("prompt truncation (truncate)", (False,)),
     "lora_path": ("an adapter (lora_path)", _OFF),
-    # How long and how openly it thinks.
-    "reasoning_effort": ("reasoning_effort" + _SWITCH, ()),
-    "reasoning": ("reasoning" + _SWITCH, ()),
-    "thinking": ("thinking" + _SWITCH, ()),
-    "enable_thinking": ("enable_thinking" + _SWITCH, ()),
-    "thinking_budget": ("thinking_budget" + _SWITCH, ()),
-    "thinking_token_budget": ("thinking_token_budget" + _SWITCH, ()),
+    # How openly it speaks.
     "verbosity": ("verbosity", ()),
     # What the answer must look like.
     "structured_outputs": (
@@ -90,6 +83,7 @@ OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "tools": ("tool calling (tools) outside of chats", _OFF),
     "tool_choice": ("tool calling (tool_choice) outside of chats", (*_OFF, "none", "auto")),
     "max_reasoning_tokens": ("a bound of the reasoning (max_reasoning_tokens) outside of chats", ()),
+    **{name: (f"a say in the reasoning ({name}) outside of chats", ()) for name in FIELDS},
 }
 """The same, of what is supported where there are messages."""
 

@@ -239,6 +239,8 @@ class ModelCard(Answer):
     root: str
     parent: None = None
     max_model_len: int
+    sampling_defaults: dict[str, float]
+    """How requests are sampled that do not say so, where that is not temperature 1 without a filter. An extension."""
 
 
 class ModelList(Answer):

@@ -12,6 +12,7 @@ from deploy.api.http.body import Incoming
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import CompletionBody
 from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.defaults import with_defaults
 from deploy.api.job.job import Job, Prompt, build_job, check_limits
 from deploy.api.job.model import ServedModel
 from deploy.api.limits.admission import Admission
@@ -24,6 +25,7 @@ from workers.protocol.scores import Scores
 async def completion_job(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
     """What a completion asks of the engine; 400 for what cannot be, 429 where there is no room."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
+    body = with_defaults(body, model.sampling_defaults)
     prompts = await _prompts(body, incoming, model, admission)
     grammar = await requested_grammar(body, tokenizer, info) if body.constrained else None
     return await incoming.work(build_job, body, prompts, info, tokenizer, config, grammar)

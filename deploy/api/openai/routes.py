@@ -119,7 +119,13 @@ def add_models(endpoints: Endpoints, served: ServedModel) -> None:
 
     def card(name: str) -> dict[str, Any]:
         info = served.info()
-        return ModelCard(id=name, created=info.created, root=info.name, max_model_len=info.max_context).model_dump()
+        return ModelCard(
+            id=name,
+            created=info.created,
+            root=info.name,
+            max_model_len=info.max_context,
+            sampling_defaults=dict(served.sampling_defaults),
+        ).model_dump()
 
     endpoints.add("/v1/models", "GET", models, answer=ModelList)
     endpoints.add("/v1/models/{model_id:path}", "GET", model, answer=ModelCard)

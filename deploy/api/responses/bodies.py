@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -11,6 +12,7 @@ from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
 from deploy.api.job.bodies import INT63, Body, ChatBody, parameter
 from deploy.text.chat import MOST_MESSAGES, joined
+from deploy.text.effort import checked
 from deploy.text.turns import Messages, messages_of_items, with_instructions
 
 Items = list[dict[str, Any]]
@@ -112,6 +114,9 @@ class ResponsesBody(Body):
     metadata: dict[str, str] = Field(default_factory=dict)
     """Comes back as it is."""
 
+    reasoning: Annotated[Any, BeforeValidator(partial(checked, "reasoning")), WithJsonSchema(_ANY_OBJECT)] = None
+    """How hard the model is to think, as `effort`: what the chat template has a switch for is done."""
+
     # Extensions.
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
@@ -138,10 +143,6 @@ def reject_unsupported(raw: Mapping[str, Any]) -> None:
             raise unsupported(what, name)
     if raw.get("truncation") not in (None, "disabled"):
         raise unsupported("prompt truncation (truncation)", "truncation")
-    reasoning = raw.get("reasoning")
-    if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
-        switch = "where the model's chat template has a switch for it, set that in chat_template_kwargs"
-        raise unsupported(f"effort of reasoning; {switch}: this field", "reasoning")
     include = raw.get("include")
     if isinstance(include, list) and "message.output_text.logprobs" in include:
         raise unsupported("log-probabilities of a response", "include")
@@ -182,10 +183,11 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
         "tool_choice": body.tool_choice,
         "response_format": body.text,
     }
-    sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens")
+    sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens", "reasoning")
     same = (*sampling, "stream", "parallel_tool_calls", "return_accepted_drafts")
     try:
-        more = {name: getattr(body, name) for name in same}
+        # What the client left out stays out: the model has defaults of its own.
+        more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
         return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
     except ApiError as error:
         raise named_here(error) from None

@@ -55,6 +55,8 @@ class ResponsesFormat:
         self._items = OutputWriter()
         self._number = 0
         """Of the next event."""
+        sampling = job.sequences[0].sampling
+        effort = body.reasoning.get("effort") if isinstance(body.reasoning, dict) else None
         self._head: dict[str, Any] = {
             "id": name,
             "object": "response",
@@ -66,13 +68,13 @@ class ResponsesFormat:
             "metadata": body.metadata,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": effort, "summary": None},
             "store": stored,
-            "temperature": body.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": _flat(body.text, "json_schema") if body.text else {"type": "text"}},
             "tool_choice": _flat(body.tool_choice, "function"),
             "tools": [{"parameters": None, "strict": None, **_flat(tool, "function")} for tool in body.tools],
-            "top_p": body.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
         }
         try:

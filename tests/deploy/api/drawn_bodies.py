@@ -18,13 +18,14 @@ WORDS = [
     "text", "function", "tool_use", "tool_result", "thinking", "redacted_thinking", "image", "image_url", "message",
     "function_call", "function_call_output", "reasoning", "input_text", "output_text", "item_reference", "json_schema",
     "json_object", "structural_tag", "object", "array", "string", "user", "assistant", "system", "developer", "tool",
-    "auto", "none", "any", "required", "f", "a", "{}", "[1", "completed",
+    "auto", "none", "any", "required", "f", "a", "{}", "[1", "completed", "document", "search_result", "tool_reference",
+    "server_tool_use", "web_search_tool_result", "compaction", "enabled", "disabled", "adaptive", "low", "max",
 ]  # fmt: skip
 NAMES = [
     "type", "id", "name", "role", "content", "text", "input", "output", "arguments", "call_id", "tool_use_id",
     "function", "parameters", "input_schema", "schema", "strict", "properties", "required", "enum", "format",
     "json_schema", "tool_calls", "tool_call_id", "thinking", "signature", "summary", "is_error", "cache_control",
-    "structures", "triggers", "begin", "end",
+    "structures", "triggers", "begin", "end", "effort", "enabled", "budget_tokens", "source", "data", "title",
 ]  # fmt: skip
 
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -58,6 +59,16 @@ RICH: dict[str, list[dict[str, Any]]] = {
             "stream": True,
             "max_reasoning_tokens": 5,
         },
+        {
+            **_BASIC,
+            "messages": [{"role": "user", "content": "b"}],
+            "reasoning_effort": "low",
+            "reasoning": {"effort": "high", "enabled": True, "max_tokens": 9},
+            "thinking": {"type": "enabled", "budget_tokens": 9},
+            "enable_thinking": True,
+            "thinking_budget": 9,
+            "stop": ["x"],
+        },
     ],
     "/v1/messages": [
         {
@@ -86,6 +97,34 @@ RICH: dict[str, list[dict[str, Any]]] = {
             "stop_sequences": ["x"],
         },
         {**_BASIC, "max_tokens": 5, "messages": [{"role": "user", "content": "b"}], "stream": True},
+        {
+            **_BASIC,
+            "max_tokens": 5,
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                        {"type": "text", "text": "a"},
+                    ],
+                },
+                {"role": "system", "content": "b"},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "document", "title": "t", "source": {"type": "text", "data": "c"}},
+                        {"type": "search_result", "title": "t", "content": [{"type": "text", "text": "d"}]},
+                        {"type": "tool_reference", "tool_name": "f"},
+                    ],
+                },
+            ],
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "high"},
+            "context_management": {"edits": []},
+        },
     ],
     "/v1/responses": [
         {
@@ -107,6 +146,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
             **_BASIC,
             "input": "b",
             "stream": True,
+            "reasoning": {"effort": "low", "summary": "auto"},
             "text": {"format": {"type": "json_schema", "name": "s", "schema": _SCHEMA}},
             "previous_response_id": None,
             "store": False,

@@ -19,7 +19,10 @@ from tiny_tokenizer import with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
 from deploy.api.app import create_app
+from deploy.api.job.bodies import ChatBody
+from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
+from deploy.parsing.events import CallEnd
 from deploy.parsing.registry import CALL_GRAMMARS, MARKERS
 from workers.protocol.front import Engine
 from workers.protocol.grammar import Grammar
@@ -140,6 +143,25 @@ def test_wrong_choices(port: int, fields: dict[str, Any], param: str, says: str)
     error = ask(port, **fields).json()["error"]
     assert error["param"] == param
     assert says in error["message"]
+
+
+def test_calls_in_the_reasoning_do_not_count_where_they_would_not_be_bound() -> None:
+    reader = Reader(TOKENIZER, ApiConfig(tool_parser="glm", reasoning_parser="glm"))
+    text = "Hm. <tool_call>f</tool_call></think>"
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    free = {"type": "function", "function": {"name": "f"}}
+    for fields, calls in (
+        ({"tools": [free]}, 1),
+        ({"tools": [strict]}, 0),
+        ({"tools": [free], "tool_choice": "required"}, 0),
+        ({"tools": [free], "max_reasoning_tokens": 9}, 0),
+    ):
+        body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields})
+        reading = reader.reading(body, "<think>")
+        assert reading is not None
+        one = reading.parser()
+        events = [*one.push(text), *one.finish()]
+        assert sum(isinstance(event, CallEnd) for event in events) == calls
 
 
 def test_the_reasoning_is_bounded(port: int, engine: FakeEngine) -> None:

@@ -50,6 +50,12 @@ bodies = st.fixed_dictionaries(
         "n": st.integers(1, 3),
         "tools": tools | st.none(),
         "tool_choice": st.sampled_from(["auto", "none", None]),
+        "reasoning_effort": st.sampled_from([None, "none", "low", "max", "auto"]),
+        "reasoning": st.sampled_from([None, {}, {"effort": "none"}, {"enabled": True}, False]),
+        "thinking": st.sampled_from(
+            [None, {"type": "enabled"}, {"type": "disabled"}, {"type": "adaptive"}, True, False]
+        ),
+        "enable_thinking": flags,
     },
 )
 

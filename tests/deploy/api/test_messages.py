@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from jsonschema import Draft202012Validator
 from tiny_tokenizer import tiny, with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
+from deploy.api.anthropic.format import SIGNATURE
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.parsing.registry import MARKERS
@@ -83,7 +85,7 @@ def test_thinking_text_and_tools_streamed_and_not() -> None:
         with served.client() as client:
             answer = ask(client, tools=[TOOL], thinking=THINK)
             assert content_of(answer) == [
-                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "thinking", "thinking": "Hm.", "signature": SIGNATURE},
                 {"type": "text", "text": "I look."},
                 {"type": "tool_use", "id": "functions.get_weather:0", "name": "get_weather", "input": {"city": "Köln"}},
             ]
@@ -189,7 +191,8 @@ def test_what_binds_the_answer() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "system", "content": [{"type": "image"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0"),
@@ -201,7 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config"),
-    ({"output_config": {"effort": "low"}}, "output_config"),
+    ({"output_config": {"effort": 5}}, "output_config.effort"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"temperature": 1.5}, "temperature"),
     ({"max_tokens": 5000}, "messages"),
@@ -262,9 +265,9 @@ def test_calls_that_break_off_are_text() -> None:
     template, text = DEEPSEEK_V31, '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": b}'
     with Served(text, template).client() as client:
         answer = ask(client, tools=[TOOL])
-        assert (content_of(answer), answer.stop_reason) == ([{"type": "text", "text": text}], "end_turn")
+        assert (content_of(answer), answer.stop_reason) == ([{"type": "text", "text": 'f{"a": b}'}], "end_turn")
         final, _ = streamed(client, tools=[TOOL])
-        assert (content_of(final)[-1], final.stop_reason) == ({"type": "text", "text": text}, "end_turn")
+        assert (content_of(final)[-1], final.stop_reason) == ({"type": "text", "text": 'f{"a": b}'}, "end_turn")
 
 
 def test_numbers_of_any_size_in_a_call() -> None:
@@ -360,3 +363,125 @@ async def test_the_demo_model_calls_a_tool() -> None:
         greedy: Any = {"temperature": 0.0}
         text = await client.messages.create(model="demo", max_tokens=9, messages=asked["messages"], extra_body=greedy)
         assert text.stop_reason == "max_tokens"
+
+
+def test_turns_of_the_system_stand_where_they_were_said() -> None:
+    turns = [*ASK, {"role": "assistant", "content": "Hm."}, {"role": "system", "content": "Be brief."}, *ASK]
+    served = Served("Fine.")
+    with served.client() as client:
+        ask(client, messages=turns)
+        said = served.prompt
+        assert said.index("Hm.") < said.index("Be brief.") < said.rindex("Weather")
+        counted = client.messages.count_tokens(model="tiny", messages=turns)
+        assert counted.input_tokens == len(served.engine.requests[-1].prompt)
+
+
+OF_OTHER_SERVERS: Any = [
+    {"type": "thinking", "thinking": "Hm.", "signature": "EqQBCg"},
+    {"type": "redacted_thinking", "data": "EmwKAhgB"},
+    {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}, "citations": None},
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+    {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Bonn"}},
+]
+SHOWN: Any = [
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}},
+    {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}},
+    {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "A note."}},
+    {"type": "tool_reference", "tool_name": "get_weather"},
+    {
+        "type": "search_result",
+        "title": "Found",
+        "source": "https://x",
+        "content": [{"type": "text", "text": "So it is."}],
+    },
+]
+
+
+def test_what_a_model_cannot_see_is_words_in_its_history() -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": SHOWN}
+    turns = [
+        {"role": "user", "content": [*SHOWN, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": OF_OTHER_SERVERS},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+    ]
+    served = Served("Fine.")
+    with served.client() as client:
+        assert content_of(ask(client, messages=turns, tools=[TOOL]))
+        for words in (
+            "[An image was here, which this model cannot see.]",
+            "[A document was here, which this model cannot read.]",
+            "Notes",
+            "A note.",
+            "[The tool get_weather can be called.]",
+            "So it is.",
+            "[Part of the reasoning was withheld.]",
+            "[The server called its tool web_search.]",
+            "[The server's tool gave a result: web_search.]",
+            "And now?",
+        ):
+            assert words in served.prompt, words
+        assert served.prompt.count("[An image was here") == 2
+        client.messages.count_tokens(model="tiny", messages=turns, tools=[TOOL])
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "container_upload"])
+def test_what_the_newest_turn_shows_is_refused_if_it_cannot_be_seen(http: httpx.Client, kind: str) -> None:
+    block = {"type": kind, "source": {"type": "url", "url": "https://x/y"}}
+    turns = [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}]
+    answer = http.post("/v1/messages", json={**BODY, "messages": turns})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    text = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A note."}}
+    assert http.post("/v1/messages", json={**BODY, "messages": [{"role": "user", "content": [text]}]}).is_success
+
+
+def test_thinking_is_signed_and_its_signature_comes_back() -> None:
+    served = Served("Hm.</think>Fine.")
+    with served.client() as client:
+        message, events = streamed(client, thinking=THINK)
+        signed = [
+            event.delta.signature
+            for event in events
+            if getattr(event, "delta", None)
+            and event.type == "content_block_delta"
+            and event.delta.type == "signature_delta"
+        ]
+        assert len(signed) == 1
+        assert signed[0]
+        assert message.content[0].signature == signed[0] == ask(client, thinking=THINK).content[0].signature
+        turns = [*ASK, {"role": "assistant", "content": content_of(message)}, *ASK]
+        assert ask(client, messages=turns, thinking=THINK).content
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        {"output_config": {"effort": "high"}},
+        {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "max"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, "max_tokens": 2000},
+        {"thinking": {"type": "disabled"}},
+        {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "x"}, "service_tier": "auto"},
+        {"system": [{"type": "text", "text": "Hm.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]},
+        {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
+    ],
+)
+def test_what_agents_send_is_taken(http: httpx.Client, fields: dict[str, Any]) -> None:
+    beta = {
+        "anthropic-beta": "context-management-2025-06-27,interleaved-thinking-2025-05-14",
+        "anthropic-version": "2023-06-01",
+    }
+    for path in ("/v1/messages?beta=true", "/v1/messages/count_tokens?beta=true"):
+        answer = http.post(path, json={**BODY, **fields}, headers=beta)
+        assert answer.is_success, answer.text
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_too_long_is_said_as_agents_know_it(http: httpx.Client) -> None:
+    long = [{"role": "user", "content": "the quick brown fox " * 3000}]
+    error = http.post("/v1/messages", json={**BODY, "messages": long}).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > 4096 maximum", error["message"])
+    error = http.post("/v1/messages", json={**BODY, "max_tokens": 4090}).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert re.match(r"input length and `max_tokens` exceed context limit: \d+ \+ 4090 > 4096, ", error["message"])

@@ -202,9 +202,10 @@ def test_broken_calls_are_content() -> None:
     text = "<｜tool▁calls▁begin｜>" + V31_CALL.replace('"Köln"', "Köln") % 1
     with Served(DEEPSEEK_V31, text).client() as client:
         choice = client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL]).choices[0]
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+        content = 'get_weather{"city": Köln, "days": 1}'
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (content, None, "stop")
         message, _ = streamed(client, tools=[TOOL])
-        assert (message["content"], message["finish"]) == (text, "stop")
+        assert (message["content"], message["finish"]) == (content, "stop")
 
 
 def test_an_answer_that_is_cut_says_so() -> None:
@@ -240,10 +241,7 @@ def test_n_choices_stop_strings_and_log_probabilities() -> None:
         tokens = [t for event in events for choice in event.choices for t in getattr(choice, "token_ids", None) or ()]
         assert tokens == [*served.ids, 1]
         choice = client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], stop="functions.").choices[0]
-        assert (choice.message.content, choice.finish_reason) == (
-            "I look.<|tool_calls_section_begin|><|tool_call_begin|>",
-            "stop",
-        )
+        assert (choice.message.content, choice.finish_reason) == ("I look.", "stop")
 
 
 def test_reasoning_follows_the_prompt() -> None:
@@ -279,6 +277,65 @@ def test_parsers_by_name_and_none() -> None:
             client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
         assert streamed(client)[0]["content"] == text
     with Served(unknown, V31_CALL % 1, tool_parser="deepseek_v31", reasoning_parser="deepseek_r1").client() as client:
-        assert streamed(client, tools=[TOOL])[0]["calls"] == {}  # all of it is reasoning
+        assert len(streamed(client, tools=[TOOL])[0]["calls"]) == 1  # though the reasoning has not ended
     with pytest.raises(ValueError, match="tool_parser must be one of auto, none, deepseek_v3"):
         ApiConfig(tool_parser="gpt")
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("name", SAID)
+def test_stop_strings_are_looked_for_behind_the_reasoning(name: str, width: int) -> None:
+    template, _ = SAID[name]
+    text = "Is it END? END.\n\n</think>\n\nIt is the END of it."
+    served = Served(template, text, width=width)
+    with served.client() as client:
+        for stops, content, reason in (
+            (["END"], "It is the ", "END"),
+            (["\n\n"], "It is the END of it.", None),
+            (["</think>", "Is it"], "It is the END of it.", None),
+            (["of it"], "It is the END ", "of it"),
+            (["it.", "END?", "of it."], "It is the END ", "of it."),
+        ):
+            answer = client.chat.completions.create(model="tiny", messages=ASK, stop=stops, extra_body=THINK)
+            message, _ = streamed(client, stop=stops, extra_body=THINK)
+            choice = answer.choices[0]
+            assert choice.message.content == message["content"] == content
+            assert choice.message.reasoning_content == message["reasoning"] == "Is it END? END."
+            assert choice.finish_reason == message["finish"] == "stop"
+            assert choice.model_dump()["stop_reason"] == reason
+        kept = client.chat.completions.create(
+            model="tiny", messages=ASK, stop=["END"], extra_body={**THINK, "include_stop_str_in_output": True}
+        )
+        assert kept.choices[0].message.content == "It is the END"
+        most = len(served.tokenizer.encode("Is it END? END.", add_special_tokens=False))
+        cut = client.chat.completions.create(
+            model="tiny", messages=ASK, stop=["END"], max_tokens=most, extra_body=THINK
+        )
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("", "length")
+        late = client.chat.completions.create(
+            model="tiny", messages=ASK, stop=["END"], extra_body={**THINK, "min_tokens": len(served.ids)}
+        )
+        assert late.choices[0].message.content == "It is the END of it."
+
+
+def test_stop_strings_before_a_call_and_within() -> None:
+    template, text = SAID["glm"]
+    served = Served(template, text)
+    with served.client() as client:
+        for stops, calls in (["I look"], 0), (["</tool_call>\n"], 0), (["<arg_value>2"], 1):
+            answer = client.chat.completions.create(
+                model="tiny", messages=ASK, tools=[TOOL], stop=stops, extra_body=THINK
+            )
+            choice = answer.choices[0]
+            assert len(choice.message.tool_calls or ()) == calls
+            assert choice.finish_reason == ("tool_calls" if calls else "stop")
+            assert choice.message.reasoning_content == "Two cities."
+
+
+def test_a_setting_has_stop_strings_end_the_reasoning_too() -> None:
+    served = Served(KIMI, "Is it END? END.</think>It is the END.", stop_in_reasoning=True)
+    with served.client() as client:
+        answer = client.chat.completions.create(model="tiny", messages=ASK, stop=["END"], extra_body=THINK)
+        assert answer.choices[0].message.content == ""
+        assert answer.choices[0].message.reasoning_content == "Is it"
+        assert answer.choices[0].finish_reason == "stop"

@@ -135,7 +135,6 @@ def test_an_empty_file_is_no_settings(started, command, tmp_path):
         ("frobnicate: 1", "unknown setting frobnicate in {file}; docs/command-line.md lists all there are"),
         ("1: 2", "1: Names should be text"),
         ("port: many", "port: Input should be a valid integer"),
-        ("host: 10.0.0.7", "HAProxy reaches replicas"),
         ("engine: {model: demo, token_budget: 3}", "is too small for max_rows"),
         ("api: {api_keys: sesame}", "Input should be a list"),
         ("api: {api_keys: ['']}", "api_keys must not hold an empty string"),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,9 @@ from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 
 from deploy.cluster import haproxy
+from deploy.cluster.environment import fitting_connections
 from workers.channel.ports import free_ports
+from workers.environment import EnvironmentProblem
 
 PORT, STATS, EXPORTER, REPLICA, ROUTER = free_ports("127.0.0.1", 5)
 ROUTER_TIMEOUT_S = 1
@@ -357,6 +360,52 @@ def test_a_request_that_does_not_come_holds_no_connection(proxy: tuple[subproces
         answers = list(at_once.map(raw, [b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"]))
     assert BODY_TIMEOUT_S - 0.5 < time.monotonic() - begun < BODY_TIMEOUT_S + 3
     assert [answer.split()[1] for answer in answers] == [b"408"] * 2
+
+
+@pytest.mark.parametrize("limit", [256, 1024, 4096, 8192, 20_000])
+def test_haproxy_starts_within_the_limit_of_open_files(
+    rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    connections = fitting_connections()
+    assert connections >= min(4096, limit // 5)
+    binary = haproxy.find_binary()
+    assert binary is not None
+    haproxy.install(tmp_path, binary)
+    text, changed = re.subn(r"^(\s*maxconn) \d+$", rf"\1 {connections}", rendered.read_text(), flags=re.M)
+    assert changed == 1
+    rendered.write_text(haproxy.adapt(text, tmp_path))
+    limited = f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); os.execv"
+    code = f"{limited}({binary!r}, [{binary!r}, '-db', '-f', {str(rendered)!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while process.poll() is None:
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", PORT), 1).close()
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert process.poll() is None, process.communicate()[1]
+        finally:
+            process.kill()
+
+
+def test_a_limit_without_room_for_clients_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
+    with pytest.raises(EnvironmentProblem, match=r"ulimit -Hn\) is 100, and HAProxy needs 136"):
+        fitting_connections()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert fitting_connections(50_000) == 50_000
+
+
+def test_every_interface_is_every_interface_with_ipv6_too(rendered: Path) -> None:
+    text = rendered.read_text().replace(f"bind 127.0.0.1:{PORT}", f"bind *:{PORT}")
+    assert f"    bind [::]:{PORT} v4v6\n" in haproxy.adapt(text, Path("/x"), both=True)
+    assert f"    bind *:{PORT}\n" in haproxy.adapt(text, Path("/x"))
+    for host, reached in ("::1", "[::1]"), ("localhost", "localhost"), ("*", "127.0.0.1"):
+        text = rendered.read_text().replace(f"bind 127.0.0.1:{PORT}", f"bind {host}:{PORT}")
+        assert f"    server successor {reached}:{PORT}\n" in haproxy.adapt(text, Path("/x"))
 
 
 def test_every_error_is_in_the_envelope(tmp_path: Path) -> None:

@@ -44,12 +44,6 @@ def test_wrong_settings_are_refused(fields: dict) -> None:
         config(**fields)
 
 
-def test_an_address_haproxy_cannot_use_is_refused_with_advice() -> None:
-    with pytest.raises(ValidationError, match=r"0\.0\.0\.0"):
-        config(host="10.1.2.3")
-    assert config(host="10.1.2.3", ingress="proxy").host == "10.1.2.3"
-
-
 def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "DeepSeek-V3"
     folder.mkdir()

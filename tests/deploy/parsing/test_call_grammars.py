@@ -193,6 +193,64 @@ def test_what_models_write_is_allowed(name: str) -> None:
     assert not takes(grammar_of(name), WRITERS[name]([("get_weather", {"city": "x"})]))
 
 
+_WITHOUT_SECTION = [
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>", ""),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>", ""),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n", ""),
+    ("deepseek_v32", "<｜DSML｜", "<｜｜DSML｜｜"),
+    ("deepseek_v32", "<｜DSML｜", "<|DSML|"),
+    ("kimi_k2", "<|tool_calls_section_begin|>", ""),
+    ("kimi_k2", "tool_calls_section", "tool_call_section"),
+]
+
+
+@pytest.mark.parametrize(("name", "marker", "instead"), _WITHOUT_SECTION)
+def test_calls_that_the_parser_reads_are_bound_or_ruled_out(name: str, marker: str, instead: str) -> None:
+    """What is no canonical call is none that a grammar leaves free."""
+    text = WRITERS[name]([("get_weather", {"city": "x"})]).replace(marker, instead)
+    assert check_reads(name, text) == 1
+    assert not takes(grammar_of(name, must=False), f"Let me see. {text}")
+
+
+def check_reads(name: str, text: str) -> int:
+    """How many calls the parser finds."""
+    return len(found(events_of(Both(TOOL_PARSERS[name]({"get_weather": SCHEMA}, lambda: "id")), [text])).calls)
+
+
+REFERRED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"$ref": "#/$defs/name"},
+        "size": {"allOf": [{"$ref": "#/$defs/size"}]},
+        "either": {"anyOf": [{"$ref": "#/$defs/name"}, {"const": "other"}]},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/name"}, {"type": "null"}]},
+    },
+    "required": ["name", "size", "either", "maybe"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{1,3}$"}, "size": {"type": "integer", "minimum": 1}},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_whose_schemas_are_referred_to(name: str) -> None:
+    """The grammar and the parser agree on what is a string without quotes."""
+    tag = CALL_GRAMMARS[name]([AllowedTool("f", REFERRED)], True, True)
+    grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    pieces = ["Ab", "5", '"Ab"', "null", "other", '"', *(f'"{key}": ' for key in REFERRED["properties"])]
+    ends = [ENDS[name]] * 6 if name in ENDS else []
+    read = 0
+    for seed in range(40):
+        text = walk(matcher_of(grammar), random.Random(seed), pieces + ends)
+        if text is None:
+            continue
+        answer = found(events_of(Both(TOOL_PARSERS[name]({"f": REFERRED}, lambda: "id")), [text]))
+        assert not answer.broken, text
+        for _, arguments in answer.calls:
+            jsonschema.Draft202012Validator(REFERRED).validate(arguments)
+        read += len(answer.calls)
+    assert read
+
+
 @pytest.mark.parametrize("name", ["glm", "deepseek_v32"])
 @pytest.mark.parametrize(
     ("schema", "says"),

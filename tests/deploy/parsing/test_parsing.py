@@ -7,13 +7,14 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from written_calls import MARKERS, WRITERS, Calls, Found, events_of, found, glm, parser
+from written_calls import CONTROL, MARKERS, WRITERS, Calls, Found, events_of, found, glm, parser
 
+from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, Content, Reasoning
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.reasoning import MOST_BLANK
+from deploy.parsing.reasoning import MOST_BLANK, ReasoningParser
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
 
 FORMATS = sorted(WRITERS)
@@ -125,6 +126,7 @@ def test_any_mix_of_markers_cut_anywhere(name: str, data: st.DataObject, random:
 @settings(deadline=None)
 @given(st.sampled_from(FORMATS), st.text(st.characters(exclude_categories=("Cs",))))
 def test_text_without_markers_is_content(name: str, text: str) -> None:
+    assume(not any(marker in text for marker in MARKERS[name] if marker[0] == "<"))
     assert found(events_of(parser(name), list(text))) == Found(text)
 
 
@@ -136,11 +138,12 @@ BROKEN = [
     ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 01}<｜tool▁call▁end｜>'),
     ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": "b<｜tool▁call▁end｜>'),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>[]<｜tool▁call▁end｜>"),
-    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool<｜tool▁sep｜>now\n```json\n{}\n```"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a kind<｜tool▁sep｜>now\n```json\n{}\n```"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\nnone\n```"),
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n'),
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">x</｜DSML｜invoke>'),
-    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>a b<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now:0<|tool_call_argument_begin|>{"),
     ("glm", "<tool_call>now"),
     ("glm", "<tool_call>now<arg_key>a</arg_key>b</tool_call>"),
     ("glm", '<tool_call>{"name": "now", "arguments": {}}</tool_call>'),
@@ -148,9 +151,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "text"), BROKEN)
-def test_what_is_no_call_is_content_as_it_was_written(name: str, text: str) -> None:
+def test_what_is_no_call_is_content_without_its_markers(name: str, text: str) -> None:
     answer = found(events_of(parser(name), list(text)))
-    assert (answer.content, answer.calls) == (text, [])
+    assert (answer.content.strip(), answer.calls) == (CONTROL[name].sub("", text).strip(), [])
 
 
 ODD: list[tuple[str, str, Found]] = [
@@ -186,7 +189,7 @@ ODD: list[tuple[str, str, Found]] = [
     (
         "deepseek_v31",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now",
-        Found("<｜tool▁call▁begin｜>now", calls=[("now", {})], ids=["call_0"]),
+        Found("now", calls=[("now", {})], ids=["call_0"]),
     ),
     # The older templates' line breaks; a tool, and an argument, that nobody described; a value that is no JSON.
     (
@@ -238,7 +241,7 @@ def test_strings_are_passed_on_as_they_come(name: str) -> None:
 def test_a_call_that_breaks_after_it_began_is_taken_back() -> None:
     text = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": x}'
     events = events_of(parser("deepseek_v31"), [text])
-    assert events == [CallBegin(0, "call_0", "now"), Arguments(0, '{"a": '), CallBroken(0), Content(text)]
+    assert events == [CallBegin(0, "call_0", "now"), Arguments(0, '{"a": '), CallBroken(0), Content('now{"a": x}')]
 
 
 def test_a_long_answer_costs_linear_time() -> None:
@@ -265,6 +268,10 @@ REASONED: list[tuple[str, Any, str, str, str]] = [
     ("kimi_k2", "inside", "a\n\nb </think> c", "a\n\nb", "c"),
     ("kimi_k2", "inside", "a" + " " * (MOST_BLANK + 2) + "</think>b", "a  ", "b"),
     ("kimi_k2", "undecided", "  \n", "", "  \n"),
+    ("glm", "undecided", "<think>\n<think>\nHm.</think>\n</think>\n\nYes. </think>", "Hm.", "Yes. </think>"),
+    ("deepseek_r1", "inside", "<think><think>Hm.</think></think>", "Hm.", ""),
+    ("deepseek_r1", "inside", "Hm.</think> </thi", "Hm.", "</thi"),
+    ("deepseek_r1", "inside", "<think><thi", "<thi", ""),
 ]
 
 
@@ -289,10 +296,24 @@ def test_reasoning_cut_anywhere(name: str, where: Any, pieces: list[str], random
     assert events_of(parser("kimi_k2", name, where), list(text)) == events
 
 
-def test_calls_follow_reasoning_and_not_those_that_it_speaks_of() -> None:
+def test_a_call_in_the_reasoning_counts_and_ends_it() -> None:
     call = glm([("now", {})])
-    answer = found(events_of(parser("glm", "glm", "inside"), list(f"I could {call}.</think>\nNow.{call}")))
-    assert (answer.reasoning, answer.content, answer.calls) == (f"I could {call}.", "Now.", [("now", {})])
+    answer = found(events_of(parser("glm", "glm", "inside"), list(f"I call {call}\n</think>\nNow.{call}")))
+    assert answer == Found("Now.", "I call", [("now", {})] * 2, ["call_0", "call_1"])
+
+
+def test_reasoning_that_speaks_of_calls_goes_on() -> None:
+    text = "A <tool_call> begins one, <tool_call>so on and <tool_call>two words<arg_key>."
+    answer = found(events_of(parser("glm", "glm", "inside"), list(f"{text}</think>Yes.")))
+    assert answer == Found("Yes.", text)
+    assert found(events_of(parser("glm", "glm", "inside"), list(text))) == Found("", text)
+
+
+def test_calls_in_the_reasoning_do_not_count_where_they_would_not_be_bound() -> None:
+    one = AnswerParser(ReasoningParser(REASONING_PARSERS["glm"], "inside"), TOOL_PARSERS["glm"]({}, str), False)
+    call = glm([("now", {})])
+    answer = found(events_of(one, list(f"I could {call}.</think>{call}")))
+    assert (answer.reasoning, answer.content, answer.calls) == (f"I could {call}.", "", [("now", {})])
 
 
 def test_kimi_may_call_without_ending_its_reasoning() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,15 +99,23 @@ MARKERS = {
     "deepseek_v32": [
         "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="',
         "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '" string="true">', '" string="false">',
-        "</｜DSML｜parameter>", '">',
+        "</｜DSML｜parameter>", '">', "<｜DSML｜", "</｜DSML｜", "<｜｜DSML｜｜", "</｜｜DSML｜｜", "<|DSML|",
+        "</|DSML|", "/>", '<parameter name="', "</parameter>", "</invoke>",
     ],
     "kimi_k2": [
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
-        "<|tool_call_argument_begin|>", "functions.now:3",
+        "<|tool_call_argument_begin|>", "functions.now:3", "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
     ],
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
 }  # fmt: skip
 """What a format is made of; mutations throw these in."""
+
+_TAG = r"</?｜DSML｜[a-z_]+(?: [a-z]+=\"[^\"]*\")*>"
+CONTROL = {
+    name: re.compile(_TAG if name == "deepseek_v32" else "|".join(re.escape(m) for m in markers if m[0] == "<"))
+    for name, markers in MARKERS.items()
+}
+"""What is never content."""
 
 
 def parser(tools: str | None, reasoning: str | None = None, where: Where = "undecided") -> AnswerParser:

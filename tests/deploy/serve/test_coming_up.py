@@ -14,7 +14,7 @@ from deploy.config.application import ServeConfig
 from deploy.serve import app
 from deploy.serve.app import APPLICATION, StartFailed
 from workers.config import DEMO_MODEL
-from workers.fit import Unfit
+from workers.fit.settings import Unfit
 
 
 class Pretended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.dequantize import launch
+from kernels.dequantize import launch_dequantize
 from kernels.matrix import GROUP, BlockScaled, GroupScaled
 
 SHAPES = [(16, 64), (53, 96), (130, 1536), (7, 2080)]
@@ -37,5 +37,5 @@ def check(matrix: BlockScaled | GroupScaled, want: Tensor) -> None:
     """By the kernel, in both dtypes: one rounding of a product in fp32, then one to the dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full(matrix.shape, torch.nan, dtype=dtype, device=matrix.device)
-        launch(matrix, out)
+        launch_dequantize(matrix, out)
         assert torch.equal(out.cpu(), want.float().to(dtype))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.dequantize import launch
+from kernels.dequantize import launch_dequantize
 from kernels.matrix import GROUP, BlockScaled, GroupScaled
 from tests.support.hopper import compile_only, resources
 
@@ -20,8 +20,8 @@ def test_compiles_without_spills(rows: int, features: int, dtype: torch.dtype) -
     )
     groups = torch.empty(rows, features // GROUP, dtype=torch.bfloat16)
     with compile_only() as compiled:
-        launch(BlockScaled(data, scales), out)
-        launch(GroupScaled(torch.empty(rows, features // 2, dtype=torch.uint8), groups), out)
+        launch_dequantize(BlockScaled(data, scales), out)
+        launch_dequantize(GroupScaled(torch.empty(rows, features // 2, dtype=torch.uint8), groups), out)
     for kernel in compiled:
         resources(kernel).check(registers=128)
 
@@ -30,5 +30,5 @@ def test_rows_compile_nothing_new() -> None:
     with compile_only() as compiled:
         for rows in (128, 400, 7168):
             data, scales = torch.empty(rows, 512, dtype=torch.float8_e4m3fn), torch.empty(-(-rows // 128), 4)
-            launch(BlockScaled(data, scales), torch.empty(rows, 512))
+            launch_dequantize(BlockScaled(data, scales), torch.empty(rows, 512))
     assert len({kernel.hash for kernel in compiled}) == 1

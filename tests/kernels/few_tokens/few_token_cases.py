@@ -19,8 +19,7 @@ from torch import Tensor
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as experts_launch
 from kernels.few_experts import reference as experts_reference
-from kernels.fp16_scaled import Fp16Scaled
-from kernels.fp16_scaled import launch as fp16_scaled_launch
+from kernels.fp16_scaled import Fp16Scaled, launch_to_fp16_scaled
 from kernels.head_linear import launch as head_launch
 from kernels.linear import fp8_even_launch, fp8_launch, launch, takes_fp16_scaled
 from kernels.matrix import BlockScaled, Matrix
@@ -121,7 +120,7 @@ def rows_of(place: Place, x: Tensor, weight: Matrix, tokens: int) -> Tensor | Fp
     if not takes_fp16_scaled(tokens, weight):
         return x
     rows = Fp16Scaled.empty(x, place.empty)
-    fp16_scaled_launch.to_fp16_scaled(x, rows.fp16_TF, rows.unit_T, dependent=place.dependent)
+    launch_to_fp16_scaled(x, rows.fp16_TF, rows.unit_T, dependent=place.dependent)
     return rows
 
 
@@ -468,15 +467,15 @@ def check_merge_up(
     value: int,
     *,
     columns: int = 32,
-    workers: int | None = None,
+    ctas: int | None = None,
 ) -> None:
     """Split attention, W_UV and the weighted sum equal attention, merge and W_UV."""
     torch.manual_seed(width)
     rows, pages = len(lengths), max(-(-max(lengths) // 64), 1)
     shape = DecodeShape(rows, width, heads, latent, rope, pages)
     tiling = portable_tiling(shape, 132 if place.device.type == "cuda" else 3)
-    if workers is not None:
-        tiling = replace(tiling, workers=workers)
+    if ctas is not None:
+        tiling = replace(tiling, ctas=ctas)
     size = Workspace.bytes(shape, tiling, BF16)
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=place.device)  # NaN in every float
     workspace = Workspace.over(buffer, shape, tiling, BF16)

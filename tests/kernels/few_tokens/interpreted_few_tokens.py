@@ -147,14 +147,14 @@ def test_merge_up(lengths: list[int], width: int) -> None:
     [[1] * 17, [300] * 17, [63, 0, 64, 700, 5, 3] * 4, [129, 0, 1000] * 6, [0] * 18],
     ids=["short", "equal", "ragged", "few long", "empty"],
 )
-@pytest.mark.parametrize(("width", "workers"), [(1, 3), (3, 3), (1, 40), (2, 80), (1, 300)])
-def test_merge_up_of_many_tokens(lengths: list[int], width: int, workers: int) -> None:
-    cases.check_merge_up(CPU, lengths, width, 2, 64, 16, 24, workers=workers)
+@pytest.mark.parametrize(("width", "ctas"), [(1, 3), (3, 3), (1, 40), (2, 80), (1, 300)])
+def test_merge_up_of_many_tokens(lengths: list[int], width: int, ctas: int) -> None:
+    cases.check_merge_up(CPU, lengths, width, 2, 64, 16, 24, ctas=ctas)
 
 
 @pytest.mark.parametrize("latent", [8, 24, 96])
 def test_merge_up_of_any_latent(latent: int) -> None:
-    cases.check_merge_up(CPU, [129, 0, 1000] * 6, 1, 2, latent, 8, 20, workers=40)
+    cases.check_merge_up(CPU, [129, 0, 1000] * 6, 1, 2, latent, 8, 20, ctas=40)
 
 
 def test_an_access_outside_the_arguments_fails() -> None:

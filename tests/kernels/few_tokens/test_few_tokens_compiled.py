@@ -13,8 +13,7 @@ from torch import Tensor
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import fp8_launch as fp8_experts_launch
 from kernels.few_experts import launch as experts_launch
-from kernels.fp16_scaled import Fp16Scaled
-from kernels.fp16_scaled import launch as fp16_scaled_launch
+from kernels.fp16_scaled import Fp16Scaled, launch_to_fp16_scaled
 from kernels.head_linear import launch as head_launch
 from kernels.latent_entry import fp8_entry
 from kernels.linear import fp8_even_launch, fp8_launch, launch
@@ -267,7 +266,7 @@ def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> Non
     with compile_only() as compiled:
         fp8_experts_launch.gate_up(x, choice, m.shared, gate_up, act, dependent=True)
         fp8_launch.fp8_gate_up(x, fp8(2 * m.dense, m.hidden), dense.fp16_TF, dependent=True)
-        fp16_scaled_launch.to_fp16_scaled(act, rows.fp16_TF, rows.unit_T, dependent=True)
+        launch_to_fp16_scaled(act, rows.fp16_TF, rows.unit_T, dependent=True)
         into = (after.x_TE, residual, norm, after.square_TP)
         fp8_experts_launch.down(rows, choice, m.shared, down, *into, dependent=True)
         fp8_experts_launch.down(rows, choice, m.shared, down, after.x_TE, dependent=True)
@@ -291,7 +290,7 @@ def test_fp8_weights_that_the_copy_engine_fetches(name: str, tokens: int) -> Non
         found.check()
         assert (found.waits, found.releases) == (True, True)
         assert "cp.async.ca" not in kernel.asm["ptx"]
-        if found.name != "to_fp16_scaled":
+        if found.name != "to_fp16_scaled_kernel":
             used = instructions(kernel)
             # One instruction makes fp16 of two numbers: a tile of 16 x 16 has four of them a thread, and one product.
             # A fence before the copy engine would wait for what threads have asked for.

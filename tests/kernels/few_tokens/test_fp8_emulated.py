@@ -63,7 +63,7 @@ def test_products(tokens: int, features: int, monkeypatch: pytest.MonkeyPatch) -
     with emulated(tokens, consecutive=True) as launches:
         cases.check_linear(CPU, tokens, 150, features, BLOCKS)
         cases.check_residual(CPU, tokens, 144, features, (16, 128))
-    assert launches == ["to_fp16_scaled", "fp8_linear"] * 3
+    assert launches == ["to_fp16_scaled_kernel", "fp8_linear"] * 3
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, resid
     if tokens == 1 and intermediate >= 512:
         behind = ["fp8_even"]
     else:
-        behind = ["to_fp16_scaled", "down_short" if intermediate <= 256 else "down"]
+        behind = ["to_fp16_scaled_kernel", "down_short" if intermediate <= 256 else "down"]
     assert launches == ["choose", "gate_up", *behind]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.fp16_scaled import Fp16Scaled, launch, reference
+from kernels.fp16_scaled import Fp16Scaled, launch_to_fp16_scaled, to_fp16_scaled_reference
 
 HUGE, TINY = 3e38, 2.0**-133
 """The largest bf16 numbers, about, and the smallest ones above 0."""
@@ -56,9 +56,9 @@ def check(x: Tensor, got: Fp16Scaled) -> None:
 def check_against_reference(x: Tensor) -> None:
     """The kernel's bits are the reference's."""
     want, got = poisoned(x), poisoned(x)
-    reference.to_fp16_scaled(x, want.fp16_TF, want.unit_T)
+    to_fp16_scaled_reference(x, want.fp16_TF, want.unit_T)
     check(x, want)
-    launch.to_fp16_scaled(x, got.fp16_TF, got.unit_T, dependent=False)
+    launch_to_fp16_scaled(x, got.fp16_TF, got.unit_T, dependent=False)
     finite = x.isfinite().all(1)
     assert torch.equal(got.unit_T[finite], want.unit_T[finite])
     assert torch.equal(got.fp16_TF[finite], want.fp16_TF[finite])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.fp16_scaled import Fp16Scaled, launch, to_fp16_scaled
+from kernels.fp16_scaled import Fp16Scaled, launch_to_fp16_scaled, to_fp16_scaled
 from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
@@ -14,7 +14,7 @@ def test_compiles_without_spills(features: int) -> None:
     x = torch.empty(3, features, dtype=torch.bfloat16)
     out = Fp16Scaled.empty(x, torch.empty)
     with compile_only() as compiled:
-        launch.to_fp16_scaled(x, out.fp16_TF, out.unit_T, dependent=True)
+        launch_to_fp16_scaled(x, out.fp16_TF, out.unit_T, dependent=True)
     found = resources(compiled[0])
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)

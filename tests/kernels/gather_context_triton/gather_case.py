@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.gather_context import gather_context, launch
+from kernels.gather_context import gather_context, launch_gather_context
 from kernels.page import PAGE_TOKENS
 from tests.support import fp8_entries
 
@@ -59,7 +59,7 @@ class Gather:
 
     def run(self) -> None:
         """The kernel, whatever the device."""
-        launch.gather_context(*self.tensors.values(), self.begin, self.latent)
+        launch_gather_context(*self.tensors.values(), self.begin, self.latent)
 
     def serve(self) -> None:
         """What attention calls."""

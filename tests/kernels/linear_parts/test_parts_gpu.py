@@ -7,8 +7,8 @@ import torch
 from captured import capture, check_replays
 from parts_case import Product
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.linear.parts import Cut
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.head_linear import launch as heads
 from kernels.linear.parts import Cut, part_linear
-from kernels.rms_norm import launch as norms
+from kernels.rms_norm import launch_add_rms_norm
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
@@ -63,7 +63,7 @@ def ahead(code: str) -> int:
 def test_all_parts_of_a_norm_are_on_their_way_at_once(features: int, parts: int) -> None:
     with compile_only() as compiled:
         x = (empty(64, parts, features, dtype=torch.float32), empty(64, features))
-        norms.add_rms_norm(*x, empty(features), empty(64, features), 1e-6, dependent=True)
+        launch_add_rms_norm(*x, empty(features), empty(64, features), 1e-6, dependent=True)
     resources(compiled[0]).check(registers=128)
     block = 1 << (features - 1).bit_length()
     assert ahead(machine_code(compiled[0])) >= (parts - 1) * block // (4 * 32 * resources(compiled[0]).warps)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def test_wide(lengths: list[int], width: int, heads: int, ctas: int) -> None:
     check("wide", deepseek(lengths, width, heads), ctas, seed=len(lengths))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_wide_under_other_schedules(seed: int) -> None:
     check("wide", deepseek([390, 64], 4, 16), 2, seed)
 
@@ -69,10 +71,17 @@ def test_wide_from_a_later_entry_on() -> None:
     check("wide", deepseek([2, 100], 4, 16, first=1), 2)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "first", "ctas"),
-    [([64, 128, 192, 1, 0, 65], 0, 1), ([0, 200, 0, 130, 64], 1, 2), ([450], 70, 1), ([127, 449], 0, 3)],
+    ("lengths", "first", "ctas", "fp8"),
+    [
+        ([64, 128, 192, 1, 0, 65], 0, 1, False),
+        pytest.param([64, 128, 192, 1, 0, 65], 0, 1, True, marks=pytest.mark.soak),
+        *(
+            (*case, fp8)
+            for case in (([0, 200, 0, 130, 64], 1, 2), ([450, 3], 70, 1), ([127, 449], 0, 3))
+            for fp8 in (False, True)
+        ),
+    ],
 )
 def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, ctas: int, fp8: bool) -> None:
     """One, two, three and many; rows that a CTA goes on with, also after an odd number of tiles; rows without
@@ -105,21 +114,34 @@ def test_wide_in_invariant_mode() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "width", "heads", "first"),
-    [([0, 1, 64, 65, 129], 1, 16, 0), ([130, 2, 70], 2, 8, 0), ([71, 200], 1, 4, 70), ([7, 65], 5, 3, 1)],
+    [
+        pytest.param([0, 1, 64, 65, 129], 1, 16, 0, marks=pytest.mark.soak),
+        pytest.param([130, 2, 70], 2, 8, 0, marks=pytest.mark.soak),
+        ([71, 200], 1, 4, 70),
+        ([7, 65], 5, 3, 1),
+    ],
 )
 def test_narrow(lengths: list[int], width: int, heads: int, first: int) -> None:
     check("narrow", deepseek(lengths, width, heads, first), 3, seed=width)
 
 
 @pytest.mark.parametrize(
-    ("length", "width", "heads", "first"), [(200, 2, 16, 0), (0, 2, 16, 0), (64, 4, 8, 1), (71, 10, 3, 70)]
+    ("length", "width", "heads", "first"),
+    [(200, 2, 16, 0), pytest.param(0, 2, 16, 0, marks=pytest.mark.soak), (64, 4, 8, 1), (71, 10, 3, 70)],
 )
 def test_narrow_with_a_row_of_two_blocks(length: int, width: int, heads: int, first: int) -> None:
     check("narrow", deepseek([length], width, heads, first), 5, seed=width)
 
 
-@pytest.mark.parametrize("lengths", [[64, 0, 70, 1, 130, 64], [1] * 7, [200, 1, 0, 0, 1]])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("lengths", "first"),
+    [
+        *(pytest.param(lengths, 0, marks=pytest.mark.soak) for lengths in ([64, 0, 70, 1, 130, 64], [1] * 7)),
+        *(pytest.param([200, 1, 0, 0, 1], first, marks=pytest.mark.soak) for first in (0, 1)),
+        ([64, 0, 70, 1, 130, 64], 1),
+        ([1] * 7, 1),
+    ],
+)
 def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int) -> None:
     check("narrow", deepseek(lengths, 1, 16, first), 2, seed=first)
 
@@ -139,17 +161,23 @@ def test_narrow_of_fp8_entries(lengths: list[int], width: int, heads: int, first
     check("narrow", deepseek(lengths, width, heads, first, fp8=True), ctas, seed=width, early=early)
 
 
+FP8_CASES: list[tuple[Any, ...]] = [
+    ([0, 1, 64, 65], 1, 16, 0, 3, {}),
+    ([200, 2], 2, 16, 0, 2, {"early": False}),
+    ([7, 65], 5, 9, 1, 4, {}),
+    ([64, 0, 70, 1, 64], 1, 9, 1, 2, {"dependent": False}),
+    ([330], 1, 16, 70, 1, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("lengths", "width", "heads", "first", "ctas", "how"),
+    ("lengths", "width", "heads", "first", "ctas", "how", "seed"),
     [
-        ([0, 1, 64, 65], 1, 16, 0, 3, {}),
-        ([200, 2], 2, 16, 0, 2, {"early": False}),
-        ([7, 65], 5, 9, 1, 4, {}),
-        ([64, 0, 70, 1, 64], 1, 9, 1, 2, {"dependent": False}),
-        ([330], 1, 16, 70, 1, {}),
+        pytest.param(*case, seed, marks=pytest.mark.soak if seed != (case[0] != [330]) else ())
+        for case in FP8_CASES
+        for seed in (0, 1)
     ],
 )
-@pytest.mark.parametrize("seed", range(2))
 def test_fp8(
     lengths: list[int], width: int, heads: int, first: int, ctas: int, how: dict[str, bool], seed: int
 ) -> None:
@@ -241,15 +269,24 @@ def test_narrow_launched_plainly() -> None:
     check("narrow", deepseek([200, 13], 1, 16), 3, dependent=False)
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 64, 128, 129, 200])
-@pytest.mark.parametrize(("width", "heads", "first"), [(4, 16, 0), (3, 16, 1), (11, 3, 0), (1, 128, 1)])
+EITHER = {(3, 16, 1): (3, 128), (11, 3, 0): (3, 128, 129), (1, 128, 1): (0, 3, 64, 128, 200)}
+"""Lengths by width, heads and first entry with which test_either executes what no other case does."""
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "heads", "first"),
+    [
+        pytest.param(length, *shape, marks=() if length in EITHER.get(shape, ()) else pytest.mark.soak)
+        for length, shape in product([0, 1, 3, 64, 128, 129, 200], [(4, 16, 0), *EITHER])
+    ],
+)
 def test_either(length: int, width: int, heads: int, first: int) -> None:
     """A row up to the limit, one longer; in four narrow blocks or three, the last whole or not, or in eight of two wide
     ones."""
     check("either", deepseek([length], width, heads, first), 9, seed=length, short=128)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("width", "ctas", "short"), [(4, 4, -1), (4, 4, 500), (8, 17, 500)])
 def test_either_under_other_schedules(seed: int, width: int, ctas: int, short: int) -> None:
     check("either", deepseek([390], width, 16), ctas, seed, short=short)

@@ -12,10 +12,10 @@ from experts_case import Experts
 from replayed import check_replayed
 
 from kernels import moe
-from kernels.hopper import is_hopper
 from kernels.matrix import Matrix
 from kernels.moe import schedule
 from kernels.moe.schedule import ExpertTiling
+from kernels.runtime.hopper import is_hopper
 
 pytestmark = [
     pytest.mark.gpu,

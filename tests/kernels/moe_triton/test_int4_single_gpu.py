@@ -9,9 +9,9 @@ import torch
 from experts_case import Experts
 from replayed import check_replayed
 
-from kernels.hopper import is_hopper
 from kernels.moe import schedule
 from kernels.moe.schedule import ExpertTiling
+from kernels.runtime.hopper import is_hopper
 
 pytestmark = [
     pytest.mark.gpu,

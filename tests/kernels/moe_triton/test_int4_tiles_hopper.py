@@ -3,10 +3,10 @@
 import pytest
 from int4_compiled import check_main_loop, compiled
 
-from kernels.carveout import SHARED_BYTES
 from kernels.moe import schedule
 from kernels.moe.scaled_launch import TILED_PROGRAMS, TILED_REGISTERS
 from kernels.moe.schedule import ExpertsShape
+from kernels.runtime.carveout import SHARED_BYTES
 from tests.support.hopper import resources
 
 pytestmark = pytest.mark.gate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from experts_case import Experts
 
-from kernels.rms_norm import launch as norms
+from kernels.rms_norm import launch_add_rms_norm
 from tests.support.ptx import Unordered, emulated
 from tests.support.ptx.memory import Fault
 
@@ -27,7 +27,7 @@ def check(seed: int = 0, normed: bool = True, **how: Any) -> list[str]:
         for _ in range(2):  # the second finds the first one's lines in L1
             case.poison(workspace, tiling)
             norm.residual_TE.zero_()
-            norms.add_rms_norm(x.copy_(begun), norm.residual_TE, weight[0], given, 1e-3, dependent=True)
+            launch_add_rms_norm(x.copy_(begun), norm.residual_TE, weight[0], given, 1e-3, dependent=True)
             case.call(tiling, workspace, True, norm if normed else None).run()
             if normed:
                 case.check_norm(norm, sum)
@@ -37,12 +37,12 @@ def check(seed: int = 0, normed: bool = True, **how: Any) -> list[str]:
 
 
 def test_experts_without_a_norm_are_right_and_in_order() -> None:
-    assert check(normed=False) == 2 * ["norm", "sort_few", "gate_up", "down", "combine"]
+    assert check(normed=False) == 2 * ["rms_norm_kernel", "sort_few", "gate_up", "down", "combine"]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_experts_and_norm_are_right_and_in_order(seed: int) -> None:
-    assert check(seed) == 2 * ["norm", "sort_few", "gate_up", "down", "combine_norm"]
+    assert check(seed) == 2 * ["rms_norm_kernel", "sort_few", "gate_up", "down", "combine_norm"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pending_case import Pending
 
-from kernels.hopper import is_hopper
+from kernels.runtime.hopper import is_hopper
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,7 +24,7 @@ def check(case: Experts, seed: int = 0, programs: int = 3, **product: int) -> No
     with emulated(seed, consecutive=True) as launches:
         stages = Stages.run(case, tiled(case, programs, **product))
     assert launches.count("product") == 2
-    assert launches.count("quantize") == 1
+    assert launches.count("quantize_kernel") == 1
     stages.check(IN_FP32)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.moe import schedule, w8a8_launch
 from kernels.moe.schedule import ExpertTiling
-from kernels.quantize import GROUP, LEAST_SCALE, MOST, reference
+from kernels.quantize import GROUP, LEAST_SCALE, MOST, quantize_reference
 
 BLOCKS: Final = ((128, 128), (128, 128))
 IN_TENSOR_CORES: Final = 2**-10
@@ -81,7 +81,7 @@ class Stages:
         """The same bits as the reference, of every token that is no padding."""
         number, scale = (part.cpu() for part in self.tokens)
         want = torch.empty_like(number), torch.empty_like(scale)
-        reference.quantize(self.case.tensors["x"].cpu(), *want)  # a GPU's torch does not divide by a number exactly
+        quantize_reference(self.case.tensors["x"].cpu(), *want)  # a GPU's torch does not divide by a number exactly
         live = (self.case.tensors["id"] >= 0).any(1).cpu()
         assert torch.equal(number[live].view(torch.uint8), want[0][live].view(torch.uint8))
         assert torch.equal(scale[live], want[1][live])

@@ -12,10 +12,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import kernels.ngram as family  # noqa: E402
-from kernels.ngram import BLOCK, LEAST, MOST, reference  # noqa: E402
+from kernels.ngram import BLOCK, LEAST, MOST, propose_reference  # noqa: E402
 
 PATHS: dict[str, Callable[..., None]] = {
-    "reference": lambda *arguments: reference.propose(*arguments[:-1]),
+    "reference": lambda *arguments: propose_reference(*arguments[:-1]),
     "triton": family.launch_propose,
 }
 
@@ -90,7 +90,7 @@ def test_a_place_may_be_in_any_block(path: str) -> None:
 
 def test_the_launcher_dispatches_cpu_tensors_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
-    monkeypatch.setattr(reference, "propose", lambda *arguments: called.append(len(arguments)))
+    monkeypatch.setattr(family, "propose_reference", lambda *arguments: called.append(len(arguments)))
     one = torch.zeros(1, 1, dtype=torch.int64)
     family.propose(one, one[0], one[0], one, 1, one)
     assert called == [5]

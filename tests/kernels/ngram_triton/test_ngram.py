@@ -30,7 +30,7 @@ def compiled(rows: int, tokens: int, drafts: int) -> list[object]:
 @pytest.mark.parametrize("tokens", [320, 163840])
 def test_compiles_without_spills(tokens: int) -> None:
     found = [resources(kernel) for kernel in compiled(64, tokens, 3)]
-    assert [kernel.name for kernel in found] == ["find", "take"]
+    assert [kernel.name for kernel in found] == ["find_kernel", "take_kernel"]
     for kernel in found:
         kernel.check(registers=128)
 

@@ -8,7 +8,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from ordered_sum_case import parts, tree  # noqa: E402
 
-from kernels.ordered_sum import launch  # noqa: E402
+from kernels.ordered_sum import launch_ordered_sum  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,7 +18,7 @@ def test_the_tree_bit_for_bit(tokens: int, features: int, count: int, dtype: tor
     part = parts(count, tokens, features)
     out = torch.full((tokens, features + 3), torch.nan, dtype=dtype)
     for x in (part, part.contiguous()):
-        launch.ordered_sum(x, out[:, :features].fill_(torch.nan))
+        launch_ordered_sum(x, out[:, :features].fill_(torch.nan))
         assert torch.equal(out[:, :features], tree(part).to(dtype))
     assert out[:, features:].isnan().all()
     if count > 2:
@@ -26,4 +26,4 @@ def test_the_tree_bit_for_bit(tokens: int, features: int, count: int, dtype: tor
 
 
 def test_no_tokens() -> None:
-    launch.ordered_sum(torch.zeros(4, 0, 8), torch.zeros(0, 8))
+    launch_ordered_sum(torch.zeros(4, 0, 8), torch.zeros(0, 8))

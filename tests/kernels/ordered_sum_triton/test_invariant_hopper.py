@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.linear import launch as linear_launch
-from kernels.ordered_sum import launch
+from kernels.ordered_sum import launch_ordered_sum
 from tests.support.hopper import compile_only, instructions, resources
 
 pytestmark = pytest.mark.gate
@@ -21,7 +21,7 @@ def test_ordered_sum(model: str, count: int) -> None:
         for tokens in (1, 2, 17, 3000):
             for dtype in (torch.bfloat16, torch.float32):
                 part = torch.empty(tokens, count, features).transpose(0, 1)
-                launch.ordered_sum(part, torch.empty(tokens, features, dtype=dtype))
+                launch_ordered_sum(part, torch.empty(tokens, features, dtype=dtype))
     assert len({kernel.hash for kernel in compiled}) == 2, "one kernel serves every number of tokens"
     for kernel in compiled[:2]:
         resources(kernel).check(registers=128)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st  # noqa: E402
 from prefill_case import Case  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.merge_attention import launch as merge_launch  # noqa: E402
-from kernels.merge_attention import reference as merge_reference  # noqa: E402
+from kernels.merge_attention import launch_merge_attention, merge_attention_reference  # noqa: E402
 from kernels.mla_prefill.launch import PrefillTiling  # noqa: E402
 
 RAGGED = [(20, 20), (1, 40), (40, 7), (3, 0), (17, 33), (16, 16)]
@@ -134,14 +133,14 @@ def test_merge(tokens: int, heads: int, value: int, parts: int, in_place: bool, 
     b, b_log = results(parts, tokens, heads) if parts else results(tokens, heads)
     want, want_log = formula(a, a_log, b, b_log)
     found, found_log = torch.zeros(tokens, heads, value), torch.zeros(tokens, heads)
-    merge_reference.merge_attention(a, a_log, b, b_log, found, found_log)
+    merge_attention_reference(a, a_log, b, b_log, found, found_log)
     torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found_log, want_log, atol=1e-5, rtol=1e-6)
     if in_place:
         out, out_log = a, a_log
     else:
         out, out_log = torch.full((tokens, heads, value), torch.nan, dtype=dtype), torch.full_like(a_log, torch.nan)
-    merge_launch.merge_attention(a, a_log, b, b_log, out, out_log)
+    launch_merge_attention(a, a_log, b, b_log, out, out_log)
     torch.testing.assert_close(out.float(), want, atol=1e-6, rtol=2**-8 if out.dtype == torch.bfloat16 else 1e-5)
     torch.testing.assert_close(out_log, want_log, atol=1e-5, rtol=1e-6)
 

@@ -7,7 +7,7 @@ import torch
 from captured import capture, check_replays, same_bits
 from prefill_case import REAL, Case
 
-from kernels.merge_attention import merge_attention, reference
+from kernels.merge_attention import merge_attention, merge_attention_reference
 from kernels.mla_prefill import launch
 from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 
@@ -140,7 +140,7 @@ def test_merge(tokens: int, dtype: torch.dtype, cut: tuple[int, ...]) -> None:
     for part, log in zip(parts, logs, strict=True):
         part[::3], log[::3] = 0.0, -torch.inf
     want, want_log = torch.empty(tokens, 16, 128, device="cuda"), torch.empty(tokens, 16, device="cuda")
-    reference.merge_attention(parts[0], logs[0], parts[1], logs[1], want, want_log)
+    merge_attention_reference(parts[0], logs[0], parts[1], logs[1], want, want_log)
     out, out_log = torch.full_like(want, torch.nan, dtype=dtype), torch.full_like(want_log, torch.nan)
     graph = capture(lambda: merge_attention(parts[0], logs[0], parts[1], logs[1], out, out_log))
     check_replays(graph, lambda: None, [out, out_log])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from prefill_case import REAL, Case
 
-from kernels.merge_attention import launch as merge_launch
+from kernels.merge_attention import launch_merge_attention
 from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
@@ -78,7 +78,7 @@ def test_merge_compiles_without_spills_and_loads_wide() -> None:
     with compile_only() as compiled:
         for cut in ((), (1,), (5,)):
             parts = torch.zeros(*cut, *part.shape), torch.zeros(*cut, *log.shape)
-            merge_launch.merge_attention(part, log, *parts, part.bfloat16(), log)
+            launch_merge_attention(part, log, *parts, part.bfloat16(), log)
     assert len({kernel.hash for kernel in compiled}) == 1
     resources(compiled[0]).check(registers=128)
     assert "LDG.E.128" in machine_code(compiled[0])

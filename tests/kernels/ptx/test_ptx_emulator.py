@@ -11,6 +11,7 @@ from ptx_kernels import boxes, collatz, of_two, products, row_figures
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.ptx import Fault, emulated, runs
+from tests.support.ptx.arithmetic import logic_of_three
 
 pytestmark = pytest.mark.long
 
@@ -162,6 +163,46 @@ def test_narrow_floats(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     back = ran(f"cvt.rn.{name}.f32 %rs1, %r2; cvt.f32.{name} %r4, %rs1;", *FLOATS).view(np.float32)
     np.testing.assert_array_equal(back, a.float().numpy())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16x2", torch.bfloat16), ("f16x2", torch.float16)])
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ("add.{} %r4, %r2, %r3;", lambda a, b: a + b),
+        ("sub.{} %r4, %r2, %r3;", lambda a, b: a - b),
+        ("mul.{} %r4, %r2, %r3;", lambda a, b: a * b),
+        ("fma.rn.{} %r4, %r2, %r3, %r2;", lambda a, b: (a.double() * b.double() + a.double()).float()),
+    ],
+)
+def test_pairs_of_narrow_floats(
+    body: str, want: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], name: str, dtype: torch.dtype
+) -> None:
+    a, b = (torch.from_numpy(np.stack([x, 2 * x[::-1]], 1)).to(dtype) for x in FLOATS)
+    words = [x.view(torch.int32).view(-1).numpy() for x in (a, b)]
+    got = torch.from_numpy(ran(body.format(name), *words).view(np.int16)).view(dtype).view(32, 2)
+    torch.testing.assert_close(got, want(a.float(), b.float()).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_logic_of_three() -> None:
+    """At each of the eight combinations of bits the bit that the table has there."""
+    bits = {"a": 0xF0, "b": 0xCC, "c": 0xAA}
+    assert all(eval(logic_of_three(table), bits) & 0xFF == table for table in range(256))
+    assert (ran("lop3.b32 %r4, %r2, %r3, 255, 0x00;", *WORDS) == 0).all()
+    assert (ran("lop3.b32 %r4, %r2, %r3, 255, 0x96;", *WORDS) == WORDS[0] ^ WORDS[1] ^ 255).all()
+
+
+@pytest.mark.parametrize("condition", ["setp.lt.u32 %p1, %r2, %r3;", "mov.pred %p1, 1;", "setp.eq.u32 %p1, 1, 2;"])
+def test_loads_and_stores_of_some_lanes(condition: str) -> None:
+    """Of some, all and none; of two words, the first ones of every two lanes, of which an even lane loads its own."""
+    chosen = {"s": WORDS[0] < WORDS[1], "m": np.ones(32, bool)}[condition[0]] & (".eq" not in condition)
+    two = "mov.b32 %r4, 7; and.b64 %rd4, %rd2, -8;"
+    found = ran(f"{condition} {two} @%p1 ld.global.v2.b32 {{%r5, %r4}}, [%rd4];", *WORDS)
+    assert (found == np.where(chosen, WORDS[1].reshape(-1, 2)[:, 1].repeat(2), 7)).all()
+    found = ran(f"{condition} mov.b32 %r4, 7; @!%p1 ld.global.b16 %r4, [%rd1+2];", *WORDS)
+    assert (found == np.where(chosen, 7, WORDS[0] >> 16)).all()
+    again = "mov.b32 %r5, 3; @%p1 st.global.b32 [%rd2], %r5; ld.global.b32 %r4, [%rd2];"
+    assert (ran(f"{condition} {again}", *WORDS) == np.where(chosen, 3, WORDS[1])).all()
 
 
 def test_memory_is_not_there_until_it_is_written() -> None:

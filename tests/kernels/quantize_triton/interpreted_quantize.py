@@ -9,7 +9,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from quantize_case import SHAPES, Case  # noqa: E402
 
-from kernels.quantize import reference  # noqa: E402
+from kernels.quantize import quantize_reference  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
@@ -26,7 +26,7 @@ def test_the_same_bits_as_the_reference() -> None:
     case.run()
     out, scale = case.tensors["out"].clone(), case.tensors["scale"].clone()
     case.refill()
-    reference.quantize(case.tensors["x"], case.tensors["out"], case.tensors["scale"])
+    quantize_reference(case.tensors["x"], case.tensors["out"], case.tensors["scale"])
     assert torch.equal(out.view(torch.uint8), case.tensors["out"].view(torch.uint8))
     assert torch.equal(scale, case.tensors["scale"])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.quantize import GROUP, LEAST_SCALE, MOST, launch
+from kernels.quantize import GROUP, LEAST_SCALE, MOST, launch_quantize
 
 SHAPES = [(1, 128), (3, 512), (7, 200), (5, 1536), (2, 2080), (4, 64)]
 """Tokens and features, some of which end in the middle of groups and programs."""
@@ -68,7 +68,7 @@ class Case:
 
     def run(self, dependent: bool = False) -> None:
         tensors = (self.tensors[name] for name in ("x", "out", "scale"))
-        launch.quantize(*tensors, gated=self.gated, dependent=dependent)
+        launch_quantize(*tensors, gated=self.gated, dependent=dependent)
 
     def check(self) -> None:
         """Scales to the bit. Of numbers: the reciprocal and the product are rounded in fp32, so what is within 2^-22 of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantize_case import Case
 
-from kernels.silu_mul import launch as gate
+from kernels.silu_mul import launch_silu_mul
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
@@ -19,10 +19,10 @@ def run(seed: int, **options: object) -> tuple[Case, torch.Tensor]:
     first, second = (torch.randn(5, 768, generator=torch.Generator().manual_seed(seed + i)).bfloat16() for i in (0, 1))
     kept = torch.empty_like(x)
     with emulated(seed, consecutive=True, **options):  # type: ignore[arg-type]
-        gate.silu_mul(first, x, dependent=True)
+        launch_silu_mul(first, x, dependent=True)
         case.run(dependent=True)
-        gate.silu_mul(second, kept, dependent=True)
-        gate.silu_mul(second, case.tensors["x"], dependent=True)
+        launch_silu_mul(second, kept, dependent=True)
+        launch_silu_mul(second, case.tensors["x"], dependent=True)
     gate_TI, up_TI = first.float().chunk(2, 1)
     return case, (torch.nn.functional.silu(gate_TI) * up_TI).bfloat16()
 

@@ -20,8 +20,7 @@ from kernels.sampling import tables as column  # noqa: E402
 from kernels.sampling.kernel import gumbel  # noqa: E402
 from kernels.sampling.philox import gumbel_from_words  # noqa: E402
 from kernels.sampling.search import halfway, key_of, value_of  # noqa: E402
-from kernels.verify import launch as verify_launch  # noqa: E402
-from kernels.verify import reference as verify_reference  # noqa: E402
+from kernels.verify import accept_drafts_reference, launch_accept_drafts  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
@@ -295,7 +294,7 @@ def test_accepted_drafts(data: st.DataObject, width: int, rows: int, vocab: int 
     target_DW = torch.tensor(target, dtype=torch.int64).view(rows, width)
     fed[:, 1:] = torch.where(mask, target_DW[:, :-1], fed[:, 1:])
     results = []
-    for accept in (verify_launch.accept, verify_reference.accept):
+    for accept in (launch_accept_drafts, accept_drafts_reference):
         accepted, fault, faults = torch.full((rows + 1,), -5), torch.tensor([4]), torch.tensor([-3])
         accept(target_DW, fed[:, 1:], accepted[:rows], vocab, fault, faults if told else None)
         results.append((accepted.tolist(), int(fault)))

@@ -5,7 +5,7 @@ import torch
 from sampling_case import Case
 
 from kernels.sampling import launch
-from kernels.verify import launch as verify_launch
+from kernels.verify import launch_accept_drafts
 from tests.support.hopper import compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate
@@ -51,7 +51,7 @@ def test_the_small_kernels_compile_without_spills(dependent: bool) -> None:
     case = Case.random(4096, 3, 4, 0, seed=1)
     row, tokens, fault = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(1).long()
     with compile_only() as compiled:
-        verify_launch.accept(tokens, tokens[:, 1:], row, 4096, fault, dependent=dependent)
+        launch_accept_drafts(tokens, tokens[:, 1:], row, 4096, fault, dependent=dependent)
         launch.count_tokens(case.tables, row, tokens, row, 4096, fault, True, 1, dependent=dependent)
     for kernel in compiled:
         found = resources(kernel)
@@ -63,7 +63,7 @@ def test_the_small_kernels_compile_without_spills(dependent: bool) -> None:
 def test_one_program_verifies_all_rows_without_spills(rows: int) -> None:
     token_DW, fault = torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(1).long()
     with compile_only() as compiled:
-        verify_launch.accept(token_DW, token_DW[:, 1:], token_DW[:, 0], 9, fault, fault, dependent=True)
+        launch_accept_drafts(token_DW, token_DW[:, 1:], token_DW[:, 0], 9, fault, fault, dependent=True)
     resources(compiled[0]).check(registers=128)  # 16 warps of at most 128 fit
 
 

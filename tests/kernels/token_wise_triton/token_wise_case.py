@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS
-from kernels.rms_norm import launch as norm_launch
-from kernels.rope_cache import launch as rope_launch
-from kernels.silu_mul import launch as gate_launch
+from kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
+from kernels.rope_cache import launch_rope_cache
+from kernels.silu_mul import launch_silu_mul
 from tests.support.fp8_entries import agree, encoded, read, used
 
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-6, 2**-8), torch.float16: (1e-6, 2**-11 * 1.1)}
@@ -104,9 +104,9 @@ class Norm(_Tensors):
     def run(self, dependent: bool = False) -> None:
         t = self.tensors
         if self.add:
-            norm_launch.add_rms_norm(t["x"], t["residual"], t["weight"], t["out"], self.eps, dependent=dependent)
+            launch_add_rms_norm(t["x"], t["residual"], t["weight"], t["out"], self.eps, dependent=dependent)
         else:
-            norm_launch.rms_norm(t["x"], t["weight"], t["out"], self.eps, dependent=dependent)
+            launch_rms_norm(t["x"], t["weight"], t["out"], self.eps, dependent=dependent)
 
     def check(self) -> None:
         x = self.inputs["x"]
@@ -130,7 +130,7 @@ class Gate(_Tensors):
         self.outputs = ["out"]
 
     def run(self, dependent: bool = False) -> None:
-        gate_launch.silu_mul(self.tensors["gate_up"], self.tensors["out"], dependent=dependent)
+        launch_silu_mul(self.tensors["gate_up"], self.tensors["out"], dependent=dependent)
 
     def check(self) -> None:
         gate, up = self.wide("gate_up").chunk(2, -1)
@@ -181,7 +181,7 @@ class RopeCache(_Tensors):
     def run(self, dependent: bool = False) -> None:
         t = self.tensors
         order = ("q", "kv", "weight", "rotation", "slot", "latent", "cache")
-        rope_launch.rope_cache(*(t[name] for name in order), self.eps, dependent=dependent)
+        launch_rope_cache(*(t[name] for name in order), self.eps, dependent=dependent)
 
     def check_fp8(self) -> None:
         """Against the kernel that writes plain entries: the same, rounded."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import build
 
-from kernels.ahead import Share, compile_ahead
+from kernels.runtime.ahead import Share, compile_ahead
 from tests.support.hopper import compile_only
 
 CPU = torch.device("cpu")

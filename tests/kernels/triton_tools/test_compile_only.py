@@ -8,7 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from tests.support import hopper
 from tests.support.hopper import SHARED_MEMORY_LIMIT, compile_only, instructions, resources, serialized
+from tests.support.ptx import emulated
 
 
 @triton.jit
@@ -79,7 +81,28 @@ def test_too_much_shared_memory_is_caught() -> None:
         resources(compiled[0]).check()
 
 
-def test_serialized_products_are_noticed() -> None:
+def test_serialized_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When this process compiles them, and when it finds them compiled."""
     with compile_only() as compiled:
         uses_sums_under_way[(1,)](torch.empty(64, 64), num_warps=4)
     assert serialized(compiled[0])
+    monkeypatch.setattr(hopper, "_remarks", {})
+    assert serialized(compiled[0])
+
+
+def test_products_that_are_not_serialized() -> None:
+    with compile_only() as compiled:
+        square[(1,)](torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, 64), 64, num_warps=4)
+    assert not serialized(compiled[0])
+
+
+def test_what_is_compiled_as_far_as_ptx_is_never_taken_for_machine_code() -> None:
+    """Whichever comes first, in this process and on the disk."""
+    x = torch.ones(32, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        with emulated():
+            square[(1,)](x, x.clone(), 32, num_warps=4)
+        with compile_only() as compiled:
+            square[(1,)](x, x.clone(), 32, num_warps=4)
+        assert resources(compiled[0]).registers > 0
+        square.device_caches.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -61,9 +62,9 @@ _ROUNDING = "rn ftz approx full"
 def _simple(step: Step) -> None:
     name, narrow_floats = step.parts[0], step.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2")
     if name in ("add", "sub") and step.parts[-1] == "bf16x2":
-        step.write(_bf16_pairs(step, _TWO[name]))
+        step.write(bf16_pairs(_TWO[name], *_operands(step)))
     elif name in ("add", "sub") and step.parts[-1] == "f16x2":
-        step.write(_half_pairs(step, _TWO[name]))
+        step.write(half_pairs(_TWO[name], *_operands(step)))
     elif name == "abs" and step.parts[-1] == "bf16":
         step.write(step.read(1) & np.uint16(0x7FFF))
     elif narrow_floats:
@@ -78,10 +79,10 @@ def _simple(step: Step) -> None:
 def _multiply(step: Step) -> None:
     kind, parts = step.type, step.parts
     if parts[-1] == "bf16x2":
-        step.write(_bf16_pairs(step, lambda a, b: a * b))
+        step.write(bf16_pairs(np.multiply, *_operands(step)))
         return
     if parts[-1] == "f16x2":
-        step.write(_half_pairs(step, lambda a, b: a * b))
+        step.write(half_pairs(np.multiply, *_operands(step)))
         return
     if "wide" in parts or "hi" in parts:
         if size(kind) == 8:
@@ -98,24 +99,33 @@ def _multiply(step: Step) -> None:
 @executes("fma", _ROUNDING + " f16x2")
 def _fma(step: Step) -> None:
     if step.parts[-1] == "bf16x2":
-        step.write(_bf16_pairs(step, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32)))
+        step.write(bf16_pairs(fused, *_operands(step)))
     elif step.parts[-1] == "f16x2":
-        step.write(_half_pairs(step, lambda a, b, c: a.astype(np.float64) * b + c))
+        step.write(half_pairs(fused, *_operands(step)))
     else:
         a, b, c = (step.read(i).astype(np.float64) for i in (1, 2, 3))
         step.write((a * b + c).astype(step.type))
 
 
-def _bf16_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
-    operands = (step.read(i, np.uint32) for i in range(1, len(step.operands)))
-    pairs = [widen(np.ascontiguousarray(x).view(np.uint16)) for x in operands]
-    return narrow(function(*pairs)).view(np.uint32)
+def _operands(step: Step) -> list[Lanes]:
+    return [step.read(i, np.uint32) for i in range(1, len(step.operands))]
 
 
-def _half_pairs(step: Step, function: Callable[..., Lanes]) -> Lanes:
-    operands = (step.read(i, np.uint32) for i in range(1, len(step.operands)))
-    pairs = function(*(np.ascontiguousarray(x).view(np.float16) for x in operands))
-    return pairs.astype(np.float16).view(np.uint32)
+def fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """a * b + c in float64."""
+    return a.astype(np.float64) * b + c
+
+
+def bf16_pairs(function: Callable[..., Lanes], *pairs: Lanes) -> Lanes:
+    """A function of float32 on pairs of bfloat16, which words hold."""
+    found = function(*[widen(np.ascontiguousarray(x).view(np.uint16)) for x in pairs])
+    return narrow(found.astype(np.float32, copy=False)).view(np.uint32)
+
+
+def half_pairs(function: Callable[..., Lanes], *pairs: Lanes) -> Lanes:
+    """A function on pairs of float16, which words hold."""
+    found = function(*[np.ascontiguousarray(x).view(np.float16) for x in pairs])
+    return found.astype(np.float16, copy=False).view(np.uint32)
 
 
 @executes("min max", "ftz NaN relu")
@@ -200,12 +210,24 @@ def _permute(step: Step) -> None:
 
 @executes("lop3")
 def _logic_of_three(step: Step) -> None:
-    table, result = int(step.operands[4], 0), np.zeros(LANES, np.uint32)
     a, b, c = (step.read(i, np.uint32) for i in (1, 2, 3))
-    for i in range(8):
-        if table >> i & 1:
-            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    step.write(result)
+    step.write(eval(logic_of_three(int(step.operands[4], 0)), {"a": a, "b": b, "c": c}))
+
+
+@cache
+def logic_of_three(table: int) -> str:
+    """The shortest expression of a, b and c that gives bit 4 a + 2 b + c of a table, at every place of words."""
+    known = [{0xF0: "a", 0xCC: "b", 0xAA: "c", 0x0F: "~a", 0x33: "~b", 0x55: "~c"}]  # by the number of operators
+    all_known = dict(known[0])
+    while table not in all_known:
+        longer: dict[int, str] = {}
+        for length, shorter in enumerate(known):
+            for (x, left), (y, right) in product(shorter.items(), known[len(known) - 1 - length].items()):
+                for symbol, value in (("&", x & y), ("|", x | y), ("^", x ^ y)):
+                    if value not in all_known:
+                        longer[value] = all_known[value] = f"({left} {symbol} {right})"
+        known.append(longer)
+    return all_known[table]
 
 
 @executes("popc clz")

@@ -54,7 +54,7 @@ def emulated(
         names.append(kernel.metadata.name)
         emulator.launch(kernel, function, args, grid, options)
 
-    with instead_of_launches(run):
+    with instead_of_launches(run, assembled=False):
         yield names
 
 
@@ -97,11 +97,11 @@ class _Emulator:
         blocks = list(product(*map(range, sizes)))
         self.random.shuffle(blocks)
         waited = 0
-        for index in blocks:
-            block = Block(launch, (index[0], index[1], index[2]), self.random)
-            with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
+            for index in blocks:
+                block = Block(launch, (index[0], index[1], index[2]), self.random)
                 block.run()
-            waited += block.waited
+                waited += block.waited
         if waits and waited < (len(blocks) if memory.stored else 1):
             raise Fault(f"{program.name} ends without griddepcontrol.wait in {len(blocks) - waited} blocks")
 

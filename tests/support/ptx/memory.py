@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from tests.support.ptx.order import Order
-from tests.support.ptx.values import Lanes
+from tests.support.ptx.values import Lanes, any_of
 
 POISON = 0xFF
 """What memory holds that nobody has written: NaN in every float."""
 _UP_TO = [np.arange(i) for i in range(17)]
 """Numbers from 0 on."""
+
+
+_SHIFTS = {(1 << i, size): np.dtype(f"u{size}").type(i) for i in range(5) for size in (4, 8)}
+"""By how many bits an address of so many bytes is shifted, to divide it by a power of two."""
 
 
 class Fault(AssertionError):
@@ -120,53 +124,66 @@ class SharedMemory:
     """
 
     def __init__(self, size: int, fences: bool) -> None:
-        self.fences = fences
-        self.bytes = np.full(size, POISON, np.uint8)
+        self.fences, self.size = fences, size
+        self.bytes = np.full(-(-size // 16) * 16, POISON, np.uint8)
+        """Whole granules; what lies past `size` is never read or written."""
+        self._pairs = self.bytes[: size // 2 * 2].view(np.uint16)
+        self._rows = {width: self.bytes.reshape(-1, width) for width in (1, 2, 4, 8, 16)}
         self._stored_at = np.zeros(size // 16 + 1, np.int64)
         self._storer = np.zeros(size // 16 + 1, np.int64)
         self._fenced_at = np.zeros(32, np.int64)
         self._now = 0
 
     def load(self, address: Lanes, width: int) -> Lanes:
-        """Bytes [n, width] at n addresses."""
-        return self.bytes[self._places(address, width)]
+        """Bytes [n, width] at n addresses; `width` is a power of two up to 16."""
+        return self._rows[width].take(self._places(address, width), axis=0)
 
     def store(self, address: Lanes, values: Lanes, warp: int) -> None:
         """Write bytes [n, width] as a thread of `warp` does."""
         self._now += 1
-        self.bytes[self._places(address, values.shape[1])] = values
-        granule = address.astype(np.int64) >> 4
-        self._stored_at[granule], self._storer[granule] = self._now, warp
+        width = values.shape[1]
+        self._rows[width][self._places(address, width)] = values
+        if self.fences:
+            granule = address.astype(np.int64) >> 4
+            self._stored_at[granule], self._storer[granule] = self._now, warp
 
     def fence(self, warp: int) -> None:
         """Let products and copies see what was stored so far."""
         self._now += 1
         self._fenced_at[warp] = self._now
 
-    def load_behind_fence(self, address: Lanes, width: int, warp: int) -> Lanes:
-        """`load` through the asynchronous proxy."""
-        found = self.load(address, width)
-        granule = np.asarray(address, np.int64) >> 4
-        stored, fenced = self._stored_at[granule], self._fenced_at
-        if self.fences and (stored > np.maximum(fenced[warp], fenced[self._storer[granule]])).any():
-            raise Fault("reads shared memory that threads have stored to, without fence.proxy.async")
+    def load_behind_fence(self, pair: Lanes, granule: Lanes, warp: int) -> Lanes:
+        """Pairs of bytes, uint16, as the asynchronous proxy reads them.
+
+        `pair`: their numbers, none below 0; `granule`: the numbers of the 16 bytes in which they lie.
+        """
+        try:
+            found = self._pairs.take(pair)
+        except IndexError:
+            raise Fault(f"shared memory at byte {2 * pair.max()}, width 2, of {self.size}") from None
+        if self.fences:
+            stored, fenced = self._stored_at.take(granule), self._fenced_at
+            if any_of(stored > np.maximum(fenced[warp], fenced.take(self._storer.take(granule)))):
+                raise Fault("reads shared memory that threads have stored to, without fence.proxy.async")
         return found
 
     def deliver(self, address: Lanes, values: Lanes) -> None:
         """Write bytes [n, width] through the asynchronous proxy."""
-        self.bytes[self._places(address, values.shape[1])] = values
+        width = values.shape[1]
+        self._rows[width][self._places(address, width)] = values
         self._stored_at[np.asarray(address, np.int64) >> 4] = 0
 
     def poison(self, address: Lanes, width: int) -> None:
         """What a copy under way may write any time holds nothing."""
-        self.bytes[self._places(address, width)] = POISON
+        self._rows[width][self._places(address, width)] = POISON
 
     def _places(self, address: Lanes, width: int) -> Lanes:
-        address = np.asarray(address, np.int64)
+        """The rows of `width` bytes at addresses."""
         _check_aligned(address, width)
-        if address.size and address.view(np.uint64).max() > self.bytes.size - width:  # huge of one below 0
-            raise Fault(f"shared memory at byte {address.max()}, width {width}, of {self.bytes.size}")
-        return np.asarray(address[..., None] + _UP_TO[width])
+        unsigned = address.view(np.uint64) if address.dtype == np.int64 else address
+        if address.size and unsigned.max() > self.size - width:  # huge of one below 0
+            raise Fault(f"shared memory at byte {address.astype(np.int64).max()}, width {width}, of {self.size}")
+        return (unsigned >> _SHIFTS[width, address.itemsize]).astype(np.int64)
 
 
 def _check_aligned(address: Lanes, width: int) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from tests.support.ptx.memory import Fault
-from tests.support.ptx.step import Step, executes
-from tests.support.ptx.values import BITS, LANES, Lanes, packed, size
+from tests.support.ptx.step import Step, Warp, executes
+from tests.support.ptx.values import BITS, LANES, Lanes, Type, packed, size
+
+if TYPE_CHECKING:
+    from tests.support.ptx.machine import Block
 
 _CACHE = "v2 v4 v8 cg ca nc cs L1::evict_first L1::evict_last L2::cache_hint L2::evict_first"
 
@@ -18,32 +23,42 @@ def _load_parameter(step: Step) -> None:
 
 @executes("ld.global ld.shared ld.relaxed.sys.global", _CACHE)
 def _load(step: Step) -> None:
-    names, lanes, each = step.vector(0), step.lanes, size(step.type)
-    address = step.address(step.operands[1])[lanes]
-    if step.parts[1] == "shared":
-        found = step.block.shared.load(address, each * len(names))
-    else:
-        cached = not {"cg", "relaxed", "L1::no_allocate"} & set(step.parts)
-        found = step.block.memory.load(address, each * len(names), waited=step.warp.waited, cached=cached)
-    for i, name in enumerate(names):
-        value = packed(found[:, i * each : (i + 1) * each], step.type)
+    names, lanes = step.vector(0), step.lanes
+    found = loaded(step.block, step.warp, step.parts, step.address(step.operands[1])[lanes], step.type, len(names))
+    for name, value in zip(names, found, strict=True):
         if len(value) < LANES:
             executed, value = value, np.zeros(LANES, step.type)
             value[lanes] = executed
         step.set(name, value)
 
 
+def loaded(block: Block, warp: Warp, parts: tuple[str, ...], address: Lanes, kind: Type, count: int) -> Lanes:
+    """[count, n], so many values from each of n addresses; `parts` is the opcode."""
+    width = size(kind) * count
+    if parts[1] == "shared":
+        found = block.shared.load(address, width)
+    else:
+        cached = not {"cg", "relaxed", "L1::no_allocate"} & set(parts)
+        found = block.memory.load(address, width, waited=warp.waited, cached=cached)
+    values = np.ascontiguousarray(found).view(kind)
+    return values.T.copy() if count > 1 else values.reshape(1, -1)
+
+
 @executes("st.global st.shared st.relaxed.sys.global", _CACHE)
 def _store(step: Step) -> None:
     kind, lanes = BITS[size(step.type)], step.lanes
-    address = step.address(step.operands[0])[lanes]
     values = np.concatenate([_bytes(step.value(name, kind)) for name in step.vector(1)], 1)[lanes]
-    if step.parts[1] == "shared":
-        step.block.shared.store(address, values, step.warp.number)
+    stored(step.block, step.warp, step.parts, step.address(step.operands[0])[lanes], values)
+
+
+def stored(block: Block, warp: Warp, parts: tuple[str, ...], address: Lanes, values: Lanes) -> None:
+    """Write bytes [n, width] to n addresses; `parts` is the opcode."""
+    if parts[1] == "shared":
+        block.shared.store(address, values, warp.number)
         return
-    if step.block.waits and not step.warp.waited:
+    if block.waits and not warp.waited:
         raise Fault("stores before griddepcontrol.wait")
-    step.block.memory.store(address, values)
+    block.memory.store(address, values)
 
 
 def _bytes(value: Lanes) -> Lanes:

@@ -79,4 +79,4 @@ class Order:
 def _pieces(offset: Lanes, width: int, size: int) -> Lanes:
     """The numbers of the pieces of `size` bytes in which bytes [offset, offset + width) lie; width <= 16."""
     step = np.arange(0, width, min(width, size))
-    return np.ravel((offset[:, None] + step) // size)
+    return ((offset[:, None] + step) // size).reshape(-1)

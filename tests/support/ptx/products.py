@@ -9,14 +9,17 @@ it is waited for: here at one or the other, as is drawn. Registers it reads are 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from operator import is_
 
 import numpy as np
 
 from tests.support.ptx.copies import swizzled
 from tests.support.ptx.memory import Fault
+from tests.support.ptx.parse import inside
 from tests.support.ptx.step import Step, executes
-from tests.support.ptx.values import LANES, Lanes, Type, halves, wide_bytes
+from tests.support.ptx.values import LANES, Lanes, Type, any_of, halves, wide_bytes, widen
 
 _GROUP, _IN_GROUP = np.arange(LANES) // 4, np.arange(LANES) % 4
 
@@ -50,31 +53,42 @@ def _right_places() -> tuple[Lanes, Lanes]:
 
 
 @cache
-def _places(registers: int) -> tuple[Lanes, Lanes]:
-    """Row and column [registers, lanes] of a sum's registers."""
+def _places(registers: int) -> Lanes:
+    """Where in [16, 2 * registers] the elements of a sum's registers, [registers, lanes], stand."""
     i = np.arange(registers)[:, None]
-    return _GROUP + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * _IN_GROUP + (i & 1)
+    row, column = _GROUP + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * _IN_GROUP + (i & 1)
+    return row * 2 * registers + column
 
 
 def _sums(step: Step, names: tuple[str, ...], kind: Type = np.float32) -> Lanes:
+    registers, (kept, sums) = step.warp.registers, step.warp.sums.get(names, ((), None))
+    if sums is not None and sums.dtype == kind and all(map(is_, map(registers.get, names), kept)):
+        return sums
     found = np.empty((16, 2 * len(names)), kind)
-    registers = step.warp.registers
-    found[_places(len(names))] = np.concatenate([registers[name] for name in names]).view(kind).reshape(-1, LANES)
+    words = np.concatenate([registers[name] for name in names])
+    found.reshape(-1)[_places(len(names))] = words.view(kind).reshape(-1, LANES)
     return found
 
 
 def _write_sums(step: Step, names: tuple[str, ...], sums: Lanes) -> None:
-    bits = np.ascontiguousarray(sums[_places(len(names))]).view(np.uint32)
-    step.warp.registers.update(zip(names, bits, strict=True))
+    words = tuple(sums.reshape(-1).take(_places(len(names))).view(np.uint32))
+    step.warp.registers.update(zip(names, words, strict=True))
+    step.warp.sums[names] = words, sums
 
 
 @executes("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 def _mma(step: Step) -> None:
     step.whole_warp()
     bfloat = step.parts[-2] == "bf16"
-    left = _left([step.value(name, np.uint32) for name in step.vector(1)], bfloat)
-    right = _right([step.value(name, np.uint32) for name in step.vector(2)], bfloat)
-    _write_sums(step, step.vector(0), left @ right + _sums(step, step.vector(3)))
+    names = _vectors(step.operands)
+    left = _left([step.value(name, np.uint32) for name in names[1]], bfloat)
+    right = _right([step.value(name, np.uint32) for name in names[2]], bfloat)
+    _write_sums(step, names[0], left @ right + _sums(step, names[3]))
+
+
+@lru_cache(maxsize=1 << 14)
+def _vectors(operands: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    return tuple(map(inside, operands))
 
 
 _SHAPES = [f"m64n{columns}k{features}" for columns in range(8, 257, 8) for features in (16, 32)]
@@ -94,55 +108,65 @@ def _wgmma(step: Step) -> None:
     warp.products.append(product if late else product())
 
 
-def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -> None:
-    shape = re.fullmatch(r"m64n(\d+)k(16|32)", step.parts[4])
+@dataclass(frozen=True)
+class _Product:
+    """What the text of a wgmma says."""
+
+    names: tuple[str, ...]
+    """Registers of the sums."""
+    columns: int
+    kind: Type
+    """Of the sums."""
+    bytes: bool
+    """Whether numbers of one byte are multiplied, s8 where the sums are integers, else e4m3."""
+    bfloat: bool
+    """Whether numbers of two bytes are bf16."""
+    transposed: tuple[bool, bool]
+
+
+@cache
+def _product(parts: tuple[str, ...], operands: tuple[str, ...]) -> _Product:
+    shape = re.fullmatch(r"m64n(\d+)k(16|32)", parts[4])
     assert shape
-    numbers, columns, names = [int(text) for text in step.operands[4:]], int(shape[1]), step.vector(0)
-    kinds = tuple(step.parts[5:])
+    numbers, kinds = [int(text) for text in operands[4:]], tuple(parts[5:])
     whole, eighths = kinds == ("s32", "s8", "s8"), kinds == ("f32", "e4m3", "e4m3")
     if numbers[:2] != ([] if whole else [1, 1]) or kinds[0] not in ("f32", "s32"):
         raise Fault("this kind of product is not emulated")
     if (whole or eighths) != (shape[2] == "32"):
         raise Fault("this kind of product is not emulated")
-    if whole or eighths:
-        if isinstance(left, list):
-            raise Fault("products of bytes in registers are not emulated")
-        kind = np.int32 if whole else np.float32
-        a = _bytes(step, left, 16, 16 * (step.warp.number % 4), kind)
-        b = _bytes(step, right, columns, 0, kind)
-        _write_sums(step, names, a @ b.T + _sums(step, names, kind) if adds else a @ b.T)
-        return
-    bfloat = step.parts[-1] == "bf16"
+    if (whole or eighths) and operands[1][0] == "{":
+        raise Fault("products of bytes in registers are not emulated")
+    transposed = (False, False) if whole or eighths else (numbers[2] == 1, numbers[-1] == 1)
+    kind, bfloat = np.int32 if whole else np.float32, kinds[-1] == "bf16"
+    return _Product(inside(operands[0]), int(shape[1]), kind, whole or eighths, bfloat, transposed)
+
+
+def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -> None:
+    product = _product(step.parts, step.operands)
     if isinstance(left, list):
-        a = _left(left, bfloat)
+        a = _left(left, product.bfloat)
     else:
-        a = _tile(step, left, 16, 16 * (step.warp.number % 4), numbers[2] == 1, bfloat)
-    b = _tile(step, right, columns, 0, numbers[-1] == 1, bfloat)
-    _write_sums(step, names, a @ b.T + _sums(step, names) if adds else a @ b.T)
+        a = _tile(step, product, left, 16, 16 * (step.warp.number % 4), product.transposed[0])
+    b = _tile(step, product, right, product.columns, 0, product.transposed[1])
+    sums = a @ b.T
+    _write_sums(step, product.names, sums + _sums(step, product.names, product.kind) if adds else sums)
 
 
-def _tile(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool, bfloat: bool) -> Lanes:
-    """[rows, 16] from row `first` on of the matrix that a descriptor describes (PTX ISA: wgmma, shared memory)."""
-    return halves(_described(step, descriptor, rows, first, transposed), bfloat).reshape(rows, 16)
-
-
-def _bytes(step: Step, descriptor: Lanes, rows: int, first: int, kind: Type) -> Lanes:
-    """The same of [rows, 32] numbers, s8 as int32 or e4m3 as float32, which lie where 16 of two bytes would."""
-    found = np.ascontiguousarray(_described(step, descriptor, rows, first, False))
-    wide = wide_bytes(found.view(np.uint8)) if kind == np.float32 else found.view(np.int8).astype(kind)
-    return wide.reshape(rows, 32)
-
-
-def _described(step: Step, descriptor: Lanes, rows: int, first: int, transposed: bool) -> Lanes:
-    if len(set(descriptor)) > 1:
+def _tile(step: Step, product: _Product, descriptor: Lanes, rows: int, first: int, transposed: bool) -> Lanes:
+    """[rows, 16] from row `first` on of the matrix that a descriptor describes (PTX ISA: wgmma, shared memory); of
+    numbers of one byte [rows, 32], which lie where 16 of two bytes would."""
+    if any_of(descriptor != descriptor[0]):
         raise Fault("a descriptor differs between lanes")
-    address = _addresses(int(descriptor[0]), rows, first, transposed)
-    return step.block.shared.load_behind_fence(address, 2, step.warp.number)
+    pairs, granules = _pairs(int(descriptor[0]), rows, first, transposed)
+    found = step.block.shared.load_behind_fence(pairs, granules, step.warp.number)
+    if not product.bytes:
+        return widen(found) if product.bfloat else found.view(np.float16).astype(np.float32)
+    return found.view(np.int8).astype(product.kind) if product.kind is np.int32 else wide_bytes(found.view(np.uint8))
 
 
 @lru_cache(maxsize=1 << 12)
-def _addresses(word: int, rows: int, first: int, transposed: bool) -> Lanes:
-    """[rows, 16], where in shared memory the elements lie."""
+def _pairs(word: int, rows: int, first: int, transposed: bool) -> tuple[Lanes, Lanes]:
+    """[rows, 16], which pairs of bytes of shared memory the elements are, and the granules in which they lie."""
     start, leading, stride = ((word >> i & 0x3FFF) << 4 for i in (0, 16, 32))
     mode = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62]
     if not mode or word >> 49 & 7:
@@ -154,7 +178,8 @@ def _addresses(word: int, rows: int, first: int, transposed: bool) -> Lanes:
         address = start + row % per * 2 + row // per * leading + k % 8 * width + k // 8 * stride
     else:
         address = start + row // 8 * stride + row % 8 * width + k * 2
-    return swizzled(address, mode)
+    address = swizzled(address, mode)
+    return address >> 1, np.unique(address >> 4)
 
 
 @executes("wgmma.commit_group.sync.aligned")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.ptx import arithmetic
+from tests.support.ptx import arithmetic, moves
 from tests.support.ptx.parse import Instruction, Program, inside
-from tests.support.ptx.step import ALL, Execute, Step, Warp, register_type
-from tests.support.ptx.values import BITS, LANES, TYPES, Lanes, Type, all_of, constant, narrow, packed, size
+from tests.support.ptx.step import ALL, Execute, Step, Warp, address_parts, register_type
+from tests.support.ptx.values import BITS, LANES, TYPES, Lanes, Type, all_of, any_of, constant, narrow, packed, size
 
 if TYPE_CHECKING:
     from tests.support.ptx.machine import Block
@@ -97,7 +97,13 @@ class _Writer:
     def __init__(self, runs: Runs, at: int, length: int) -> None:
         self.runs, self.at, self.length = runs, at, length
         self.lines: list[str] = []
-        self.given: dict[str, Any] = {"ALL": ALL, "Step": Step, "all_of": all_of, "Fault": AssertionError}
+        self.given: dict[str, Any] = {
+            "ALL": ALL,
+            "Step": Step,
+            "all_of": all_of,
+            "any_of": any_of,
+            "Fault": AssertionError,
+        }
         self._known: dict[tuple[str, Type], str] = {}
         self._types: dict[str, Type] = {}  # what registers of inline assembly hold
         self._names = 0
@@ -109,8 +115,11 @@ class _Writer:
             known = dict(self._known)
             try:
                 if instruction.guard:
-                    raise _Unknown
-                self._write(instruction)
+                    self._write_guarded(at, instruction)
+                else:
+                    if instruction.parts[0] in ("ld", "st"):  # which may fail
+                        self.lines.append(f"at = {at}")
+                    self._write(instruction)
             except _Unknown:
                 self._known = known
                 del self.lines[written:]
@@ -138,10 +147,37 @@ class _Writer:
             step,
             f"guard = {negated}step.value({instruction.guard!r}, {self._give(np.bool_)})",
             f"if all_of(guard): {execute}(step)",
-            "elif guard.any():",
+            "elif any_of(guard):",
             " step.lanes = ALL & guard",
             f" {execute}(step)",
         ]
+
+    def _write_guarded(self, at: int, instruction: Instruction) -> None:
+        """A load or a store: a line where all lanes execute it, else the emulator's own call."""
+        if instruction.parts[0] not in ("ld", "st") or instruction.parts[1] == "param":
+            raise _Unknown
+        guard = self._let(("~" if instruction.negated else "") + self.read(instruction.guard, np.bool_))
+        known, types, begin = dict(self._known), dict(self._types), len(self.lines) + 2
+        self.lines += [f"at = {at}", f"if all_of({guard}):"]
+        self._write(instruction)
+        self.lines[begin:] = [f" {line}" for line in self.lines[begin:]]
+        self.lines += [
+            f"elif any_of({guard}):",
+            f" step = Step(block, warp, {self._give(instruction)}, {at}, ALL)",
+            f" step.lanes = {guard}",
+            f" {self._give(self.runs.execute[at])}(step)",
+        ]
+        written = inside(instruction.operands[0]) if instruction.parts[0] == "ld" else ()
+        self._known = {key: variable for key, variable in known.items() if key[0].lstrip("!") not in written}
+        self._types = {name: kind for name, kind in types.items() if name not in written}
+
+    def address(self, text: str) -> str:
+        """An expression for [register + offset], as wide as the register."""
+        name, offset, kind = address_parts(text)
+        if register_type(name) is not kind:
+            raise _Unknown
+        value = self.read(name, kind)
+        return f"{value} + {self._give(kind(offset % (1 << 8 * size(kind))))}" if offset else value
 
     def _name(self) -> str:
         self._names += 1
@@ -241,8 +277,23 @@ def _plain(parts: tuple[str, ...], to: str, kind: Type) -> Type:
     return BITS[size(kind)]
 
 
+_OF_PAIRS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": arithmetic.fused}
+
+
+def _pairs(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...]) -> bool:
+    """Write the line of two narrow floats in a word, if it is one."""
+    of = {"bf16x2": arithmetic.bf16_pairs, "f16x2": arithmetic.half_pairs}.get(parts[-1])
+    if of is None or parts[0] not in _OF_PAIRS:
+        return False
+    given = ", ".join(run.read(name, np.uint32) for name in operands[1:])
+    run.write(operands[0], f"{run._give(of)}({run._give(_OF_PAIRS[parts[0]])}, {given})", np.uint32)
+    return True
+
+
 @_line("add sub and or xor")
 def _two(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    if _pairs(run, parts, operands):
+        return
     kind = _plain(parts, operands[0], kind)
     symbol = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}[parts[0]]
     run.write(operands[0], f"{run.read(operands[1], kind)} {symbol} {run.read(operands[2], kind)}", kind)
@@ -266,6 +317,8 @@ def _one(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: 
 
 @_line("mul mad")
 def _multiply(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    if _pairs(run, parts, operands):
+        return
     if "hi" in parts or "wide" in parts:
         if size(kind) == 8:
             raise _Unknown
@@ -285,6 +338,8 @@ def _multiply(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], k
 
 @_line("fma")
 def _fma(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    if _pairs(run, parts, operands):
+        return
     if kind is not np.float32:
         raise _Unknown
     wide = run._give(np.dtype(np.float64))
@@ -410,11 +465,41 @@ def _joined(pieces: list[Lanes], kind: Type) -> Lanes:
 
 
 @_line("ld")
-def _load_parameter(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
-    if parts[1] != "param" or operands[0][0] == "{":
-        raise _Unknown
+def _load(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    if parts[1] == "param":
+        if operands[0][0] == "{":
+            raise _Unknown
+        kind = BITS[size(kind)]
+        run.write(operands[0], run.read(inside(operands[1])[0], kind), kind)
+        return
+    names = inside(operands[0])
+    given = f"{run._give(parts)}, {run.address(operands[1])}, {run._give(kind)}, {len(names)}"
+    found = run._let(f"{run._give(moves.loaded)}(block, warp, {given})")
+    for i, name in enumerate(names):
+        run.write(name, f"{found}[{i}]", kind)
+
+
+@_line("st")
+def _store(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
     kind = BITS[size(kind)]
-    run.write(operands[0], run.read(inside(operands[1])[0], kind), kind)
+    pieces = ", ".join(run.read(name, kind) for name in inside(operands[1]))
+    values = f"{run._give(_bytes)}([{pieces}], {run._give(np.dtype(kind))})"
+    given = f"{run._give(parts)}, {run.address(operands[0])}, {values}"
+    run.lines.append(f"{run._give(moves.stored)}(block, warp, {given})")
+
+
+def _bytes(pieces: list[Lanes], kind: Type) -> Lanes:
+    both = np.empty((LANES, len(pieces)), kind)
+    for i, piece in enumerate(pieces):
+        both[:, i] = piece
+    return both.view(np.uint8)
+
+
+@_line("lop3")
+def _logic_of_three(run: _Writer, parts: tuple[str, ...], operands: tuple[str, ...], kind: Type) -> None:
+    names = dict(zip("abc", (run.read(name, np.uint32) for name in operands[1:4]), strict=True))
+    expression = "".join(names.get(letter, letter) for letter in arithmetic.logic_of_three(int(operands[4], 0)))
+    run.write(operands[0], expression, np.uint32)
 
 
 @_line("bfe")

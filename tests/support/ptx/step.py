@@ -31,7 +31,7 @@ def register_type(name: str) -> Type | None:
 
 
 @lru_cache(maxsize=1 << 14)
-def _address(text: str) -> tuple[str, int, Type]:
+def address_parts(text: str) -> tuple[str, int, Type]:
     """Of [register + offset] the register, the offset and the address's type."""
     found = _ADDRESS.fullmatch(text.strip("[] "))
     assert found
@@ -70,6 +70,8 @@ class Warp:
         self.copy_groups: list[list[tuple[Lanes, Lanes]]] = []
         self.products: list[Callable[[], None] | None] = []
         """wgmma products that no group holds yet: what computes them, nothing for one that is computed."""
+        self.sums: dict[tuple[str, ...], tuple[tuple[Lanes, ...], Lanes]] = {}
+        """Sums that products have written, by the registers' names: the registers' values, and the matrix of them."""
         self.product_groups: list[list[Callable[[], None] | None]] = []
 
     def front(self) -> tuple[int | None, Lanes]:
@@ -168,7 +170,7 @@ class Step:
 
     def address(self, text: str) -> Lanes:
         """[register + offset], uint64, of all lanes."""
-        name, offset, kind = _address(text)
+        name, offset, kind = address_parts(text)
         address = self.value(name, kind).astype(np.int64) + offset
         if kind is np.uint32:
             # The sum is as wide as the register: compilers leave a negative one there that the offset makes up for.

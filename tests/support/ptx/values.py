@@ -37,16 +37,31 @@ def all_of(lanes: Lanes) -> bool:
     return b"\0" not in lanes.tobytes()
 
 
+_ONE, _HALF, _SIXTEEN, _NAN = np.uint32(1), np.uint32(0x7FFF), np.uint32(16), np.uint16(0x7FFF)
+
+
+def any_of(lanes: Lanes) -> bool:
+    """Whether one of some bools is true."""
+    return b"\1" in lanes.tobytes()
+
+
 def widen(bits: Lanes) -> Lanes:
     """bfloat16 to float32."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return (bits.astype(np.uint32) << _SIXTEEN).view(np.float32)
 
 
 def narrow(x: Lanes) -> Lanes:
     """float32 to bfloat16, to the nearest, ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    rounded = bits >> _SIXTEEN
+    rounded &= _ONE
+    rounded += bits
+    rounded += _HALF
+    rounded >>= _SIXTEEN
+    found, unordered = rounded.astype(np.uint16), x != x
+    if any_of(unordered):
+        found[unordered] = _NAN
+    return found
 
 
 def reinterpret(value: Lanes, kind: Type) -> Lanes:

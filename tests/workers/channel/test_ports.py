@@ -61,3 +61,17 @@ def test_a_folder_for_sockets_is_not_too_deep_for_them(
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::"])
+def test_a_host_is_an_address_of_either_kind_or_a_name(host: str) -> None:
+    port = ports.free_port(host)
+    with ports.bound(host, port) as opened:
+        opened.listen()
+        with pytest.raises(OSError, match="in use"):
+            ports.bound(host, port, reuse=True)
+
+
+def test_a_host_that_is_none_is_named_so() -> None:
+    with pytest.raises(OSError, match="not known"):
+        ports.bound("nowhere.invalid", 0)

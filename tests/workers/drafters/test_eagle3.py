@@ -21,14 +21,14 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import EngineConfig
-from workers.draft_model import aux_hidden_state_layers_of
-from workers.families.eagle3 import load_eagle3, read_eagle3
-from workers.fit import Unfit, check_fit
+from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
+from workers.drafters.eagle3.misfits import aux_hidden_state_layers_of
+from workers.fit.memory_plan import memory_plan
+from workers.fit.settings import Unfit, check_fit
 from workers.models.config import ConfigError
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.protocol.plan import SamplingParams
-from workers.rank.memory_plan import memory_plan
 from workers.rank.rank import Rank
 from workers.scheduler.sequence import Phase
 from workers.weights.checkpoint import WeightsError

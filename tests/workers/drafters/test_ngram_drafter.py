@@ -15,10 +15,10 @@ from kernels.ngram import LEAST, MOST
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.fit import Unfit, check_fit
+from workers.fit.memory_plan import memory_plan
+from workers.fit.settings import Unfit, check_fit
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import pack_tokens
-from workers.rank.memory_plan import memory_plan
 from workers.rank.runner import PlanError
 from workers.scheduler.sequence import Phase
 

@@ -77,7 +77,7 @@ def test_reads_the_text_part_of_kimi_k25(inner: str | None, tmp_path: Path) -> N
     assert FAMILIES[parse_config(values).model_type].tensor("lm_head.weight") == "language_model.lm_head.weight"
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert load_config(tmp_path).eos_ids == (5, 6)
+    assert load_config(tmp_path).eos_ids == (*parse_config(K2).eos_ids, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,20 @@ def test_errors_of_kimi_k25_name_the_field(changes: dict[str, Any], words: list[
         assert word in str(error.value)
 
 
-def test_end_ids_of_the_generation_config_win(tmp_path: Path) -> None:
+def test_end_ids_are_those_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3))
     assert load_config(tmp_path).eos_ids == (1,)
     generation = tmp_path / "generation_config.json"
-    for given, found in ({"eos_token_id": [2, 7]}, (2, 7)), ({"eos_token_id": 3}, (3,)), ({"temperature": 0.6}, (1,)):
+    for given, found in (
+        ({"eos_token_id": [2, 7]}, (1, 2, 7)),
+        ({"eos_token_id": 3}, (1, 3)),
+        ({"eos_token_id": [7, 1]}, (1, 7)),
+        ({"temperature": 0.6}, (1,)),
+    ):
         generation.write_text(json.dumps(given))
         assert load_config(tmp_path).eos_ids == found
     generation.write_text('{"eos_token_id": 129280}')
-    with pytest.raises(ConfigError, match=r"eos_token_id must be token ids below vocab_size = 129280, not 129280"):
+    with pytest.raises(ConfigError, match=r"must be token ids below vocab_size = 129280, not \[1, 129280\]"):
         load_config(tmp_path)
     generation.write_text("[]")
     with pytest.raises(ConfigError, match=r"generation_config.json does not hold a JSON object"):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
-from workers.families.fields import Fields
 from workers.models.config import ModelConfig, Rope, Routing
+from workers.models.fields import Fields
 from workers.weights.part import Part, Shard
 
 if TYPE_CHECKING:

@@ -214,8 +214,8 @@ def test_weights_in_fp8_compile_nothing_late(
     config = settings(str(quantized), width, max_rows=13, max_context=300, activations=activations)
     start = Start(monkeypatch, config)
     assert late(start, 96, seed=3) == []
-    rounded = {"quantize", "product"} & {kernel for kernel, _ in start.variants}
-    assert rounded == ({"quantize", "product"} if activations == "auto" else set())
+    rounded = {"quantize_kernel", "product"} & {kernel for kernel, _ in start.variants}
+    assert rounded == ({"quantize_kernel", "product"} if activations == "auto" else set())
 
 
 @pytest.mark.long
@@ -235,7 +235,7 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
     start = Start(monkeypatch, settings(published, 3, **how))
     assert late(start, 64, seed=3) == []
     launched = {kernel for kernel, _ in start.variants}
-    assert {"absorb", "rope_cache", "gather", "attend_narrow"} <= launched
+    assert {"absorb", "rope_cache_kernel", "gather_context_kernel", "attend_narrow"} <= launched
     assert "attend_wide" not in launched
 
 
@@ -261,8 +261,8 @@ def test_sparse_attention_compiles_nothing_late(
     launched = {kernel for kernel, _ in start.variants}
     scores = "score_pages_hopper" if cache == "fp8" else "score_pages"
     assert {"index_rope", "write_keys", scores, "list_positions", "select_whole", "merge"} <= launched
-    assert {"stream_linear", "rope_absorb", "rope_cache"} <= launched
-    wide = {"attend_selected", "attend_selected_wide_fp8", "gather"}
+    assert {"stream_linear", "rope_absorb", "rope_cache_kernel"} <= launched
+    wide = {"attend_selected", "attend_selected_wide_fp8", "gather_context_kernel"}
     assert launched & wide == (wide if heads == 64 else {"attend_selected"} if cache == "auto" else set())
     assert ("attend_selected_fp8" in launched) == (cache == "fp8" and heads == 32)
 
@@ -327,4 +327,4 @@ def test_what_is_not_warmed_up_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(capture, "warm_up_mixed_steps", lambda stage, masks=None: None)
         ahead = start.compiled()
     start.ready()
-    assert {"gather", "rope_cache"} <= {kernel for kernel, _ in start.variants[len(ahead) :]}
+    assert {"gather_context_kernel", "rope_cache_kernel"} <= {kernel for kernel, _ in start.variants[len(ahead) :]}

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import repeat
-from kernels.repeat import Layers
+from kernels.runtime import repeat
+from kernels.runtime.repeat import Layers
 from tests.support.hopper import compile_only
 from tests.support.private_apis import untouched
 from workers.graphs import guard

@@ -20,7 +20,7 @@ from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_plans
 from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import selection
-from workers.models.many_tokens import ManyTokens
+from workers.models.many_tokens import GeneralOps
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.scheduler import Unsound
 from workers.step.buckets import TokenBuckets
@@ -42,7 +42,7 @@ class RecordedTail(Tail):
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
-        for gathered in (self.flow.residual_TE, self.flow.attended_THV):
+        for gathered in (self.buffers.residual_TE, self.buffers.attended_THV):
             gathered.zero_()  # a recording runs
         self._recording = Recording(super().run)
         self.replays = 0
@@ -215,10 +215,10 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
     last = model.layers[-1] if width == 1 else model.drafter.layer
     finish, seen = type(last).finish, []
 
-    def noted(layer: Any, flow: Any, *rest: Any) -> None:
+    def noted(layer: Any, buffers: Any, *rest: Any) -> None:
         if layer is last:
-            seen.append(flow.residual_TE.shape[0])
-        finish(layer, flow, *rest)
+            seen.append(buffers.residual_TE.shape[0])
+        finish(layer, buffers, *rest)
 
     monkeypatch.setattr(type(last), "finish", noted)
     run.generate([list(range(1, 101))], greedy(1))
@@ -230,14 +230,14 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
 def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the experts' workspace on a GPU does: it holds results in fp32 while there are few."""
     no_host_values(monkeypatch)
-    experts = ManyTokens.experts
+    experts = GeneralOps.experts
 
-    def wasteful(self: ManyTokens, x_TE: torch.Tensor, *rest: Any) -> None:
+    def wasteful(self: GeneralOps, x_TE: torch.Tensor, *rest: Any) -> None:
         [scratch] = [given for given in rest if isinstance(given, Scratch)]
         scratch.empty(1 << 22 if x_TE.shape[0] == 48 else 0, dtype=torch.uint8)
         experts(self, x_TE, *rest)
 
-    monkeypatch.setattr(ManyTokens, "experts", wasteful)
+    monkeypatch.setattr(GeneralOps, "experts", wasteful)
     Buckets(engine(folder).runner.parts, 80, RecordedStage)
 
 

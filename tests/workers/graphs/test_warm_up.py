@@ -11,9 +11,9 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import ahead
-from kernels.ahead import Compiled
 from kernels.moe import reference as moe_reference
+from kernels.runtime import ahead
+from kernels.runtime.ahead import Compiled
 from tests.support.private_apis import untouched
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine

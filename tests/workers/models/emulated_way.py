@@ -23,7 +23,7 @@ from kernels.moe.pending import PendingExperts
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.pending_norm import PendingNorm, launch_enter
-from kernels.rms_norm import launch as norms
+from kernels.rms_norm import launch_rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
@@ -99,20 +99,20 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "linear_to_residual": to_residual,
         "gated_linear": products.stream_gate_up,
         "moe": SimpleNamespace(experts_shape=int4_shape, PendingExperts=SimpleNamespace(of=int4_experts)),
-        "rms_norm": norms.rms_norm,
+        "rms_norm": launch_rms_norm,
         "pending_norm": SimpleNamespace(enter=launch_enter),
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(few_tokens, name, function)
-    choose = few_tokens.FewTokens.chosen
+    choose = few_tokens.SmallBatchOps.chosen
 
-    def chosen(self: few_tokens.FewTokens, *given: Any, **options: Any) -> Any:
+    def chosen(self: few_tokens.SmallBatchOps, *given: Any, **options: Any) -> Any:
         with monkeypatch.context() as patch:  # other ways choose as ever
             patch.setattr(token_wise, "moe", SimpleNamespace(route=moe.route))
             return choose(self, *given, **options)
 
-    monkeypatch.setattr(few_tokens.FewTokens, "chosen", chosen)
+    monkeypatch.setattr(few_tokens.SmallBatchOps, "chosen", chosen)
     replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))

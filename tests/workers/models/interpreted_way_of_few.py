@@ -28,7 +28,7 @@ from kernels.mla_decode import launch as attention  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling  # noqa: E402
 from kernels.moe import reference  # noqa: E402
 from kernels.pending_norm import PendingNorm, launch_enter  # noqa: E402
-from kernels.rms_norm import launch as norms  # noqa: E402
+from kernels.rms_norm import launch_rms_norm  # noqa: E402
 from workers.cache.paged import PagedCache  # noqa: E402
 from workers.families.registry import parse_config  # noqa: E402
 from workers.memory.scratch import Scratch  # noqa: E402
@@ -106,7 +106,7 @@ def plan(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
 
 
 def on_way_of_few(model: Model, token_T: torch.Tensor, batch: Batch, cache: PagedCache) -> torch.Tensor:
-    way = few_tokens.FewTokens(Group(), dependent=True)
+    way = few_tokens.SmallBatchOps(Group(), dependent=True)
     return model.segments.forward(token_T, None, batch, cache, Scratch(CPU), way=way)
 
 
@@ -129,7 +129,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "normed_linear": normed,
         "linear_to_residual": to_residual,
         "gated_linear": products.stream_gate_up,
-        "rms_norm": lambda x, weight, out, *, eps: norms.rms_norm(x, weight, out, eps),
+        "rms_norm": lambda x, weight, out, *, eps: launch_rms_norm(x, weight, out, eps),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(few_tokens, name, plainly(function))

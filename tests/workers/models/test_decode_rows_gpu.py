@@ -9,7 +9,7 @@ import torch
 from captured import REPLAYS
 from random_model import V2_LITE_HEADS, decode_step, random_model
 
-from kernels.hopper import is_hopper
+from kernels.runtime.hopper import is_hopper
 from workers.memory.scratch import Scratch
 
 pytestmark = [
@@ -28,7 +28,7 @@ def test_many_rows_agree_with_mixed_steps(rows: int, width: int, lengths: list[i
     token_T, batch, cache = decode_step(model, lengths, width)
     device = token_T.device
     way = model.ways.of(batch, torch.bfloat16, device)
-    projected = model.segments.flow(rows * width, Scratch(device), way).projected
+    projected = model.segments.buffers(rows * width, Scratch(device), way).projected
     in_parts = is_hopper(device) and rows * width <= 64 and not overrides
     assert (projected.down_TF.dim() == 3) == in_parts
     before = [layer.clone() for layer in cache.layers]

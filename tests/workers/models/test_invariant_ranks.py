@@ -16,7 +16,7 @@ from workers.config import DEMO_MODEL
 from workers.families import load_model
 from workers.models import invariant
 from workers.models.attention import absorbed_chunks
-from workers.models.invariant import InvariantTokens
+from workers.models.invariant import DeterministicOps
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
@@ -83,4 +83,4 @@ def test_parts_that_take_turns_change_no_bit(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("size", [3, 6, 16])
 def test_other_numbers_of_ranks_have_no_tree(size: int) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel = {size} is none of them"):
-        InvariantTokens(Group(Mesh.of(0, size)))
+        DeterministicOps(Group(Mesh.of(0, size)))

@@ -12,7 +12,7 @@ from paged import CPU, Paged, load_fp32
 from random_model import V2_LITE_HEADS, random_model
 from tiny_models import KINDS, VOCAB, write_tiny
 
-from kernels.repeat import Repeat, nothing_repeated
+from kernels.runtime.repeat import Repeat, nothing_repeated
 from workers.models.attention import expanded
 
 pytestmark = [

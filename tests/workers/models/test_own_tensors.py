@@ -8,7 +8,7 @@ from oracle import random_tokens
 from paged import CPU, Paged
 from random_model import V2_LITE_HEADS, random_model
 
-from kernels.repeat import Layers, Repeat
+from kernels.runtime.repeat import Layers, Repeat
 from workers.models import segments
 
 

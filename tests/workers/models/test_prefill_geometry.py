@@ -116,7 +116,7 @@ def test_context_is_expanded_in_sizes_that_are_warmed_up(contexts: list[int]) ->
     """Whatever the rows; and in memory that is reserved for the largest."""
     warmed_up, expanded, rows = Expanding(), Expanding(), len(contexts)
     largest = chunks_of(PrefillGeometry.largest(70 * rows, rows, CPU))
-    largest.warm_up_mixed_steps(cast(Heads, warmed_up))
+    largest.reserve(cast(Heads, warmed_up))
     chunks = chunks_of(geometry_of(contexts, 0, torch.zeros(rows, 1, dtype=torch.int32)))
     for piece in chunks.context:
         cast(Heads, expanded).expand(piece.latent_XL, piece.kv_XF)

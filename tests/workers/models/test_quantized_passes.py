@@ -16,8 +16,8 @@ from rank_processes import run_ranks
 from torch import Tensor
 
 from workers.families import load_model
-from workers.models.few_tokens import FewTokens
-from workers.models.many_tokens import DecodeTokens, ManyTokens
+from workers.models.few_tokens import SmallBatchOps
+from workers.models.many_tokens import DecodeOps, GeneralOps
 from workers.models.ways import Ways
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -52,7 +52,7 @@ def test_logits_on_every_way(name: str, way: str, tmp_path: Path, monkeypatch: p
     form = INT4_GROUPS if name == "int4" else FP8_BLOCKS
     assert model.layers[1].feed_forward.mixture.gate_up_XFE.format is form
     taken: list[type] = []
-    kinds = {"few": FewTokens, "decode rows": DecodeTokens, "any": ManyTokens, "invariant": type(model.ways.any)}
+    kinds = {"few": SmallBatchOps, "decode rows": DecodeOps, "any": GeneralOps, "invariant": type(model.ways.any)}
     plain = Ways.of
 
     def chosen(self: Ways, *about: Any) -> Any:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from kernels import linear, mla_decode, repeat
+from kernels import linear, mla_decode
 from kernels.mla_prefill import launch as prefill_launch
-from kernels.repeat import Repeat
+from kernels.runtime import repeat
+from kernels.runtime.repeat import Repeat
 from kernels.sparse import workspace
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model
@@ -199,7 +200,7 @@ def test_a_repeated_layer_widens_its_own_cache(monkeypatch: pytest.MonkeyPatch, 
     caches = [cache.data_ptr() for cache in paged.cache.layers[0 : 2 * layers : 2]]
     for place, (repeated, own) in enumerate(compared):
         assert repeated == own
-        (gathered,) = [launch for launch in own if launch[0] == "gather"]
+        (gathered,) = [launch for launch in own if launch[0] == "gather_context_kernel"]
         assert caches[1 + place % (layers - 1)] in gathered
         # A stretch each; decode rows have one more.
         attended = [name for name, *_ in own if name in ("attend_selected", "attend_selected_wide_fp8")]

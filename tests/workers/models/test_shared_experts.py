@@ -18,8 +18,8 @@ from workers.memory.scratch import Scratch
 from workers.models import feed_forward
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
-from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import ManyTokens
+from workers.models.invariant import DeterministicOps
+from workers.models.many_tokens import GeneralOps
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.part import Part, Shard
@@ -89,7 +89,7 @@ def computed(
     tensors: dict[str, Tensor],
     x_TE: Tensor,
     mesh: Mesh,
-    kind: type[ManyTokens] = ManyTokens,
+    kind: type[GeneralOps] = GeneralOps,
     behind: int | None = None,
     **live: Any,
 ) -> tuple[Tensor, Tensors]:
@@ -109,10 +109,10 @@ def computed(
     return sum_TE, source
 
 
-@pytest.mark.parametrize("kind", [ManyTokens, InvariantTokens])
+@pytest.mark.parametrize("kind", [GeneralOps, DeterministicOps])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [0, 1, 2, 3])
-def test_units_are_the_network(shared: int, dtype: torch.dtype, kind: type[ManyTokens]) -> None:
+def test_units_are_the_network(shared: int, dtype: torch.dtype, kind: type[GeneralOps]) -> None:
     tensors = checkpoint(shared)
     x_TE = torch.randn(50, HIDDEN).to(dtype)
     got, want = computed(tensors, x_TE, Mesh(), kind)[0], wanted(tensors, x_TE)
@@ -156,11 +156,11 @@ def test_a_part_that_does_not_exist_is_refused() -> None:
             Part("w", 4, 3, **part)
 
 
-@pytest.mark.parametrize("kind", [ManyTokens, InvariantTokens])
+@pytest.mark.parametrize("kind", [GeneralOps, DeterministicOps])
 @pytest.mark.parametrize("shared", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_shared_experts_of_another_format_are_a_network_of_their_own(
-    size: int, shared: int, kind: type[ManyTokens], monkeypatch: pytest.MonkeyPatch
+    size: int, shared: int, kind: type[GeneralOps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where INT4 experts stand beside shared ones in bf16: the same sum, and every number read once."""
     monkeypatch.setattr(feed_forward, "_apart", lambda *_: True)

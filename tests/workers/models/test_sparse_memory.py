@@ -15,7 +15,7 @@ from kernels.sparse import SparseWorkspace, workspace
 from workers.memory.scratch import Scratch
 from workers.models.attention import sparse_rows, sparse_workspaces, widened
 from workers.models.attention.backend import Heads
-from workers.models.attention.latent import Projected
+from workers.models.attention.latent import MlaInputs
 from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import SparseRows
 from workers.models.attention.sparse_workspaces import Workspaces
@@ -50,7 +50,7 @@ def taken(
     batch = Batch(layout, token_T, token_T, rows, prefill, selection=selection)
     q_THD = torch.empty(tokens, heads.count, 192, dtype=torch.bfloat16, device=META)
     out_THV = torch.empty(tokens, heads.count, 128, dtype=torch.bfloat16, device=META)
-    projected = Projected(q_THD[:, 0], q_THD, q_THD[:, 0])
+    projected = MlaInputs(q_THD[:, 0], q_THD, q_THD[:, 0])
     geometry = attention.geometry(batch)
     if prefill is None:
         (geometry,) = attention.largest_geometries(tokens, SLOTS, pages, CPU)
@@ -178,7 +178,7 @@ def test_turns_of_attention_share_their_memory() -> None:
     (shared,) = pieces
     for size, own in found.items():
         assert isinstance(own, SparseWorkspace)
-        tensors = own.partial_GTHL, own.partial_lse_GTH, own.place_BTS, own.length_T, own.pieces_T, own.plan
+        tensors = own.partial_GTHL, own.partial_lse_GTH, own.place_BTS, own.length_T, own.pieces_T, own.metadata
         spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors if x.numel())
         assert own.place_BTS.shape[1] == size
         assert spans[0][0] == shared.data_ptr()

@@ -14,7 +14,7 @@ from random_model import V2_LITE_HEADS, random_model
 from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from torch import Tensor
 
-from kernels.repeat import nothing_repeated
+from kernels.runtime.repeat import nothing_repeated
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.families import load_model

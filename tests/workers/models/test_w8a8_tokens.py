@@ -16,8 +16,8 @@ from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models import many_tokens
 from workers.models import ways as choice
-from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import MIN_TOKENS_W8A8, DecodeTokens, ManyTokens
+from workers.models.invariant import DeterministicOps
+from workers.models.many_tokens import MIN_TOKENS_W8A8, DecodeOps, GeneralOps
 from workers.models.ways import Ways
 from workers.parallel.group import Group
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
@@ -58,8 +58,8 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("count", "features"), [(TOKENS, 512), (TOKENS, 640), (41, 512), (99, 128)])
-@pytest.mark.parametrize("kind", [ManyTokens, DecodeTokens])
-def test_products_are_those_of_quantized_activations(kind: type[ManyTokens], count: int, features: int) -> None:
+@pytest.mark.parametrize("kind", [GeneralOps, DecodeOps])
+def test_products_are_those_of_quantized_activations(kind: type[GeneralOps], count: int, features: int) -> None:
     """Of any number of tokens, though products take four at a time."""
     x, matrix = tokens(count, features), weight(features=features)
     way = kind(Group(), quantize_activations=True)
@@ -74,7 +74,7 @@ def test_products_are_those_of_quantized_activations(kind: type[ManyTokens], cou
 
 @pytest.mark.parametrize("quantize_activations", [False, True])
 def test_the_product_behind_attention(quantize_activations: bool) -> None:
-    x, matrix, way = tokens(), weight(), ManyTokens(Group(), quantize_activations=quantize_activations)
+    x, matrix, way = tokens(), weight(), GeneralOps(Group(), quantize_activations=quantize_activations)
     want = (rounded(x) if quantize_activations else x.double()) @ matrix.dequantized(torch.float64).t()
     norm = AddNorm(torch.zeros(TOKENS, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
     way.add(x, matrix, norm, torch.empty_like(norm.residual_TE), Scratch(x.device))
@@ -82,7 +82,7 @@ def test_the_product_behind_attention(quantize_activations: bool) -> None:
 
 
 def test_the_gate_of_a_dense_network() -> None:
-    x, matrix, way = tokens(), weight(), ManyTokens(Group(), quantize_activations=True)
+    x, matrix, way = tokens(), weight(), GeneralOps(Group(), quantize_activations=True)
     gate, up = (rounded(x) @ matrix.dequantized(torch.float64).t()).chunk(2, 1)
     got = way.gated(x, matrix, Scratch(x.device))
     assert distance(got, torch.nn.functional.silu(gate) * up) < 2**-7
@@ -95,7 +95,7 @@ def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: py
     fused = many_tokens.silu_mul_quantize
     monkeypatch.setattr(many_tokens, "silu_mul_quantize", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
     x, gate_up, down = tokens(count), weight(1024, 512), weight(256, 512)
-    way = ManyTokens(Group(), quantize_activations=quantize_activations)
+    way = GeneralOps(Group(), quantize_activations=quantize_activations)
     gate_up_TF = torch.empty(count, 1024, dtype=torch.bfloat16)
     way.linear(x, gate_up, gate_up_TF, Scratch(x.device))
     gate, up = gate_up_TF.double().chunk(2, 1)
@@ -113,29 +113,29 @@ def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: py
 @pytest.mark.parametrize(
     ("why", "way", "x", "matrix", "dtype"),
     [
-        ("it is forbidden", ManyTokens(Group()), tokens(), weight(), torch.bfloat16),
-        ("invariant mode", InvariantTokens(Group()), tokens(), weight(), torch.bfloat16),
-        ("few tokens", ManyTokens(Group(), quantize_activations=True), tokens(8), weight(), torch.bfloat16),
+        ("it is forbidden", GeneralOps(Group()), tokens(), weight(), torch.bfloat16),
+        ("invariant mode", DeterministicOps(Group()), tokens(), weight(), torch.bfloat16),
+        ("few tokens", GeneralOps(Group(), quantize_activations=True), tokens(8), weight(), torch.bfloat16),
         (
             "other blocks",
-            ManyTokens(Group(), quantize_activations=True),
+            GeneralOps(Group(), quantize_activations=True),
             tokens(),
             weight(block=(64, 128)),
             torch.bfloat16,
         ),
         (
             "a size",
-            ManyTokens(Group(), quantize_activations=True),
+            GeneralOps(Group(), quantize_activations=True),
             tokens(features=576),
             weight(256, 576),
             torch.bfloat16,
         ),
-        ("fp32", ManyTokens(Group(), quantize_activations=True), tokens().float(), weight(), torch.float32),
-        ("fp32 results", ManyTokens(Group(), quantize_activations=True), tokens(), weight(), torch.float32),
+        ("fp32", GeneralOps(Group(), quantize_activations=True), tokens().float(), weight(), torch.float32),
+        ("fp32 results", GeneralOps(Group(), quantize_activations=True), tokens(), weight(), torch.float32),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_activations_stay_as_they_are(why: str, way: ManyTokens, x: Tensor, matrix: Weight, dtype: torch.dtype) -> None:
+def test_activations_stay_as_they_are(why: str, way: GeneralOps, x: Tensor, matrix: Weight, dtype: torch.dtype) -> None:
     want = x.double() @ matrix.dequantized(x.dtype).double().t()
     out = torch.full((len(x), 256), torch.nan, dtype=dtype)
     way.linear(x, matrix, out, Scratch(x.device))
@@ -144,7 +144,7 @@ def test_activations_stay_as_they_are(why: str, way: ManyTokens, x: Tensor, matr
 
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: False)
-    way, x, matrix = ManyTokens(Group(), quantize_activations=True), tokens(), weight()
+    way, x, matrix = GeneralOps(Group(), quantize_activations=True), tokens(), weight()
     out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
     way.linear(x, matrix, out, Scratch(x.device))
     assert distance(out, x.double() @ matrix.dequantized(torch.bfloat16).double().t()) < 2**-8

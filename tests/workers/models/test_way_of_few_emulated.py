@@ -32,7 +32,7 @@ def check(lengths: list[int], width: int, heads: int = 2, int4: bool = False, sh
     _, _, wide_cache = decode_step(wide, lengths, width)
     poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
     with emulated(consecutive=True, **how) as launches:
-        way = few_tokens.FewTokens(Group(), dependent=True)
+        way = few_tokens.SmallBatchOps(Group(), dependent=True)
         got = model.segments.forward(token_T, None, batch, cache, Scratch(CPU, poisoned), way=way)
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0

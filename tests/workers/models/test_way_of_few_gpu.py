@@ -12,13 +12,13 @@ from paged import ALONE, Paged, load_fp32
 from random_model import V2_LITE_HEADS, decode_step, random_model
 from tiny_models import VOCAB, write_tiny
 
-from kernels.dependent import launches_dependently
 from kernels.linear import MOST_STREAMED
-from kernels.repeat import nothing_repeated
+from kernels.runtime.dependent import launches_dependently
+from kernels.runtime.repeat import nothing_repeated
 from workers.families import load_model
 from workers.models.batch import Batch
 from workers.models.choices import Recorded, Taken
-from workers.models.few_tokens import FewTokens, unsupported
+from workers.models.few_tokens import SmallBatchOps, unsupported
 from workers.models.model import Model
 from workers.models.ways import Ways
 from workers.parallel.mesh import Mesh
@@ -88,7 +88,7 @@ def test_the_way_agrees_with_that_of_many(
     errors = []
     for seed in range(ATTEMPTS):
         token_T, batch, cache = decode_step(model, lengths, width, seed)
-        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), FewTokens)
+        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), SmallBatchOps)
         before = [layer.clone() for layer in cache.layers]
         got_TE = model.forward(token_T, batch, cache)
         written = [layer.clone() for layer in cache.layers]
@@ -125,7 +125,7 @@ def test_sparse_attention_agrees_with_that_of_many(
     errors, agreed = [], []
     for seed in range(ATTEMPTS):
         token_T, batch, cache = decode_step(model, lengths, width, seed)
-        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), FewTokens)
+        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), SmallBatchOps)
         before, recorded = [layer.clone() for layer in cache.layers], Recorded()
         with nothing_repeated(), model.ways.choosing(recorded):
             got_TE = model.forward(token_T, batch, cache)

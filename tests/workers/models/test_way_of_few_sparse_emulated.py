@@ -108,7 +108,7 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, *, dense: boo
     poisoned = buffer[-buffer.data_ptr() % 256 :]  # a GPU's memory begins with a line
     recorded = Recorded()
     with emulated(consecutive=True, fences=False, **how) as launches:
-        way = few_tokens.FewTokens(Group(), dependent=True)
+        way = few_tokens.SmallBatchOps(Group(), dependent=True)
         way.choices = recorded
         own = replace(batch, dense=dense)
         got = model.segments.forward(token_T, None, own, cache, Scratch(CPU, poisoned), way=way)

@@ -13,8 +13,8 @@ from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models import many_tokens
-from workers.models.invariant import InvariantTokens
-from workers.models.many_tokens import DecodeTokens, ManyTokens
+from workers.models.invariant import DeterministicOps
+from workers.models.many_tokens import DecodeOps, GeneralOps
 from workers.models.token_wise import Gated, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -32,7 +32,7 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
     norm = AddNorm(torch.zeros(2, 16), torch.ones(16), 1e-6)
     choice, out_TE = (id_TK, torch.ones(2, 1)), torch.zeros(2, 16)
-    ManyTokens(Group()).experts(x_TE, *choice, mixture, norm, out_TE, Scratch(x_TE.device))
+    GeneralOps(Group()).experts(x_TE, *choice, mixture, norm, out_TE, Scratch(x_TE.device))
     assert asked == [able]
 
 
@@ -53,16 +53,16 @@ def test_experts_are_told_whether_they_may_quantize(
     router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
     norm = AddNorm(torch.zeros(tokens, 16), torch.ones(16), 1e-6)
-    way, choice = ManyTokens(Group(), quantize_activations=quantize_activations), (id_TK, torch.ones(tokens, 1))
+    way, choice = GeneralOps(Group(), quantize_activations=quantize_activations), (id_TK, torch.ones(tokens, 1))
     way.experts(x_TE, *choice, mixture, norm, torch.zeros(tokens, 16), Scratch(x_TE.device))
     assert asked == [want]
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "want"), [(DecodeTokens, 1, 5), (DecodeTokens, 2, 0), (ManyTokens, 1, 0), (InvariantTokens, 1, 0)]
+    ("kind", "ranks", "want"), [(DecodeOps, 1, 5), (DecodeOps, 2, 0), (GeneralOps, 1, 0), (DeterministicOps, 1, 0)]
 )
 def test_sums_are_left_in_parts_where_nobody_else_needs_them(
-    kind: type[ManyTokens], ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[GeneralOps], ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All-reduce needs a sum, and invariant mode has an order of its own."""
     monkeypatch.setattr(many_tokens, "parts_of", lambda tokens, weight_FE: 5)
@@ -71,9 +71,9 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
 
 
-@pytest.mark.parametrize("way", [ManyTokens, InvariantTokens])
+@pytest.mark.parametrize("way", [GeneralOps, DeterministicOps])
 def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
-    way: type[ManyTokens], monkeypatch: pytest.MonkeyPatch
+    way: type[GeneralOps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, but in invariant mode. Two ranks with the same weights add what one does whose results are doubled."""
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
         way(Group(Mesh.of(0, ranks))).add_experts(x_TE, mixture(factor), norm, out, Scratch(x_TE.device), None)
         found.append((norm.residual_TE, out))
         if ranks == 2:
-            assert len(sums) == (1 if way is ManyTokens else 2)
+            assert len(sums) == (1 if way is GeneralOps else 2)
         sums.clear()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)

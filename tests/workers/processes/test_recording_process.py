@@ -12,8 +12,8 @@ from workers.processes.launch import local_engine
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.recording import read_recording
-from workers.rank.replay import Replay, replay_config
+from workers.recording.file import read_recording
+from workers.recording.replay import Replay, replay_config
 
 
 @pytest.fixture(scope="module")

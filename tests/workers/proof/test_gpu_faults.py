@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import repeat
-from kernels.repeat import Repeat
+from kernels.runtime import repeat
+from kernels.runtime.repeat import Repeat
 from tests.workers.faults import (
     FAULTS,
     KEY,
@@ -130,7 +130,7 @@ def tail_reports(rank: Rank, fault: type[Tail] | None = None) -> tuple[list[Buck
         tail = captured_with(CapturedTail, fault)
         for key in TokenBuckets(BUDGET).tails(parts.most_tail_tokens(parts.state.slots)):
             eager = fault(parts, key.tokens, Scratch(device))  # loads the fault's own kernels
-            for gathered in (eager.flow.residual_TE, eager.flow.attended_THV):
+            for gathered in (eager.buffers.residual_TE, eager.buffers.attended_THV):
                 gathered.zero_()
             eager.run()
     stages, tails = captured(rank, CapturedStage, tail)

@@ -101,7 +101,7 @@ def test_what_just_fits_is_taken(runner: Runner) -> None:
 def test_broken_numbers_are_a_nonfinite_row_and_no_tokens(runner: Runner) -> None:
     runner.parts.model.norm_E.fill_(torch.nan)
     result = runner.execute(GOOD)
-    assert (result.tokens, result.bad) == (((),), (0,))
+    assert (result.tokens, result.nonfinite) == (((),), (0,))
 
 
 @torch.inference_mode()
@@ -118,7 +118,7 @@ def test_pages_are_zero_filled_before_anything_else(runner: Runner) -> None:
     for layer in runner.parts.cache.layers:
         layer.fill_(torch.nan)
     result = runner.execute(replace(GOOD, zero_fill=GOOD.grants[0].pages))
-    assert result.bad == ()
+    assert result.nonfinite == ()
     page = GOOD.grants[0].pages[0]
     assert not any(layer[page].isnan().any() for layer in runner.parts.cache.layers)
 

@@ -34,7 +34,7 @@ from workers.rank.libraries import load_libraries
 load_libraries()
 import torch
 from harness import InlineEngine
-from kernels.repeat import Layers, _noting
+from kernels.runtime.repeat import Layers, _noting
 from workers.config import EngineConfig
 from workers.graphs.guard import capture_guard
 from workers.protocol.plan import SamplingParams

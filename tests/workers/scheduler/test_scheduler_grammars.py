@@ -175,7 +175,7 @@ def test_a_dead_end_ends_its_request_alone_and_no_canary_follows() -> None:
     plan = run.plan()
     assert plan is not None
     outputs = {output.request_id: output for output in run.apply(result(plan, dead_ends=(0,)))}
-    assert (outputs["bound"].failed, outputs["bound"].dead_ends) == (DEAD_END, True)
+    assert (outputs["bound"].failed, outputs["bound"].dead_end) == (DEAD_END, True)
     assert outputs["free"].tokens == (9,)
     assert run.stats().bad_rows == 0
     following = run.plan()

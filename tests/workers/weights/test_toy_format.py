@@ -18,7 +18,7 @@ from tiny_models import VOCAB, write_tiny
 from toy_format import GROUP, Int8Groups, Int8Scaled, KeptInt8Groups
 from transformers import AutoModelForCausalLM
 
-from kernels.dequantize import launch as dequantize_on_a_gpu
+from kernels.dequantize import launch_dequantize
 from kernels.moe.records import stored as as_experts
 from workers.config import EngineConfig
 from workers.models.feed_forward import MixtureOfExperts
@@ -121,6 +121,6 @@ def test_scales_that_are_no_numbers_are_refused(toy: Format, tmp_path: Path) -> 
 def test_kernels_refuse_a_matrix_that_they_do_not_read() -> None:
     matrix = Int8Scaled(torch.zeros(2, 4, GROUP, dtype=torch.int8), torch.ones(2, 4, 1))
     with pytest.raises(TypeError, match="no kernel dequantizes Int8Scaled"):
-        dequantize_on_a_gpu(matrix[0], torch.zeros(4, GROUP))
+        launch_dequantize(matrix[0], torch.zeros(4, GROUP))
     with pytest.raises(TypeError, match="no kernel multiplies experts in Int8Scaled"):
         as_experts(matrix)

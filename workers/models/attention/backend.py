@@ -66,7 +66,7 @@ class Backend(ABC):
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         """Attention of these rows in one layer, into the output that this was made for. What is a layer's own comes
         from its `Heads` and its cache, so that what one layer launches can be launched again for the next
-        (`kernels.repeat`)."""
+        (`kernels.runtime.repeat`)."""
 
     def reserve(self, heads: Heads) -> None:  # noqa: B027 (most have nothing of the kind)
         """Launch what `attend` may launch in sizes that no graph and no number of tokens fixes, up to those that this

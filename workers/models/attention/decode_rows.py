@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.dependent import launches_dependently
 from kernels.head_linear import absorb as absorb_roped
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED
 from kernels.mla_decode import DecodeShape, launch, mla_decode, schedule_decode
+from kernels.runtime.dependent import launches_dependently
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import DecodeBatch

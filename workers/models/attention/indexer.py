@@ -17,12 +17,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.dependent import launches_dependently
 from kernels.index_rope import index_rope
+from kernels.runtime.dependent import launches_dependently
 from workers.cache.spec import CacheSpec, index_spec
 from workers.memory.scratch import Scratch
 from workers.models.config import Indexing
-from workers.models.token_wise import N, TokenWise
+from workers.models.token_wise import LayerOps, N
 from workers.weights.part import Part, RopeRows
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -95,7 +95,7 @@ class Indexer:
         self.cache: CacheSpec = index_spec(features, source.dtype, int8=int8)
         """What it keeps of every token."""
 
-    def project(self, way: TokenWise[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
+    def project(self, way: LayerOps[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
         """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored; of an `out`
         without heads to the keys."""
         with scratch.scope():

@@ -31,13 +31,13 @@ from workers.models.attention.indexer import Indexed
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.rope import softmax_scale
-from workers.models.token_wise import N, TokenWise
+from workers.models.token_wise import LayerOps, N
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
-class Projected:
+class MlaInputs:
     """What `project` leaves for attention: memory that all layers of a pass may share."""
 
     down_TF: Tensor
@@ -52,7 +52,7 @@ class Projected:
     indexed: Indexed | None = None
     """What an indexer scores with, where attention is sparse."""
 
-    def unscored(self, *, keys: bool) -> Projected:
+    def unscored(self, *, keys: bool) -> MlaInputs:
         """For a pass in which nothing is scored; with `keys` the index keys of its tokens are made all the same."""
         indexed = self.indexed.keys_alone() if keys and self.indexed is not None else None
         return replace(self, indexed=indexed)
@@ -154,7 +154,7 @@ class LatentAttention:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
-    def allocate_projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
+    def allocate_projected(self, way: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
         """Memory for `project`."""
         heads = self.heads
         dtype, width = heads.norm_L.dtype, heads.latent + heads.rope
@@ -162,28 +162,28 @@ class LatentAttention:
         if parts:
             part_TPF = scratch.empty(tokens, parts, self.down_FE.shape[0], dtype=torch.float32)
             q_TPHD = part_TPF[..., :-width].view(tokens, parts, heads.count, heads.nope + heads.rope)
-            return Projected(part_TPF, q_TPHD, None)
+            return MlaInputs(part_TPF, q_TPHD, None)
         down_TF = scratch.empty(tokens, self.down_FE.shape[0], dtype=dtype)
         query_TQ = down_TF[:, :-width]
         if self.q_up_QA is not None:
             query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
         q_THD = query_TQ.view(tokens, heads.count, heads.nope + heads.rope)
         if way.decode_alone:
-            return Projected(down_TF, q_THD, None)
+            return MlaInputs(down_TF, q_THD, None)
         latent_TC = scratch.empty(tokens, width, dtype=dtype)
         if not self.expands:
-            return Projected(down_TF, q_THD, latent_TC)
+            return MlaInputs(down_TF, q_THD, latent_TC)
         kv_THF = scratch.empty(tokens, heads.count, heads.nope + heads.value, dtype=dtype)
-        return Projected(down_TF, q_THD, latent_TC, kv_THF)
+        return MlaInputs(down_TF, q_THD, latent_TC, kv_THF)
 
     def project(
         self,
-        way: TokenWise[N],
+        way: LayerOps[N],
         x: N,
         rotation_TO: Tensor | None,
         cache_slot_T: Tensor,
         cache_PKC: Tensor,
-        out: Projected,
+        out: MlaInputs,
         scratch: Scratch,
     ) -> N | None:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
@@ -218,7 +218,7 @@ class LatentAttention:
 
     def backends(
         self,
-        projected: Projected,
+        projected: MlaInputs,
         out_THV: Tensor,
         batch: Batch,
         geometry: Geometry | None,
@@ -263,6 +263,6 @@ class LatentAttention:
         for backend in backends:
             backend.attend(self.heads, caches[0])
 
-    def output(self, way: TokenWise[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
+    def output(self, way: LayerOps[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
         """Token-wise: residual += the output, summed over ranks; `out` = its norm."""
         way.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.dependent import launches_dependently
+from kernels.runtime.dependent import launches_dependently
 from kernels.sparse import write_index_keys
 from workers.models.attention.backend import Backend, Heads
 from workers.models.attention.decode_rows import DecodeRows

@@ -29,13 +29,13 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry
 from workers.models.attention.decode_rows import DecodeRows, Entering
 from workers.models.attention.indexer import Indexed, Indexer
-from workers.models.attention.latent import LatentAttention, Projected
+from workers.models.attention.latent import LatentAttention, MlaInputs
 from workers.models.attention.short_rows import ShortRows
 from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, spare
 from workers.models.attention.widened import Widening, may_widen
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
-from workers.models.token_wise import N, TokenWise
+from workers.models.token_wise import LayerOps, N
 from workers.weights.source import WeightSource
 
 
@@ -106,7 +106,7 @@ class SparseAttention(LatentAttention):
         return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), widening, largest=True)]
 
     @override
-    def allocate_projected(self, way: TokenWise[N], tokens: int, scratch: Scratch) -> Projected:
+    def allocate_projected(self, way: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
         projected = super().allocate_projected(way, tokens, scratch)
         dtype, int8 = self.heads.norm_L.dtype, self.heads.fp8_cache
         return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, int8=int8))
@@ -114,12 +114,12 @@ class SparseAttention(LatentAttention):
     @override
     def project(
         self,
-        way: TokenWise[N],
+        way: LayerOps[N],
         x: N,
         rotation_TO: Tensor | None,
         cache_slot_T: Tensor,
         cache_PKC: Tensor,
-        out: Projected,
+        out: MlaInputs,
         scratch: Scratch,
     ) -> N | None:
         """See `LatentAttention`; the indexer's queries, keys and weights, too."""
@@ -133,7 +133,7 @@ class SparseAttention(LatentAttention):
     @override
     def backends(
         self,
-        projected: Projected,
+        projected: MlaInputs,
         out_THV: Tensor,
         batch: Batch,
         geometry: Geometry | None,

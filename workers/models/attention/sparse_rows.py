@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.dependent import launches_dependently
 from kernels.head_linear import head_linear
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.dependent import launches_dependently
 from kernels.sparse import index_scores, select_positions, sparse_decode, write_index_keys
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch, bytes_of

@@ -12,8 +12,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from kernels.hopper import is_hopper, multiprocessors
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.sparse import InvariantWorkspace, SelectWorkspace, SparseWorkspace
 from workers.cache.spec import latent_spec
 from workers.memory.scratch import Scratch, bytes_of

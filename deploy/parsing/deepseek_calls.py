@@ -1,0 +1,64 @@
+"""The heads of calls as DeepSeek V3, R1 and V3.1 write them, each of which is read in the other's form, too."""
+
+from __future__ import annotations
+
+import re
+
+from typing_extensions import override
+
+from deploy.parsing.json_calls import JsonCalls
+from deploy.parsing.parser import MOST_NAME, is_name
+
+_KIND = re.compile(r"(?:functions?|tools?)(?:[.:/]|\s+)")
+_KINDS = ("function", "functions", "tool", "tools", "type")
+
+
+class DeepSeekCalls(JsonCalls):
+    """A subclass says how the grammar has a call."""
+
+    section_begin = "<｜tool▁calls▁begin｜>"
+    section_end = "<｜tool▁calls▁end｜>"
+    call_begin = "<｜tool▁call▁begin｜>"
+    call_end = "<｜tool▁call▁end｜>"
+    separator = "<｜tool▁sep｜>"
+    markers = (section_begin, section_end, call_begin, call_end, separator)
+    ends_content = markers
+    begins = (section_begin, call_begin)
+    control = re.compile("|".join(map(re.escape, markers)))
+
+    @override
+    def head(self, text: str) -> tuple[str, str] | None:
+        """Id and name. The name is "" where a kind of tool stands for it, and a name follows."""
+        name = text.strip()
+        if name in _KINDS and name not in self._schemas:
+            return "", ""
+        bare = _KIND.sub("", name, count=1).strip()
+        name = bare if bare in self._schemas or not is_name(name) else name
+        return (self._make_id(), name) if is_name(name) else None
+
+    @override
+    def _stands_alone(self, head: str) -> bool:
+        return head in _KINDS or super()._stands_alone(head)
+
+    @override
+    def _before(self) -> bool:
+        return super()._before() if self._call[1] else self._name()
+
+    def _name(self) -> bool:
+        """The line with the name, which a fence, an object or the call's end may end, too."""
+        self._skip_space()
+        if self._rest.startswith(self.separator):
+            self._take(len(self.separator))  # written twice
+            return True
+        if self.separator.startswith(self._rest):
+            return False
+        line = self._rest[:MOST_NAME]
+        ends = [end for mark in ("\n", "`", "{", "<") if (end := line.find(mark)) >= 0]
+        if not ends:
+            return len(line) == MOST_NAME and self._give_up()
+        call = self.head(line[: min(ends)])
+        if call is None or not call[1]:
+            return self._give_up()
+        self._call = call
+        self._take(min(ends))
+        return True

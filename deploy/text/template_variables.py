@@ -1,0 +1,38 @@
+"""Which variables a chat template reads."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from typing_extensions import override
+
+
+class Generation(Extension):
+    """transformers' own tag: `{% generation %}` ... `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    @override
+    def parse(self, parser: Parser) -> list[Node]:
+        """See jinja2."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> Environment:
+    """In which chat templates compile as in transformers."""
+    return Environment(extensions=[loopcontrols, Generation])
+
+
+@lru_cache(maxsize=16)
+def read_variables(template: str) -> frozenset[str]:
+    """The variables that `template` reads without setting them; none of one that does not compile."""
+    try:
+        return frozenset(find_undeclared_variables(environment().parse(template)))
+    except TemplateSyntaxError:
+        return frozenset()

@@ -1,0 +1,123 @@
+"""Matrices that are stored in fewer bits, as plain numbers: for products that read nothing else.
+
+Shape legend: N output features, K input features.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Scaled
+
+_ROWS, _FEATURES = 16, 64
+"""Of a program's tile: those of the smallest block."""
+
+
+def dequantize(matrix: Scaled, out_NK: Tensor) -> None:
+    """out = the numbers that the matrix stands for, computed in fp32 and rounded once to the dtype of `out_NK`.
+
+    `out_NK` is contiguous and shares no memory with the matrix. ValueError for several experts' matrices.
+    """
+    if len(matrix.shape) != 2 or matrix.shape != tuple(out_NK.shape) or not out_NK.is_contiguous():
+        raise ValueError(f"a matrix {matrix.shape} does not go into {tuple(out_NK.shape)}")
+    if out_NK.is_cuda:
+        launch_dequantize(matrix, out_NK)
+    else:
+        out_NK.copy_(matrix.float())
+
+
+def launch_dequantize(matrix: Scaled, out_NK: Tensor) -> None:
+    """`dequantize` as a Triton kernel. TypeError for a matrix of a class that is not in `LAUNCHES`."""
+    if type(matrix) not in LAUNCHES:
+        raise TypeError(f"no kernel dequantizes {type(matrix).__name__}")
+    LAUNCHES[type(matrix)](matrix, out_NK)
+
+
+def _grid(rows: int, features: int) -> tuple[int, int]:
+    return triton.cdiv(features, 4 * _FEATURES), triton.cdiv(rows, _ROWS)
+
+
+def _blocks(matrix: BlockScaled, out_NK: Tensor) -> None:
+    rows, features = matrix.shape
+    dequantize_blocks_kernel[_grid(rows, features)](
+        matrix.data,
+        matrix.scales,
+        out_NK,
+        rows,
+        FEATURES=features,
+        SCALES=matrix.scales.shape[1],
+        BLOCK_ROWS=matrix.rows,
+        BLOCK_FEATURES=matrix.features,
+        TILE_ROWS=_ROWS,
+        TILE_FEATURES=4 * _FEATURES,
+    )
+
+
+def _groups(matrix: GroupScaled, out_NK: Tensor) -> None:
+    rows, features = matrix.shape
+    dequantize_groups_kernel[_grid(rows, features)](
+        matrix.data,
+        matrix.scales,
+        out_NK,
+        rows,
+        FEATURES=features,
+        GROUP=GROUP,
+        TILE_ROWS=_ROWS,
+        TILE_FEATURES=4 * _FEATURES,
+    )
+
+
+LAUNCHES: Final[dict[type, Callable[[Any, Tensor], None]]] = {BlockScaled: _blocks, GroupScaled: _groups}
+"""By the class of the matrix."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dequantize_blocks_kernel(
+    data,
+    scale,
+    out,
+    rows,
+    FEATURES: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_FEATURES: tl.constexpr,
+):
+    """A tile of rows and features: e4m3 numbers, each times the scale of its block."""
+    n = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    k = tl.program_id(0) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)[None, :]
+    inside = (n < rows) & (k < FEATURES)
+    at = n.to(tl.int64) * FEATURES + k
+    number = tl.load(data + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(scale + n // BLOCK_ROWS * SCALES + k // BLOCK_FEATURES, mask=inside, other=0.0)
+    tl.store(out + at, (number * factor).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dequantize_groups_kernel(
+    data,
+    scale,
+    out,
+    rows,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_FEATURES: tl.constexpr,
+):
+    """A tile of rows and features: nibbles less 8, each times the scale of its row's group."""
+    n = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    k = tl.program_id(0) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)[None, :]
+    inside = (n < rows) & (k < FEATURES)
+    row = n.to(tl.int64)
+    byte = tl.load(data + row * (FEATURES // 2) + k // 2, mask=inside, other=0).to(tl.int32)
+    number = ((byte >> (k % 2 * 4)) & 15) - 8
+    factor = tl.load(scale + row * (FEATURES // GROUP) + k // GROUP, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * FEATURES + k, (number.to(tl.float32) * factor).to(out.dtype.element_ty), mask=inside)

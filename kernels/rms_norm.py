@@ -1,0 +1,159 @@
+"""Root-mean-square layer normalisation, alone and with the residual addition before it.
+
+Shape legend: T tokens, E features, P parts.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.parts import added, sum_of_parts
+
+
+@dataclass(frozen=True)
+class AddNorm:
+    """What becomes of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
+
+    residual_TE: Tensor
+    weight_E: Tensor
+    eps: float
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, *, eps: float, dependent: bool = False) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 and rounded once (Zhang and Sennrich, 2019).
+
+    Any floating dtype (on a GPU up to fp32); the last dimension of every tensor is contiguous, rows may be strided.
+    `out_TE` may be `x_TE`. `dependent`: programmatic dependent launch (compute capability 9.0 and above), which is
+    always safe.
+    """
+    if x_TE.is_cuda:
+        launch_rms_norm(x_TE, weight_E, out_TE, eps, dependent=dependent)
+    else:
+        rms_norm_reference(x_TE, weight_E, out_TE, eps)
+
+
+def add_rms_norm(
+    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, out_TE: Tensor, *, eps: float, dependent: bool = False
+) -> None:
+    """residual += x (in place, rounded to its dtype), then out = rms_norm(residual).
+
+    `out_TE` may be `x_TE`, but not `residual_TE`. `x_TE` may be parts in fp32, [T, P, E], as `part_linear` leaves them:
+    they are added in their order, and the sum is rounded to the residual's dtype. A dependent launch is safe then when
+    the kernel before has not written the residual and lets its successor start after its own wait only.
+    """
+    if x_TE.is_cuda:
+        launch_add_rms_norm(x_TE, residual_TE, weight_E, out_TE, eps, dependent=dependent)
+    else:
+        add_rms_norm_reference(x_TE, residual_TE, weight_E, out_TE, eps)
+
+
+def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None:
+    """`rms_norm` in plain torch."""
+    compute = torch.promote_types(x_TE.dtype, torch.float32)
+    out_TE.copy_(F.rms_norm(x_TE.to(compute), weight_E.shape, weight_E.to(compute), eps))
+
+
+def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None:
+    """`add_rms_norm` in plain torch."""
+    if x_TE.dim() == 3:
+        x_TE = added(x_TE, residual_TE.dtype)
+    residual_TE.add_(x_TE)
+    rms_norm_reference(residual_TE, weight_E, out_TE, eps)
+
+
+def launch_rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float, *, dependent: bool = False) -> None:
+    """`rms_norm` as a Triton kernel."""
+    _launch(x_TE, None, weight_E, out_TE, eps, dependent)
+
+
+def launch_add_rms_norm(
+    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float, *, dependent: bool = False
+) -> None:
+    """`add_rms_norm` as a Triton kernel."""
+    _launch(x_TE, residual_TE, weight_E, out_TE, eps, dependent)
+
+
+def _launch(
+    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, out_TE: Tensor, eps: float, dependent: bool
+) -> None:
+    tokens, *parts, features = x_TE.shape
+    if not tokens:
+        return
+    block = triton.next_power_of_2(features)
+    warps = min(max(block // 512, 1), 8)
+    if parts:  # a thread holds all parts of its features at once, 32 values or little more
+        warps = min(max(parts[0] * block // 1024, warps), 16)
+    rms_norm_kernel[(tokens,)](
+        x_TE,
+        x_TE if residual_TE is None else residual_TE,
+        weight_E,
+        out_TE,
+        eps,
+        X_STRIDE=x_TE.stride(0),
+        X_PART=x_TE.stride(1) if parts else 0,
+        PARTS=parts[0] if parts else 0,
+        RESIDUAL_STRIDE=0 if residual_TE is None else residual_TE.stride(0),
+        OUT_STRIDE=out_TE.stride(0),
+        FEATURES=features,
+        BLOCK=block,
+        ADD=residual_TE is not None,
+        DEPENDENT=dependent,
+        num_warps=warps,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    X_STRIDE: tl.constexpr,
+    X_PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A whole row, so that the order of the sum depends on the row's length alone. With ADD: residual += x first,
+    rounded to its dtype, and the norm is of the rounded sum. With PARTS x is as many parts, whose sum is rounded
+    before. Then the residual is read before the wait."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    inside = e < FEATURES
+    w = tl.load(weight + e, mask=inside, other=0.0).to(tl.float32)
+    at = residual + row * RESIDUAL_STRIDE + e
+    if PARTS:
+        before = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    # .cg: a dependent launch may find lines of an earlier kernel in L1.
+    if PARTS:
+        value = sum_of_parts(x + row * X_STRIDE + e, inside, X_PART, PARTS).to(residual.dtype.element_ty).to(tl.float32)
+    else:
+        value = tl.load(x + row * X_STRIDE + e, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if ADD:
+        if not PARTS:
+            before = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        value += before
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(at, rounded, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
+    normed = (value * scale * w).to(out.dtype.element_ty)
+    tl.store(out + row * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")

@@ -1,0 +1,306 @@
+"""One answer for each way in which models were seen to leave the form of a call, and what is found in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+from written_calls import CONTROL, TOOLS, Found, events_of, found, parser
+
+from deploy.parsing.assistant import AnswerParser
+from deploy.parsing.registry import TOOL_PARSERS
+from deploy.parsing.schema_types import as_json, types_of, types_of_argument
+
+KIMI = {
+    "<<": "<|tool_calls_section_begin|>", ">>": "<|tool_calls_section_end|>", "[": "<|tool_call_begin|>",
+    "]": "<|tool_call_end|>", "|": "<|tool_call_argument_begin|>",
+}  # fmt: skip
+DEEPSEEK = {
+    "<<": "<｜tool▁calls▁begin｜>", ">>": "<｜tool▁calls▁end｜>", "[": "<｜tool▁call▁begin｜>",
+    "]": "<｜tool▁call▁end｜>", "|": "<｜tool▁sep｜>",
+}  # fmt: skip
+OSLO = ("get_weather", {"city": "Oslo"})
+NOW: tuple[str, dict[str, Any]] = ("now", {})
+
+
+def spelled(text: str, markers: dict[str, str]) -> str:
+    """`text` with its brackets as markers."""
+    return re.sub(r"<<|>>|[\[\]|]", lambda bracket: markers[bracket.group()], text)
+
+
+def check(name: str, text: str, content: str, calls: list[Any], reasoning: str | None = None) -> Found:
+    answer = found(events_of(parser(name, reasoning, "inside"), [text]))
+    assert found(events_of(parser(name, reasoning, "inside"), list(text))) == answer
+    assert (answer.content.split(), answer.calls) == (content.split(), calls)
+    assert CONTROL[name].search(answer.content) is None
+    return answer
+
+
+CITY = '{"city": "Oslo"}'
+HEADS = [
+    ("get_weather:0", "get_weather:0"), ("get_weather", "functions.get_weather:0"),
+    ("functions.get_weather", "functions.get_weather:0"), ("functionsget_weather5", "functions.get_weather:0"),
+    ("functions_get_weather_1", "functions.get_weather:0"), ("functions.get_weather.0", "functions.get_weather:0"),
+    ("tools.get_weather:2", "tools.get_weather:2"), ("functions.get_weather\n:3", "functions.get_weather:3"),
+    (" functions . get_weather : 0 ", "functions.get_weather:0"), ("0", "functions.get_weather:0"),
+    ("call_0a1b2C", "functions.get_weather:0"), ("multi_tool_use.get_weather:1", "multi_tool_use.get_weather:1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head", "call_id"), HEADS)
+def test_ids_of_kimi(head: str, call_id: str) -> None:
+    answer = check("kimi_k2", spelled(f"Hm. <<[{head}|{CITY}]>>", KIMI), "Hm. ", [OSLO])
+    assert answer.ids == [call_id]
+
+
+def test_ids_of_kimi_are_different_ones() -> None:
+    answer = check("kimi_k2", spelled("<<[now|{}][now|{}][now:1|{}][functions.now:0|{}]>>", KIMI), "", [NOW] * 4)
+    assert len(set(answer.ids)) == 4
+
+
+def test_an_id_of_kimi_that_names_no_tool() -> None:
+    """The arguments say which one it is, if it can be only one."""
+    check("kimi_k2", spelled('<<[0|{"a": 1}]>>', KIMI), '0{"a": 1}', [])
+    check("kimi_k2", spelled("<<[0|{}]>>", KIMI), "0{}", [])
+    one = TOOL_PARSERS["kimi_k2"]({"f": {}}, str)
+    answer = found(events_of(AnswerParser(None, one), [spelled('<<[call_1|{"a": 1}]>>', KIMI)]))
+    assert answer.calls == [("f", {"a": 1})]
+
+
+IN_SECTIONS = [
+    ("<<I look.[{0}|{}] And\n[{1}|{}]\n>> So.", "I look. And\n So.", 2),
+    ("<<{0}|{}>>", "", 1),
+    ("<<{0}|{}{1}|{}", "", 2),
+    ("<<I look: {0}|{}]\n{1}|{}]>>", "I look: ", 2),
+    ("<<<<[[{0}||{}]]>>>>", "", 1),
+    ("<<\n [\n{0}\n|\n{}\n]\n >>\n", "", 1),
+    ("[{0}|{}]", "", 1),
+    ("[{0}|{}][{1}|{}", "", 2),
+    ("<<[{0}|{}]>><<[{1}|{}]>>", "", 2),
+    ("<<[{0}|{}>>\nMore.\n<<[{1}|{}]", "\nMore.\n", 2),
+    ("Well. << >> Done.", "Well.   Done.", 0),
+    ("<<\n>>", "", 0),
+    ("<<No.>>", "No.", 0),
+    ("Well.>> Done.]", "Well. Done.", 0),
+    ("<<[{0}|```json\n{}\n```]>>", "", 1),
+    ("<<[{0}|``` json {}```]>>", "", 1),
+    ("<<[{0}|```\n{}\n]>>", "", 1),
+    ("<<[{0}|{}\n```]>>", "", 1),
+    ('<<[{0}|{"a": "b', None, 0),
+    ('<<[{0}|{"a": >>[{1}|{}]', None, 1),
+    ("<<[{0}|]>>", "", 1),
+]
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize(("text", "content", "calls"), IN_SECTIONS)
+def test_sections_of_calls(name: str, text: str, content: str | None, calls: int) -> None:
+    """`content` None: all that is left once the markers are gone, of the first call."""
+    heads = ["functions.now:0", "functions.now:1"] if name == "kimi_k2" else ["now", "now"]
+    if name == "deepseek_v3":
+        heads = ["function|now\n"] * 2
+        text = text.replace("{0}||", "function||now\n").replace("{0}\n|\n", "{0}").replace("{0}|", "{0}")
+        text = text.replace("{1}|", "{1}")
+    whole = spelled(text.replace("{0}", heads[0]).replace("{1}", heads[1]), KIMI if name == "kimi_k2" else DEEPSEEK)
+    if content is None:
+        answer = found(events_of(parser(name), list(whole)))
+        assert (len(answer.calls), answer.broken) == (calls, 1)
+        assert CONTROL[name].search(answer.content) is None
+        assert '{"a": ' in answer.content
+    else:
+        check(name, whole, content, [NOW] * calls)
+
+
+def test_kimi_writes_the_section_in_the_singular() -> None:
+    text = "<|tool_call_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"
+    check("kimi_k2", f"{text}<|tool_call_end|><|tool_call_section_end|>Done.", "Done.", [NOW])
+
+
+HEADS_OF_DEEPSEEK = ["get_weather|", "get_weather", "function|get_weather\n", "function||get_weather\n```json\n",
+                     "tool|get_weather\n", "function get_weather\n", "functions.get_weather|", " get_weather\n|\n",
+                     "get_weather\n```json\n", "function|\nget_weather "]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize("head", HEADS_OF_DEEPSEEK)
+def test_heads_of_deepseek(name: str, head: str) -> None:
+    end = "\n```" if "```" in head else ""
+    check(name, spelled(f"<<[{head}{CITY}{end}]>>", DEEPSEEK), "", [OSLO])
+
+
+PARAMETER = '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+INVOKE, END = '<｜DSML｜invoke name="get_weather">\n', "</｜DSML｜invoke>\n"
+SECTION, SECTION_END = "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
+DSML = [
+    (f"Hm. {INVOKE}{PARAMETER}{END}", "Hm. ", [OSLO]),
+    (f"{INVOKE}{PARAMETER}{END}{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}", "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}", "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{INVOKE}{PARAMETER}{SECTION_END}", "", [OSLO, OSLO]),
+    (f"{SECTION}{SECTION}{INVOKE}{INVOKE}{PARAMETER}{END}{END}{SECTION_END}{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}Then: {INVOKE}{PARAMETER}{END}and {INVOKE}{PARAMETER}{END}{SECTION_END}", "Then: and ", [OSLO, OSLO]),
+    (f"{SECTION}{SECTION_END}\n{SECTION}{INVOKE}{PARAMETER}{END}{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}{SECTION_END}", "", []),
+    ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>', "", [NOW]),
+    (f'<｜DSML｜invoke name="now" />{INVOKE}{PARAMETER}{END}', "", [NOW, OSLO]),
+    (f'{SECTION}<｜DSML｜invoke name="now">\n<｜DSML｜invoke name="now">\n{SECTION_END}', "", [NOW, NOW]),
+    (f"{SECTION}{INVOKE}{CITY}\n{END}{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}{INVOKE}```json\n{CITY}\n```\n{END}{SECTION_END}", "", [OSLO]),
+    (f"{INVOKE}{CITY}", "", [OSLO]),
+    (INVOKE + PARAMETER.replace(' string="true"', "") + END, "", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('true', 'yes')}{END}", "", [OSLO]),
+    (f'{INVOKE}<｜DSML｜parameter name="days">3</｜DSML｜parameter>{END}', "", [("get_weather", {"days": 3})]),
+    (f'{INVOKE}<｜DSML｜parameter name="exact" string="false">True</｜DSML｜parameter>{END}', "",
+     [("get_weather", {"exact": True})]),
+    (INVOKE + PARAMETER.replace('name="city" string="true"', " string='true'  name = 'city'") + END, "", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('<｜DSML｜', '<')}{END}", "", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('｜DSML｜', '')}</invoke>", "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}{SECTION_END}".replace("｜DSML｜", "｜｜DSML｜｜"), "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}{SECTION_END}".replace("｜DSML｜", "|DSML|"), "", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('</｜DSML｜parameter>', '')}{END}{SECTION_END}", "", [OSLO]),
+    (f"{INVOKE}{PARAMETER}And on.\n{END}", "And on.\n", [OSLO]),
+    (f'{INVOKE}<｜DSML｜parameter name="city" string="true">Osl', "Osl", []),
+    ('A <｜DSML｜ tag, <｜DSML｜other> and <｜DSML｜invoke name="now', "A  tag, other> and ", []),
+    (f"{END}{PARAMETER}", "Oslo\n", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), DSML)
+def test_dsml(text: str, content: str, calls: list[Any]) -> None:
+    check("deepseek_v32", text, content, calls)
+
+
+KEY, VALUE = "<arg_key>city</arg_key>", "<arg_value>Oslo</arg_value>"
+BEGIN, CLOSE = "<tool_call>", "</tool_call>"
+GLM = [
+    (f"{BEGIN}{BEGIN}get_weather{KEY}{VALUE}{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}\n get_weather \n{KEY}\n\n{VALUE}\n{CLOSE}\n", "", [OSLO]),
+    (f"{BEGIN}get_weather{KEY}{VALUE}", "", [OSLO]),
+    (f"{BEGIN}get_weather{KEY}{VALUE}{BEGIN}now{CLOSE}", "", [OSLO, NOW]),
+    (f"{BEGIN}now{BEGIN}get_weather{KEY}{VALUE}{CLOSE}", "", [NOW, OSLO]),
+    (f"{BEGIN}get_weathercity</arg_key>{VALUE}{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather city</arg_key>{VALUE}days</arg_key><arg_value>3</arg_value>{CLOSE}", "",
+     [("get_weather", {"city": "Oslo", "days": 3})]),
+    (f"{BEGIN}get_weather{BEGIN}city</arg_key>{VALUE}{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather{KEY}Oslo</arg_value>{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather<arg_key>city{VALUE}{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather<arg_key>{KEY}<arg_value>{VALUE}{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather{KEY}<arg_value>Oslo\n{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}now</arg_value>{CLOSE}", "", [NOW]),
+    (f"{BEGIN}now</arg_value>", "", [NOW]),
+    (f"{BEGIN}get_weather\n{CITY}\n{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather\n```json\n{CITY}\n```\n{CLOSE}", "", [OSLO]),
+    (f"{BEGIN}get_weather{KEY}{VALUE}\nI wait.", "I wait.", [OSLO]),
+    (f"{BEGIN}get_weather{KEY}{VALUE} and <arg_key>days</arg_key><arg_value>10.0</arg_value>{CLOSE}", "and ",
+     [("get_weather", {"city": "Oslo", "days": 10})]),
+    (f"{BEGIN}get_weather<arg_key>exact</arg_key><arg_value>True</arg_value><arg_key>note</arg_key>"
+     f"<arg_value>None</arg_value><arg_key>places</arg_key><arg_value>[{{'a': None}}]</arg_value>{CLOSE}", "",
+     [("get_weather", {"exact": True, "note": None, "places": [{"a": None}]})]),
+    (f"{BEGIN}{CLOSE}", "", []),
+    ("An </arg_value> alone.", "An  alone.", []),
+    (f"{BEGIN}get_weather{KEY}<arg_value>Osl", "get_weathercityOsl", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), GLM)
+def test_glm(text: str, content: str, calls: list[Any]) -> None:
+    check("glm", text, content, calls)
+
+
+@pytest.mark.parametrize("name", ["glm", "deepseek_v32"])
+def test_a_call_without_its_end_that_is_cut_is_none(name: str) -> None:
+    """More arguments may have been to come, unlike where the model itself ends its text."""
+    text = f"{BEGIN}get_weather{KEY}{VALUE}" if name == "glm" else INVOKE + PARAMETER
+    one = parser(name)
+    events = one.push(text)
+    events += one.finish(cut=True)
+    assert events_of(parser(name), [text])[-1] != events[-1]
+    assert found(events).calls == []
+
+
+IN_REASONING = [
+    ("glm", "glm", f"{BEGIN}now{CLOSE}"),
+    ("deepseek_v32", "deepseek_v3", '<｜DSML｜invoke name="now"></｜DSML｜invoke>'),
+    ("deepseek_v32", "deepseek_v3", f'{SECTION}<｜DSML｜invoke name="now"/>{SECTION_END}'),
+    ("deepseek_v31", "deepseek_v3", spelled("<<[now|{}]>>", DEEPSEEK)),
+    ("deepseek_v31", "deepseek_v3", spelled("[now|{}]", DEEPSEEK)),
+    ("deepseek_v3", "deepseek_r1", spelled("<<[function|now\n```json\n{}\n```]>>", DEEPSEEK)),
+    ("kimi_k2", "kimi_k2", spelled("<<[functions.now:0|{}]>>", KIMI)),
+    ("kimi_k2", "kimi_k2", spelled("[functions.now:0|{}]", KIMI)),
+]
+
+
+@pytest.mark.parametrize(("name", "reasoning", "call"), IN_REASONING)
+@pytest.mark.parametrize("behind", ["", "</think>", "\n</think>\n\n", "</think>Done.", "\n</think>\nDone."])
+def test_calls_in_the_reasoning(name: str, reasoning: str, call: str, behind: str) -> None:
+    content = "Done." if "Done." in behind else ""
+    assert check(name, f"I call.\n{call}{behind}", content, [NOW], reasoning).reasoning == "I call."
+
+
+@pytest.mark.parametrize(("name", "reasoning", "call"), IN_REASONING)
+def test_what_is_no_call_leaves_the_reasoning_on(name: str, reasoning: str, call: str) -> None:
+    broken = call.replace("now", "a b")
+    if call.startswith("<|tool_calls_section_begin|>"):
+        return  # it ends the reasoning itself
+    assert check(name, f"I call {broken} or not.</think>Done.", "Done.", [], reasoning).reasoning.endswith(" or not.")
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "whole": {"$ref": "#/$defs/count"},
+        "flag": {"allOf": [{"$ref": "#/$defs/flag"}, {"description": "Yes or no."}]},
+        "name": {"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]},
+        "loop": {"$ref": "#/$defs/loop"},
+        "lost": {"$ref": "#/$defs/none"},
+        "elsewhere": {"$ref": "https://example.com/schema"},
+        "null able": {"type": "integer", "nullable": True},
+        "tree": {"$ref": "#"},
+    },
+    "allOf": [{"properties": {"more": {"type": "integer"}}}, {"$ref": "#/$defs/rest"}],
+    "additionalProperties": {"$ref": "#/$defs/count"},
+    "$defs": {
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}]},
+        "rest": {"properties": {"word": {"const": "5"}}},
+    },
+}
+TYPED = [
+    ("whole", "10.0", 10), ("whole", "3", 3), ("whole", '"3"', 3), ("whole", "3.5", "3.5"), ("whole", "True", "True"),
+    ("flag", "True", True), ("flag", "false", False), ("name", "5", "5"), ("name", "None", "None"),
+    ("maybe", "None", None), ("maybe", "2.0", 2), ("loop", "5", 5), ("lost", "5", 5), ("elsewhere", "x", "x"),
+    ("null able", "None", None), ("tree", "{'whole': 1}", {"whole": 1}), ("more", "1.0", 1), ("word", "5", "5"),
+    ("beyond", "10.0", 10), ("beyond", "ten", "ten"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "text", "value"), TYPED)
+def test_values_by_the_whole_schema(key: str, text: str, value: Any) -> None:
+    written = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
+    ids = map(str, itertools.count())
+    for pieces in ([written], list(written)):
+        one = AnswerParser(None, TOOL_PARSERS["glm"]({"f": SCHEMA}, lambda: next(ids)))
+        [(_, arguments)] = found(events_of(one, pieces)).calls
+        assert json.dumps(arguments) == json.dumps({key: value})  # 1.0 is not 1 here
+
+
+def test_schemas_that_say_nothing_allow_everything() -> None:
+    everything = types_of(None)
+    for schema in ({}, {"type": "text"}, {"enum": []}, {"allOf": [{"type": "string"}, {"type": "null"}]}, {"$ref": 5}):
+        assert types_of(schema) == everything
+    assert types_of_argument(None, "a") == types_of_argument({"properties": []}, "a") == everything
+    assert types_of_argument(TOOLS["get_weather"], "note") == {"string", "null"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(1, 2)", "{1, 2}", "b'x'", "1j", "...", "[" * 300, "{" * 20_000, "-" * 9000 + "1", "1e999", "[nan]", "(" * 9000],
+)
+def test_what_is_no_json_value_in_python_either_stays_a_string(text: str) -> None:
+    assert json.loads(as_json(text, types_of({"type": ["array", "object", "integer", "null"]}))) == text

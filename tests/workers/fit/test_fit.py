@@ -1,0 +1,146 @@
+"""What config.json alone decides, held against what a rank says about the same when it loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
+
+from workers.config import EngineConfig
+from workers.families.registry import load_config
+from workers.fit.settings import SHARED, Unfit, check_fit
+from workers.models.config import ConfigError
+
+DEMO: dict[str, Any] = json.loads((EngineConfig(model="demo").folder / "config.json").read_text())
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors with these fields, wherever they have their place."""
+    given = copy.deepcopy(INT4_CONFIG)
+    group = given["config_groups"]["group_0"]
+    for name, value in changes.items():
+        place = group["weights"] if name in group["weights"] else group if name in group else given
+        place[name] = value
+    return given
+
+
+def model(folder: Path, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**DEMO, **changes}))
+    return str(folder)
+
+
+def fit(**settings: Any) -> str:
+    """What is wrong; empty when nothing is."""
+    try:
+        check_fit(EngineConfig(**settings))
+    except Unfit as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("heads", [4, 12, 60, 7])
+def test_values_are_named_that_work_and_only_those(tmp_path: Path, heads: int, invariant: bool) -> None:
+    folder = model(tmp_path, num_attention_heads=heads, intermediate_size=480, moe_intermediate_size=240)
+    ranks = (1, 2, 4, 8) if invariant else range(1, 65)
+    said = {n: fit(model=folder, tensor_parallel=n, invariant=invariant) for n in ranks}
+    works = {n for n in ranks if all(count % n == 0 for count in (heads, 480, 240))}
+    assert {n for n in ranks if not said[n]} == works
+    for n, text in said.items():
+        if text:
+            assert text.startswith(f"tensor_parallel = {n} (--tensor-parallel): ")
+            named = text.rpartition("values that work: ")[2]
+            assert {int(value) for value in re.findall(r"\d+", named)} <= works | set(range(65, 1000))
+            assert (f"num_attention_heads = {heads}" in text) == bool(heads % n)
+
+
+def test_a_context_that_the_model_was_not_made_for(tmp_path: Path) -> None:
+    folder = model(tmp_path, max_position_embeddings=4096)
+    assert not fit(model=folder, max_context=4096)
+    said = fit(model=folder, max_context=4097)
+    assert said.startswith("max_context = 4097 (--max-context)")
+    assert said.endswith("give 4096 or less")
+
+
+@pytest.mark.parametrize("place", ["", "text_config"])
+def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> None:
+    for given in (FP8_CONFIG, {**FP8_CONFIG, "scale_fmt": "ue8m0"}, INT4_CONFIG):
+        changes = {"quantization_config": given}
+        assert not fit(model=model(tmp_path, **({place: changes} if place else changes)))
+
+
+@pytest.mark.parametrize("place", ["", "text_config"])
+@pytest.mark.parametrize(
+    ("given", "kind", "why"),
+    [
+        ({}, "of unknown method", "quant_method = None"),
+        ({"quant_method": "fp8"}, "FP8", "weight_block_size = None"),
+        ({**FP8_CONFIG, "weight_block_size": [1, 128]}, "FP8", "weight_block_size = [1, 128]"),
+        ({**FP8_CONFIG, "fmt": "e5m2"}, "FP8", "fmt = 'e5m2'"),
+        ({**FP8_CONFIG, "activation_scheme": "static"}, "FP8", "activation_scheme = 'static'"),
+        ({"quant_method": "awq", "bits": 4}, "awq", "quant_method = 'awq'"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq", "quant_method = 'gptq'"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes", "quant_method"),
+        ({"quant_method": "mxfp4"}, "MXFP4", "quant_method"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4, modelopt", "quant_method"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8, modelopt", "quant_method"),
+        (compressed(format="nvfp4-pack-quantized"), "NVFP4, compressed-tensors", "format"),
+        (compressed(num_bits=8, type="float"), "FP8, compressed-tensors", "weights.num_bits = 8"),
+        (compressed(num_bits=8), "INT8, compressed-tensors", "weights.num_bits = 8"),
+        (compressed(group_size=128), "INT4, compressed-tensors", "weights.group_size = 128"),
+        (compressed(symmetric=False), "INT4, compressed-tensors", "weights.symmetric = False"),
+        (compressed(actorder="group"), "INT4, compressed-tensors", "weights.actorder = 'group'"),
+        (compressed(strategy="channel"), "INT4, compressed-tensors", "weights.strategy = 'channel'"),
+        (compressed(dynamic=True), "INT4, compressed-tensors", "weights.dynamic = True"),
+        (compressed(format="marlin-24"), "INT4, compressed-tensors", "format = 'marlin-24'"),
+        (compressed(config_groups={}), "compressed-tensors", "exactly one group"),
+        (compressed(config_groups={"a": {}, "b": {}}), "compressed-tensors", "exactly one group"),
+        (compressed(kv_cache_scheme={"num_bits": 8}), "INT4, compressed-tensors", "kv_cache_scheme"),
+        (compressed(transform_config={"a": 1}), "INT4, compressed-tensors", "transform_config"),
+        (compressed(sparsity_config={"format": "sparse-24"}), "INT4, compressed-tensors", "sparsity_config"),
+        (compressed(input_activations={"num_bits": 8}), "INT4, compressed-tensors", "input_activations"),
+    ],
+)
+def test_others_are_refused_by_name(tmp_path: Path, given: dict, kind: str, why: str, place: str) -> None:
+    """Before anything starts, and, in the same words, by whoever reads the model."""
+    changes = {"quantization_config": given}
+    said = fit(model=model(tmp_path, **({place: changes} if place else changes)))
+    prefix = f"{place}." if place else ""
+    for expected in (f"{prefix}quantization_config: ", f"({kind})", why, "128 x 128", "groups of 32", "docs/models.md"):
+        assert expected in said
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path)
+    assert str(error.value).removeprefix("config.json: ") == said.removeprefix(f"{tmp_path / 'config.json'}: ")
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    folder = model(tmp_path, quantization_config={"quant_method": "fp8"}, max_position_embeddings=8)
+    assert len(fit(model=folder, tensor_parallel=977, max_context=9).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {name: value}
+        for name in (*SHARED, "max_position_embeddings", "text_config", "quantization_config")
+        for value in (None, "x", 0, 1.5, [])
+    ],
+)
+def test_strange_values_are_left_to_who_reads_the_model(tmp_path: Path, strange: dict) -> None:
+    said = fit(model=model(tmp_path, **strange), max_context=1)
+    assert ("quantized" in said) == (strange.get("quantization_config") is not None)
+
+
+def test_a_file_that_is_no_config(tmp_path: Path) -> None:
+    for text, said in (("{", "cannot read"), ("[]", "does not hold a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        assert said in fit(model=str(tmp_path))
+    with pytest.raises(
+        FileNotFoundError, match=re.escape(f"is a file, not a model folder: give its folder, {tmp_path}")
+    ):
+        check_fit(EngineConfig(model=str(tmp_path / "config.json")))

@@ -1,0 +1,158 @@
+"""What a start with some settings would take of a GPU's memory, computed without one and without reading weights.
+
+The parts are counted by what a start itself uses: the weights by a dry run over the files' headers, the cache by the
+specs of its layers. Only the graphs' share is estimated, since a start measures it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kernels.page import PAGE_TOKENS, pages_for
+from workers.cache.paged import PagedCache
+from workers.config import EngineConfig
+from workers.drafters.choice import choose_drafter
+from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
+from workers.families.loading import counted, has_draft_layer
+from workers.families.registry import load_config
+from workers.fit.cache_budget import fp8_cache, gpu_cache_budget, longest_request, pages_within, rows_at
+from workers.fit.graph_memory import estimate
+from workers.parallel.group import Group
+from workers.scheduler import max_entries_per_row, max_pages_per_row
+from workers.step.parts import StepParts
+from workers.step.sampling import SamplingState
+from workers.step.slots import SlotState
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.formats.registry import assumed_dtypes
+
+DRIVER_BYTES: Final = 1 << 30
+"""For the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of rank 0, which takes most: it samples."""
+
+    total: int
+    """Of the GPU."""
+    weights: int
+    from_files: bool
+    """Whether the files said how their tensors are stored; else config.json did."""
+    graphs: int
+    """Estimated."""
+    rest: int
+    """Sampling, the slots' state, rope tables."""
+    room: int
+    """For the cache; below 0 where the others already take too much."""
+    page_bytes: int
+    pages: int
+    """Null page included."""
+    context: int
+    """Tokens of the longest request."""
+    asked_context: int
+    rows: int
+    """Requests of `asked_context` tokens at once."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the replica would start and take a request of the context that was asked for."""
+        return self.pages >= 2 and self.context >= self.asked_context
+
+    @property
+    def tokens(self) -> int:
+        """That the cache holds."""
+        return max(0, self.pages - 1) * PAGE_TOKENS
+
+
+@torch.inference_mode()
+def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
+    """The plan of a start on GPUs of `total` bytes; `config.max_context` or the model's own context is asked for.
+
+    Whether a draft layer's embedding and head repeat the model's, only their numbers say, which are not read here: the
+    plan counts none, as DeepSeek's repeat them. A start compares them, counts those that are others, and says so.
+
+    Raises what a start raises about config.json, the files' headers and sizes that ranks cannot share.
+    """
+    model_config = load_config(config.folder)
+    context = config.max_context or model_config.max_positions
+    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+    group, meta = Group(config.mesh()), torch.device("meta")
+    with _dtypes(config) as (dtype_of, has_any):
+        drafts = config.wants_draft_layer and has_draft_layer(model_config, has_any)
+        model, dry_run = counted(
+            model_config,
+            group,
+            dtype,
+            dtype_of,
+            draft_layer=drafts,
+            invariant=config.invariant,
+            fp8_cache=fp8_cache(config, dtype),
+        )
+        from_files = has_any is not None
+    weights, roped = dry_run.bytes, model_config.qk_rope_head_dim
+    if (draft_folder := config.draft_folder) is not None:
+        eagle3 = read_eagle3(draft_folder, model_config, group.mesh)
+        model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
+        weights += own.bytes
+        roped += model.drafter.rotation_PO.shape[1]
+    width = choose_drafter(model, config)
+    sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)
+    sampling.allocate(config.max_rows * width)
+    pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
+    reads_tokens = model.drafter is not None and model.drafter.reads_tokens
+    state = SlotState(config.max_rows, width - 1, pages_per_row, meta, tokens=reads_tokens)
+    graphs = 0
+    if config.graphs:
+        adaptive = config.width == "auto"
+        parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width, adaptive)
+        graphs = estimate(parts, config.max_rows, config.token_budget).bytes
+    rope = max_entries_per_row(context, config.most_width) * roped * torch.float32.itemsize
+    rest = _bytes_of(sampling) + _bytes_of(state) + rope
+    page_bytes = sum(spec.page_bytes for spec in model.caches)
+    room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
+    pages = config.cache_pages or pages_within(max(0, room), page_bytes, config.max_rows, context, width)
+    if room < pages * page_bytes:
+        pages = 0
+    return MemoryPlan(
+        total=total,
+        weights=weights,
+        from_files=from_files,
+        graphs=graphs,
+        rest=rest,
+        room=room,
+        page_bytes=page_bytes,
+        pages=pages,
+        context=max(0, longest_request(pages, context, width)),
+        asked_context=context,
+        rows=rows_at(pages, config.max_rows, context, width),
+    )
+
+
+@contextmanager
+def _dtypes(
+    config: EngineConfig,
+) -> Iterator[tuple[Callable[[str], str | None], Callable[[str], bool] | None]]:
+    """How tensors are stored, by name; and whether there are any with a prefix, where there are files to tell."""
+    if any(config.folder.glob("*.safetensors*")):
+        with Checkpoint.open(config.folder) as checkpoint:
+            yield checkpoint.dtype_of, checkpoint.has_any
+        return
+    values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+    text = values.get("text_config")
+    given = values.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
+    yield assumed_dtypes(given if isinstance(given, dict) else None), None
+
+
+def _bytes_of(thing: object) -> int:
+    """Of the tensors that an object and its parts hold."""
+    if isinstance(thing, torch.Tensor):
+        return thing.nbytes
+    if not type(thing).__module__.startswith(("workers.", "kernels.")):
+        return 0
+    return sum(map(_bytes_of, vars(thing).values())) if hasattr(thing, "__dict__") else 0

@@ -1,0 +1,98 @@
+"""What a model's config.json alone says about settings that cannot be served, before anything is started.
+
+Whatever else is wrong with a checkpoint is found by those who read it (`workers.models`), which takes torch and time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+from workers.config import EngineConfig
+from workers.drafters.eagle3.misfits import misfits
+from workers.parallel.mesh import INVARIANT_RANKS, AxisName
+from workers.quantization import unsupported_quantization
+
+SHARED: Final[dict[str, AxisName]] = {
+    "num_attention_heads": "heads",
+    "intermediate_size": "experts",
+    "moe_intermediate_size": "experts",
+}
+"""What ranks divide among themselves, and along which axis: counts in config.json."""
+_MOST_NAMED = 8
+
+
+class Unfit(ValueError):
+    """The model cannot be served with these settings; the message names the values that work."""
+
+
+def check_fit(config: EngineConfig) -> None:
+    """Unfit, a line per cause. FileNotFoundError where there is no config.json."""
+    try:
+        values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise Unfit(f"cannot read {config.folder / 'config.json'}: {error}") from None
+    if not isinstance(values, dict):
+        raise Unfit(f"{config.folder / 'config.json'} does not hold a JSON object")
+    text = values.get("text_config")
+    model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
+    causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
+    causes += _draft_model(config, model)
+    if found := [cause for cause in causes if cause]:
+        raise Unfit("\n".join(found))
+
+
+def _quantization(config: EngineConfig, values: dict[str, Any]) -> str:
+    said = unsupported_quantization(values)
+    return f"{config.folder / 'config.json'}: {said}" if said else ""
+
+
+def _ranks(config: EngineConfig, values: dict[str, Any]) -> str:
+    counts = {name: values[name] for name in SHARED if type(values.get(name)) is int and values[name] > 0}
+    ranks, mesh = config.tensor_parallel, config.mesh()
+    rest = [f"{name} = {count}" for name, count in counts.items() if count % mesh.axis(SHARED[name]).size]
+    if not rest:
+        return ""
+    most = math.gcd(*counts.values())
+    works = [n for n in range(1, most + 1) if most % n == 0 and (n in INVARIANT_RANKS or not config.invariant)]
+    named = f"{', '.join(map(str, works[:_MOST_NAMED]))}{', ...' if len(works) > _MOST_NAMED else ''}"
+    return (
+        f"tensor_parallel = {ranks} (--tensor-parallel): ranks share the model equally, and {' and '.join(rest)} of "
+        f"{config.folder / 'config.json'} cannot be divided by {ranks}; values that work: {named}"
+    )
+
+
+def _context(config: EngineConfig, values: dict[str, Any]) -> str:
+    made_for = values.get("max_position_embeddings")
+    if config.max_context is None or type(made_for) is not int or config.max_context <= made_for:
+        return ""
+    return (
+        f"max_context = {config.max_context} (--max-context), but the model was made for {made_for} tokens "
+        f"(max_position_embeddings in {config.folder / 'config.json'}); give {made_for} or less"
+    )
+
+
+def _drafter(config: EngineConfig, values: dict[str, Any]) -> str:
+    layers = [values.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+    if config.drafter != "mtp" or config.most_width == 1 or any(layers):
+        return ""
+    return (
+        f"drafter = mtp (--drafter): {config.folder / 'config.json'} declares no draft layer "
+        "(num_nextn_predict_layers); give --drafter ngram, which needs none, or --drafter none"
+    )
+
+
+def _draft_model(config: EngineConfig, values: dict[str, Any]) -> list[str]:
+    if (folder := config.draft_folder) is None:
+        return []
+    try:
+        draft = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"cannot read {folder / 'config.json'}: {error}"]
+    if not isinstance(draft, dict):
+        return [f"{folder / 'config.json'} does not hold a JSON object"]
+    found = misfits(draft, values, config.mesh())
+    return [f"draft_model = {folder} (--draft-model) does not fit the model: {why}" for why in found]

@@ -1,0 +1,61 @@
+"""The smallest change of settings with which a model fits GPUs that it does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from workers.config import EngineConfig
+from workers.fit.memory_plan import MemoryPlan, memory_plan
+from workers.fit.settings import SHARED
+from workers.parallel.mesh import INVARIANT_RANKS
+
+LEAST_CONTEXT: Final = 2048
+"""Tokens: who gets fewer is told of other changes instead."""
+MOST_RANKS: Final = 64
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that fit, and in words what changes."""
+
+    words: str
+    plan: MemoryPlan
+
+
+def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, int]) -> Change | None:
+    """The first that fits: a cache in FP8, a shorter context, fewer rows and tokens per step, more ranks, another GPU
+    (`larger`: bytes by name). None: none does."""
+    if config.kv_cache_dtype != "fp8":
+        tried = memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), plan.total)
+        if tried.fits:
+            return Change("--kv-cache-dtype fp8", tried)
+    if plan.context >= LEAST_CONTEXT:
+        return Change(f"--context {plan.context}", plan)
+    if plan.room > -plan.graphs:
+        rows = max(1, config.max_rows // 4)
+        budget = max(rows * config.most_width + 1, config.token_budget // 4)
+        smaller = config.model_copy(update={"max_rows": rows, "token_budget": budget})
+        if (tried := memory_plan(smaller, plan.total)).fits:
+            return Change(f"--max-rows {rows} --token-budget {budget}", tried)
+    for ranks in _more_ranks(config):
+        if (tried := memory_plan(config.model_copy(update={"tensor_parallel": ranks}), plan.total)).fits:
+            return Change(f"--tensor-parallel {ranks}", tried)
+    for name, size in sorted(larger.items(), key=lambda item: item[1]):
+        if size > plan.total and (tried := memory_plan(config, size)).fits:
+            return Change(f"--gpu {name}", tried)
+    return None
+
+
+def _more_ranks(config: EngineConfig) -> Iterator[int]:
+    """Numbers of ranks that can share the model, more than there are."""
+    values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+    text = values.get("text_config")
+    values = {**values, **text} if isinstance(text, dict) else values
+    shared = math.gcd(*(values[name] for name in SHARED if type(values.get(name)) is int))
+    for ranks in range(config.tensor_parallel + 1, MOST_RANKS + 1):
+        if shared % ranks == 0 and (not config.invariant or ranks in INVARIANT_RANKS):
+            yield ranks

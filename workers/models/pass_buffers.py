@@ -1,0 +1,53 @@
+"""What the segments of a pass and the attention between them read, write and hand on.
+
+Shape legend: T tokens, padding included, E hidden features, H heads of this rank, V value features, O rope features,
+R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from torch import Tensor
+
+from workers.models.attention.latent import MlaInputs
+from workers.models.token_wise import LayerOps, N
+
+
+@dataclass(frozen=True)
+class PassBuffers(Generic[N]):
+    """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
+    writes it."""
+
+    way: LayerOps[N]
+    """How what is token-wise is computed; the memory here is made for it."""
+    normed: N
+    """The norm of `residual_TE` that the next layer reads."""
+    residual_TE: Tensor
+    rotation_TO: Tensor | None
+    """None in passes of decode rows alone, whose attention rotates."""
+    projected: MlaInputs
+    attended_THV: Tensor
+
+
+@dataclass(frozen=True)
+class PassTensors:
+    """The inputs, the output and the memory of one pass."""
+
+    token_T: Tensor
+    """int64 ids below the vocabulary size; padding feeds any."""
+    position_T: Tensor
+    """int64 rope positions; padding has any."""
+    cache_slot_T: Tensor
+    """int64 index into the flattened cache; padding points into the null page."""
+    live_R: Tensor | None
+    """Integers: token t belongs to row t // (T // R), and the tokens of rows with 0 or less are padding, which no
+    expert computes. None: no token is padding."""
+    source_TE: Tensor | None
+    """Hidden states that the draft layer reads beside the tokens."""
+    out_TE: Tensor | None
+    """Hidden states after the final norm; None where `gather` and `end` take the last segment's place."""
+    buffers: PassBuffers[Any]
+    aux_hidden: tuple[tuple[int, Tensor], ...] = ()
+    """Layers, and where the residual stream that enters each is copied to, [T, E]."""
