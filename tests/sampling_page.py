@@ -16,13 +16,15 @@ BLOCK = re.compile(r"(?<=^## Sampling parameters\n\n)(?:\|[^\n]*\n)*\n?", re.MUL
 
 
 def lines() -> Iterator[str]:
-    """A table with the name, default, range and meaning of each parameter."""
-    yield "| parameter | default | range | meaning |"
-    yield "| --- | --- | --- | --- |"
+    """A table with the name, default, range and meaning of each parameter, and whether generation_config.json may give
+    another default."""
+    yield "| parameter | default | range | `generation_config.json` | meaning |"
+    yield "| --- | --- | --- | --- | --- |"
     for row in TABLE:
         least, most = row.parameter.asked
         end = "and more" if most is None else f"... {most:g}"
-        yield f"| `{row.name}` | {row.default:g} | {least:g} {end} | {row.parameter.meaning} |"
+        of_model = "yes" if row.parameter.in_generation_config else "no"
+        yield f"| `{row.name}` | {row.default:g} | {least:g} {end} | {of_model} | {row.parameter.meaning} |"
 
 
 def written(page: str) -> str:

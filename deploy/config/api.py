@@ -88,8 +88,8 @@ class ApiConfig(BaseModel):
     generation_config: Annotated[Literal["auto", "none"], Flag(metavar="auto|none")] = "auto"
     """Where requests that do not say how they are sampled have it from.
 
-    auto: temperature, top_p, top_k, min_p and repetition_penalty of the folder's generation_config.json, as
-    `/v1/models` tells. none: temperature 1 and no filter."""
+    auto: the sampling parameters in the folder's generation_config.json, as `/v1/models` tells. none: temperature 1
+    and no filter."""
     tool_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes them")] = "auto"
     """What reads tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2 or glm.
 

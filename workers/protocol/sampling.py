@@ -1,8 +1,9 @@
 """How the tokens of one request are chosen, and the table of sampling parameters.
 
 A field of `SamplingParams` that is annotated with a `Parameter` is a row of the table. From it follow the field of
-request bodies with its range, the check before a request is queued, the option of `latentserve generate`, the column
-that the sampling kernels read by a row's slot, and the table in docs/api.md.
+request bodies with its range, the default that a model's generation_config.json gives it, the check before a request is
+queued, the option of `latentserve generate`, the column that the sampling kernels read by a row's slot, and the table
+in docs/api.md.
 
 Pure Python on purpose: front and scheduler never import torch.
 """
@@ -31,6 +32,8 @@ class Parameter:
     taken: tuple[float, float]
     """What the engine takes from anyone: wide enough for any use, and no value inside can turn finite logits into
     infinite ones, which a worker must take for broken weights."""
+    in_generation_config: bool = False
+    """A generation_config.json may say under this name what requests get that leave it out."""
     penalty: bool = False
     """The logits depend on the tokens that came before. Workers are told of those tokens, and count them."""
 
@@ -73,7 +76,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     max_tokens: int
     temperature: Annotated[
-        float, Parameter("0 is greedy; otherwise logits are divided by it.", asked=(0.0, 2.0), taken=(0.0, 100.0))
+        float,
+        Parameter(
+            "0 is greedy; otherwise logits are divided by it.",
+            asked=(0.0, 2.0),
+            taken=(0.0, 100.0),
+            in_generation_config=True,
+        ),
     ] = 1.0
     top_k: Annotated[
         int,
@@ -81,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             "Keep the k most probable tokens; 0 keeps all, and so does -1 in a request.",
             asked=(-1, None),
             taken=(0, _INT31),
+            in_generation_config=True,
         ),
     ] = 0
     top_p: Annotated[
@@ -90,6 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             "token.",
             asked=(0.0, 1.0),
             taken=(0.0, 1.0),
+            in_generation_config=True,
         ),
     ] = 1.0
     min_p: Annotated[
@@ -98,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             "Keep tokens at least this share as probable as the most probable one.",
             asked=(0.0, 1.0),
             taken=(0.0, 1.0),
+            in_generation_config=True,
         ),
     ] = 0.0
     seed: int = 0
@@ -127,6 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             asked=(0.01, 10.0),
             # Positive logits are divided by it: a denormal one makes them infinite.
             taken=(0.01, 100.0),
+            in_generation_config=True,
             penalty=True,
         ),
     ] = 1.0

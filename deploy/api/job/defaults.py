@@ -10,8 +10,9 @@ from typing import Any, Final, TypeVar
 from deploy.api.http.body import validate
 from deploy.api.http.errors import ApiError
 from deploy.api.job.bodies import GenerationBody
+from workers.protocol.sampling import TABLE
 
-FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FIELDS: Final = tuple(row.name for row in TABLE if row.parameter.in_generation_config)
 """The fields of generation_config.json that are taken; requests have them under the same names."""
 SamplingDefaults = Mapping[str, float]
 Asked = TypeVar("Asked", bound=GenerationBody)

@@ -89,7 +89,23 @@ def test_the_engine_refuses_what_it_does_not_take() -> None:
     assert done.stdout == "top_a must be between 0 and 1, not 1.5\n"
 
 
+def test_a_model_folder_can_say_what_holds_for_requests_that_leave_it_out(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_a": 0.25, "typical_p": 0.9}')
+    code = (
+        "import sys; from pathlib import Path; from tests.deploy.api import toy_parameter; "
+        "from deploy.api.job.bodies import CompletionBody; "
+        "from deploy.api.job.defaults import read_defaults, with_defaults; "
+        "defaults = read_defaults(Path(sys.argv[1])); bodies = [CompletionBody(model='x', prompt='y', **more) "
+        "for more in ({}, {'top_a': 0.5})]; print(defaults, [with_defaults(body, defaults).top_a for body in bodies])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "{'top_a': 0.25} [0.25, 0.5]\n"
+
+
 def test_the_documentation_has_it() -> None:
     assert ran("page").splitlines()[-1] == (
-        "| `top_a` | 0 | 0 ... 1 | Keep tokens at least as probable as this times the largest probability squared. |"
+        "| `top_a` | 0 | 0 ... 1 | yes | "
+        "Keep tokens at least as probable as this times the largest probability squared. |"
     )

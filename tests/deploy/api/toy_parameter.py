@@ -32,6 +32,7 @@ class ToyParams(SamplingParams, frozen=True, array_like=True):
             "Keep tokens at least as probable as this times the largest probability squared.",
             asked=(0.0, 1.0),
             taken=(0.0, 1.0),
+            in_generation_config=True,
         ),
     ] = 0.0
 

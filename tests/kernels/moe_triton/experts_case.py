@@ -47,6 +47,7 @@ def exact(matrix: Matrix, expert: int) -> Tensor:
         return matrix[expert].double()
     if isinstance(matrix, GroupScaled):
         return matrix[expert].float().double()
+    assert isinstance(matrix, BlockScaled)
     rows, features = matrix.shape[1:]
     scales = matrix.scales[expert].double().repeat_interleave(matrix.rows, 0)[:rows]
     return matrix.data[expert].double() * scales.repeat_interleave(matrix.features, 1)[:, :features]

@@ -123,4 +123,5 @@ def _last_of(experts: int, matrix: Matrix) -> Matrix:
     scales[-1] = matrix.scales[0]
     if isinstance(matrix, GroupScaled):
         return GroupScaled(data, scales)
+    assert isinstance(matrix, BlockScaled)
     return BlockScaled(data, scales, matrix.rows, matrix.features)
