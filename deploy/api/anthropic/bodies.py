@@ -20,7 +20,7 @@ _TEXTS: Final[Known] = {"text": {"text": str}}
 _OF_ASSISTANT: Final[Known] = {
     **_TEXTS,
     "thinking": {"thinking": str},
-    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_use": {"id": str, "name": str},
 }
 _OF_USER: Final[Known] = {**_TEXTS, "tool_result": {"tool_use_id": str}}
 _KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT}
