@@ -268,6 +268,8 @@ def test_deepseek_v32_chats_out_of_the_box() -> None:
         assert told.endswith("<｜User｜>q<｜Assistant｜><think>")
         assert server.turns([ASK]).endswith("<｜User｜>q<｜Assistant｜></think>")
         assert server.items([ASK]).endswith("<｜User｜>q<｜Assistant｜></think>")
+        begun = {"role": "assistant", "content": "Well,"}
+        assert server.turns([ASK, begun]).endswith("<｜User｜>q<｜Assistant｜></think>Well,")
 
 
 def test_a_model_without_any_way_to_chat_refuses_chats() -> None:
