@@ -77,10 +77,10 @@ class ApiConfig(BaseModel):
     """Most entries of `stop`."""
     max_stop_chars: int = Field(default=512, gt=0)
     """Most characters of one stop string."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, Flag(metavar="PATH|TEXT", default="the model's own")] = None
     """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it.
 
-    None: the model's own."""
+    None: the model's own, or what stands for it where the model's makers publish none (docs/models.md)."""
     control_tokens_in_text: bool = False
     """Encode what messages spell like the chat template's control tokens, as <|user|>, as these; else as text.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from deploy.text.chat import joined
+from deploy.text.chat import Content, content_of
 from deploy.text.effort import FIELDS
 from deploy.text.turns import (
     goes_on,
@@ -71,7 +71,7 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
 def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
     given = data["input"]
     items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-    messages = messages_of_items([{"type": "message", **item} for item in items], _text)
+    messages = messages_of_items([{"type": "message", **item} for item in items], _content)
     tools = data.get("tools") or ()
     return {
         "messages": with_instructions(messages, data.get("instructions")),
@@ -90,5 +90,5 @@ def _blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else joined([part["text"] for part in content])
+def _content(content: Any) -> Content:
+    return content if isinstance(content, str) else content_of([part["text"] for part in content])

@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from deploy.routing.chat_shapes import as_chat
 from deploy.routing.policy import RequestFeatures
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, template_message, tools_of
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, template_message, tools_of
 from deploy.text.effort import thinking_of
 from deploy.text.errors import ChatTemplateError
 from deploy.text.lane import aside, at_once
+from deploy.text.mending import with_whole_escapes
 from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import page_keys
@@ -64,7 +65,7 @@ class FeatureReader:
 
     async def _read(self, body: bytes, whole: int) -> RequestFeatures:
         cut = whole > len(body)
-        data = from_json(body, allow_partial="trailing-strings" if cut else False)
+        data = _loaded(body, cut)
         if not isinstance(data, dict):
             raise TypeError("not an object")
         prompts = await self._prompts(data)
@@ -102,7 +103,7 @@ class FeatureReader:
         if len(given) > MOST_MESSAGES or len(extra) > MOST_TEMPLATE_VARIABLES:
             raise ValueError("a replica refuses it")
         messages = [
-            template_message(str(message["role"]), _text(message.get("content")), message)
+            template_message(str(message["role"]), _content(message.get("content")), message)
             for message in given
             if isinstance(message, dict) and "role" in message
         ]
@@ -127,12 +128,20 @@ class FeatureReader:
         return await self._tokenizer.encode_async(text, special)
 
 
+def _loaded(body: bytes, cut: bool) -> Any:
+    partial: Literal["trailing-strings", False] = "trailing-strings" if cut else False
+    try:
+        return from_json(body, allow_partial=partial)
+    except ValueError:
+        return from_json(with_whole_escapes(body), allow_partial=partial)
+
+
 def _rows(data: Mapping[str, Any]) -> int:
     n = data.get("n")
     return n if isinstance(n, int) and n > 0 else 1
 
 
-def _text(content: Any) -> str:
+def _content(content: Any) -> Content:
     if isinstance(content, list):
-        return joined([part["text"] for part in content if isinstance(part, dict) and "text" in part])
+        return content_of([part["text"] for part in content if isinstance(part, dict) and "text" in part])
     return content if isinstance(content, str) else ""

@@ -27,7 +27,7 @@ from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.progress import StatusStore
 from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog
 from deploy.serve.under_serve import UnderServe
-from deploy.text.template import check_template
+from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
 from workers.processes.client import EngineClient
 from workers.protocol.front import EngineFault
@@ -151,6 +151,8 @@ class EngineReplica:
         client.on_fault.append(self._failed)
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
+        if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
+            self.status_store.say(why)
         self.sampling_defaults = sampling_defaults(config)
         await client.ready(config.engine.start_timeout_s)
         await client.health_check()

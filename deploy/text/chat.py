@@ -14,25 +14,59 @@ MOST_TEMPLATE_VARIABLES: Final = 256
 MOST_TOOLS: Final = 1024
 """Of a chat, and calls of a message."""
 
+Content = str | list[dict[str, str]]
+"""What a message says: a text, or several parts of one, each `{"type": "text", "text": ...}`."""
 
-def template_message(role: str, content: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One message. Models know OpenAI's newer role `developer` under its older name. What else the client gave is in
-    `more`; answers keep their reasoning and their calls, and results the call that they belong to."""
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+
+def template_message(role: str, content: Content, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One message. What else the client gave is in `more`; answers keep their reasoning and their calls, results the
+    call that they belong to, and all of them the name of who speaks."""
+    message: dict[str, Any] = {"role": role, "content": content}
     more = more or {}
     if role == "assistant":
-        if isinstance(reasoning := more.get("reasoning_content"), str):
+        if (reasoning := reasoning_of(more)) is not None:
             message["reasoning_content"] = reasoning
         if calls := more.get("tool_calls"):
             message["tool_calls"] = tool_calls_of(calls)
-    if role == "tool":
-        message |= {name: more[name] for name in ("tool_call_id", "name") if isinstance(more.get(name), str)}
+    if role == "tool" and isinstance(more.get("tool_call_id"), str):
+        message["tool_call_id"] = more["tool_call_id"]
+    if isinstance(name := more.get("name"), str) and name:
+        message["name"] = name
     return message
 
 
-def joined(texts: list[str]) -> str:
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """What an assistant thought before it answered. `reasoning` is what vLLM and others call the field."""
+    given = (message.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in given if isinstance(text, str)), None)
+
+
+def content_of(texts: Sequence[str]) -> Content:
     """The content of a message that came as several parts of text."""
-    return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def joined(content: Content, separator: str = "\n") -> str:
+    """Content as one text. What stands between parts is the chat template's choice where it takes them apart
+    (`deploy.text.content_parts`)."""
+    return content if isinstance(content, str) else separator.join(part["text"] for part in content)
+
+
+def with_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose `developer` turns are system messages. Chat templates know OpenAI's newer role under its older
+    name."""
+    return [{**message, "role": "system"} if message["role"] == "developer" else {**message} for message in messages]
+
+
+def tool_results_in_order(
+    calls: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The results of a message's calls, in the order of the calls as far as their ids say which is whose."""
+    places = {call["id"]: place for place, call in reversed([*enumerate(calls)])}
+    found = [places.get(result.get("tool_call_id", "")) for result in results]
+    if None in found or len({*found}) < len(found):
+        return [*results]
+    return [result for _, result in sorted(zip(found, results, strict=True), key=lambda pair: pair[0] or 0)]
 
 
 def speaks_of_tools(messages: Sequence[dict[str, Any]]) -> bool:
@@ -61,14 +95,17 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
 
 
 def tool_calls_of(value: Any) -> list[dict[str, Any]]:
-    """The field `tool_calls` of a message, arguments as the JSON text that models write. ValueError."""
+    """The field `tool_calls` of a message, arguments as the text that the model wrote, whatever that is: a chat whose
+    model once wrote no JSON goes on. ValueError."""
     calls = []
     for call in _list(value, "tool_calls"):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or call.get("type", "function") != "function":
             raise ValueError('a call should be {"id": ..., "type": "function", "function": {"name", "arguments"}}')
-        arguments = function.get("arguments", "{}")
-        if isinstance(arguments, Mapping):
+        arguments = function.get("arguments")
+        if arguments is None:
+            arguments = "{}"
+        if isinstance(arguments, Mapping | list):
             try:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             except RecursionError:

@@ -56,6 +56,15 @@ def check_template(tokenizer: Tokenizer, folder: Path, template: str | None) -> 
             ) from error
 
 
+def why_no_chat(tokenizer: Tokenizer | None, folder: Path, template: str | None) -> str | None:
+    """Why every chat is refused, and what to do; None where chats can be written. `template`: that of the settings."""
+    if tokenizer is None:
+        return f"chats are refused: {folder} has no tokenizer"
+    if template is None and not tokenizer.has_chat_template:
+        return f"chats are refused: {folder} has no chat template; name a file that holds one with --chat-template"
+    return None
+
+
 def template_file(folder: Path) -> str:
     """Where a model folder's chat template is, to be said after `the chat template`."""
     files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")

@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.text.chat import speaks_of_tools
+from deploy.text.chat import speaks_of_tools, with_system_messages
+from deploy.text.content_parts import separators, with_joined_parts
 from deploy.text.control_tokens import BREAK, ControlTokens
+from deploy.text.deepseek_chat import with_tools_in_system_message
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 from deploy.text.effort import EFFORT, SWITCHES, Thinking
+from deploy.text.encoders import Encoder, encoder_of
 from deploy.text.errors import ChatTemplateError
+from deploy.text.kimi_chat import DECLARATIONS, is_of_kimi, sorted_by_name, with_own_ids
+from deploy.text.mending import without_halves
 from deploy.text.stop import StopMatcher
 from deploy.text.template_variables import read_variables
 from deploy.text.tool_template import ToolTemplate
+from deploy.text.typescript import declarations
 from workers.vocabulary.folder import load_tokenizer, special_ids
 from workers.vocabulary.spelling import byte_vocabulary
 
@@ -64,8 +70,10 @@ class Tokenizer:
     while it works. Otherwise the event loop would stand still for as long as a thread encodes.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, encoder: Encoder | None = None) -> None:
+        """`encoder` writes chats where neither the folder nor the settings have a chat template."""
         self._hf = hf
+        self._encoder = None if hf.chat_template else encoder
         self._backend = hf.backend_tokenizer
         self.special_ids = special_ids(self._backend)
         """Ids that `skip_special_tokens` leaves out of a text."""
@@ -77,6 +85,7 @@ class Tokenizer:
             self._tokens[index] = token
         self._control_tokens = ControlTokens(self._backend)
         self._tool_templates: dict[str | None, ToolTemplate] = {}
+        self._separators: dict[str | None, dict[str, str]] = {}
         self._long = asyncio.Lock()
         """Held while a text of more than `LONG_CHARS` is encoded."""
         self._bytes = byte_vocabulary(self._backend)
@@ -91,7 +100,7 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a model folder, None if it holds none. ValueError when it cannot be read."""
         hf = load_tokenizer(Path(folder))
-        return None if hf is None else cls(hf)
+        return None if hf is None else cls(hf, encoder_of(Path(folder)))
 
     @property
     def writes_bytes(self) -> bool:
@@ -100,23 +109,29 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the folder brings a chat template."""
-        return bool(self._hf.chat_template)
+        """Whether the folder brings a chat template, or is that of a model whose chats an encoder writes."""
+        return bool(self._hf.chat_template) or self._encoder is not None
+
+    def encoder_for(self, template: str | None) -> Encoder | None:
+        """What writes chats in place of a chat template; None where there is one, `template` or the folder's."""
+        return self._encoder if template is None else None
 
     def template_for(self, template: str | None, tools: bool) -> str:
         """The text of the chat template that is used, `template` unless it is None; empty for none. Folders may have
         several, one of them for chats with tools."""
         if template is not None:
             return template
-        return str(self._hf.get_chat_template(tools=[{}] if tools else None)) if self.has_chat_template else ""
+        return str(self._hf.get_chat_template(tools=[{}] if tools else None)) if self._hf.chat_template else ""
 
     def thinking_variables(self, thinking: Thinking, template: str | None, tools: bool) -> dict[str, Any]:
         """What the chat template is told of how the model is to think; `template` and `tools`: see `template_for`."""
         return thinking.variables(self.thinking_switches(template, tools))
 
     def thinking_switches(self, template: str | None, tools: bool) -> frozenset[str]:
-        """Those of the variables of `deploy.text.effort` that the chat template reads."""
-        return read_variables(self.template_for(template, tools)) & {*SWITCHES, EFFORT}
+        """Those of the variables of `deploy.text.effort` that the chat template reads, or the encoder in its place."""
+        encoder = self.encoder_for(template)
+        read = read_variables(self.template_for(template, tools)) if encoder is None else encoder.variables
+        return read & {*SWITCHES, EFFORT}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is
@@ -255,35 +270,71 @@ class Tokenizer:
         if template is None and not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         given = [dict(message) for message in messages]
-        if tools or speaks_of_tools(given):
-            given = self._tool_template(template).messages(given)
+        if self.encoder_for(template) is None:
+            given = with_system_messages(given)
+        if any(isinstance(message["content"], list) for message in given):
+            given = with_joined_parts(given, self._separators_of(template))
+        try:
+            text = self._rendered(
+                given,
+                tools,
+                template,
+                extra,
+                control_tokens_in_text,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        except RecursionError:
+            raise ChatTemplateError("tools or chat_template_kwargs are nested too deeply") from None
+        return without_halves(text)
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        template: str | None,
+        extra: Mapping[str, Any],
+        control_tokens_in_text: bool,
+        **ending: bool,
+    ) -> str:
+        """`render_chat` of messages whose content is text. RecursionError for what is nested too deeply."""
+        leaves_tools_to_system = False
+        if tools or speaks_of_tools(messages):
+            of_kimi = is_of_kimi(text := self.template_for(template, tools=bool(tools)))
+            if of_kimi:
+                messages, tools = with_own_ids(messages), sorted_by_name(tools)
+            if tools and DECLARATIONS in text and (declared := declarations(tools)) is not None:
+                extra = {**extra, DECLARATIONS: declared}
+            tool_template = self._tool_template(template)
+            messages = tool_template.messages(messages)
+            leaves_tools_to_system = bool(tools) and tool_template.leaves_tools_to_system
         if not control_tokens_in_text:
-            try:
-                given = self._control_tokens.messages(given)
-                tools = self._control_tokens.broken(tools)
-                extra = {name: self._control_tokens.broken(value) for name, value in extra.items()}
-            except RecursionError:
-                raise ChatTemplateError("tools or chat_template_kwargs are nested too deeply") from None
-        return self._apply(
-            given,
-            tools=[dict(tool) for tool in tools] or None,
-            template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **extra,
-        )
+            messages = self._control_tokens.messages(messages)
+            tools = self._control_tokens.broken(tools)
+            extra = {name: self._control_tokens.broken(value) for name, value in extra.items()}
+        if leaves_tools_to_system:
+            messages, tools = with_tools_in_system_message(messages, tools), ()
+        return self._apply(messages, [dict(tool) for tool in tools], template, extra, **ending)
+
+    def _separators_of(self, template: str | None) -> dict[str, str]:
+        if self.encoder_for(template) is not None:
+            return {}
+        if template not in self._separators:
+
+            def render(messages: Sequence[dict[str, Any]]) -> str:
+                return self._apply([*messages], [], template, {})
+
+            as_text = self._tool_template(template).arguments_as_text
+            self._separators[template] = separators(render, as_text)
+        return self._separators[template]
 
     def _tool_template(self, template: str | None) -> ToolTemplate:
+        if self.encoder_for(template) is not None:
+            return ToolTemplate(knows_tools=True, arguments_as_text=False)
         if template not in self._tool_templates:
 
             def render(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
-                return self._apply(
-                    [*messages],
-                    tools=[*tools] or None,
-                    template=template,
-                    add_generation_prompt=True,
-                    continue_final_message=False,
-                )
+                return self._apply([*messages], [*tools], template, {})
 
             self._tool_templates[template] = ToolTemplate.tried(render)
         return self._tool_templates[template]
@@ -291,22 +342,19 @@ class Tokenizer:
     def _apply(
         self,
         messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None,
+        tools: list[dict[str, Any]],
         template: str | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        **extra: Any,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
+        ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        if (encoder := self.encoder_for(template)) is not None:
+            return encoder.encode(messages, tools, variables=variables, **ending)
         try:
             text: str = self._hf.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **extra,
+                messages, tools=tools or None, chat_template=template, tokenize=False, **ending, **variables
             )
         except Exception as error:  # templates are programs: they fail in any way they like
             raise ChatTemplateError(f"the chat template rejects these messages: {error}") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from deploy.text.errors import ChatTemplateError, ToolsUnknown
+from deploy.text.mending import object_of
 
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
 """Messages and tools to a prompt. ChatTemplateError."""
@@ -30,6 +30,9 @@ _CALLED: Final = (
 )
 
 
+_CALL_OF_V31: Final = f"<｜tool▁call▁begin｜>probe<｜tool▁sep｜>{_ARGUMENTS}"
+
+
 @dataclass(frozen=True)
 class ToolTemplate:
     """One template."""
@@ -38,6 +41,8 @@ class ToolTemplate:
     """Whether tools change what it writes."""
     arguments_as_text: bool
     """Whether it writes the arguments of earlier calls as the text that they were; else it wants objects."""
+    leaves_tools_to_system: bool = False
+    """Whether it writes calls as DeepSeek V3.1 does and the tools not at all: they belong into the system message."""
 
     @staticmethod
     def tried(render: Render) -> ToolTemplate:
@@ -47,15 +52,15 @@ class ToolTemplate:
         except ChatTemplateError:
             knows = False
         try:
-            as_text = knows and _ARGUMENTS in render(_CALLED, [_TOOL])
+            called = render(_CALLED, [_TOOL])
         except ChatTemplateError:
-            as_text = False
-        return ToolTemplate(knows, as_text)
+            called = ""
+        leaves = not knows and _CALL_OF_V31 in called
+        return ToolTemplate(knows, (knows or leaves) and _ARGUMENTS in called, leaves)
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as the template wants them. ToolsUnknown where it knows no tools; ChatTemplateError for arguments
-        that are no JSON object where it wants one."""
-        if not self.knows_tools:
+        """Messages as the template wants them. ToolsUnknown where it knows no tools."""
+        if not (self.knows_tools or self.leaves_tools_to_system):
             raise ToolsUnknown("tool calling, of which this model's chat template knows nothing,")
         if self.arguments_as_text:
             return [*messages]
@@ -66,14 +71,7 @@ class ToolTemplate:
 
 
 def _as_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    made = []
-    for call in calls:
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ChatTemplateError(f"the arguments of the call of {function['name']!r} are not a JSON object")
-        made.append({**call, "function": {**function, "arguments": arguments}})
-    return made
+    return [
+        {**call, "function": {**call["function"], "arguments": object_of(call["function"]["arguments"])}}
+        for call in calls
+    ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from deploy.text.chat import joined
+from deploy.text.chat import Content, content_of, joined, reasoning_of
 from deploy.text.effort import EFFORT, SWITCHES
 
 Messages = list[dict[str, Any]]
@@ -36,7 +36,7 @@ def said_in(block: Mapping[str, Any]) -> str | None:
     if kind.endswith("_tool_result") and kind != "tool_result":
         return f"[The server's tool gave a result: {kind.removesuffix('_tool_result')}.]"
     if kind in ("document", "search_result") and (text := _text_within(block)):
-        return joined([str(block["title"]), text] if block.get("title") else [text])
+        return f"{block['title']}\n{text}" if block.get("title") else text
     return NOT_SHOWN.get(kind)
 
 
@@ -50,20 +50,20 @@ def _text_within(block: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return joined([part["text"] for part in parts if isinstance(part.get("text"), str)])
+    return "\n".join([part["text"] for part in parts if isinstance(part.get("text"), str)])
 
 
-def text_of_blocks(blocks: Blocks) -> str:
-    """The text of Anthropic's content blocks, with words in place of what is none."""
-    return joined([said for block in blocks if (said := said_in(block)) is not None])
+def content_of_blocks(blocks: Blocks) -> Content:
+    """The texts of Anthropic's content blocks, with words in place of what is none."""
+    return content_of([said for block in blocks if (said := said_in(block)) is not None])
 
 
 def messages_of_turns(system: Blocks, turns: Sequence[tuple[str, Blocks]]) -> Messages:
     """Anthropic's turns, each a role and blocks, behind the system's blocks, which may be none."""
-    messages: Messages = [{"role": "system", "content": text_of_blocks(system)}] if system else []
+    messages: Messages = [{"role": "system", "content": content_of_blocks(system)}] if system else []
     for role, blocks in turns:
         if role == "system":
-            messages.append({"role": "system", "content": text_of_blocks(blocks)})
+            messages.append({"role": "system", "content": content_of_blocks(blocks)})
         else:
             messages += [_assistant(blocks)] if role == "assistant" else _user(blocks)
     return messages
@@ -85,15 +85,15 @@ def _assistant(blocks: Blocks) -> dict[str, Any]:
     thoughts = [block for block in blocks if block["type"] in ("thinking", "redacted_thinking")]
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": text_of_blocks([block for block in blocks if block["type"] != "redacted_thinking"]),
+        "content": content_of_blocks([block for block in blocks if block["type"] != "redacted_thinking"]),
     }
-    if thought := joined([_thought(block) for block in thoughts]):
+    if thought := "\n".join(_thought(block) for block in thoughts):
         message["reasoning_content"] = thought
     calls = [
         {
             "id": block["id"],
             "type": "function",
-            "function": {"name": block["name"], "arguments": block["input"]},
+            "function": {"name": block["name"], "arguments": block.get("input")},
         }
         for block in blocks
         if block["type"] == "tool_use"
@@ -113,17 +113,17 @@ def _user(blocks: Blocks) -> Messages:
     for block in blocks:
         if block["type"] == "tool_result":
             content = block.get("content") or ""
-            text = content if isinstance(content, str) else text_of_blocks(content)
-            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+            said_back = content if isinstance(content, str) else content_of_blocks(content)
+            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said_back})
     said = [block for block in blocks if block["type"] != "tool_result"]
     if said or not messages:
-        messages.append({"role": "user", "content": text_of_blocks(said)})
+        messages.append({"role": "user", "content": content_of_blocks(said)})
     return messages
 
 
-def messages_of_items(items: Sequence[Mapping[str, Any]], text: Callable[[Any], str]) -> Messages:
+def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], Content]) -> Messages:
     """Items of the Responses API, each with a type: what an assistant thought, said and called in one go is one
-    message. `text` makes one of content, and raises for what it cannot."""
+    message. `read` makes a message's content of an item's, and raises for what it cannot."""
     messages: Messages = []
     answer: dict[str, Any] | None = None
     """The assistant's message that goes on."""
@@ -138,17 +138,20 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], text: Callable[[Any], 
     for item in items:
         kind = item["type"]
         if kind == "reasoning":
-            texts = [text(item[name]) for name in ("content", "summary") if item.get(name)]
-            assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = joined(texts[:1])
+            thought = next((read(item[name]) for name in ("content", "summary") if item.get(name)), "")
+            assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = joined(thought)
         elif kind == "message" and item["role"] == "assistant":
-            assistant("content", "tool_calls")["content"] = text(item.get("content"))
+            said = assistant("content", "tool_calls")
+            said["content"] = read(item.get("content"))
+            if (reasoning := reasoning_of(item)) is not None:
+                said["reasoning_content"] = reasoning
         elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": item["name"], "arguments": item.get("arguments")}
             call = {"id": item["call_id"], "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         else:
             answer = None
-            content = text(item.get("content" if kind == "message" else "output"))
+            content = read(item.get("content" if kind == "message" else "output"))
             if kind == "message":
                 messages.append({"role": item["role"], "content": content})
             else:
@@ -160,8 +163,10 @@ def with_instructions(messages: Messages, instructions: str | None) -> Messages:
     """The messages behind the field `instructions`. Templates want one system message, and first."""
     if instructions is None:
         return messages
-    system = {"role": "system", "content": instructions}
+    system: dict[str, Any] = {"role": "system", "content": instructions}
     if messages and messages[0]["role"] in ("system", "developer"):
-        system["content"] += "\n\n" + messages[0]["content"]
+        given: Content = messages[0]["content"]
+        first, *more = [given] if isinstance(given, str) else [part["text"] for part in given]
+        system["content"] = content_of([f"{instructions}\n\n{first}", *more])
         messages = messages[1:]
     return [system, *messages]

@@ -39,7 +39,7 @@ _OF_ASSISTANT: Final[Known] = {
     **_TEXTS,
     "thinking": {"thinking": str},
     "redacted_thinking": {},
-    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_use": {"id": str, "name": str},
     **{kind: {} for kind in _OF_SERVER},
 }
 _OF_USER: Final[Known] = {**_SHOWN_IN_WORDS, "tool_result": {"tool_use_id": str}}

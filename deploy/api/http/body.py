@@ -27,6 +27,7 @@ from starlette.types import Receive
 from deploy.api.http.errors import ApiError, invalid, not_valid
 from deploy.config.api import ApiConfig
 from deploy.text.lane import SMALL, Lanes, Worker
+from deploy.text.mending import with_whole_escapes
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -171,18 +172,30 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Strict: valid UTF-8, no NaN or Infinity, bounded nesting; 400 otherwise."""
+    """The JSON object in `raw`. Strict: valid UTF-8, no NaN or Infinity, bounded nesting; 400 otherwise. In a
+    conversation halves of surrogate pairs are U+FFFD: it could not go on because of what was said before."""
     if not raw.strip():
         raise invalid("the request body is empty; a JSON object is expected", code="invalid_json")
     try:
         with _no_garbage_collection():
-            value = orjson.loads(raw)
+            value = _loaded(raw)
     except orjson.JSONDecodeError as error:
         raise invalid(f"the request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
         raise invalid(f"the request body must be a JSON object, not {kind}", code="invalid_json")
     return value
+
+
+def _loaded(raw: bytes) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        whole = with_whole_escapes(raw)
+        value = None if whole == raw else orjson.loads(whole)
+        if not isinstance(value, dict) or value.keys().isdisjoint(("messages", "input")):
+            raise
+        return value
 
 
 def validate(model: type[Model], value: Mapping[str, Any]) -> Model:

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, joined, tool_calls_of
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from workers.protocol.plan import MAX_LOGIT_BIAS
 from workers.protocol.sampling import TABLE
@@ -105,8 +105,8 @@ def _object_or_text(value: Any) -> Any:
     return value
 
 
-def _text_of_parts(value: Any) -> str:
-    """A message's content as one text; parts of type text are joined by newlines."""
+def _content(value: Any) -> Content:
+    """A message's content. Texts alone are parts of it that are known."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -122,7 +122,7 @@ def _text_of_parts(value: Any) -> str:
         if not isinstance(text, str):
             raise ValueError("a text part should have a string in its field text")
         texts.append(text)
-    return joined(texts)
+    return content_of(texts)
 
 
 class StreamOptions(Body):
@@ -255,10 +255,12 @@ class Message(Body):
     """One message of a chat."""
 
     role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
-    content: Annotated[str, BeforeValidator(_text_of_parts, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[Content, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
     """A string, or a list of parts of type text. An assistant's message with tool calls needs none."""
     reasoning_content: str | None = None
     """What the assistant thought before it answered."""
+    reasoning: Annotated[Any, WithJsonSchema({})] = None
+    """Another name of `reasoning_content`, where that is not given and this is a string."""
     tool_calls: Annotated[
         list[dict[str, Any]], BeforeValidator(tool_calls_of, json_schema_input_type=list[ToolCallSpec])
     ] = Field(default_factory=list)
@@ -266,7 +268,7 @@ class Message(Body):
     tool_call_id: str | None = None
     """The call that a tool's message is the result of."""
     name: Annotated[Any, WithJsonSchema({})] = None
-    """Of the tool; some models' templates write it."""
+    """Of who speaks, or of the tool; some models' templates write it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat, ReasoningParser, Where
 from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
-from deploy.text.chat import template_message
+from deploy.text.chat import joined, template_message
 from deploy.text.effort import SWITCHES
 from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
@@ -169,10 +169,9 @@ class Reader:
     """Which parsers the answers of a model are read with. One per application."""
 
     def __init__(self, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
-        template = "" if tokenizer is None else tokenizer.template_for(config.chat_template, tools=False)
-        with_tools = "" if tokenizer is None else tokenizer.template_for(config.chat_template, tools=True)
-        self.tools = _chosen(config.tool_parser, tool_parser_of(with_tools))
-        self.reasoning = _chosen(config.reasoning_parser, reasoning_parser_of(template))
+        calls, reasoning = _parsers_of(tokenizer, config.chat_template)
+        self.tools = _chosen(config.tool_parser, calls)
+        self.reasoning = _chosen(config.reasoning_parser, reasoning)
         self._tokenizer, self._template = tokenizer, config.chat_template
         self._stops_in_reasoning = config.stop_in_reasoning
         self._kept_of_tools = _kept(tokenizer, MARKERS[self.tools]) if self.tools else frozenset()
@@ -215,7 +214,7 @@ class Reader:
         where: Where = "outside"
         if form is not None:
             goes_on = body.continue_final_message
-            where = form.continues(body.messages[-1].content) if goes_on else form.begins(prompt)
+            where = form.continues(joined(body.messages[-1].content)) if goes_on else form.begins(prompt)
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
         free = not _bound_behind_reasoning(body)
 
@@ -228,8 +227,18 @@ class Reader:
         return Reading(parser, kept, one_call, where, form, tools, self._stops_in_reasoning)
 
 
-def _chosen(setting: str, by_template: str | None) -> str | None:
-    return by_template if setting == "auto" else None if setting == "none" else setting
+def _parsers_of(tokenizer: Tokenizer | None, template: str | None) -> tuple[str | None, str | None]:
+    """The names of the parsers of calls and of reasoning as chats are written, with `template` unless it is None."""
+    if tokenizer is None:
+        return None, None
+    if (encoder := tokenizer.encoder_for(template)) is not None:
+        return encoder.tool_parser, encoder.reasoning_parser
+    with_tools, without = (tokenizer.template_for(template, tools=tools) for tools in (True, False))
+    return tool_parser_of(with_tools), reasoning_parser_of(without)
+
+
+def _chosen(setting: str, by_chats: str | None) -> str | None:
+    return by_chats if setting == "auto" else None if setting == "none" else setting
 
 
 def _kept(tokenizer: Tokenizer | None, markers: tuple[str, ...]) -> frozenset[int]:

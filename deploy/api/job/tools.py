@@ -34,8 +34,8 @@ class CalledFunction(BaseModel):
     """What was called, and how."""
 
     name: str = Field(min_length=1)
-    arguments: str | dict[str, Any] = "{}"
-    """JSON, as text as the answer had it."""
+    arguments: str | dict[str, Any] | list[Any] | None = None
+    """JSON, as text as the answer had it, be it valid or not."""
 
 
 class ToolCallSpec(BaseModel):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
 from deploy.api.job.bodies import INT63, Body, ChatBody, parameter
-from deploy.text.chat import MOST_MESSAGES, joined
+from deploy.text.chat import MOST_MESSAGES, Content, content_of
 from deploy.text.effort import checked
 from deploy.text.turns import Messages, messages_of_items, with_instructions
 
@@ -19,7 +19,7 @@ Items = list[dict[str, Any]]
 
 _STRINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "message": ("role",),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name"),
     "function_call_output": ("call_id",),
     "reasoning": (),
 }
@@ -195,11 +195,11 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
 
 def messages_of(items: Sequence[dict[str, Any]]) -> Messages:
     """Items as messages; 400 for content that nobody reads."""
-    return messages_of_items(items, _text)
+    return messages_of_items(items, _content)
 
 
-def _text(value: Any) -> str:
-    """Content as one text."""
+def _content(value: Any) -> Content:
+    """Content as a message has it."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -210,4 +210,4 @@ def _text(value: Any) -> str:
         if kind not in _TEXTS or not isinstance(part.get("text"), str):
             raise unsupported(f"a content part of type {str(kind)[:64]!r}", "input")
         texts.append(part["text"])
-    return joined(texts)
+    return content_of(texts)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import tiny
-from tool_templates import GLM, KIMI
+from tiny_tokenizer import tiny, without_template
+from tool_templates import GLM, KIMI, KIMI_K25
 
 from deploy.api.http.errors import ApiError
 from deploy.api.job.bodies import ROLES, ChatBody
@@ -18,6 +18,7 @@ from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
+from deploy.text.encoders import ENCODERS
 from deploy.text.tokenizer import ChatTemplateError
 from workers.protocol.prompt import page_keys
 
@@ -25,6 +26,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tone or '' }}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+V32 = without_template(ENCODERS["deepseek_v32"], "<｜User｜>", "<｜Assistant｜>", "</think>")
 LONG = "the quick brown fox jumps over the lazy dog. " * 8
 texts = st.sampled_from(["", "hi", "<|user|>" + LONG, LONG, LONG[3:], "\u6771\u4eac" * 30])
 parts = st.lists(texts.map(lambda text: {"type": "text", "text": text}), max_size=3)
@@ -33,11 +35,14 @@ functions = st.fixed_dictionaries(
     optional={"description": texts, "parameters": st.sampled_from([{}, {"type": "object"}]), "more": texts},
 )
 tools = st.lists(functions.map(lambda function: {"type": "function", "function": function}), max_size=2)
-arguments = st.sampled_from(['{"a": 1}', "{}", "{", {"b": [LONG]}])
-calls = st.lists(st.builds(lambda a: {"id": "x", "function": {"name": "f", "arguments": a}}, arguments), max_size=2)
+arguments = st.sampled_from(['{"a": 1}', "{}", "{", {"b": [LONG]}, "", [1], None, '{"a": "\\ud83d', '{"a": "\ud83d"}'])
+ids = st.sampled_from(["x", "functions.f:0", ""])
+calls = st.lists(
+    st.builds(lambda i, a: {"id": i, "function": {"name": "f", "arguments": a}}, ids, arguments), max_size=2
+)
 messages = st.fixed_dictionaries(
     {"role": st.sampled_from(ROLES), "content": texts | parts},
-    optional={"name": texts, "tool_call_id": texts, "reasoning_content": texts},
+    optional={"name": texts, "tool_call_id": ids | texts, "reasoning_content": texts, "reasoning": texts},
 ) | st.fixed_dictionaries({"role": st.just("assistant"), "tool_calls": calls}, optional={"content": texts | st.none()})
 flags = st.sampled_from([True, False, None])
 bodies = st.fixed_dictionaries(
@@ -69,20 +74,24 @@ bodies = st.fixed_dictionaries(
         (False, TEMPLATE),
         pytest.param(False, KIMI, marks=pytest.mark.long),
         pytest.param(False, GLM, marks=pytest.mark.long),
+        (False, KIMI_K25),
+        (False, None),
         (True, TEMPLATE),
         (True, KIMI),
         pytest.param(True, GLM, marks=pytest.mark.long),
     ],
 )
 async def test_a_router_asks_for_the_prompt_that_its_replica_makes(
-    control: bool, template: str, body: dict[str, Any]
+    control: bool, template: str | None, body: dict[str, Any]
 ) -> None:
+    """Without a template by the encoder of DeepSeek V3.2."""
+    tokenizer = V32 if template is None else tiny()
     config = ApiConfig(chat_template=template, control_tokens_in_text=control)
     raw = json.dumps(body).encode()
-    ask = await FeatureReader(tiny(), template, control).read(raw)
+    ask = await FeatureReader(tokenizer, template, control).read(raw)
     try:
         parsed = parse_generation(raw, ChatBody)
-        ids = tiny().encode(render_messages(tiny(), config, parsed), parsed.add_special_tokens)
+        ids = tokenizer.encode(render_messages(tokenizer, config, parsed), parsed.add_special_tokens)
     except ApiError:
         return
     assert list(ask.keys) == page_keys(ids)

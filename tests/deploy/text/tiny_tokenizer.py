@@ -6,6 +6,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 import deploy.text.tokenizer
+from deploy.text.encoders import Encoder
 
 TEXTS = [
     "def read_lines(path):\n    with open(path) as file:\n        return file.readlines()\n",
@@ -46,6 +47,15 @@ def with_special(*special: str) -> deploy.text.tokenizer.Tokenizer:
         tokenizer_object=copy, bos_token="<|bos|>", eos_token="<|eos|>", chat_template=TEMPLATE
     )
     return deploy.text.tokenizer.Tokenizer(hf)
+
+
+@cache
+def without_template(encoder: Encoder | None, *special: str) -> deploy.text.tokenizer.Tokenizer:
+    """The same without a chat template, where `encoder` writes chats."""
+    copy = Tokenizer.from_str(backend().to_str())
+    copy.add_special_tokens([AddedToken(token, special=True) for token in special])
+    hf = PreTrainedTokenizerFast(tokenizer_object=copy, bos_token="<|bos|>", eos_token="<|eos|>")
+    return deploy.text.tokenizer.Tokenizer(hf, encoder)
 
 
 @cache

@@ -16,6 +16,22 @@ KIMI = (
     "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>"
     "{{ '<think></think>' if thinking is false else '<think>' }}{%- endif -%}"
 )
+KIMI_K25 = (
+    "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{% if tools_ts_str is defined %}{{ tools_ts_str }}"
+    "{% else %}{{ tools | tojson(separators=(',', ':')) }}{% endif %}<|im_end|>{%- endif -%}"
+    "{%- for message in messages -%}<|im_{{ message['role'] }}|>{{ message.get('name') or message['role'] }}"
+    "<|im_middle|>{%- if message['role'] == 'tool' -%}{{ '## Return of ' + message.tool_call_id + '\n' }}{%- endif -%}"
+    "{%- if message['role'] == 'assistant' -%}<think>{{ message.get('reasoning_content', '') }}</think>{%- endif -%}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}"
+    "{%- if message.get('tool_calls') -%}<|tool_calls_section_begin|>{%- for call in message['tool_calls'] -%}"
+    "<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>"
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
+    "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}<|tool_call_end|>{%- endfor -%}"
+    "<|tool_calls_section_end|>{%- endif -%}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>"
+    "{{ '<think></think>' if thinking is false else '<think>' }}{%- endif -%}"
+)
 DEEPSEEK_V31 = (
     "{% if tools %}## Tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}{% endif %}"
     "{%- for message in messages -%}{%- if message['role'] == 'user' -%}{{ '<｜User｜>' + message['content'] }}"
@@ -31,6 +47,14 @@ DEEPSEEK_V31 = (
     "{%- if add_generation_prompt and messages[-1]['role'] == 'user' -%}"
     "{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{%- endif -%}"
 )
+DEEPSEEK_V31_WITHOUT_TOOLS = (
+    "{% set ns = namespace(system='') %}{%- for m in messages if m['role'] == 'system' -%}"
+    "{% set ns.system = ns.system + ('\\n\\n' if ns.system else '') + m['content'] %}{%- endfor -%}{{ ns.system }}"
+    + DEEPSEEK_V31[DEEPSEEK_V31.index("{%- for message") :].replace(
+        "{%- else -%}", "{%- elif message['role'] == 'assistant' -%}"
+    )
+)
+"""As V3.1's own: of tools it writes the calls and their results alone."""
 DEEPSEEK_V3 = (
     "{%- if tools -%}# Tools ```json{%- for tool in tools -%}{{ tool | tojson }}{%- endfor -%}{%- endif -%}"
     "{%- for message in messages -%}"

@@ -1,0 +1,67 @@
+"""What a chat template writes between the parts of a message's content, found out by trying it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from deploy.text.chat import joined
+from deploy.text.errors import ChatTemplateError
+
+Render = Callable[[Sequence[dict[str, Any]]], str]
+"""Messages to a prompt. ChatTemplateError."""
+USUAL: Final = "\n"
+"""Between parts where a template takes no lists of them."""
+_FIRST, _SECOND = "first-part", "second-part"
+_PARTS: Final = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
+_USER: Final = {"role": "user", "content": "Hello"}
+_CALL: Final = {
+    "id": "functions.probe:0",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {"text": "probe"}},
+}
+_BEFORE: Final[Mapping[str, Sequence[dict[str, Any]]]] = {
+    "system": (),
+    "user": (),
+    "assistant": (_USER,),
+    "tool": (_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
+}
+"""By role what stands before a message that is tried."""
+_MOST: Final = 16
+"""Characters between two parts: more is no separator."""
+
+
+def separators(render: Render, arguments_as_text: bool) -> dict[str, str]:
+    """By the role of a message what the template behind `render` writes between two parts of its content, so that the
+    joined text gives the prompt that the parts would give; `USUAL` where it takes no parts."""
+    return {role: _separator(render, role, arguments_as_text) for role in _BEFORE}
+
+
+def with_joined_parts(messages: Sequence[dict[str, Any]], by_role: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Messages whose content is one text each."""
+    return [
+        {**message, "content": joined(message["content"], by_role.get(message["role"], USUAL))} for message in messages
+    ]
+
+
+def _separator(render: Render, role: str, arguments_as_text: bool) -> str:
+    before = [*_BEFORE[role]]
+    if role == "tool" and arguments_as_text:
+        function = {"name": "probe", "arguments": '{"text": "probe"}'}
+        before[-1] = {**before[-1], "tool_calls": [{**_CALL, "function": function}]}
+    after = [] if role in ("user", "tool") else [_USER]
+
+    def written(content: Any) -> str:
+        message = {"role": role, "content": content}
+        if role == "tool":
+            message["tool_call_id"] = _CALL["id"]
+        return render([*before, message, *after])
+
+    try:
+        parted = written(_PARTS)
+        begin, end = parted.find(_FIRST), parted.find(_SECOND)
+        between = parted[begin + len(_FIRST) : end]
+        taken = 0 <= begin < end and len(between) <= _MOST and written(_FIRST + between + _SECOND) == parted
+    except ChatTemplateError:
+        return USUAL
+    return between if taken else USUAL

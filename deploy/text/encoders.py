@@ -1,0 +1,59 @@
+"""Prompts of models that come without a chat template: a function each, in place of the template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from deploy.text.deepseek_chat import encode_v32
+
+
+class Encode(Protocol):
+    """A chat to its prompt."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt text, special tokens included. `messages` and `tools` are as chat templates get them, arguments of
+        calls as objects; a `developer` keeps its role. `variables`: what a chat template would get as such.
+        ChatTemplateError for messages that it cannot write."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One of them, and how the answers to its prompts are read."""
+
+    encode: Encode
+    tool_parser: str
+    """The name of the parser of calls (`deploy.parsing.registry`)."""
+    reasoning_parser: str
+    """The same of reasoning."""
+    variables: frozenset[str]
+    """The variables that `encode` reads, as a chat template would (`deploy.text.template_variables`)."""
+
+
+ENCODERS: Final[Mapping[str, Encoder]] = {
+    "deepseek_v32": Encoder(
+        encode_v32, tool_parser="deepseek_v32", reasoning_parser="deepseek_v3", variables=frozenset({"thinking"})
+    ),
+}
+"""By `model_type`."""
+
+
+def encoder_of(folder: Path) -> Encoder | None:
+    """The encoder for a model folder by the `model_type` of its config.json; None where there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return ENCODERS.get(kind) if isinstance(kind, str) else None

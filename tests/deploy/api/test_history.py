@@ -1,0 +1,278 @@
+"""Conversations whose earlier turns are not what they should be go on, over all three APIs: the clients' own libraries
+against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from fake_engine import INFO, FakeEngine, say, serving
+from tiny_tokenizer import tiny, without_template
+from tool_templates import DEEPSEEK_V31, GLM, KIMI, KIMI_K25
+
+from deploy.api.app import create_app
+from deploy.config.api import ApiConfig
+from deploy.text.encoders import ENCODERS
+from deploy.text.tokenizer import Tokenizer
+
+LARGE = replace(INFO, max_context=8192, vocab_size=1024)
+V32 = without_template(ENCODERS["deepseek_v32"], "<｜User｜>", "<｜Assistant｜>", "｜DSML｜", "</think>")
+SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": SCHEMA}}
+ASK: Any = {"role": "user", "content": "q"}
+NONE: Any = object()
+
+
+class Server:
+    """A server, and clients of its three APIs."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
+        self.tokenizer = tokenizer
+        self.engine = FakeEngine(say(tokenizer.encode("Fine.", add_special_tokens=False)), LARGE)
+        self.app = create_app(self.engine, tokenizer, ApiConfig(chat_template=template))
+
+    @contextmanager
+    def clients(self) -> Iterator[Server]:
+        with (
+            serving(self.app) as port,
+            openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+            anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as other,
+        ):
+            self.openai, self.anthropic = client, other
+            yield self
+
+    def chat(self, messages: list[Any], **body: Any) -> str:
+        """The prompt."""
+        self.openai.chat.completions.create(model="tiny", messages=messages, **body)
+        return self.prompt
+
+    def turns(self, messages: list[Any], **body: Any) -> str:
+        """The same over Anthropic's API."""
+        self.anthropic.messages.create(model="tiny", max_tokens=4, messages=messages, **body)
+        return self.prompt
+
+    def items(self, items: list[Any], **body: Any) -> str:
+        """The same over the Responses API."""
+        self.openai.responses.create(model="tiny", input=items, **body)
+        return self.prompt
+
+    def raw(self, path: str, body: str) -> str:
+        """The prompt of a body as it is."""
+        url = f"{self.openai.base_url}".replace("/v1/", path)
+        answer = httpx.post(url, content=body.encode(), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        return self.prompt
+
+    @property
+    def prompt(self) -> str:
+        return self.tokenizer.decode(self.engine.requests[-1].prompt, skip_special_tokens=False)
+
+
+ARGUMENTS: list[tuple[Any, str, str]] = [
+    ('{"city": "Köln"}', '{"city": "Köln"}', '{"city": "Köln"}'),
+    ('{"city": "Kö', '{"city": "Kö', '{"city": "Kö"}'),
+    ('{"city": "Köln",}', '{"city": "Köln",}', '{"city": "Köln"}'),
+    ('{"city": "\\ud83d"}', '{"city": "\\ud83d"}', '{"city": "\ufffd"}'),
+    ("", "", "{}"),
+    ("[1]", "[1]", "{}"),
+    ("no JSON", "no JSON", "{}"),
+    ([1, 2], "[1, 2]", "{}"),
+    ([{"city": "Köln"}], '[{"city": "Köln"}]', '{"city": "Köln"}'),
+    ({"city": "Köln"}, '{"city": "Köln"}', '{"city": "Köln"}'),
+    (None, "{}", "{}"),
+    (NONE, "{}", "{}"),
+]
+"""What came as arguments, what a template gets that writes text, and the object that one gets that writes objects."""
+
+
+def written(kind: str, text: str, value: str) -> str:
+    """How a call stands in the prompt."""
+    if kind == "kimi":
+        return f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{text}<|tool_call_end|>"
+    pairs = json.loads(value).items()
+    if kind == "glm":
+        inside = "".join(f"<arg_key>{name}</arg_key><arg_value>{given}</arg_value>" for name, given in pairs)
+        return f"<tool_call>f{inside}</tool_call>"
+    if kind == "deepseek_v31":
+        return f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
+    inside = "".join(
+        f'<｜DSML｜parameter name="{name}" string="true">{given}</｜DSML｜parameter>' for name, given in pairs
+    )
+    return f'<｜DSML｜invoke name="f">\n{inside}\n</｜DSML｜invoke>'
+
+
+KINDS: dict[str, tuple[Tokenizer, str | None]] = {
+    "kimi": (tiny(), KIMI),
+    "glm": (tiny(), GLM),
+    "deepseek_v31": (tiny(), DEEPSEEK_V31),
+    "deepseek_v32": (V32, None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_with_any_arguments_go_on(kind: str) -> None:
+    with Server(*KINDS[kind]).clients() as server:
+        for given, text, value in ARGUMENTS:
+            wanted = written(kind, text, value)
+            arguments = {} if given is NONE else {"arguments": given}
+            call = {"id": "call_a", "type": "function", "function": {"name": "f", **arguments}}
+            result = {"role": "tool", "tool_call_id": "call_a", "content": "done"}
+            messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result, ASK]
+            assert wanted in server.chat(messages)
+            assert wanted in server.chat(messages, tools=[TOOL])
+            items = [
+                ASK,
+                {"type": "function_call", "call_id": "call_a", "name": "f", **arguments},
+                {"type": "function_call_output", "call_id": "call_a", "output": "done"},
+                ASK,
+            ]
+            assert wanted in server.items(items)
+            used = {"type": "tool_use", "id": "call_a", "name": "f", **({} if given is NONE else {"input": given})}
+            turns = [
+                ASK,
+                {"role": "assistant", "content": [used]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_a", "content": "done"}]},
+            ]
+            assert wanted in server.turns(turns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halves_of_surrogate_pairs_become_replacement_characters(kind: str) -> None:
+    """As JavaScript escapes them: wherever they are in the body."""
+    whole = written(kind, '{"city": "\ufffd"}', '{"city": "\ufffd"}')
+    head = '{"model": "tiny", "max_tokens": 4, '
+    with Server(*KINDS[kind]).clients() as server:
+        call = r'{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{\"city\": \"\ud83d\"}"}}'
+        chat = r'"messages": [{"role": "user", "content": "x\ude00y"}, {"role": "assistant", "tool_calls": ['
+        result = ']}, {"role": "tool", "tool_call_id": "a", "content": "done"}]}'
+        prompt = server.raw("/v1/chat/completions", head + chat + call + result)
+        assert whole in prompt
+        assert "x\ufffdy" in prompt
+        used = r'{"type": "tool_use", "id": "a", "name": "f", "input": {"city": "\uD83D"}}'
+        turns = r'"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": [' + used
+        turns += ']}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "done"}]}]}'
+        assert whole in server.raw("/v1/messages", head + turns)
+        item = r'{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{\"city\": \"\ud83d\"}"}'
+        items = '{"model": "tiny", "input": [' + item
+        items += ', {"type": "function_call_output", "call_id": "a", "output": "done"}]}'
+        assert whole in server.raw("/v1/responses", items)
+
+
+def test_earlier_thinking_by_either_name() -> None:
+    with Server(tiny(), KIMI_K25).clients() as server:
+        for given in (
+            {"reasoning_content": "Hm."},
+            {"reasoning": "Hm."},
+            {"reasoning_content": "Hm.", "reasoning": "No."},
+            {"reasoning": "Hm.", "reasoning_content": None},
+        ):
+            said = {"role": "assistant", "content": "a", **given}
+            assert "<think>Hm.</think>a<|im_end|>" in server.chat([ASK, said, ASK])
+            if "reasoning_content" not in given:
+                assert "<think>Hm.</think>a<|im_end|>" in server.items([ASK, said, ASK])
+        assert "<think></think>a" in server.chat(
+            [ASK, {"role": "assistant", "content": "a", "reasoning": {"x": 1}}, ASK]
+        )
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+        said = {"role": "assistant", "content": [thought, {"type": "text", "text": "a"}]}
+        assert "<think>Hm.</think>a<|im_end|>" in server.turns([ASK, said, ASK])
+
+
+@pytest.mark.parametrize(("template", "between"), [(KIMI_K25, ""), (KIMI, "\n")])
+def test_parts_of_text_are_joined_as_the_template_joins_them(template: str, between: str) -> None:
+    def parts(kind: str = "text") -> list[Any]:
+        return [{"type": kind, "text": "one"}, {"type": kind, "text": "two"}]
+
+    joined = f"one{between}two"
+    user, system = (
+        f"<|im_user|>user<|im_middle|>{joined}<|im_end|>",
+        f"<|im_system|>system<|im_middle|>{joined}<|im_end|>",
+    )
+    with Server(tiny(), template).clients() as server:
+        prompt = server.chat([{"role": "system", "content": parts()}, {"role": "user", "content": parts()}])
+        assert system + user in prompt
+        assert system + user in server.turns([{"role": "user", "content": parts()}], system=parts())
+        said = [{"role": "developer", "content": parts("input_text")}, {"role": "user", "content": parts("input_text")}]
+        assert system + user in server.items(said)
+        assert system.replace("one", "First.\n\none") + user in server.items(said, instructions="First.")
+        answered = {"type": "tool_result", "tool_use_id": "functions.f:0", "content": parts()}
+        used = {"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}
+        turns = [ASK, {"role": "assistant", "content": [used]}, {"role": "user", "content": [answered]}]
+        assert f"## Return of functions.f:0\n{joined}<|im_end|>" in server.turns(turns)
+        going: Any = {"add_generation_prompt": False, "continue_final_message": True}
+        begun = [ASK, {"role": "assistant", "content": parts()}]
+        assert server.chat(begun, extra_body=going).endswith(joined)
+
+
+def test_kimi_gets_its_own_ids_names_and_declarations() -> None:
+    with Server(tiny(), KIMI_K25).clients() as server:
+        call = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        again = {**call, "id": "functions_f_0"}
+        prompt = server.chat(
+            [
+                {"role": "user", "content": "q", "name": "Ada"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_a", "content": "done"},
+                {"role": "assistant", "content": "", "tool_calls": [again]},
+                {"role": "tool", "tool_call_id": "functions_f_0", "content": "done"},
+            ],
+            tools=[TOOL],
+        )
+        declared = (
+            "# Tools\n\n## functions\nnamespace functions {\n// F.\ntype f = (_: {\n  city: string\n}) => any;\n}\n"
+        )
+        assert f"tool_declare<|im_middle|>{declared}<|im_end|><|im_user|>Ada<|im_middle|>q" in prompt
+        for index in (0, 1):
+            assert f"<|tool_call_begin|>functions.f:{index}<" in prompt
+            assert f"## Return of functions.f:{index}\n" in prompt
+        assert "Return of call_a" not in prompt
+        assert "functions_f_0" not in prompt
+        used = {"type": "tool_use", "id": "toolu_b", "name": "f", "input": {}}
+        answered = {"type": "tool_result", "tool_use_id": "toolu_b", "content": "done"}
+        tool = {"name": "f", "description": "F.", "input_schema": SCHEMA}
+        turns = [ASK, {"role": "assistant", "content": [used]}, {"role": "user", "content": [answered]}]
+        prompt = server.turns(turns, tools=[tool])
+        assert f"tool_declare<|im_middle|>{declared}<|im_end|>" in prompt
+        assert "<|tool_call_begin|>functions.f:0<" in prompt
+        assert "## Return of functions.f:0\n" in prompt
+
+
+def test_deepseek_v32_chats_out_of_the_box() -> None:
+    """Its answers' reasoning and calls are read without any setting, too."""
+    server = Server(V32, None)
+    call = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true">Köln'
+    call += "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    server.engine.script = say(V32.encode(f"Hm.</think>I look.\n\n{call}", add_special_tokens=False))
+    with server.clients():
+        think: Any = {"chat_template_kwargs": {"thinking": True}}
+        answer = server.openai.chat.completions.create(model="tiny", messages=[ASK], tools=[TOOL], extra_body=think)
+        assert server.prompt.endswith("<｜User｜>q<｜Assistant｜><think>")
+        assert '{"name": "f", "description": "F.", "parameters": {' in server.prompt
+        [choice] = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        message: Any = choice.message
+        assert (message.reasoning_content, message.content.strip()) == ("Hm.", "I look.")
+        assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Köln"}
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Rain."}
+        prompt = server.chat([ASK, message.model_dump(exclude_none=True), result], tools=[TOOL], extra_body=think)
+        assert "<think>Hm.</think>I look." in prompt
+        assert prompt.endswith("\n\n<function_results>\n<result>Rain.</result>\n</function_results>\n\n<think>")
+        told = server.turns([ASK], thinking={"type": "enabled", "budget_tokens": 1024})
+        assert told.endswith("<｜User｜>q<｜Assistant｜><think>")
+        assert server.turns([ASK]).endswith("<｜User｜>q<｜Assistant｜></think>")
+        assert server.items([ASK]).endswith("<｜User｜>q<｜Assistant｜></think>")
+        begun = {"role": "assistant", "content": "Well,"}
+        assert server.turns([ASK, begun]).endswith("<｜User｜>q<｜Assistant｜></think>Well,")
+
+
+def test_a_model_without_any_way_to_chat_refuses_chats() -> None:
+    with Server(without_template(None), None).clients() as server, pytest.raises(openai.BadRequestError) as found:
+        server.chat([ASK])
+    assert "this model has no chat template; use /v1/completions" in str(found.value)
