@@ -20,6 +20,8 @@ from deploy.text.turns import (
 )
 
 _BLOCKS: Final = {"tool_use", "tool_result", "thinking", "redacted_thinking"}
+_OF_CHATS: Final = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "response_format")
+"""Fields that Anthropic's clients do not send."""
 
 
 def as_chat(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -35,7 +37,7 @@ def as_chat(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_anthropic(data: Mapping[str, Any]) -> bool:
     if _is_openai(data):
         return False
-    if "system" in data or "thinking" in data or any("input_schema" in tool for tool in data.get("tools") or ()):
+    if "system" in data or data.get("thinking") is not None or any("input_schema" in tool for tool in data.get("tools") or ()):
         return True
     contents = (message["content"] for message in data["messages"] if isinstance(message.get("content"), list))
     return any(block.get("type") in _BLOCKS for content in contents for block in content)
@@ -43,7 +45,7 @@ def _is_anthropic(data: Mapping[str, Any]) -> bool:
 
 def _is_openai(data: Mapping[str, Any]) -> bool:
     """Whether a body with `messages` has what only OpenAI's clients send, of whom some know `thinking`, too."""
-    if any(data.get(name) is not None for name in FIELDS if name != "thinking"):
+    if any(data.get(name) is not None for name in (*FIELDS, *_OF_CHATS) if name != "thinking"):
         return True
     if not isinstance(data.get("thinking") or {}, Mapping):
         return True

@@ -68,6 +68,15 @@ bodies = st.fixed_dictionaries(
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=bodies)
 @example(body={"model": "tiny", "messages": [{"role": "developer", "content": LONG}]})
+@example(body={"model": "tiny", "messages": [{"role": "system", "content": LONG}], "thinking": None})
+@example(
+    body={
+        "model": "tiny",
+        "messages": [{"role": "system", "content": LONG}],
+        "add_generation_prompt": False,
+        "thinking": {"type": "enabled"},
+    }
+)
 @pytest.mark.parametrize(
     ("control", "template"),
     [
