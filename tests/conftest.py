@@ -23,6 +23,19 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if needs_gpu_by_name(collection_path) and not has_gpu() else None
 
 
+@cache
+def soaked_cases() -> frozenset[str]:
+    """The cases that `soaked_cases.txt` lists."""
+    lines = Path(__file__).with_name("soaked_cases.txt").read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Listed cases have the mark `soak`."""
+    if item.nodeid in soaked_cases():
+        item.add_marker(pytest.mark.soak)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quickly_started_ranks() -> Iterator[None]:
     """Replicas of this process start their ranks as `rank_processes` does. Those of commands start them as always."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import soaked_cases
 from tests.support.gpu_files import needs_gpu_by_name
 
 MAKEFILE = (Path(__file__).resolve().parent.parent / "Makefile").read_text()
@@ -46,3 +47,11 @@ def test_files_are_named_for_a_gpu_exactly_if_all_their_tests_need_one() -> None
         if needs_gpu != needs_gpu_by_name(file):
             wrong.append(file.name)
     assert not wrong
+
+
+def test_cases_that_are_listed_to_soak_are_of_tests_that_exist() -> None:
+    root = Path(__file__).resolve().parent.parent
+    functions = {case.partition("[")[0] for case in soaked_cases()}
+    assert functions
+    for file, name in (function.split("::") for function in functions):
+        assert re.search(rf"^def {name}\(", (root / file).read_text(), re.MULTILINE), f"{file}: {name} is gone"

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import TensorHandle  # noqa: E402
 from kernels.routing_rule import RoutingRule  # noqa: E402
 
 CPU = cases.Place(torch.device("cpu"))
-TOKENS = [1, 2, 3, 5, 8, 16]
+TOKENS = [1, 3, 16, *(pytest.param(tokens, marks=pytest.mark.soak) for tokens in (2, 5, 8))]
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -26,7 +26,7 @@ def test_linear(tokens: int, rows: int, features: int) -> None:
     cases.check_linear(CPU, tokens, rows, features)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 16, 17, 33, 64])
+@pytest.mark.parametrize("tokens", [*TOKENS, 17, 33, 64])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_tiled(tokens: int, invariant: bool) -> None:
     cases.check_tiled(CPU, tokens, 41, 72, invariant)

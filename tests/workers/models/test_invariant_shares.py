@@ -51,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return DEMO_MODEL
     made = tmp_path_factory.mktemp(form + wide)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
-    write_tiny(made, "v3", seed=3, moe_intermediate_size=512 if wide else 64, **sizes)
+    write_tiny(made, "v3", seed=3, moe_intermediate_size=512 if wide else 128, **sizes)
     quantize(made, form, FP8_NAMES if form == "fp8" else INT4_NAMES)
     return made
 
