@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from workers.grammar.schema import ANNOTATIONS, SchemaError, check_schema, type_of
+from workers.grammar.schema import ANNOTATIONS, SchemaError, check_schema, type_of, work_of_form
 
-__all__ = ["loosened"]
+__all__ = ["loosened", "total_work"]
 
 MOST_LEFT_OUT: Final = 128
 """Keywords of one schema: each takes another look at all of it. A schema with more is left to the model as a whole."""
@@ -25,11 +25,17 @@ _WHOLE: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf", "enum", "const", "
 
 
 def loosened(
-    schema: Any, most_nested: int, *, within_text: bool = False, arguments: bool = False
+    schema: Any,
+    most_nested: int,
+    *,
+    within_text: bool = False,
+    arguments: bool = False,
+    most_work: int | None = None,
 ) -> tuple[Any, list[tuple[str, str]]]:
     """The part of a schema that `check_schema` passes, and what is not in it: paths, such as `filters.items`, and
     keywords. Annotations are left out silently. `arguments`: of a function, which are an object, and true stands for
-    any; other schemas may become true, which any value is valid for."""
+    any; other schemas may become true, which any value is valid for. `most_work`: `form_work` of one string, of which a
+    form that takes more is left out."""
     reader = _Reader(most_nested)
     found = reader.schema(schema, (), 0)
     if arguments and isinstance(found, dict):
@@ -43,8 +49,27 @@ def loosened(
                 break
             reader.mend(error)
         else:
+            if most_work is not None:
+                reader.cut_work(most_work)
             return found, reader.left_out
     return True, [("", "schema")]
+
+
+def total_work(schema: Any) -> int:
+    """`form_work` of all strings of a schema that was loosened."""
+    if isinstance(schema, list):
+        return sum(map(total_work, schema))
+    if not isinstance(schema, dict):
+        return 0
+    return form_work(schema) + sum(total_work(value) for name, value in schema.items() if name not in ("enum", "const"))
+
+
+def form_work(schema: Mapping[str, Any]) -> int:
+    """What the pattern or the lengths of a string cost to compile; a character that is counted costs at least 4."""
+    named = schema.get("type")
+    if named != "string" and not (isinstance(named, list) and "string" in named):
+        return 0
+    return work_of_form(schema)
 
 
 class _Reader:
@@ -114,6 +139,14 @@ class _Reader:
                 for name in reference.split("/")[1:]:
                     found = found.get(name) if isinstance(found, dict) else None
                 now = found
+
+    def cut_work(self, most: int) -> None:
+        """Leave out forms of strings that take more than that."""
+        for schema in self._made:
+            if form_work(schema) > most:
+                for name in ("pattern", "minLength", "maxLength"):
+                    if name in schema:
+                        self._drop(schema, name)
 
     def mend(self, error: SchemaError) -> None:
         """Take out what an error names, or write it as what is enforced where that allows no more."""

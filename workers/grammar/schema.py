@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
+from workers.grammar.automaton import work
 from workers.grammar.regex import (
     Node,
     Ranges,
@@ -126,6 +127,14 @@ def form_as_text(schema: Any, never: str) -> str | None:
     except RegexError as error:
         raise SchemaError(str(error)) from None
     return None if node is None else rules(node)
+
+
+def work_of_form(schema: Mapping[str, Any]) -> int:
+    """`work` of the pattern or the lengths of a string that was checked; 0 without."""
+    if not isinstance(schema.get("pattern"), str) and _LENGTHS.isdisjoint(schema):
+        return 0
+    node = _form_of(schema, json_without(""))
+    return 0 if node is None else work(node)
 
 
 def _form_of(schema: Mapping[str, Any], chars: Ranges) -> Node | None:

@@ -15,6 +15,11 @@ NOTHING: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additiona
 """The arguments of a function that says nothing of them."""
 _BY_NAME: Final = ("properties", "$defs", "definitions")
 _OF_ARGUMENTS: Final = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
+MOST_WORK: Final = (1 << 10, 1 << 8, 1 << 5)
+"""`total_work` of a string, of which the first is taken with which all of them are cheap enough: of tools that are not
+strict, longer lengths are left to the model. Counting to 256 takes a tenth of a second to compile, and tools that bound
+a text by 65,536 characters are many."""
+MOST_WORK_OF_ALL: Final = 1 << 11
 WriteCalls = Callable[[Sequence[AllowedTool], bool, bool], Tag]
 """One of `CALL_GRAMMARS`."""
 
@@ -42,26 +47,37 @@ class Bound:
 def bind(functions: list[dict[str, Any]], write: WriteCalls, *, all_bound: bool) -> Bound:
     """Functions of a request, of which the strict ones are bound to their schemas, and those that do not say whether
     they are as well where `all_bound`. 400 for a strict one that cannot be."""
+    from workers.grammar.loosen import total_work
+
+    schemas = {function["name"]: _schema_of(function) for function in functions}
+    held = [function["name"] for function in functions if function["strict"] is None] if all_bound else []
+    parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for most_work in MOST_WORK:
+        parts = {name: _enforced(schemas[name], most_work) for name in held}
+        if sum(total_work(schema) for schema, _ in parts.values()) <= MOST_WORK_OF_ALL:
+            break
     tools, not_enforced = [], []
     for function in functions:
-        name, strict = function["name"], function["strict"]
-        schema = None
-        if strict or (all_bound and strict is None):
-            schema = function.get("parameters")
-            schema = NOTHING if schema is None else schema or {"type": "object"}
-        if schema is not None and strict:
-            _check(name, schema)
+        name, left_out = function["name"], list[str]()
         try:
-            if schema is None or strict:
-                tool, left_out = AllowedTool(name, schema), list[str]()
+            if function["strict"]:
+                _check(name, schemas[name])
+                tool = AllowedTool(name, _without_annotations(schemas[name]))
+            elif name in parts:
+                tool, left_out = _writable(name, *parts[name], write)
             else:
-                tool, left_out = _loosened(name, schema, write)
+                tool = AllowedTool(name, None)
         except CannotBind as error:
             raise wrong_tools(str(error)) from None
         tools.append(tool)
         not_enforced += left_out
-    strict_names = frozenset(function["name"] for function in functions if function["strict"])
-    return Bound([_short(tool) for tool in tools], strict_names, tuple(dict.fromkeys(not_enforced)))
+    strict = frozenset(function["name"] for function in functions if function["strict"])
+    return Bound(tools, strict, tuple(dict.fromkeys(not_enforced)))
+
+
+def _schema_of(function: dict[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters")
+    return NOTHING if schema is None else schema or {"type": "object"}
 
 
 def opened(schema: Any) -> Any:
@@ -107,31 +123,37 @@ def _check(name: str, schema: dict[str, Any]) -> None:
         raise wrong_tools(f'the parameters of {name[:64]!r}: "type": "object" is expected')
 
 
-def _loosened(name: str, schema: dict[str, Any], write: WriteCalls) -> tuple[AllowedTool, list[str]]:
-    """A tool with what its schema says as far as calls can be held to that, and what is left out. CannotBind for its
-    name alone."""
+def _enforced(schema: dict[str, Any], most_work: int) -> tuple[Any, list[tuple[str, str]]]:
+    """The part of a schema that grammars can enforce, true where that is nothing, and what is left out."""
     from workers.grammar.build import MOST_NESTED
     from workers.grammar.loosen import loosened
 
-    free = AllowedTool(name, None)
     try:
-        found, left_out = loosened(schema, MOST_NESTED, within_text=True, arguments=True)
-        if found is True or types_of(found) != {"object"}:
-            return free, [f"{name} parameters"]
-        found, more = _writable(name, found, write)
+        return loosened(schema, MOST_NESTED, within_text=True, arguments=True, most_work=most_work)
     except RecursionError:
-        return free, [f"{name} parameters"]
-    if found is None:
-        return free, [f"{name} parameters"]
-    return AllowedTool(name, found), [said(name, path, keyword) for path, keyword in [*left_out, *more]]
+        return True, []
 
 
 def _writable(
+    name: str, schema: Any, left_out: list[tuple[str, str]], write: WriteCalls
+) -> tuple[AllowedTool, list[str]]:
+    """A tool with the part of its schema that calls of this model can be held to, and all that is left to the model.
+    CannotBind for its name alone."""
+    free = AllowedTool(name, None)
+    if schema is True or types_of(schema) != {"object"}:
+        return free, [said(name, "", "parameters")]
+    kept, more = schema, list[tuple[str, str]]()
+    if not _can_write(name, schema, write):
+        kept, more = _writable_part(name, schema, write)
+    if kept is None:
+        return free, [said(name, "", "parameters")]
+    return AllowedTool(name, kept), [said(name, path, keyword) for path, keyword in [*left_out, *more]]
+
+
+def _writable_part(
     name: str, schema: dict[str, Any], write: WriteCalls
 ) -> tuple[dict[str, Any] | None, list[tuple[str, str]]]:
-    """The part of a schema that calls of this model can be held to; None where that is nothing."""
-    if _can_write(name, schema, write):
-        return schema, []
+    """Argument by argument; None where that is nothing."""
     left_out = [("", keyword) for keyword in sorted(schema.keys() - _OF_ARGUMENTS)]
     kept = {keyword: value for keyword, value in schema.items() if keyword in _OF_ARGUMENTS}
     properties: Mapping[str, Any] = kept.get("properties", {})
@@ -157,12 +179,8 @@ def _can_write(name: str, schema: dict[str, Any], write: WriteCalls) -> bool:
     return True
 
 
-def _short(tool: AllowedTool) -> AllowedTool:
-    """Without what says nothing to a grammar: descriptions make most of the schemas of many tools."""
-    return tool if tool.schema is None else AllowedTool(tool.name, _without_annotations(tool.schema))
-
-
 def _without_annotations(schema: Any) -> Any:
+    """A schema without what says nothing to a grammar: descriptions make most of the schemas of many tools."""
     from workers.grammar.schema import ANNOTATIONS
 
     if isinstance(schema, list):
