@@ -36,6 +36,7 @@ def fit(
         typer.Option("--context", min=2, help="Tokens of a request.", show_default="what the model was made for"),
     ] = None,
     json_output: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Say what a model takes of each GPU's memory, and what is left for the cache.
 

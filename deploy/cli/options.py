@@ -32,7 +32,8 @@ def takes(
     sampling: Mapping[str, float] | None = None,
 ) -> Callable[[Command], Command]:
     """Gives a command an option for each of the settings. Its argument `given` gets those that the user gave. An
-    argument `sampling` gets the value of each sampling parameter, which become options, too.
+    argument `sampling` gets the value of each sampling parameter, which become options, too. A command with the option
+    `--model` takes the model without its name as well.
 
     `over_file`: they replace what a settings file says, so that switches can be switched off, too. `defaults`: what
     holds without an option, in words, where the command has a default of its own. `sampling`: the command's own
@@ -40,6 +41,7 @@ def takes(
     """
     chosen = {setting.name.replace(".", "_"): setting for setting in settings}
     names = {name: each.option for each in chosen.values() for name in (each.name, each.name.rpartition(".")[2])}
+    model = next((name for name in ("model", "engine.model") if name in {each.name for each in chosen.values()}), None)
     words = defaults or {}
     sampled: list[str] = []
 
@@ -54,6 +56,8 @@ def takes(
             if parameter.name != "given":
                 parameters.append(parameter.replace(kind=_BY_NAME))
                 continue
+            if model is not None:
+                parameters.append(inspect.Parameter(_FOLDER, _BY_NAME, default=None, annotation=Folder))
             for name, setting in chosen.items():
                 default = words.get(setting.name, setting.default)
                 option = _option(setting, setting.help(names), default, over_file)
@@ -62,6 +66,8 @@ def takes(
         @wraps(function)
         def command(**values: Any) -> None:
             given = {setting.name: values.pop(name) for name, setting in chosen.items()}
+            if model is not None and (folder := values.pop(_FOLDER)) is not None:
+                given[model] = _one_model(folder, given[model])
             more = {"sampling": {name: values.pop(name) for name in sampled}} if sampled else {}
             function(given={name: value for name, value in given.items() if value not in (None, [])}, **more, **values)
 
@@ -70,6 +76,15 @@ def takes(
         return command
 
     return decorate
+
+
+def _one_model(folder: str, option: str | None) -> str:
+    """The model, which may be given without the option's name, or in both ways where they say the same."""
+    if option not in (None, folder):
+        raise typer.BadParameter(
+            f"{folder} is given as the model, and so is --model {option}: give one of them", param_hint="MODEL"
+        )
+    return folder
 
 
 def engine(*also: str, without: Iterable[str] = ()) -> list[Setting]:
@@ -116,6 +131,8 @@ def _parser(setting: Setting) -> Callable[[Any], Any]:
     return read
 
 
+_FOLDER = "model_folder"
+Folder = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)]
 SettingsFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Settings as YAML (docs/command-line.md); flags replace them."),

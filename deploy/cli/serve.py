@@ -35,7 +35,7 @@ def takes(settings: Iterable[Setting]) -> Callable[[options.Command], options.Co
 
 
 @takes(sorted(SETTINGS, key=lambda setting: setting.panel == BUG_REPORTS))
-def serve(given: options.Given, config: options.SettingsFile = None) -> None:
+def serve(given: options.Given, config: options.SettingsFile = None, quiet: options.Quiet = False) -> None:
     """Serve a model: an OpenAI-compatible endpoint on Ray Serve, on this machine or a running cluster.
 
     Ends in order on Ctrl-C, SIGTERM or SIGHUP.
@@ -49,7 +49,7 @@ def serve(given: options.Given, config: options.SettingsFile = None) -> None:
         from workers.fit.settings import Unfit
 
         try:
-            start(settings, say=_say)
+            start(settings, say=_say_nothing if quiet else _say)
         except Unfit as error:
             raise UsageMistake(str(error)) from None
         except (StartFailed, EnvironmentProblem) as error:
@@ -63,6 +63,10 @@ def _say(line: str) -> None:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
+
+
+def _say_nothing(line: str) -> None:
+    """What goes wrong is still said, by `reported`."""
 
 
 def serve_config(file: Path | None, given: options.Given) -> ServeConfig:

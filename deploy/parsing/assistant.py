@@ -25,12 +25,17 @@ class StopWatch(Protocol):
 class AnswerParser:
     """Reasoning is told apart first. What is left is watched for stop strings, and tool calls are looked for in it."""
 
-    __slots__ = ("_matcher", "_reasoning", "_through", "_tools")
+    __slots__ = ("_begun", "_matcher", "_reasoning", "_through", "_tools")
 
     def __init__(
-        self, reasoning: ReasoningParser | None, tools: CallParser | None, calls_in_reasoning: bool = True
+        self,
+        reasoning: ReasoningParser | None,
+        tools: CallParser | None,
+        calls_in_reasoning: bool = True,
+        calls_or_content: bool = False,
     ) -> None:
-        """`calls_in_reasoning`: a call that is written in the reasoning ends it and counts."""
+        """`calls_in_reasoning`: a call that is written in the reasoning ends it and counts. `calls_or_content`: what
+        comes behind the reasoning is calls if it begins with one, and otherwise content as it is, markers included."""
         self._reasoning = reasoning
         self._tools = tools
         if reasoning is not None and tools is not None and calls_in_reasoning:
@@ -38,6 +43,8 @@ class AnswerParser:
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
         self._matcher: StopWatch | None = None
+        self._begun: str | None = "" if calls_or_content and tools is not None else None
+        """What may be the beginning of a call or of content; None once it is known, or of no interest."""
 
     def watch(self, matcher: StopWatch) -> None:
         """Have `matcher` look for stop strings in what comes after the reasoning."""
@@ -71,6 +78,9 @@ class AnswerParser:
                 out += self._behind(event.text, True) if isinstance(event, Content) else [event]
         if self._matcher is not None and self.stop is None:
             out += self._tell(self._matcher.flush())
+        if self._begun is not None and self._tools is not None:
+            begun, self._begun = self._begun, None
+            out += self._tools.push(begun)
         return out + self._tools.finish(cut or self.stop is not None) if self._tools is not None else out
 
     def _behind(self, text: str, watched: bool) -> list[Event]:
@@ -90,4 +100,12 @@ class AnswerParser:
     def _tell(self, text: str) -> list[Event]:
         if not text:
             return []
+        if self._begun is not None and self._tools is not None:
+            self._begun += text
+            begun = self._begun.lstrip()
+            if not any(begun.startswith(marker) for marker in self._tools.begins):
+                if any(marker.startswith(begun) for marker in self._tools.begins):
+                    return []
+                self._tools = None
+            text, self._begun = self._begun, None
         return [Content(text)] if self._tools is None else self._tools.push(text)

@@ -87,7 +87,8 @@ def _values(
     if loose:
         types -= _STRING
         schema = {"type": sorted(types - {"integer"} if "number" in types else types)}
-    whole = {**(schema if isinstance(schema, Mapping) else {}), **around}
+    said = schema if isinstance(schema, Mapping) else {}
+    whole = {**said, **_reached(said, around)}
     if _refers_to_root(whole):
         raise CannotBind("a reference to the schema of all arguments (#) is not supported in the calls of this model")
     without = () if types <= _WORDS else (end[:_NEVER],)
@@ -124,3 +125,18 @@ def _is_loose(schema: Any) -> bool:
 
 def _refers_to_root(value: Any) -> bool:
     return bool(re.search(r'"\$ref": "#"', json.dumps(value)))
+
+
+def _reached(schema: Mapping[str, Any], around: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The definitions that references of a schema lead to, by themselves or by others: every value has its own."""
+    found: dict[str, dict[str, Any]] = {}
+    left: list[Any] = [schema]
+    while left:
+        for reference in re.findall(r'"\$ref": ("(?:[^"\\]|\\.)*")', json.dumps(left.pop())):
+            steps: list[str] = [*json.loads(reference).split("/"), "", ""]
+            kind, name = steps[1], steps[2]
+            definitions = around.get(kind)
+            if isinstance(definitions, Mapping) and name in definitions and name not in found.get(kind, {}):
+                found.setdefault(kind, {})[name] = definitions[name]
+                left.append(definitions[name])
+    return found

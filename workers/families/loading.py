@@ -39,11 +39,11 @@ def load_model(
 
     `max_positions`: positions that a token may have, those of steps that overshoot a request's end included. `progress`
     gets a line every few seconds, and one where a matrix cannot be kept as it is stored. Without `draft_layer`, a
-    multi-token-prediction layer in the checkpoint is left on the disk; a checkpoint may also lack the one its config
-    declares. Its embedding and head are loaded where they are not those of the model. `invariant`: a token's logits are
-    bitwise the same in any batch and on 1, 2, 4 or 8 ranks. `quantize_activations`: outside of that mode many tokens
-    may be rounded to FP8 where weights are stored so, on GPUs that multiply such numbers. `fp8_cache`: its caches have
-    FP8 entries.
+    multi-token-prediction layer in the checkpoint is left on the disk, as are those that its config does not declare; a
+    checkpoint may also lack the one that its config declares. Its embedding and head are loaded where they are not
+    those of the model. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks.
+    `quantize_activations`: outside of that mode many tokens may be rounded to FP8 where weights are stored so, on GPUs
+    that multiply such numbers. `fp8_cache`: its caches have FP8 entries.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -56,9 +56,16 @@ def load_model(
         _, dry_run = counted(
             config, group, dtype, checkpoint.dtype_of, draft_layer=draft_layer, invariant=invariant, own=own
         )
-        checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer))
+        undeclared = _undeclared(family, config, checkpoint.has_any)
+        checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer, undeclared))
         check_memory(dry_run.bytes, group, device)
         told = LoadingProgress(dry_run.bytes, progress)
+        if undeclared and group.mesh.world.first:
+            names = ", ".join(f"{prefix}*" for prefix in undeclared)
+            told.note(
+                f"left out: the draft layer of the checkpoint ({names}), which its config.json does not declare "
+                "(num_nextn_predict_layers)"
+            )
         if own and group.mesh.world.first:
             told.note(
                 f"the draft layer has weights of its own where others repeat the model's: {', '.join(sorted(own))}"
@@ -111,17 +118,33 @@ def _check_shares(config: ModelConfig, mesh: Mesh) -> None:
 def has_draft_layer(config: ModelConfig, has_any: Callable[[str], bool] | None) -> bool:
     """Whether a checkpoint has the layer that its config.json declares. `has_any`: whether any of its tensors begins
     so; None, where the files are not there, takes the config at its word."""
-    prefix = FAMILIES[config.model_type].tensor(f"model.layers.{config.num_layers}.")
+    prefix = _draft_prefix(FAMILIES[config.model_type], config)
     return config.draft_layers > 0 and (has_any is None or has_any(prefix))
 
 
-def _ignored(family: Family, config: ModelConfig, draft_layer: bool) -> list[str]:
+def _undeclared(family: Family, config: ModelConfig, has_any: Callable[[str], bool]) -> list[str]:
+    """With what the names of tensors begin that draft, though config.json declares no layer that does. Another layer
+    than such a one has no projection of two hidden states, and would be one that config.json has forgotten."""
+    found: list[str] = []
+    layer = config.num_layers
+    while not config.draft_layers and has_any(family.tensor(f"model.layers.{layer}.eh_proj.weight")):
+        found.append(family.tensor(f"model.layers.{layer}."))
+        layer += 1
+    return found
+
+
+def _draft_prefix(family: Family, config: ModelConfig) -> str:
+    """With which the names of the draft layer's tensors begin."""
+    return family.tensor(f"model.layers.{config.num_layers}.")
+
+
+def _ignored(family: Family, config: ModelConfig, draft_layer: bool, undeclared: list[str]) -> list[str]:
     ignored = family.ignored(config)
     if config.tied_embeddings:
         ignored.append(f"^{re.escape(family.tensor('lm_head.weight'))}(_|$)")
-    draft = re.escape(family.tensor(f"model.layers.{config.num_layers}."))
     if not draft_layer and config.draft_layers:
-        ignored.append(f"^{draft}")
+        undeclared = [*undeclared, _draft_prefix(family, config)]
+    ignored += [f"^{re.escape(prefix)}" for prefix in undeclared]
     # What repeats the model's embedding and head is not wanted.
     ignored += [f"^{re.escape(name)}(_|$)" for name in _copies(family, config)]
     return ignored

@@ -20,6 +20,8 @@ SHARED: Final[dict[str, AxisName]] = {
     "moe_intermediate_size": "experts",
 }
 """What ranks divide among themselves, and along which axis: counts in config.json."""
+LEAST_CONTEXT: Final = 2
+"""Tokens of the shortest request: one of prompt, and one of output."""
 _MOST_NAMED = 8
 
 
@@ -40,7 +42,7 @@ def check_fit(config: EngineConfig) -> None:
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
-    causes += _draft_model(config, model)
+    causes += [_cache_dtype(config), *_draft_model(config, model)]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
@@ -67,11 +69,27 @@ def _ranks(config: EngineConfig, values: dict[str, Any]) -> str:
 
 def _context(config: EngineConfig, values: dict[str, Any]) -> str:
     made_for = values.get("max_position_embeddings")
+    if config.max_context is not None and config.max_context < LEAST_CONTEXT:
+        return (
+            f"max_context = {config.max_context} (--max-context): a request has a token of prompt and one of output at "
+            f"least; give {LEAST_CONTEXT} or more"
+        )
     if config.max_context is None or type(made_for) is not int or config.max_context <= made_for:
         return ""
     return (
         f"max_context = {config.max_context} (--max-context), but the model was made for {made_for} tokens "
         f"(max_position_embeddings in {config.folder / 'config.json'}); give {made_for} or less"
+    )
+
+
+def _cache_dtype(config: EngineConfig) -> str:
+    """bfloat16 is what ranks take by themselves on GPUs alone."""
+    named = config.dtype if config.dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
+    if config.kv_cache_dtype != "bf16" or named == "bfloat16":
+        return ""
+    return (
+        f"kv_cache_dtype = bf16 (--kv-cache-dtype), but the model runs in {named}, and its cache can be in that or in "
+        "FP8: give --dtype bfloat16, --kv-cache-dtype auto or --kv-cache-dtype fp8"
     )
 
 

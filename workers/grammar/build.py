@@ -20,6 +20,9 @@ from workers.protocol.grammar import Grammar, Kind
 
 MOST_BYTES: Final = 1 << 17
 """Of a constraint's text: the longest take half a second to parse."""
+MOST_TAG_BYTES: Final = 1 << 19
+"""Of a structural tag, which says more at length: that of 60 tools with a dozen arguments each has 330,000 bytes, and
+is parsed in half a second."""
 MOST_CHOICES: Final = 4096
 MOST_WHITESPACE: Final = 1
 """Characters of white space in a row between two tokens of JSON, as it has them on one line. Without a limit a model
@@ -56,8 +59,9 @@ class GrammarError(ValueError):
 def build(grammar: Grammar, quick: bool = False) -> xgr.Grammar:
     """GrammarError for what is no such constraint, and for what xgrammar does not enforce. `quick`: one of the same
     texts whose masks take less time, for whoever is going to fill some; it takes longer to find."""
-    if len(grammar.text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-        raise GrammarError(f"it is longer than {MOST_BYTES} bytes")
+    most = MOST_TAG_BYTES if grammar.kind == "structural_tag" else MOST_BYTES
+    if len(grammar.text.encode("utf-8", "surrogatepass")) > most:
+        raise GrammarError(f"it is longer than {most} bytes")
     try:
         match grammar.kind:
             case "json":

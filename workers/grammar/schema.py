@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
+from workers.grammar.automaton import work
 from workers.grammar.regex import (
     Node,
     Ranges,
@@ -47,6 +48,8 @@ _OF_FORM: Final = _OF_TYPE["string"]
 _LENGTHS: Final = frozenset(("minLength", "maxLength"))
 _WHOLE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords that xgrammar takes for all that a schema says."""
+_TYPED: Final = frozenset(("type", "properties", "items"))
+"""Keywords that say more of a value than most that would have to go for them."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 _OF_NAMES: Final = ("properties", *_DEFINITIONS)
 """Keywords whose value is an object of schemas by name, whatever the names are."""
@@ -54,6 +57,11 @@ _OF_NAMES: Final = ("properties", *_DEFINITIONS)
 
 class SchemaError(ValueError):
     """A schema that is none, or of which something would not be enforced; the message says what, and where."""
+
+    def __init__(self, message: str, within: Mapping[str, Any] | None = None, keyword: str = "") -> None:
+        """`within`: the very object, within the schema that was checked, of which `keyword` is the culprit."""
+        super().__init__(message)
+        self.within, self.keyword = within, keyword
 
 
 _DATE = (
@@ -121,6 +129,14 @@ def form_as_text(schema: Any, never: str) -> str | None:
     return None if node is None else rules(node)
 
 
+def work_of_form(schema: Mapping[str, Any]) -> int:
+    """`work` of the pattern or the lengths of a string that was checked; 0 without."""
+    if not isinstance(schema.get("pattern"), str) and _LENGTHS.isdisjoint(schema):
+        return 0
+    node = _form_of(schema, json_without(""))
+    return 0 if node is None else work(node)
+
+
 def _form_of(schema: Mapping[str, Any], chars: Ranges) -> Node | None:
     """That of a string of certain characters; None of one without, or with one that only xgrammar knows. RegexError."""
     if isinstance(pattern := schema.get("pattern"), str):
@@ -170,20 +186,31 @@ class _Walk:
         if name in ("enum", "const"):
             beside -= {"type"}
         if beside:
-            raise SchemaError(f"{place}: {sorted(beside)[0]} beside {name} would not be enforced; it is not supported")
+            other = sorted(beside)[0]
+            raise SchemaError(
+                f"{place}: {other} beside {name} would not be enforced; it is not supported",
+                schema,
+                name if name not in ("$ref", "enum", "const") and not beside.isdisjoint(_TYPED) else other,
+            )
         if name == "$ref":
-            self.target(value, place)
+            try:
+                self.target(value, place)
+            except SchemaError as error:
+                raise SchemaError(str(error), schema, name) from None
         elif name in ("enum", "const"):
             self._values(schema, value if name == "enum" else [value], f"{place}/{name}")
         else:
             if not isinstance(value, list) or not value:
-                raise SchemaError(f"{place}/{name}: a list of schemas is expected")
+                raise SchemaError(f"{place}/{name}: a list of schemas is expected", schema, name)
             for index, option in enumerate(value):
                 self.schema(option, f"{place}/{name}/{index}", depth + 1)
             if name == "allOf" and len(value) > 1:
-                raise SchemaError(f"{place}: allOf of more than one schema is not supported")
+                raise SchemaError(f"{place}: allOf of more than one schema is not supported", schema, name)
             if name == "oneOf":
-                self._disjoint(value, f"{place}/{name}")
+                try:
+                    self._disjoint(value, f"{place}/{name}")
+                except SchemaError as error:
+                    raise SchemaError(str(error), schema, name) from None
 
     def target(self, reference: Any, place: str) -> Any:
         """What a reference leads to."""
@@ -201,12 +228,13 @@ class _Walk:
         return found
 
     def _values(self, schema: dict[str, Any], values: Any, place: str) -> None:
+        keyword = place.rpartition("/")[2]
         if not isinstance(values, list) or not values:
-            raise SchemaError(f"{place}: a list of values is expected, and not an empty one")
+            raise SchemaError(f"{place}: a list of values is expected, and not an empty one", schema, keyword)
         types = self.types(schema, place)
         for value in values:
             if types is not None and not any(_is(value, name) for name in types):
-                raise SchemaError(f"{place}: a value is not of the type that the schema names")
+                raise SchemaError(f"{place}: a value is not of the type that the schema names", schema, keyword)
 
     def types(self, schema: dict[str, Any], place: str) -> tuple[str, ...] | None:
         """The types that a schema names; None if it names none."""
@@ -216,9 +244,9 @@ class _Walk:
         types = tuple(named) if isinstance(named, list) else (named,)
         for name in types:
             if not isinstance(name, str) or name not in _OF_TYPE:
-                raise SchemaError(f"{place}: type {str(name)[:64]!r} is none of {', '.join(_OF_TYPE)}")
+                raise SchemaError(f"{place}: type {str(name)[:64]!r} is none of {', '.join(_OF_TYPE)}", schema, "type")
         if not types:
-            raise SchemaError(f"{place}: an empty list of types allows no value")
+            raise SchemaError(f"{place}: an empty list of types allows no value", schema, "type")
         return types
 
     def _typed(self, schema: dict[str, Any], said: set[str], place: str, depth: int) -> None:
@@ -227,14 +255,18 @@ class _Walk:
         said = said - {"type"}
         enforced = frozenset().union(*(_OF_TYPE[name] for name in types or ()))
         if types is not None and "integer" in types and "number" in types:
-            raise SchemaError(f"{place}: type integer beside number is not supported; number allows integers, too")
+            raise SchemaError(
+                f"{place}: type integer beside number is not supported; number allows integers, too", schema, "type"
+            )
         known = frozenset().union(*_OF_TYPE.values())
         for name in sorted(said):
             if name not in known:
-                raise SchemaError(f"{place}: {name[:64]} is not supported: it would not be enforced")
+                raise SchemaError(f"{place}: {name[:64]} is not supported: it would not be enforced", schema, name)
             if name not in enforced:
                 what = "type is not named" if types is None else f"type is {' or '.join(types)}"
-                raise SchemaError(f"{place}: {name} is not supported where {what}: it would not be enforced")
+                raise SchemaError(
+                    f"{place}: {name} is not supported where {what}: it would not be enforced", schema, name
+                )
         checks: dict[str, Callable[[dict[str, Any], set[str], str, int], None]] = {
             "string": self._string,
             "integer": self._number,
@@ -251,41 +283,50 @@ class _Walk:
         for whole in ("pattern", "format"):
             if whole in beside and len(beside) > 1:
                 other = sorted(beside - {whole})[0]
-                raise SchemaError(f"{place}: {other} beside {whole} would not be enforced; it is not supported")
+                raise SchemaError(
+                    f"{place}: {other} beside {whole} would not be enforced; it is not supported", schema, other
+                )
         if "pattern" in said and not isinstance(schema["pattern"], str):
-            raise SchemaError(f"{place}: pattern must be a string")
+            raise SchemaError(f"{place}: pattern must be a string", schema, "pattern")
         if "format" in said and schema["format"] not in FORMATS:
-            raise SchemaError(f"{place}: format {str(schema['format'])[:64]!r} is not supported")
+            raise SchemaError(f"{place}: format {str(schema['format'])[:64]!r} is not supported", schema, "format")
         for name in ("minLength", "maxLength"):
             _count(schema, name, place)
         try:
             form = _form_of(schema, json_without(""))
         except RegexError as error:
-            raise SchemaError(f"{place}/{sorted(beside)[0]}: {error}") from None
+            raise SchemaError(f"{place}/{sorted(beside)[0]}: {error}", schema, sorted(beside)[0]) from None
         if beside and form is None and self._within_text:
-            raise SchemaError(f"{place}: {sorted(beside)[0]} is not supported within a structural tag")
+            name = sorted(beside)[0]
+            raise SchemaError(f"{place}: {name} is not supported within a structural tag", schema, name)
 
     def _number(self, schema: dict[str, Any], said: set[str], place: str, depth: int) -> None:
         bounds = [name for name in _OF_TYPE["number"] if name in said]
         for name in (*bounds, *(["multipleOf"] if "multipleOf" in said else [])):
             value = schema[name]
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise SchemaError(f"{place}: {name} must be a number")
+                raise SchemaError(f"{place}: {name} must be a number", schema, name)
         for one, other in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             if one in said and other in said:
-                raise SchemaError(f"{place}: {one} beside {other} is not supported; give one of them")
+                raise SchemaError(f"{place}: {one} beside {other} is not supported; give one of them", schema, other)
         if "multipleOf" in said:
             if bounds:
-                raise SchemaError(f"{place}: {bounds[0]} beside multipleOf would not be enforced; it is not supported")
+                raise SchemaError(
+                    f"{place}: {bounds[0]} beside multipleOf would not be enforced; it is not supported",
+                    schema,
+                    "multipleOf",
+                )
             if not isinstance(schema["multipleOf"], int) or schema["multipleOf"] < 1:
-                raise SchemaError(f"{place}: multipleOf is supported for whole numbers above 0 alone")
+                raise SchemaError(
+                    f"{place}: multipleOf is supported for whole numbers above 0 alone", schema, "multipleOf"
+                )
 
     def _array(self, schema: dict[str, Any], said: set[str], place: str, depth: int) -> None:
         for name in ("minItems", "maxItems"):
             _count(schema, name, place)
         if "prefixItems" in said:
             if not isinstance(schema["prefixItems"], list) or not schema["prefixItems"]:
-                raise SchemaError(f"{place}/prefixItems: a list of schemas is expected")
+                raise SchemaError(f"{place}/prefixItems: a list of schemas is expected", schema, "prefixItems")
             for index, item in enumerate(schema["prefixItems"]):
                 self.schema(item, f"{place}/prefixItems/{index}", depth + 1)
         if "items" in said and schema["items"] is not False:
@@ -298,11 +339,13 @@ class _Walk:
         self._each(properties, f"{place}/properties", depth)
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise SchemaError(f"{place}/required: a list of names is expected")
+            raise SchemaError(f"{place}/required: a list of names is expected", schema, "required")
         for name in required:
             if name not in properties:
                 raise SchemaError(
-                    f"{place}: required names {name[:64]!r}, which is not in properties; it would not be enforced"
+                    f"{place}: required names {name[:64]!r}, which is not in properties; it would not be enforced",
+                    schema,
+                    "required",
                 )
         if schema.get("additionalProperties", True) is not False:
             # For the names of other properties xgrammar takes these for the text that spells them in JSON.
@@ -310,7 +353,9 @@ class _Walk:
                 if json.dumps(name, ensure_ascii=False)[1:-1] != name:
                     raise SchemaError(
                         f"{place}/properties: {name[:64]!r} needs escapes in JSON, which is supported where "
-                        "additionalProperties is false"
+                        "additionalProperties is false",
+                        schema,
+                        "additionalProperties",
                     )
         if not isinstance(schema.get("additionalProperties", True), bool):
             self.schema(schema["additionalProperties"], f"{place}/additionalProperties", depth + 1)
@@ -371,7 +416,7 @@ class _Walk:
 def _count(schema: dict[str, Any], name: str, place: str) -> None:
     value = schema.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SchemaError(f"{place}: {name} must be a whole number, 0 or more")
+        raise SchemaError(f"{place}: {name} must be a whole number, 0 or more", schema, name)
 
 
 def type_of(value: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -44,6 +45,20 @@ INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
 ENTRY_BYTES: Final = 64
 """About what an entry of an answer takes while it is written."""
+NOT_ENFORCED: Final = b"x-latentserve-not-enforced"
+MOST_NAMED: Final = 16
+"""Keywords in that header."""
+_NAMEABLE: Final = re.compile(r"[^!-~ ]|,")
+"""What a list in a header does not hold."""
+
+
+def _not_enforced(job: Job) -> list[tuple[bytes, bytes]]:
+    """The header that names what the grammar of an answer leaves to the model; none where there is nothing."""
+    if not (names := job.not_enforced):
+        return []
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    listed = ", ".join([*(_NAMEABLE.sub("?", name[:128]) for name in names[:MOST_NAMED]), *more])
+    return [(NOT_ENFORCED, listed.encode("ascii"))]
 
 
 def size_of(job: Job) -> int:
@@ -275,7 +290,9 @@ class Stream(Generation):
     async def _start(self, send: Send) -> None:
         if not self.started:
             self.started = True
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *_not_enforced(self.job)]}
+            )
 
     @override
     async def open(self, choice: Choice, send: Send) -> None:
@@ -310,6 +327,7 @@ class Whole(Generation):
         body = await self.rendered(self.form.answer, self.choices, [joined(pieces) for pieces in self._pieces])
         assert body is not None
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += _not_enforced(self.job)
         self.started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -218,6 +218,17 @@ class GenerationBody(_Sampled):
     """A token, such as </think>, up to which the answer is free."""
 
     @property
+    def forms(self) -> list[str]:
+        """The `FORMS` that are given and say something."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        return [name for name in given if name != "response_format" or self.response_format != {"type": "text"}]
+
+    @property
+    def formed(self) -> bool:
+        """Whether the answer must look like something."""
+        return bool(self.forms)
+
+    @property
     def constrained(self) -> bool:
         """Whether there is anything that may constrain the answer."""
         return any(getattr(self, name) is not None for name in (*FORMS, "guided_begin_after"))

@@ -5,49 +5,67 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import msgspec
 
-from deploy.api.http.errors import ApiError, invalid, unsupported
+from deploy.api.http.errors import invalid, unsupported
 from deploy.api.job.bodies import FORMS, ChatBody, GenerationBody
 from deploy.api.job.model import Reading
+from deploy.api.job.tool_binding import Bound, bind, opened, said, wrong_tools
 from deploy.api.job.tools import NamedTool
-from deploy.parsing.call_grammar import AllowedTool, CannotBind
+from deploy.parsing.call_grammar import CannotBind, Tag, either, json_of, text
 from deploy.parsing.reasoning import CLOSE, OPEN
 from deploy.parsing.registry import CALL_GRAMMARS, REASONING_PARSERS
-from deploy.parsing.schema_types import types_of
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
 
 
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer is held to."""
+
+    grammar: Grammar | None
+    """None: nothing."""
+    not_enforced: tuple[str, ...] = ()
+    """See `Job`."""
+
+
+UNCONSTRAINED: Final = Constraint(None)
+
+
 async def requested_grammar(
     body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, reading: Reading | None = None
-) -> Grammar | None:
-    """The constraint of a request, None without one. 400 for several of them, for one that is none, and for what would
-    not be enforced to the letter. `reading`: how the answer is read. Behind reasoning that the answer begins with the
-    constraint begins, unless the request says where."""
+) -> Constraint:
+    """The constraint of a request. 400 for several forms, for one that is none, and for what would not be enforced to
+    the letter, unless it stands in the schema of a tool that is not strict. `reading`: how the answer is read. Behind
+    reasoning that the answer begins with the constraint begins, unless the request says where.
+
+    Where the model may call tools and the answer has a form, it is calls or of that form; where a call must be made,
+    it is calls."""
     inside = reading is not None and reading.where == "inside"
-    grammar = await _form(body, tokenizer, info, CLOSE if inside else None)
+    form = await _form(body, tokenizer, info, CLOSE if inside else None)
     if not isinstance(body, ChatBody):
-        return grammar
-    if grammar is None and (binding := bound_tools(body)):
-        check_possible("tools", tokenizer, info)
-        assert tokenizer is not None
-        assert reading is not None
-        begin_after = one_token(CLOSE, tokenizer, "tools") if inside else ()
-        grammar = await asyncio.to_thread(call_grammar, body, binding, reading, tokenizer, begin_after)
-    return bounded(grammar, body, reading, tokenizer)
+        return Constraint(form)
+    if (binding := bound_tools(body)) is None:
+        return Constraint(bounded(form, body, reading, tokenizer))
+    if body.guided_begin_after is not None and binding.must:
+        raise invalid("guided_begin_after: does not go with calls that must be made", "guided_begin_after")
+    check_possible("tools", tokenizer, info)
+    assert tokenizer is not None
+    assert reading is not None
+    begin_after = one_token(CLOSE, tokenizer, "tools") if inside else ()
+    found = await asyncio.to_thread(call_grammar, body, binding, reading, tokenizer, begin_after, form)
+    return replace(found, grammar=bounded(found.grammar, body, reading, tokenizer))
 
 
 async def _form(
     body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, behind: str | None
 ) -> Grammar | None:
     """The constraint that the fields about an answer's form say."""
-    asked = [name for name in FORMS if getattr(body, name) is not None]
-    asked = [name for name in asked if name != "response_format" or body.response_format != {"type": "text"}]
+    asked = body.forms
     if len(asked) > 1:
         raise invalid(f"{asked[0]} and {asked[1]}: only one of them can be given", asked[1], "conflicting_parameters")
     if not asked:
@@ -55,8 +73,6 @@ async def _form(
             raise invalid(f"guided_begin_after: goes with one of {', '.join(FORMS)}", "guided_begin_after")
         return None
     [name] = asked
-    if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-        raise invalid(f"{name}: goes with tools only where tool_choice is none", name, "conflicting_parameters")
     try:
         grammar = _response_format(body.response_format or {}) if name == "response_format" else _guided(name, body)
     except RecursionError:
@@ -104,10 +120,6 @@ def _guided(name: str, body: GenerationBody) -> Grammar:
     return Grammar("structural_tag", text)
 
 
-NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The arguments of a function that says nothing of them."""
-
-
 @dataclass(frozen=True)
 class Binding:
     """What an answer is bound to."""
@@ -124,8 +136,8 @@ def bound_tools(body: ChatBody) -> Binding | None:
     """What `tools` and `tool_choice` bind the answer to; None where the model is free. 400 for a wrong choice."""
     choice, functions = body.tool_choice, [tool["function"] for tool in body.tools]
     if choice in ("none", "auto"):
-        strict = choice == "auto" and any(function["strict"] for function in functions)
-        return Binding(functions, must=False, one=False) if strict else None
+        bound = choice == "auto" and (any(function["strict"] for function in functions) or (functions and body.formed))
+        return Binding(functions, must=False, one=not body.parallel_tool_calls and body.formed) if bound else None
     if not functions:
         raise invalid("tool_choice: there must be tools to choose from", "tool_choice")
     if isinstance(choice, NamedTool):
@@ -137,58 +149,86 @@ def bound_tools(body: ChatBody) -> Binding | None:
 
 
 def call_grammar(
-    body: ChatBody, binding: Binding, reading: Reading, tokenizer: Tokenizer, begin_after: tuple[int, ...]
-) -> Grammar:
-    """The constraint; 400 for schemas that cannot be enforced. `begin_after`: see `Grammar`. In a thread."""
+    body: ChatBody,
+    binding: Binding,
+    reading: Reading,
+    tokenizer: Tokenizer,
+    begin_after: tuple[int, ...],
+    form: Grammar | None = None,
+) -> Constraint:
+    """The constraint; 400 for strict schemas that cannot be enforced. `begin_after`: see `Grammar`. `form`: what the
+    answer is where it is not calls, unless it must be. In a thread."""
     assert reading.calls is not None, "a model whose calls cannot be read is given no tools"
-    tools = [_allowed(function, binding.must) for function in binding.functions]
+    write, parallel = CALL_GRAMMARS[reading.calls], not binding.one
+    choice = form is not None and not binding.must
+    bound = bind([*binding.functions], write, all_bound=binding.must or choice)
+    form_tag, form_left = form_as_tag(form, body.forms[0]) if form is not None and choice else (None, [])
+
+    def grammar_of(bound: Bound) -> Grammar:
+        tag = write(bound.tools, binding.must or choice, parallel)
+        if form_tag is not None:
+            tag = either([tag, form_tag])
+        return Grammar(
+            "structural_tag",
+            json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False, separators=(",", ":")),
+            begin_after=form.begin_after if form is not None and choice else begin_after,
+            begun_by=also_begun_by(reading, tokenizer) if begin_after and not body.guided_begin_after else (),
+            spelled=tuple(sorted(reading.kept)),
+        )
+
     try:
-        tag = CALL_GRAMMARS[reading.calls](tools, binding.must, not binding.one)
-        text = json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False, separators=(",", ":"))
+        grammar = grammar_of(bound)
+        problem = problem_of(grammar)
+        if problem is not None and (free := bound.unbound()) is not None:
+            # Too much, or something that only the library knows: whatever need not be bound is left to the model.
+            bound, grammar = free, grammar_of(free)
+            problem = problem_of(grammar)
     except CannotBind as error:
-        raise _wrong(str(error)) from None
+        raise wrong_tools(str(error)) from None
     except RecursionError:
-        raise _wrong("a schema is nested too deeply") from None
-    grammar = Grammar(
-        "structural_tag",
-        text,
-        begin_after=begin_after,
-        begun_by=also_begun_by(reading, tokenizer) if begin_after else (),
-        spelled=tuple(sorted(reading.kept)),
-    )
-    if (problem := problem_of(grammar)) is not None:
-        raise _wrong(f"what all of them allow cannot be used, {problem}; give fewer tools, or simpler schemas")
-    return grammar
+        raise wrong_tools("a schema is nested too deeply") from None
+    if problem is not None:
+        what = "they and the form of the answer" if choice else "all of them"
+        raise wrong_tools(f"what {what} allow cannot be used, {problem}; give fewer tools, or simpler schemas")
+    return Constraint(grammar, (*bound.not_enforced, *form_left))
 
 
-def _allowed(function: dict[str, Any], must: bool) -> AllowedTool:
-    name, strict = function["name"], function["strict"]
-    schema = None
-    if strict or (must and strict is None):
-        schema = function.get("parameters")
-        schema = NOTHING if schema is None else schema or {"type": "object"}
-        _check(name, schema, strict=bool(strict))
-    try:
-        return AllowedTool(name, schema)
-    except CannotBind as error:
-        raise _wrong(str(error)) from None
+def form_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
+    """What a form that was checked allows, beside calls, and what is left to the model of one that is not strict. 400
+    where a strict one cannot be enforced there. `name`: of its field."""
+    match form.kind:
+        case "json":
+            return json_of({"type": "object"}), []
+        case "json_schema":
+            return _schema_as_tag(form, name)
+        case "regex":
+            return {"type": "regex", "pattern": form.text}, []
+        case "choice":
+            return either([text(choice) for choice in json.loads(form.text)]), []
+        case "ebnf":
+            return {"type": "grammar", "grammar": form.text}, []
+    tag: Tag = json.loads(form.text)["format"]
+    return tag, []
 
 
-def _check(name: str, schema: dict[str, Any], strict: bool) -> None:
+def _schema_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
     from workers.grammar.build import MOST_NESTED
+    from workers.grammar.loosen import loosened
     from workers.grammar.schema import SchemaError, check_schema
 
-    instead = "" if strict else '; or set "strict": false in it, for arguments that are any JSON object'
-    try:
-        check_schema(schema, MOST_NESTED, within_text=True)
-    except SchemaError as error:
-        raise _wrong(f"the parameters of {name[:64]!r}: {error}{instead}") from None
-    if types_of(schema) != {"object"}:
-        raise _wrong(f'the parameters of {name[:64]!r}: "type": "object" is expected')
+    schema = json.loads(form.text)
+    if form.strict:
+        try:
+            check_schema(schema, MOST_NESTED, within_text=True)
+        except SchemaError as error:
+            raise invalid(f"{name}: with tools that may be called, {error}", name, "invalid_grammar") from None
+        return _json_or_any(schema), []
+    found, left_out = loosened(schema, MOST_NESTED, within_text=True)
+    return _json_or_any(opened(found)), [said(name, path, keyword) for path, keyword in left_out]
 
 
-def _wrong(what: str) -> ApiError:
-    return invalid(f"tools: {what}", "tools", "invalid_grammar")
+def _json_or_any(schema: Any) -> Tag:
+    return json_of({} if schema is True else schema)
 
 
 def check_possible(name: str, tokenizer: Tokenizer | None, info: ModelInfo) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from deploy.api.http.body import Incoming, parse_object, validate
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
-from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
 from deploy.api.job.defaults import with_defaults
 from deploy.api.job.model import Reading, ServedModel, too_long
 from deploy.api.job.unsupported import reject_unsupported
@@ -79,6 +79,8 @@ class Job:
     """As many of them as an answer tells in the field of that name."""
     silent: bool = False
     """Nothing is to be generated. The engine is asked for one token, which nobody sees."""
+    not_enforced: tuple[str, ...] = ()
+    """What the schemas of tools say that is left to the model, each as a path and a keyword."""
     reading: Reading | None = None
     """How reasoning and tool calls are told apart; None: all is content."""
 
@@ -269,6 +271,6 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     text = await incoming.work(model.render, body)
     [ids] = await model.encode([text], body.add_special_tokens, "messages")
     reading = model.reader.reading(body, text)
-    grammar = await requested_grammar(body, tokenizer, info, reading) if body.constrained else None
-    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, grammar)
-    return replace(job, reading=reading)
+    constraint = await requested_grammar(body, tokenizer, info, reading) if body.constrained else UNCONSTRAINED
+    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, constraint.grammar)
+    return replace(job, reading=reading, not_enforced=constraint.not_enforced)

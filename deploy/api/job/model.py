@@ -216,11 +216,11 @@ class Reader:
             goes_on = body.continue_final_message
             where = form.continues(joined(body.messages[-1].content)) if goes_on else form.begins(prompt)
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
-        free = not _bound_behind_reasoning(body)
+        free, form_or_calls = not _bound_behind_reasoning(body), body.formed and body.tool_choice == "auto"
 
         def parser() -> AnswerParser:
             calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)
-            return AnswerParser(None if form is None else ReasoningParser(form, where), calls, free)
+            return AnswerParser(None if form is None else ReasoningParser(form, where), calls, free, form_or_calls)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
         one_call = uses_tools and not body.parallel_tool_calls
@@ -258,7 +258,7 @@ def _bound_behind_reasoning(body: ChatBody) -> bool:
     """Whether something is enforced that begins where the closing tag of the reasoning stands, so that a call before it
     would not be bound, or be cut."""
     strict = any(tool["function"]["strict"] for tool in body.tools)
-    return body.tool_choice != "auto" or strict or body.max_reasoning_tokens is not None
+    return body.tool_choice != "auto" or strict or body.formed or body.max_reasoning_tokens is not None
 
 
 def _call_id() -> str:

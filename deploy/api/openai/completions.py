@@ -11,7 +11,7 @@ from deploy.api.generation.choice import Choice, Piece
 from deploy.api.http.body import Incoming
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import CompletionBody
-from deploy.api.job.constraint import requested_grammar
+from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
 from deploy.api.job.defaults import with_defaults
 from deploy.api.job.job import Job, Prompt, build_job, check_limits
 from deploy.api.job.model import ServedModel
@@ -27,8 +27,8 @@ async def completion_job(body: CompletionBody, incoming: Incoming, model: Served
     info, tokenizer, config = model.info(), model.tokenizer, model.config
     body = with_defaults(body, model.sampling_defaults)
     prompts = await _prompts(body, incoming, model, admission)
-    grammar = await requested_grammar(body, tokenizer, info) if body.constrained else None
-    return await incoming.work(build_job, body, prompts, info, tokenizer, config, grammar)
+    constraint = await requested_grammar(body, tokenizer, info) if body.constrained else UNCONSTRAINED
+    return await incoming.work(build_job, body, prompts, info, tokenizer, config, constraint.grammar)
 
 
 async def _prompts(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> list[Prompt]:

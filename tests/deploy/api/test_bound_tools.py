@@ -108,16 +108,23 @@ def test_strict_tools_bind_the_calls_that_the_model_makes(port: int, engine: Fak
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
-def test_what_would_not_be_enforced_is_refused_or_left_free(port: int, engine: FakeEngine) -> None:
-    for more in ({"tool_choice": "required"}, {"tools": [tool("paint", strict=True, parameters=UNIQUE)]}):
-        error = ask(port, **{"tools": [tool("paint", parameters=UNIQUE)], **more}).json()["error"]
-        assert (error["param"], error["code"]) == ("tools", "invalid_grammar")
-        assert "the parameters of 'paint': #/properties/a: uniqueItems is not supported" in error["message"]
-        assert ('"strict": false' in error["message"]) == ("tool_choice" in more)
-    loose = [tool("paint", strict=False, parameters=UNIQUE)]
-    grammar = asked(port, engine, tools=loose, tool_choice="required")
-    assert grammar is not None
-    assert "uniqueItems" not in grammar.text
+def test_what_would_not_be_enforced_is_refused_where_it_is_strict_and_else_left_to_the_model(
+    port: int, engine: FakeEngine
+) -> None:
+    error = ask(port, tools=[tool("paint", strict=True, parameters=UNIQUE)]).json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "invalid_grammar")
+    assert "the parameters of 'paint': #/properties/a: uniqueItems is not supported" in error["message"]
+    for strict, named in ((None, "paint.a uniqueItems"), (False, None)):
+        for stream in (False, True):
+            tools = [tool("paint", strict=strict, parameters=UNIQUE)]
+            answer = ask(port, tools=tools, tool_choice="required", stream=stream)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get("x-latentserve-not-enforced") == named
+            grammar = engine.requests[-1].sampling.grammar
+            assert grammar is not None
+            assert "uniqueItems" not in grammar.text
+            assert ('"a"' in grammar.text) == (strict is None)
+    assert "x-latentserve-not-enforced" not in ask(port, tool_choice="required").headers
 
 
 def test_strings_may_have_a_form(port: int, engine: FakeEngine) -> None:
@@ -136,7 +143,12 @@ def test_strings_may_have_a_form(port: int, engine: FakeEngine) -> None:
         ({"tools": [tool("stop", True, {"type": "array"})]}, "tools", '"type": "object" is expected'),
         ({"tools": [tool("stop", True, {"anyOf": [{"type": "object"}, {"type": "null"}]})]}, "tools", "is expected"),
         ({"tools": [{"type": "function", "function": {"name": "a b", "strict": True}}]}, "tools", "'a b'"),
-        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "tool_choice is none"),
+        ({"tool_choice": "required", "guided_regex": "("}, "guided_regex", "is not closed"),
+        (
+            {"tool_choice": "required", "guided_regex": "a", "guided_begin_after": "</think>"},
+            "guided_begin_after",
+            "does not go with calls that must be made",
+        ),
     ],
 )
 def test_wrong_choices(port: int, fields: dict[str, Any], param: str, says: str) -> None:

@@ -55,6 +55,23 @@ def test_the_first_cause_is_said_without_a_traceback(tmp_path):
     assert str(model) in line
 
 
+QUIET = [
+    "fit demo -q",
+    pytest.param("generate demo --prompt-ids 3,14 --max-tokens 3 --device cpu -q", marks=pytest.mark.long),
+    pytest.param(
+        "selftest demo --device cpu --tensor-parallel 1 --max-rows 1 --token-budget 64 -q", marks=pytest.mark.long
+    ),
+]
+
+
+@pytest.mark.parametrize("command", QUIET)
+def test_a_quiet_command_says_nothing_on_stderr(command):
+    """Neither do libraries."""
+    ran = subprocess.run([*LATENTSERVE, *command.split()], capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
+
+
 @pytest.mark.parametrize("command", ["generate --prompt x", "serve --port 0", "selftest", "bench latency"])
 def test_what_config_json_alone_decides_is_said_before_anything_starts(command, tmp_path):
     started = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}  # where Ray and sockets would leave something

@@ -53,7 +53,7 @@ def test_a_cache_in_fp8_holds_more(command, tmp_path):
         assert cache == {field: said[field] for field in cache}
     refused = command(*arguments, "--kv-cache-dtype", "bf16", "--dtype", "float32")
     assert refused.code == 2
-    assert "kv_cache_dtype = bf16, but the model runs in float32" in refused.err
+    assert "kv_cache_dtype = bf16 (--kv-cache-dtype), but the model runs in float32" in refused.err
 
 
 def test_what_does_not_fit_names_what_does(command, tmp_path):

@@ -85,6 +85,33 @@ def test_flags(started, command, model_folder):
     assert config.api.api_keys == ("one", "two")
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_quiet_start_says_nothing(command, monkeypatch, quiet):
+    monkeypatch.setattr("deploy.serve.app.start", lambda config, say: say("serving"))
+    ran = command("serve", *(["-q"] if quiet else []))
+    assert (ran.code, ran.out, ran.err) == (0, "", "" if quiet else "serving\n")
+
+
+def test_the_model_may_stand_alone(started, command, model_folder):
+    for args in ((model_folder,), (model_folder, "--model", model_folder), ("--port", "9000", model_folder)):
+        assert command("serve", *args).code == 0
+        assert started[-1].engine.model == model_folder
+    ran = command("serve", model_folder, "--model", "demo")
+    assert (ran.code, len(started)) == (2, 3)
+    assert "--model demo" in ran.err
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "fit", "selftest", "bench latency"])
+def test_every_command_with_a_model_takes_it_alone(command, name, tmp_path):
+    missing = str(tmp_path / "none")
+    prompt = ("--prompt-ids", "1") if name == "generate" else ()
+    ran = command(*name.split(), missing, *prompt)
+    assert ran.code == 2
+    assert "is not a model folder" in ran.err.replace("\n", " ")
+    ran = command(*name.split(), missing, "--model", "demo", *prompt)
+    assert (ran.code, "give one of them" in " ".join(ran.err.replace("│", " ").split())) == (2, True)
+
+
 def test_a_draft_model_that_is_not_there_is_missed_at_once(started, command, model_folder, tmp_path):
     ran = command("serve", "--model", model_folder, "--draft-model", str(tmp_path / "none"))
     assert ran.code == 2

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
 
 from workers.config import EngineConfig
 from workers.families.registry import load_config
+from workers.fit.cache_budget import fp8_cache
 from workers.fit.settings import SHARED, Unfit, check_fit
 from workers.models.config import ConfigError
 
@@ -65,6 +67,23 @@ def test_a_context_that_the_model_was_not_made_for(tmp_path: Path) -> None:
     said = fit(model=folder, max_context=4097)
     assert said.startswith("max_context = 4097 (--max-context)")
     assert said.endswith("give 4096 or less")
+
+
+def test_a_context_without_room_for_an_answer() -> None:
+    assert fit(model="demo", max_context=1).startswith("max_context = 1 (--max-context): ")
+    assert not fit(model="demo", max_context=2)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"}])
+def test_a_cache_in_another_type_than_the_model(settings: dict[str, Any]) -> None:
+    """As `fp8_cache` says on a rank."""
+    said = fit(model="demo", kv_cache_dtype="bf16", **settings)
+    assert said.startswith("kv_cache_dtype = bf16 (--kv-cache-dtype), but the model runs in float")
+    dtype = torch.float16 if "float16" in settings.values() else torch.float32
+    with pytest.raises(ValueError, match="kv_cache_dtype = bf16, but the model runs in float"):
+        fp8_cache(EngineConfig(model="demo", kv_cache_dtype="bf16", **settings), dtype)
+    assert not fit(model="demo", kv_cache_dtype="bf16", dtype="bfloat16")
+    assert not fit(model="demo", kv_cache_dtype="bf16")
 
 
 @pytest.mark.parametrize("place", ["", "text_config"])

@@ -163,6 +163,24 @@ def test_a_declared_draft_layer_may_be_absent_but_not_partial(tmp_path: Path) ->
     assert load(folder).drafter is None
 
 
+@pytest.mark.parametrize("said", [0, None])
+def test_a_draft_layer_that_is_not_declared_is_left_out_with_a_line(tmp_path: Path, said: int | None) -> None:
+    folder = write_tiny(tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    assert values.pop("num_nextn_predict_layers") == 1
+    values |= {} if said is None else {"num_nextn_predict_layers": said}
+    (folder / "config.json").write_text(json.dumps(values))
+    lines: list[str] = []
+    model = load_model(folder, group=Group(), dtype=torch.float32, device=CPU, max_positions=64, progress=lines.append)
+    assert model.drafter is None
+    [line] = [line for line in lines if "left out" in line]
+    assert "model.layers.3.*" in line
+    assert "num_nextn_predict_layers" in line
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
+    with pytest.raises(WeightsError, match=r"unexpected"):  # an ordinary layer that config.json has forgotten
+        load(folder)
+
+
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
