@@ -37,7 +37,9 @@ def as_chat(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_anthropic(data: Mapping[str, Any]) -> bool:
     if _is_openai(data):
         return False
-    if "system" in data or data.get("thinking") is not None or any("input_schema" in tool for tool in data.get("tools") or ()):
+    if "system" in data or data.get("thinking") is not None:
+        return True
+    if any("input_schema" in tool for tool in data.get("tools") or ()):
         return True
     contents = (message["content"] for message in data["messages"] if isinstance(message.get("content"), list))
     return any(block.get("type") in _BLOCKS for content in contents for block in content)
