@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
-from deploy.api.job.bodies import INT63, Body, ChatBody, parameter
+from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
+from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, Content, content_of
 from deploy.text.effort import checked
 from deploy.text.turns import Messages, messages_of_items, with_instructions
@@ -88,7 +89,7 @@ def _form(value: Any) -> Any:
 _ANY_OBJECT: Final = {"type": "object"}
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingFields):
     """POST /v1/responses."""
 
     model: str
@@ -97,8 +98,6 @@ class ResponsesBody(Body):
     instructions: str | None = None
     """A system message before all others."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = parameter("temperature")
-    top_p: float = parameter("top_p")
     stream: bool = False
     tools: Annotated[list[Any], BeforeValidator(_tools)] = Field(default_factory=list)
     """Functions that the model may call."""
@@ -120,29 +119,11 @@ class ResponsesBody(Body):
     # Extensions.
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
-    seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
-    return_accepted_drafts: bool = False
-    """Say in `usage` how many drafts were accepted, and how many were not."""
+    stop: StopStrings = Field(default_factory=list)
 
 
-UNSUPPORTED: Final[Mapping[str, str]] = {
-    "background": "an answer in the background (background)",
-    "conversation": "a conversation that the server keeps (conversation); use previous_response_id: this",
-    "prompt": "a prompt that the server keeps (prompt)",
-    "context_management": "context_management",
-    "top_logprobs": "top_logprobs",
-    "moderation": "moderation",
-}
-"""Fields that change the answer, by name, and what is not supported."""
-
-
-def reject_unsupported(raw: Mapping[str, Any]) -> None:
-    """400 for what asks for something that this server cannot do."""
-    for name, what in UNSUPPORTED.items():
-        if raw.get(name):
-            raise unsupported(what, name)
-    if raw.get("truncation") not in (None, "disabled"):
-        raise unsupported("prompt truncation (truncation)", "truncation")
+def _reject_include(raw: Mapping[str, Any]) -> None:
+    """400 for what `include` asks for and no answer has."""
     include = raw.get("include")
     if isinstance(include, list) and "message.output_text.logprobs" in include:
         raise unsupported("log-probabilities of a response", "include")
@@ -169,7 +150,8 @@ def named_here(error: ApiError) -> ApiError:
 def parse_response(raw: bytes) -> ResponsesBody:
     """The body of /v1/responses; 400 for what is wrong with it."""
     value = parse_object(raw)
-    reject_unsupported(value)
+    reject_unsupported(value, "responses", ResponsesBody.model_fields)
+    _reject_include(value)
     return validate(ResponsesBody, value)
 
 
@@ -183,11 +165,10 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
         "tool_choice": body.tool_choice,
         "response_format": body.text,
     }
-    sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens", "reasoning")
-    same = (*sampling, "stream", "parallel_tool_calls", "return_accepted_drafts")
+    same = ("max_reasoning_tokens", "reasoning", "stream", "parallel_tool_calls", "stop")
     try:
-        # What the client left out stays out: the model has defaults of its own.
         more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
+        more |= body.shared()
         return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
     except ApiError as error:
         raise named_here(error) from None

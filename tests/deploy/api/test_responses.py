@@ -23,7 +23,8 @@ from tiny_tokenizer import tiny, with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
 from deploy.api.app import create_app
-from deploy.api.responses.bodies import UNSUPPORTED, ResponsesBody
+from deploy.api.job.unsupported import refused_at
+from deploy.api.responses.bodies import ResponsesBody
 from deploy.api.responses.routes import ResponseStore
 from deploy.config.api import ApiConfig
 from deploy.parsing.registry import MARKERS
@@ -303,7 +304,7 @@ def test_no_field_of_openai_s_client_is_forgotten() -> None:
         "prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user",
     }  # fmt: skip
     looked_at = {"include", "reasoning", "truncation"}
-    known = ResponsesBody.model_fields.keys() | UNSUPPORTED.keys() | nothing_of_the_answer | looked_at
+    known = ResponsesBody.model_fields.keys() | refused_at("responses").keys() | nothing_of_the_answer | looked_at
     assert sorted(ResponseCreateParamsBase.__annotations__.keys() - known) == []
 
 
