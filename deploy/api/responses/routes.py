@@ -23,7 +23,13 @@ from deploy.api.job.model import PLAIN, ServedModel
 from deploy.api.responses.bodies import ResponsesBody, chat_of, messages_of, named_here, parse_response
 from deploy.api.responses.format import ResponseAnswer, ResponseEvent, ResponsesFormat
 from deploy.config.api import ApiConfig
+from deploy.text.response_tools import asked_tools
 from deploy.text.turns import Messages
+
+IGNORED_TOOLS = b"x-latentserve-ignored-tools"
+"""The header that names tools of which the model is not told, and formats that it is not held to."""
+MOST_HEADER = 1024
+"""Characters of it."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,9 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
 
         job = replace(job, reading=job.reading or PLAIN)
         form = ResponsesFormat(job, body, name, stored, ended)
+        if left_out := asked_tools(body.tools).left_out:
+            names = ", ".join(dict.fromkeys(left_out))[:MOST_HEADER]
+            request.scope["latentserve.headers"].append((IGNORED_TOOLS, names.encode()))
         return generator.answer("responses", job, form, arrival)
 
     endpoints.add("/v1/responses", "POST", responses, (ResponsesBody,), ResponseAnswer, ResponseEvent)
