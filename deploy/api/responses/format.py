@@ -33,6 +33,14 @@ class ResponseAnswer(Answer):
     usage: dict[str, Any] | None
 
 
+class DeletedResponse(Answer):
+    """DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class ResponseEvent(Answer):
     """One event of its stream, after `data: `; what else it has OpenAI describes."""
 
@@ -48,9 +56,9 @@ class ResponsesFormat:
     """/v1/responses. See `Format`; of one answer."""
 
     def __init__(
-        self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[list[dict[str, Any]]], None]
+        self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[dict[str, Any]], None]
     ) -> None:
-        """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the output once it is
+        """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the response once it is
         complete. 400 for what of `body` could not be written."""
         self._job, self._on_end = job, on_end
         self._items = OutputWriter(asked_tools(body.tools).origins)
@@ -118,7 +126,6 @@ class ResponsesFormat:
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         output, status = self._items.output, _status(choice)
-        self._on_end(output)
         prompt = len(self._job.prompts[0].ids)
         usage = {
             "input_tokens": prompt,
@@ -131,7 +138,9 @@ class ResponsesFormat:
             "total_tokens": prompt + choice.generated,
         }
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+        response = {**self._head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+        self._on_end(response)
+        return response
 
     def _written(self, piece: Piece) -> bytes:
         events = piece if isinstance(piece, list) else [Content(piece)] if piece else []
