@@ -121,7 +121,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "request-id", "retry-after", "traceresponse", *RATE_HEADERS),
         )

@@ -3,11 +3,13 @@ items of OpenAI's Responses API. Routers and replicas share this: equal conversa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.text.chat import Content, content_of, joined, reasoning_of
 from deploy.text.effort import EFFORT, SWITCHES
+from deploy.text.response_tools import INPUT, qualified
 
 Messages = list[dict[str, Any]]
 Blocks = Sequence[Mapping[str, Any]]
@@ -121,9 +123,106 @@ def _user(blocks: Blocks) -> Messages:
     return messages
 
 
+_CALLS: Final[Mapping[str, tuple[str, str]]] = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+}
+"""By types of items that are calls of a tool with a type of its own: the name that a model reads, and the field with
+what it was called with."""
+_OF_RESPONSES_SERVER: Final = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_call",
+    "tool_search_call",
+)
+_LEFT_OUT: Final = ("item_reference", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
+ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "message": ("role",),
+    "function_call": ("call_id", "name"),
+    "function_call_output": ("call_id",),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id",),
+    "reasoning": (),
+    **dict.fromkeys(_CALLS, ()),
+    **{f"{kind}_output": () for kind in _CALLS},
+    **dict.fromkeys(_OF_RESPONSES_SERVER, ()),
+    "tool_search_output": (),
+    "compaction": (),
+    **dict.fromkeys(_LEFT_OUT, ()),
+}
+"""By the types of items that are known the fields of each that must be strings."""
+_PARTS_IN_WORDS: Final[Mapping[str, str]] = {
+    "input_image": NOT_SHOWN["image"],
+    "input_file": NOT_SHOWN["document"],
+}
+"""What a model reads in place of parts of a tool's result that are no text, by their types."""
+
+
+def _call_of(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of the assistant."""
+    kind = item["type"]
+    if kind == "function_call":
+        name, arguments = qualified(item["name"], item.get("namespace")), item.get("arguments")
+    elif kind == "custom_tool_call":
+        name, arguments = qualified(item["name"], item.get("namespace")), {INPUT: item["input"]}
+    else:
+        name, where = _CALLS[kind]
+        given = item.get(where)
+        arguments = given if isinstance(given, Mapping) else {}
+    return {"id": _call_id(item), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_id(item: Mapping[str, Any]) -> str:
+    """By which a call and its result belong together. Some have it as their own id."""
+    return next((item[name] for name in ("call_id", "id") if isinstance(item.get(name), str)), "")
+
+
+def _result(value: Any) -> Any:
+    """The result of a tool as content: words in place of images and files, and JSON where it is no text at all."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    if all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts) and parts:
+        return [
+            {"type": "input_text", "text": _PARTS_IN_WORDS[part["type"]]} if part["type"] in _PARTS_IN_WORDS else part
+            for part in parts
+        ]
+    return value
+
+
+def _spoken(value: Any) -> Any:
+    """What an assistant said as content, refusals among it."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "output_text", "text": part.get("refusal")}
+        if isinstance(part, Mapping) and part.get("type") == "refusal"
+        else part
+        for part in value
+    ]
+
+
+def _said_by_item(item: Mapping[str, Any]) -> str:
+    """What a server did, in words that a model can read."""
+    kind = item["type"]
+    if kind == "compaction":
+        return NOT_SHOWN["compaction"]
+    if kind == "tool_search_output":
+        tools = item.get("tools")
+        names = [tool.get("name") for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
+        return f"[Tools were found: {', '.join(name for name in names if isinstance(name, str)) or 'none'}.]"
+    called = kind.removesuffix("_call")
+    action = item.get("action")
+    query = action.get("query") if isinstance(action, Mapping) else None
+    return f"[The server called its tool {called}{f': {query}' if isinstance(query, str) else ''}.]"
+
+
 def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], Content]) -> Messages:
-    """Items of the Responses API, each with a type: what an assistant thought, said and called in one go is one
-    message. `read` makes a message's content of an item's, and raises for what it cannot."""
+    """Items of the Responses API, each with a type in `ITEMS`: what an assistant thought, said and called in one go is
+    one message. `read` makes a message's content of an item's, and raises for what it cannot."""
     messages: Messages = []
     answer: dict[str, Any] | None = None
     """The assistant's message that goes on."""
@@ -137,25 +236,30 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], 
 
     for item in items:
         kind = item["type"]
+        if kind in _LEFT_OUT:
+            continue
         if kind == "reasoning":
-            thought = next((read(item[name]) for name in ("content", "summary") if item.get(name)), "")
-            assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = joined(thought)
+            thought = next((read(item[name]) for name in ("content", "summary") if item.get(name)), None)
+            if thought is not None:  # else it is encrypted, and nobody here can read it
+                assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = joined(thought)
         elif kind == "message" and item["role"] == "assistant":
             said = assistant("content", "tool_calls")
-            said["content"] = read(item.get("content"))
+            said["content"] = read(_spoken(item.get("content")))
             if (reasoning := reasoning_of(item)) is not None:
                 said["reasoning_content"] = reasoning
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item.get("arguments")}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            assistant().setdefault("tool_calls", []).append(call)
-        else:
+        elif kind in ("function_call", "custom_tool_call") or kind in _CALLS:
+            assistant().setdefault("tool_calls", []).append(_call_of(item))
+        elif kind == "message":
             answer = None
-            content = read(item.get("content" if kind == "message" else "output"))
-            if kind == "message":
-                messages.append({"role": item["role"], "content": content})
-            else:
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            messages.append({"role": item["role"], "content": read(item.get("content"))})
+        elif kind.endswith("_call_output"):
+            answer = None
+            output = item.get("output")
+            if kind.removesuffix("_output") in _CALLS and not isinstance(output, str):
+                output = json.dumps(output, ensure_ascii=False)
+            messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": read(_result(output))})
+        else:
+            assistant("content", "tool_calls")["content"] = _said_by_item(item)
     return messages
 
 

@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
-from deploy.api.job.bodies import Body, ChatBody, TextPart, parameter
+from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
+from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
 from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_variables
 
@@ -168,7 +169,7 @@ class MessagesPrompt(Body):
     output_config: OutputConfig | None = None
 
 
-class MessagesBody(MessagesPrompt):
+class MessagesBody(MessagesPrompt, SamplingFields):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
@@ -176,29 +177,7 @@ class MessagesBody(MessagesPrompt):
     stream: bool = False
     temperature: float = Field(default=1.0, ge=0.0, le=1.0)
     """0 is greedy."""
-    top_p: float = parameter("top_p")
     top_k: int = Field(default=0, ge=0)
-
-    # An extension.
-    return_accepted_drafts: bool = False
-    """Say in `usage` how many drafts were accepted, and how many were not."""
-
-
-UNSUPPORTED: Final = {
-    "container": "a container",
-    "mcp_servers": "a server of tools (mcp_servers)",
-    "fallbacks": "another model in place of this one (fallbacks)",
-    "thread": "a thread",
-    "output_format": "output_format; use output_config: this",
-}
-"""Fields that change the answer, by name, and what is not supported."""
-
-
-def reject_unsupported(raw: Mapping[str, Any]) -> None:
-    """400 for what asks for something that this server cannot do."""
-    for name, what in UNSUPPORTED.items():
-        if raw.get(name):
-            raise unsupported(what, name)
 
 
 NAMES: Final = {
@@ -237,19 +216,16 @@ def _as_anthropic_says(error: TooLong) -> ApiError:
 def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
     """The body of /v1/messages, and the chat that it is; 400 for what is wrong with it."""
     value = parse_object(raw)
-    reject_unsupported(value)
+    reject_unsupported(value, "messages", MessagesBody.model_fields)
     body = validate(MessagesBody, value)
-    same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "return_accepted_drafts")
-    # What the client left out stays out: the model has defaults of its own.
-    more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
-    more["stop"] = body.stop_sequences
-    return body, _chat_of(body, **more)
+    same = {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
+    return body, _chat_of(body, **same, **body.shared())
 
 
 def parse_prompt(raw: bytes) -> ChatBody:
     """The same of /v1/messages/count_tokens."""
     value = parse_object(raw)
-    reject_unsupported(value)
+    reject_unsupported(value, "messages", MessagesBody.model_fields)
     return _chat_of(validate(MessagesPrompt, value))
 
 

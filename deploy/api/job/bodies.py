@@ -168,23 +168,17 @@ else:
     _Sampled = create_model("_Sampled", __base__=Body, model=(str, ...), **_fields())
 
 
-class GenerationBody(_Sampled):
-    """Fields of both generating endpoints, those of all sampling parameters among them. Ranges that depend on the model
+class SamplingFields(_Sampled):
+    """Fields of all endpoints that generate, under the same names everywhere: how tokens are chosen, where an answer
+    ends, and what it must look like. Bodies that become chats hand them on as they are. Ranges that depend on the model
     or the settings are checked later."""
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
-    n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
     logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIAS, "token ids"))] = Field(
         default_factory=dict
     )
     """Token id (as a string) to bias, -100 ... 100."""
-    stop: Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])] = Field(
-        default_factory=list
-    )
-    stream: bool = False
-    stream_options: StreamOptions | None = None
 
     # Extensions, as in vLLM.
     min_tokens: int = Field(default=0, ge=0)
@@ -194,16 +188,11 @@ class GenerationBody(_Sampled):
     skip_special_tokens: bool = True
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     """Lower runs first."""
-    return_token_ids: bool = False
-    """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is
-    certain by then; where log-probabilities are asked for too, with the text they belong to."""
     return_accepted_drafts: bool = False
     """Say of every token whether it was a draft that was accepted, as `accepted_drafts`, and in `usage` how many were
     accepted and how many were not."""
 
-    # What the answer must look like; one of these `FORMS` at most (`deploy.api.job.constraint`).
-    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
-    """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
+    # What the answer must look like; one of these and `response_format` at most (`deploy.api.job.constraint`).
     guided_json: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
     """A JSON schema that the answer is valid for."""
     guided_regex: str | None = None
@@ -216,6 +205,29 @@ class GenerationBody(_Sampled):
     """xgrammar's structural tag: text that is free but for what stands between certain tags."""
     guided_begin_after: str | None = None
     """A token, such as </think>, up to which the answer is free."""
+
+    def shared(self) -> dict[str, Any]:
+        """Those of these fields that the client gave. What it left out stays out: the model has defaults of its own."""
+        return {name: getattr(self, name) for name in SHARED if name in self.model_fields_set}
+
+
+SHARED: Final = tuple(name for name in SamplingFields.model_fields if name != "model")
+StopStrings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
+
+
+class GenerationBody(SamplingFields):
+    """Fields of both of OpenAI's older endpoints."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    n: int = Field(default=1, ge=1)
+    stop: StopStrings = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is
+    certain by then; where log-probabilities are asked for too, with the text they belong to."""
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
+    """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
 
     @property
     def forms(self) -> list[str]:

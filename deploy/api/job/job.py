@@ -16,7 +16,7 @@ from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
 from deploy.api.job.defaults import with_defaults
 from deploy.api.job.model import Reading, ServedModel, too_long
-from deploy.api.job.unsupported import reject_unsupported
+from deploy.api.job.unsupported import Endpoint, reject_unsupported
 from deploy.api.limits.admission import Admission
 from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
@@ -256,7 +256,8 @@ def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
     value = parse_object(raw)
     body = validate(kind, value)
     if not value.keys() <= kind.model_fields.keys():
-        reject_unsupported(value, kind.model_fields)
+        endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completions"
+        reject_unsupported(value, endpoint, kind.model_fields)
     return body
 
 

@@ -1,17 +1,19 @@
-"""Fields of other servers' APIs that change the answer and that this server does not have.
+"""The table of fields that change the answer and that an endpoint does not have, each refused there by name.
 
-Unknown fields are ignored, as clients expect. One of these must not be: its client would take the answer for what it
-had asked for. The names are those of OpenAI, vLLM, SGLang, Text Generation Inference, llama.cpp and others.
+A field that the body of an endpoint has is done there. Unknown fields are ignored, as clients expect. One of these must
+not be: its client would take the answer for what it had asked for. The names are those of OpenAI, Anthropic, vLLM,
+SGLang, Text Generation Inference, llama.cpp and others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from deploy.api.http.errors import unsupported
 from deploy.text.effort import FIELDS
 
+Endpoint = Literal["completions", "chat", "messages", "responses"]
 _OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
 
 UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
@@ -79,26 +81,107 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 """By name: what is not supported, and the values, besides null, that ask for nothing."""
 
 
-OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "tools": ("tool calling (tools) outside of chats", _OFF),
-    "tool_choice": ("tool calling (tool_choice) outside of chats", (*_OFF, "none", "auto")),
-    "max_reasoning_tokens": ("a bound of the reasoning (max_reasoning_tokens) outside of chats", ()),
-    **{name: (f"a say in the reasoning ({name}) outside of chats", ()) for name in FIELDS},
+_REASONING_HERE: Final = {"messages": "thinking", "responses": "reasoning"}
+ELSEWHERE: Final[dict[str, tuple[str, tuple[Any, ...], Mapping[str, str]]]] = {
+    # What is said to the model.
+    "tools": ("tool calling (tools) outside of chats", _OFF, {}),
+    "tool_choice": ("tool calling (tool_choice) outside of chats", (*_OFF, "none", "auto"), {}),
+    "chat_template_kwargs": (
+        "template variables (chat_template_kwargs) here",
+        _OFF,
+        {"messages": "thinking and output_config.effort"},
+    ),
+    "add_generation_prompt": ("a prompt that is left open (add_generation_prompt) here", (True,), {}),
+    "continue_final_message": ("going on with a message (continue_final_message) here", _OFF, {}),
+    "add_special_tokens": ("add_special_tokens here", _OFF, {}),
+    "system": ("the field system", _OFF, {"chat": "a message of that role", "responses": "instructions"}),
+    "instructions": ("the field instructions", _OFF, {"chat": "a system message", "messages": "system"}),
+    "previous_response_id": ("a response to go on from (previous_response_id) here", _OFF, {}),
+    # Whether and how hard it is to think.
+    "max_reasoning_tokens": (
+        "a bound of the reasoning (max_reasoning_tokens) here",
+        (),
+        {"messages": "thinking.budget_tokens"},
+    ),
+    **{name: (f"a say in the reasoning ({name}) here", (), _REASONING_HERE) for name in FIELDS},
+    "output_config": ("output_config", _OFF, {"chat": "response_format", "responses": "text.format"}),
+    # What the answer must look like.
+    "response_format": (
+        "response_format",
+        (*_OFF, {"type": "text"}),
+        {"messages": "output_config.format", "responses": "text.format"},
+    ),
+    "text": ("the field text", (*_OFF, {"format": {"type": "text"}}), {"chat": "response_format"}),
+    # Where it ends.
+    "stop": ("the field stop", _OFF, {"messages": "stop_sequences"}),
+    "stop_sequences": ("stop_sequences", _OFF, dict.fromkeys(("completions", "chat", "responses"), "stop")),
+    "max_tokens": ("max_tokens", (), {"responses": "max_output_tokens"}),
+    "max_completion_tokens": (
+        "max_completion_tokens",
+        (),
+        {"completions": "max_tokens", "messages": "max_tokens", "responses": "max_output_tokens"},
+    ),
+    "max_output_tokens": ("max_output_tokens", (), dict.fromkeys(("completions", "chat", "messages"), "max_tokens")),
+    # How many answers there are, and what they tell besides.
+    "n": ("more than one answer (n)", (1,), {}),
+    "logprobs": ("log-probabilities (logprobs) here", (False,), {}),
+    "top_logprobs": ("log-probabilities (top_logprobs) here", (0,), {}),
+    "prompt_logprobs": (
+        "log-probabilities of the prompt (prompt_logprobs) outside of /v1/completions",
+        (False,),
+        {},
+    ),
+    "echo": ("the prompt in the answer (echo) outside of /v1/completions", (False,), {}),
+    "return_token_ids": ("token ids of the answer (return_token_ids) here", (False,), {}),
 }
-"""The same, of what is supported where there are messages."""
+"""Fields that some endpoints have, for the others: what is not supported, the values that ask for nothing, and by
+endpoints the field that is to be used instead."""
 
-
-OF_COMPLETIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "prompt_logprobs": ("log-probabilities of the prompt (prompt_logprobs) outside of /v1/completions", (False,)),
+AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
+    "completions": {},
+    "chat": {},
+    "messages": {
+        "container": ("a container", _OFF),
+        "mcp_servers": ("a server of tools (mcp_servers)", _OFF),
+        "fallbacks": ("another model in place of this one (fallbacks)", _OFF),
+        "thread": ("a thread", _OFF),
+        "output_format": ("output_format; use output_config: this", _OFF),
+        "parallel_tool_calls": (
+            "parallel_tool_calls; use tool_choice.disable_parallel_tool_use: this",
+            (True,),
+        ),
+    },
+    "responses": {
+        "background": ("an answer in the background (background)", _OFF),
+        "conversation": (
+            "a conversation that the server keeps (conversation); use previous_response_id: this",
+            _OFF,
+        ),
+        "prompt": ("a prompt that the server keeps (prompt)", _OFF),
+        "context_management": ("context_management", _OFF),
+        "truncation": ("prompt truncation (truncation)", (*_OFF, "disabled")),
+    },
 }
-"""The same, of what is supported where there is a prompt."""
+"""Fields that only the API of one endpoint knows, and which are not supported there."""
 
 
-def reject_unsupported(raw: Mapping[str, Any], fields: Collection[str] = ()) -> None:
-    """400 for a field that asks for something this server cannot do and that must not be ignored silently. `fields`:
+def refused_at(endpoint: Endpoint, fields: Collection[str] = ()) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """What an endpoint whose body has `fields` refuses, as in `UNSUPPORTED`."""
+    elsewhere = {
+        name: (f"{what}; use {instead[endpoint]}: this" if endpoint in instead else what, neutral)
+        for name, (what, neutral, instead) in ELSEWHERE.items()
+    }
+    known = UNSUPPORTED | elsewhere | AT[endpoint]
+    return {name: known[name] for name in known.keys() - set(fields)}
+
+
+def reject_unsupported(raw: Mapping[str, Any], endpoint: Endpoint, fields: Collection[str] = ()) -> None:
+    """400 for a field that asks for something this endpoint cannot do and that must not be ignored silently. `fields`:
     those that the body has, which are supported."""
-    known = UNSUPPORTED | (OF_COMPLETIONS if "messages" in raw else OF_CHATS)
-    for name in (raw.keys() & known.keys()).difference(fields):
+    known = refused_at(endpoint, fields)
+    for name in raw:
+        if name not in known:
+            continue
         what, neutral = known[name]
         value = raw[name]
         if value is not None and not any(_same(value, harmless) for harmless in neutral):

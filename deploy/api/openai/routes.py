@@ -59,8 +59,11 @@ class DetokenizeBody(Body):
 def parse_tokenize(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:
     """The body of /tokenize, which comes in two kinds."""
     value = parse_object(raw)
-    reject_unsupported(value)
-    return validate(TokenizeChatBody, value) if "messages" in value else validate(TokenizeTextBody, value)
+    if "messages" in value:
+        reject_unsupported(value, "chat", ChatBody.model_fields)
+        return validate(TokenizeChatBody, value)
+    reject_unsupported(value, "completions", CompletionBody.model_fields)
+    return validate(TokenizeTextBody, value)
 
 
 def _parse_detokenize(raw: bytes) -> DetokenizeBody:

@@ -10,20 +10,14 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
-from deploy.api.job.bodies import INT63, Body, ChatBody, parameter
-from deploy.text.chat import MOST_MESSAGES, Content, content_of
+from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
+from deploy.api.job.unsupported import reject_unsupported
+from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
-from deploy.text.turns import Messages, messages_of_items, with_instructions
+from deploy.text.response_tools import asked_tools, qualified
+from deploy.text.turns import ITEMS, Messages, messages_of_items, with_instructions
 
 Items = list[dict[str, Any]]
-
-_STRINGS: Final[Mapping[str, tuple[str, ...]]] = {
-    "message": ("role",),
-    "function_call": ("call_id", "name"),
-    "function_call_output": ("call_id",),
-    "reasoning": (),
-}
-"""By the types of items the fields of each that must be strings."""
 
 
 def _items(value: Any) -> Items:
@@ -32,15 +26,17 @@ def _items(value: Any) -> Items:
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > MOST_MESSAGES:
         raise ValueError(f"input should be a string or a list of at most {MOST_MESSAGES} items")
+    if not value:
+        raise ValueError("input should have at least one item")
     items = []
     for given in value:
         item = {"type": "message", **given} if isinstance(given, Mapping) else {}
         kind = item.get("type")
         if not isinstance(kind, str):
             raise ValueError("an item should be an object with a type, or with a role and content")
-        if kind not in _STRINGS:
+        if kind not in ITEMS:
             raise unsupported(f"an item of type {kind[:64]!r}", "input")
-        for name in _STRINGS[kind]:
+        for name in ITEMS[kind]:
             if not isinstance(item.get(name), str):
                 raise ValueError(f"an item of type {kind} should have a string in its field {name}")
         items.append(item)
@@ -48,35 +44,37 @@ def _items(value: Any) -> Items:
 
 
 def _choice(value: Any) -> Any:
-    """The field `tool_choice` as chats have it."""
-    if isinstance(value, Mapping) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    if isinstance(value, Mapping):
-        raise unsupported(f"tool_choice of type {str(value.get('type'))[:64]!r}", "tool_choice")
+    """The field `tool_choice`, once it is known that chats can have it."""
+    if isinstance(value, Mapping) and value.get("type") not in ("function", "custom"):
+        kind = str(value.get("type"))[:64]
+        raise unsupported(f"tool_choice of type {kind!r}, a tool that the model is not told of,", "tool_choice")
     return value
 
 
+def _choice_of_chat(choice: Any) -> Any:
+    """The same as chats have it."""
+    if not isinstance(choice, Mapping):
+        return choice
+    name = choice.get("name")
+    if isinstance(name, str):
+        name = qualified(name, choice.get("namespace"))
+    return {"type": "function", "function": {"name": name}}
+
+
 def _tools(value: Any) -> Any:
-    """The field `tools` as chats have it."""
-    if not isinstance(value, list):
-        raise ValueError("tools should be a list")
-    tools = []
-    for tool in value:
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if not isinstance(kind, str):
-            raise ValueError("a tool should be an object with a type")
-        if kind != "function":
-            raise unsupported(f"a tool of type {kind[:64]!r}, which the server would have to run,", "tools")
-        tools.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
-    return tools
+    """The field `tools`, once it is known that they can be taken apart."""
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        raise ValueError(f"tools should be a list of at most {MOST_TOOLS}")
+    asked_tools(value)
+    return value
 
 
 def _form(value: Any) -> Any:
     """The field `text` as `response_format` of chats."""
     if not isinstance(value, Mapping):
         raise ValueError("text should be an object")
-    if value.get("verbosity") not in (None, "medium"):
-        raise unsupported("verbosity", "text")
+    if value.get("verbosity") not in (None, "low", "medium", "high"):
+        raise ValueError("text.verbosity should be low, medium or high")
     form = value.get("format") or {"type": "text"}
     if not isinstance(form, Mapping):
         raise ValueError("text.format should be an object")
@@ -88,7 +86,7 @@ def _form(value: Any) -> Any:
 _ANY_OBJECT: Final = {"type": "object"}
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingFields):
     """POST /v1/responses."""
 
     model: str
@@ -97,13 +95,11 @@ class ResponsesBody(Body):
     instructions: str | None = None
     """A system message before all others."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = parameter("temperature")
-    top_p: float = parameter("top_p")
     stream: bool = False
     tools: Annotated[list[Any], BeforeValidator(_tools)] = Field(default_factory=list)
-    """Functions that the model may call."""
+    """Functions and custom tools that the model may call, alone or in namespaces. Others are left out."""
     tool_choice: Annotated[Any, BeforeValidator(_choice)] = "auto"
-    """none, auto, required or a function."""
+    """none, auto, required, a function or a custom tool."""
     parallel_tool_calls: bool = True
     text: Annotated[Any, BeforeValidator(_form), WithJsonSchema(_ANY_OBJECT)] = None
     """What the answer must look like, in `format`."""
@@ -120,29 +116,11 @@ class ResponsesBody(Body):
     # Extensions.
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
-    seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
-    return_accepted_drafts: bool = False
-    """Say in `usage` how many drafts were accepted, and how many were not."""
+    stop: StopStrings = Field(default_factory=list)
 
 
-UNSUPPORTED: Final[Mapping[str, str]] = {
-    "background": "an answer in the background (background)",
-    "conversation": "a conversation that the server keeps (conversation); use previous_response_id: this",
-    "prompt": "a prompt that the server keeps (prompt)",
-    "context_management": "context_management",
-    "top_logprobs": "top_logprobs",
-    "moderation": "moderation",
-}
-"""Fields that change the answer, by name, and what is not supported."""
-
-
-def reject_unsupported(raw: Mapping[str, Any]) -> None:
-    """400 for what asks for something that this server cannot do."""
-    for name, what in UNSUPPORTED.items():
-        if raw.get(name):
-            raise unsupported(what, name)
-    if raw.get("truncation") not in (None, "disabled"):
-        raise unsupported("prompt truncation (truncation)", "truncation")
+def _reject_include(raw: Mapping[str, Any]) -> None:
+    """400 for what `include` asks for and no answer has."""
     include = raw.get("include")
     if isinstance(include, list) and "message.output_text.logprobs" in include:
         raise unsupported("log-probabilities of a response", "include")
@@ -169,7 +147,8 @@ def named_here(error: ApiError) -> ApiError:
 def parse_response(raw: bytes) -> ResponsesBody:
     """The body of /v1/responses; 400 for what is wrong with it."""
     value = parse_object(raw)
-    reject_unsupported(value)
+    reject_unsupported(value, "responses", ResponsesBody.model_fields)
+    _reject_include(value)
     return validate(ResponsesBody, value)
 
 
@@ -179,15 +158,14 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
         "model": body.model,
         "messages": with_instructions(messages, body.instructions),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": body.tools,
-        "tool_choice": body.tool_choice,
+        "tools": asked_tools(body.tools).functions,
+        "tool_choice": _choice_of_chat(body.tool_choice),
         "response_format": body.text,
     }
-    sampling = ("temperature", "top_p", "seed", "max_reasoning_tokens", "reasoning")
-    same = (*sampling, "stream", "parallel_tool_calls", "return_accepted_drafts")
+    same = ("max_reasoning_tokens", "reasoning", "stream", "parallel_tool_calls", "stop")
     try:
-        # What the client left out stays out: the model has defaults of its own.
         more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
+        more |= body.shared()
         return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
     except ApiError as error:
         raise named_here(error) from None

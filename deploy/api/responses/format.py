@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 import orjson
@@ -17,6 +17,7 @@ from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Job
 from deploy.api.responses.bodies import ResponsesBody
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from deploy.text.response_tools import Origin, asked_tools, input_of
 
 
 class ResponseAnswer(Answer):
@@ -28,8 +29,16 @@ class ResponseAnswer(Answer):
     object: Literal["response"]
     status: Literal["in_progress", "completed", "incomplete"]
     output: list[dict[str, Any]]
-    """Items of type reasoning, message and function_call."""
+    """Items of type reasoning, message, function_call and custom_tool_call."""
     usage: dict[str, Any] | None
+
+
+class DeletedResponse(Answer):
+    """DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class ResponseEvent(Answer):
@@ -47,12 +56,12 @@ class ResponsesFormat:
     """/v1/responses. See `Format`; of one answer."""
 
     def __init__(
-        self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[list[dict[str, Any]]], None]
+        self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[dict[str, Any]], None]
     ) -> None:
-        """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the output once it is
+        """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the response once it is
         complete. 400 for what of `body` could not be written."""
         self._job, self._on_end = job, on_end
-        self._items = OutputWriter()
+        self._items = OutputWriter(asked_tools(body.tools).origins)
         self._number = 0
         """Of the next event."""
         sampling = job.sequences[0].sampling
@@ -72,8 +81,8 @@ class ResponsesFormat:
             "store": stored,
             "temperature": sampling.temperature,
             "text": {"format": _flat(body.text, "json_schema") if body.text else {"type": "text"}},
-            "tool_choice": _flat(body.tool_choice, "function"),
-            "tools": [{"parameters": None, "strict": None, **_flat(tool, "function")} for tool in body.tools],
+            "tool_choice": body.tool_choice,
+            "tools": [_OF_FUNCTIONS | tool if tool["type"] == "function" else tool for tool in body.tools],
             "top_p": sampling.top_p,
             "truncation": "disabled",
         }
@@ -117,7 +126,6 @@ class ResponsesFormat:
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         output, status = self._items.output, _status(choice)
-        self._on_end(output)
         prompt = len(self._job.prompts[0].ids)
         usage = {
             "input_tokens": prompt,
@@ -130,7 +138,9 @@ class ResponsesFormat:
             "total_tokens": prompt + choice.generated,
         }
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+        response = {**self._head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+        self._on_end(response)
+        return response
 
     def _written(self, piece: Piece) -> bytes:
         events = piece if isinstance(piece, list) else [Content(piece)] if piece else []
@@ -141,6 +151,7 @@ class ResponsesFormat:
         return named_event({**event, "sequence_number": self._number - 1})
 
 
+_OF_FUNCTIONS: Final[dict[str, Any]] = {"parameters": None, "strict": None}
 _BEGINNINGS = ("created", "in_progress")
 
 
@@ -158,14 +169,16 @@ def _flat(value: Any, inner: str) -> Any:
 Events = list[dict[str, Any]]
 """By their types and fields, without their numbers."""
 _PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
-_PREFIX: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIX: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 class OutputWriter:
     """Collects the output of one response, items of reasoning, text and calls, and tells of it in events. A call that
     breaks off is told of as incomplete, and is none of the output in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, origins: Mapping[str, Origin]) -> None:
+        """`origins`: the tools that functions stand for, by the functions' names."""
+        self._origins = origins
         self.output: list[dict[str, Any]] = []
         """The items so far."""
         self._item: dict[str, Any] | None = None
@@ -181,10 +194,17 @@ class OutputWriter:
         if isinstance(event, Reasoning):
             return self._add_text("reasoning", event.text)
         if isinstance(event, CallBegin):
-            call = {"call_id": event.id, "name": event.name, "arguments": ""}
-            return self.close() + self._begin("function_call", call)
+            origin = self._origins.get(event.name, Origin(event.name))
+            call = {"call_id": event.id, "name": origin.name}
+            if origin.namespace is not None:
+                call["namespace"] = origin.namespace
+            kind, given = ("custom_tool_call", "input") if origin.custom else ("function_call", "arguments")
+            return self.close() + self._begin(kind, {**call, given: ""})
         if isinstance(event, Arguments):
             self._texts.append(event.text)
+            assert self._item is not None
+            if self._item["type"] == "custom_tool_call":
+                return []  # the text within the arguments is told of once they are complete
             return [self._event("response.function_call_arguments.delta", delta=event.text)]
         if isinstance(event, CallEnd):
             return self.close()
@@ -202,6 +222,10 @@ class OutputWriter:
         if item["type"] == "function_call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = given = input_of(text)
+            events = [self._event("response.custom_tool_call_input.delta", delta=given)] if given else []
+            events.append(self._event("response.custom_tool_call_input.done", input=given))
         else:
             part = _part(item["type"], text)
             item["content"] = [part]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,16 +21,29 @@ from deploy.api.http.openapi import Endpoints
 from deploy.api.job.job import chat_job
 from deploy.api.job.model import PLAIN, ServedModel
 from deploy.api.responses.bodies import ResponsesBody, chat_of, messages_of, named_here, parse_response
-from deploy.api.responses.format import ResponseAnswer, ResponseEvent, ResponsesFormat
+from deploy.api.responses.format import DeletedResponse, ResponseAnswer, ResponseEvent, ResponsesFormat
 from deploy.config.api import ApiConfig
+from deploy.text.response_tools import asked_tools
 from deploy.text.turns import Messages
+
+IGNORED_TOOLS = b"x-latentserve-ignored-tools"
+"""The header that names tools of which the model is not told, and formats that it is not held to."""
+MOST_HEADER = 1024
+"""Characters of it."""
 
 
 @dataclass(frozen=True)
 class _Kept:
     raw: bytes
     """The messages as JSON."""
+    response: bytes
+    """The response as JSON."""
     until: float
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.raw) + len(self.response)
 
 
 class ResponseStore:
@@ -49,13 +62,13 @@ class ResponseStore:
         """Whether any are kept."""
         return self._most > 0
 
-    def keep(self, name: str, messages: Messages) -> None:
-        """Keep a conversation with its last answer; the oldest ones make room for it."""
-        kept = _Kept(orjson.dumps(messages), self._clock() + self._seconds)
-        if not self.on or len(kept.raw) > self._most_bytes:
+    def keep(self, name: str, messages: Messages, response: Mapping[str, Any]) -> None:
+        """Keep a response, and the conversation with it as its end; the oldest ones make room for it."""
+        kept = _Kept(orjson.dumps(messages), orjson.dumps(response), self._clock() + self._seconds)
+        if not self.on or kept.size > self._most_bytes:
             return
         self._kept[name] = kept
-        self._bytes += len(kept.raw)
+        self._bytes += kept.size
         self._forget_expired()
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
             self._forget(next(iter(self._kept)))
@@ -69,16 +82,28 @@ class ResponseStore:
                 "previous_response_id",
                 "unsupported_parameter",
             )
+        return self._known(name, "previous_response_id", "; give the whole conversation as input").raw
+
+    def response(self, name: str) -> bytes:
+        """A response as JSON; 404 for one that is not known."""
+        return self._known(name, "response_id").response
+
+    def delete(self, name: str) -> None:
+        """Forget a response; 404 for one that is not known."""
+        self._known(name, "response_id")
+        self._forget(name)
+
+    def _known(self, name: str, param: str, instead: str = "") -> _Kept:
         self._forget_expired()
         if name not in self._kept:
+            keeps = f"which keeps the last {self._most} for {self._seconds:g} s" if self.on else "which keeps none"
             raise ApiError(
                 404,
-                f"previous_response_id: the response {name[:64]!r} is not known, or no more, to this replica, which "
-                f"keeps the last {self._most} for {self._seconds:g} s; give the whole conversation as input",
-                param="previous_response_id",
-                code="previous_response_not_found",
+                f"{param}: the response {name[:64]!r} is not known, or no more, to this replica, {keeps}{instead}",
+                param=param,
+                code="previous_response_not_found" if instead else "response_not_found",
             )
-        return self._kept[name].raw
+        return self._kept[name]
 
     def _forget_expired(self) -> None:
         now = self._clock()
@@ -86,7 +111,7 @@ class ResponseStore:
             self._forget(next(iter(self._kept)))
 
     def _forget(self, name: str) -> None:
-        self._bytes -= len(self._kept.pop(name).raw)
+        self._bytes -= self._kept.pop(name).size
 
 
 def _conversation(before: bytes, body: ResponsesBody) -> Messages:
@@ -95,7 +120,7 @@ def _conversation(before: bytes, body: ResponsesBody) -> Messages:
 
 
 def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, generator: Generator) -> None:
-    """/v1/responses."""
+    """/v1/responses, and the responses that are kept."""
     store = ResponseStore(model.config)
 
     async def responses(request: HttpRequest) -> Response:
@@ -114,12 +139,28 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
                     raise named_here(error) from None
         name, stored = f"resp_{uuid.uuid4().hex}", store.on and body.store
 
-        def ended(output: list[dict[str, Any]]) -> None:
+        def ended(response: dict[str, Any]) -> None:
             if stored:
-                store.keep(name, messages + messages_of(output))
+                store.keep(name, messages + messages_of(response["output"]), response)
 
         job = replace(job, reading=job.reading or PLAIN)
         form = ResponsesFormat(job, body, name, stored, ended)
+        if left_out := asked_tools(body.tools).left_out:
+            names = ", ".join(dict.fromkeys(left_out))[:MOST_HEADER]
+            request.scope["latentserve.headers"].append((IGNORED_TOOLS, names.encode()))
         return generator.answer("responses", job, form, arrival)
 
+    async def stored_response(request: HttpRequest) -> Response:
+        """A response that this replica keeps."""
+        return Response(store.response(request.path_params["response_id"]), media_type="application/json")
+
+    async def delete_response(request: HttpRequest) -> Response:
+        """Forget a response that this replica keeps."""
+        name = request.path_params["response_id"]
+        store.delete(name)
+        told = {"id": name, "object": "response", "deleted": True}
+        return Response(orjson.dumps(told), media_type="application/json")
+
     endpoints.add("/v1/responses", "POST", responses, (ResponsesBody,), ResponseAnswer, ResponseEvent)
+    endpoints.add("/v1/responses/{response_id}", "GET", stored_response, answer=ResponseAnswer)
+    endpoints.add("/v1/responses/{response_id}", "DELETE", delete_response, answer=DeletedResponse)

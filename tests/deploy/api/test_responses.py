@@ -23,7 +23,8 @@ from tiny_tokenizer import tiny, with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
 from deploy.api.app import create_app
-from deploy.api.responses.bodies import UNSUPPORTED, ResponsesBody
+from deploy.api.job.unsupported import refused_at
+from deploy.api.responses.bodies import ResponsesBody
 from deploy.api.responses.routes import ResponseStore
 from deploy.config.api import ApiConfig
 from deploy.parsing.registry import MARKERS
@@ -230,6 +231,28 @@ def test_going_on_from_a_response() -> None:
         ask(client, tools=[TOOL], previous_response_id=second.id)
 
 
+def test_a_response_that_is_kept_can_be_had_and_deleted() -> None:
+    with Served(stored_responses=2).client() as client:
+        for answer in (ask(client, tools=[TOOL]), streamed(client, tools=[TOOL])[0]):
+            kept = client.responses.retrieve(answer.id)
+            assert output_of(kept) == output_of(answer) == WHOLE
+            assert (kept.usage, kept.created_at) == (answer.usage, answer.created_at)
+            assert [item.id for item in kept.output] == [item.id for item in answer.output]
+            raw = client.responses.with_raw_response.delete(answer.id)
+            assert raw.http_response.json() == {"id": answer.id, "object": "response", "deleted": True}
+            for gone in (client.responses.retrieve, client.responses.delete):
+                with pytest.raises(openai.NotFoundError, match="keeps the last 2") as found:
+                    gone(answer.id)
+                assert found.value.code == "response_not_found"
+            with pytest.raises(openai.NotFoundError, match="not known"):
+                ask(client, previous_response_id=answer.id)
+        unkept = ask(client, store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(unkept.id)
+    with Served().client() as client, pytest.raises(openai.NotFoundError, match="keeps none"):
+        client.responses.retrieve(ask(client).id)
+
+
 def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     with Served().client() as client:
         answer = ask(client)
@@ -241,16 +264,17 @@ def test_nothing_is_kept_unless_it_is_asked_for() -> None:
 
 def test_the_store_is_bounded_in_bytes_and_time() -> None:
     now = [0.0]
-    config = ApiConfig(stored_responses=9, stored_response_bytes=120, stored_response_s=10)
+    config = ApiConfig(stored_responses=9, stored_response_bytes=124, stored_response_s=10)
     store = ResponseStore(config, lambda: now[0])
     said: Any = [{"role": "user", "content": "x" * 20}]
-    store.keep("a", said)
+    store.keep("a", said, {})
     now[0] = 5
-    store.keep("b", said)
+    store.keep("b", said, {})
     assert json.loads(store.conversation("a")) == said
-    store.keep("c", said)
-    store.keep("too large", [{"role": "user", "content": "x" * 200}])
-    known = [name for name in ("a", "b", "c", "too large") if name in store._kept]
+    store.keep("c", said, {})
+    store.keep("too large", [{"role": "user", "content": "x" * 200}], {})
+    store.keep("too large a response", [], {"output": "x" * 200})
+    known = [name for name in ("a", "b", "c", "too large", "too large a response") if name in store._kept]
     assert known == ["b", "c"]
     now[0] = 16
     with pytest.raises(Exception, match="not known"):
@@ -266,12 +290,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": 5}]}, "input"),
     ({"input": [{"role": "wizard", "content": "x"}]}, "input.0"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "custom"}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"input": [], "instructions": "Be brief."}, "input"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}}}}, "text"),
-    ({"text": {"verbosity": "low"}}, "text"),
+    ({"text": {"verbosity": "loud"}}, "text"),
     ({"reasoning": {"effort": "huge"}}, "reasoning"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
@@ -303,7 +330,7 @@ def test_no_field_of_openai_s_client_is_forgotten() -> None:
         "prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user",
     }  # fmt: skip
     looked_at = {"include", "reasoning", "truncation"}
-    known = ResponsesBody.model_fields.keys() | UNSUPPORTED.keys() | nothing_of_the_answer | looked_at
+    known = ResponsesBody.model_fields.keys() | refused_at("responses").keys() | nothing_of_the_answer | looked_at
     assert sorted(ResponseCreateParamsBase.__annotations__.keys() - known) == []
 
 

@@ -12,7 +12,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from deploy.api.http.errors import ApiError
 from deploy.api.job.bodies import ChatBody, CompletionBody
 from deploy.api.job.job import parse_generation
-from deploy.api.job.unsupported import OF_CHATS, OF_COMPLETIONS, UNSUPPORTED, reject_unsupported
+from deploy.api.job.unsupported import ELSEWHERE, UNSUPPORTED, refused_at, reject_unsupported
 from deploy.api.openai.routes import parse_tokenize
 
 ASKING: list[tuple[str, Any]] = [
@@ -79,32 +79,32 @@ NOTHING_OF_THE_ANSWER = {
 @pytest.mark.parametrize(("name", "value"), ASKING)
 def test_what_asks_for_something_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ApiError, match=name) as found:
-        reject_unsupported({"model": "m", name: value})
+        reject_unsupported({"model": "m", name: value}, "completions")
     assert (found.value.status, found.value.param, found.value.code) == (400, name, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("name", "value"), HARMLESS)
 def test_what_asks_for_nothing_passes(name: str, value: Any) -> None:
-    reject_unsupported({"model": "m", name: value})
+    reject_unsupported({"model": "m", name: value}, "completions")
 
 
 @pytest.mark.parametrize("name", list(UNSUPPORTED))
 def test_every_field_of_the_table_is_refused_unless_it_is_null(name: str) -> None:
-    reject_unsupported({name: None})
+    reject_unsupported({name: None}, "chat")
     with pytest.raises(ApiError, match=name) as found:
-        reject_unsupported({name: ["something else"]})
+        reject_unsupported({name: ["something else"]}, "chat")
     assert found.value.message.endswith(" is not supported by this server")
     assert name not in ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
 
 
-@pytest.mark.parametrize("name", [*UNSUPPORTED, *OF_CHATS])
-def test_completions_refuse_what_only_chats_have(name: str) -> None:
+@pytest.mark.parametrize("name", [*refused_at("completions", CompletionBody.model_fields)])
+def test_completions_refuse_what_only_others_have(name: str) -> None:
     with pytest.raises(ApiError, match=name):
         parse_generation(orjson.dumps({"model": "m", "prompt": "x", name: ["something else"]}), CompletionBody)
 
 
-@pytest.mark.parametrize("name", [*UNSUPPORTED, *OF_COMPLETIONS])
-def test_chats_refuse_what_only_completions_have(name: str) -> None:
+@pytest.mark.parametrize("name", [*refused_at("chat", ChatBody.model_fields)])
+def test_chats_refuse_what_only_others_have(name: str) -> None:
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(ApiError, match=name):
         parse_generation(orjson.dumps({"model": "m", "messages": messages, name: ["something else"]}), ChatBody)
@@ -113,7 +113,7 @@ def test_chats_refuse_what_only_completions_have(name: str) -> None:
 @pytest.mark.parametrize("params", [ChatParams, CompletionParams])
 def test_no_field_of_openai_s_client_is_forgotten(params: type) -> None:
     body = ChatBody if params is ChatParams else CompletionBody
-    known = body.model_fields.keys() | UNSUPPORTED.keys() | NOTHING_OF_THE_ANSWER
+    known = body.model_fields.keys() | UNSUPPORTED.keys() | ELSEWHERE.keys() | NOTHING_OF_THE_ANSWER
     assert sorted(params.__annotations__.keys() - known) == []
 
 

@@ -1,0 +1,108 @@
+"""Tools of the Responses API as the functions that a model is told of. Routers and replicas share this: equal tools
+must give equal prompts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+INPUT: Final = "input"
+"""The one argument of the function that a custom tool becomes."""
+_UNSAFE: Final = re.compile(r"[^\w.\-]", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The tool that a function stands for."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+    """Calls have a text as their input, and no arguments."""
+
+
+@dataclass(frozen=True)
+class AskedTools:
+    """Tools of a request, taken apart."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    """As chats have them."""
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """By the name of the function, of those that another tool stands behind."""
+    left_out: list[str] = field(default_factory=list)
+    """What the model is not told of or not held to: types of tools, and `NAME.format` of custom tools whose grammar
+    is no more than described."""
+
+
+def qualified(name: str, namespace: Any) -> str:
+    """The name of a tool within a namespace, in characters that every format of calls can write."""
+    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+def asked_tools(tools: Sequence[Any]) -> AskedTools:
+    """The field `tools`. ValueError for what is no tool."""
+    asked = AskedTools()
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if not isinstance(kind, str):
+            raise ValueError("a tool should be an object with a type")
+        if kind in ("function", "custom"):
+            _add(asked, tool, None)
+        elif kind == "namespace":
+            if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
+                raise ValueError("a namespace should have a name and a list of tools")
+            for inner in tool["tools"]:
+                if not isinstance(inner, Mapping) or inner.get("type") not in ("function", "custom"):
+                    raise ValueError("a namespace should hold tools of type function or custom")
+                _add(asked, inner, tool)
+        else:
+            asked.left_out.append(_UNSAFE.sub("_", kind[:64]))
+    return asked
+
+
+def _add(asked: AskedTools, tool: Mapping[str, Any], namespace: Mapping[str, Any] | None) -> None:
+    custom = tool["type"] == "custom"
+    name, within = tool.get("name"), None if namespace is None else namespace["name"]
+    if custom and not isinstance(name, str):
+        raise ValueError("a custom tool should have a name")
+    function = _of_custom(asked, tool) if custom else {key: tool[key] for key in tool if key != "type"}
+    if isinstance(name, str) and (custom or within is not None):
+        function["name"] = qualified(name, within)
+        if function["name"] in asked.origins:
+            raise ValueError(f"two tools have the name {function['name'][:64]!r}")
+        asked.origins[function["name"]] = Origin(name, within, custom)
+    asked.functions.append({"type": "function", "function": function})
+
+
+def _of_custom(asked: AskedTools, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The function whose one argument is the text that a custom tool takes."""
+    described = [tool["description"]] if isinstance(tool.get("description"), str) else []
+    text: dict[str, Any] = {"type": "string"}
+    form = tool.get("format")
+    if isinstance(form, Mapping) and form.get("type") == "grammar":
+        # Some clients have syntax and definition in an object of their own.
+        held = form["grammar"] if isinstance(form.get("grammar"), Mapping) else form
+        syntax, definition = held.get("syntax"), held.get("definition")
+        if not isinstance(syntax, str) or not isinstance(definition, str):
+            raise ValueError("a grammar should have a syntax and a definition")
+        described.append(f"The {INPUT} follows this grammar ({syntax[:64]}):\n{definition}")
+        asked.left_out.append(f"{_UNSAFE.sub('_', tool['name'][:64])}.format")
+    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    function: dict[str, Any] = {"name": tool["name"], "parameters": parameters}
+    if described:
+        function["description"] = "\n\n".join(described)
+    return function
+
+
+def input_of(arguments: str) -> str:
+    """The text that a custom tool is called with, of the arguments of its function; the arguments themselves where the
+    model wrote something else."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    given = value.get(INPUT) if isinstance(value, dict) else value
+    return given if isinstance(given, str) else arguments

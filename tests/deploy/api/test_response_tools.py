@@ -1,0 +1,217 @@
+"""Tools of the Responses API that are no plain functions, and the request that a coding agent sends: the openai client
+against a real server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ResponseCustomToolCall, ResponseFunctionToolCall
+from test_responses import TOKENIZER, TOOL, Served, ask, streamed
+from tool_templates import KIMI
+
+from deploy.api.job.model import render_messages
+from deploy.api.responses.bodies import chat_of, messages_of, parse_response
+from deploy.config.api import ApiConfig
+from deploy.routing.request_features import FeatureReader
+from workers.protocol.prompt import page_keys
+
+PATCH = '*** Begin Patch\n*** Add File: a "b".py\n+x = 1\n*** End Patch'
+GRAMMAR = 'start: begin_patch hunk+ end_patch\nbegin_patch: "*** Begin Patch" LF\n'
+APPLY_PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
+}
+SHELL = {
+    "type": "function",
+    "name": "exec_command",
+    "description": "Runs a command in a PTY.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {"cmd": {"type": "string"}, "yield_time_ms": {"type": "number"}},
+        "required": ["cmd"],
+        "additionalProperties": False,
+    },
+}
+NAMESPACE = {"type": "namespace", "name": "mail", "description": "Letters.", "tools": [{**TOOL, "name": "send"}]}
+CODEX: dict[str, Any] = {
+    "model": "tiny",
+    "instructions": "You are a coding agent running in a terminal.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Write a file."}]},
+    ],
+    "tools": [SHELL, APPLY_PATCH, {"type": "web_search", "external_web_access": True}, {"type": "local_shell"}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199e2a1-7b1c-7000-8000-000000000000",
+    "text": {"verbosity": "low"},
+}
+"""As the agent sends it, but for the words."""
+
+
+def written(name: str, arguments: Any) -> str:
+    """A call as Kimi writes it."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{text}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+
+
+def test_a_custom_tool_is_called_with_a_text() -> None:
+    for width in (1, 5, 1000):
+        with Served(f"</think>I write.{written('apply_patch', {'input': PATCH})}", width=width).client() as client:
+            for answer in (ask(client, tools=[APPLY_PATCH]), streamed(client, tools=[APPLY_PATCH])[0]):
+                call = answer.output[-1]
+                assert isinstance(call, ResponseCustomToolCall)
+                assert (call.name, call.input, call.call_id) == ("apply_patch", PATCH, "functions.apply_patch:0")
+            events = list(client.responses.create(model="tiny", input="Hi", tools=[APPLY_PATCH], stream=True))
+            [added, done] = [e for e in events if e.type.startswith("response.output_item") and e.output_index == 1]
+            assert (added.item.type, added.item.input) == ("custom_tool_call", "")
+            assert done.item.input == PATCH
+            deltas = [e for e in events if e.type == "response.custom_tool_call_input.delta"]
+            [whole] = [e for e in events if e.type == "response.custom_tool_call_input.done"]
+            assert "".join(e.delta for e in deltas) == whole.input == PATCH
+            assert {e.item_id for e in (*deltas, whole)} == {done.item.id}
+            assert not [e for e in events if "function_call_arguments" in e.type]
+
+
+@pytest.mark.parametrize("arguments", ['{"text": "a"}', '{"input": 5}'])
+def test_arguments_that_are_no_input_come_as_they_are(arguments: str) -> None:
+    with Served(f"</think>{written('apply_patch', arguments)}").client() as client:
+        assert ask(client, tools=[APPLY_PATCH]).output[-1].input == arguments
+
+
+def test_a_tool_within_a_namespace_is_called_by_its_name() -> None:
+    served = Served(f"</think>{written('mail__send', {'city': 'a'})}")
+    custom = {"type": "namespace", "name": "files", "description": "", "tools": [APPLY_PATCH]}
+    with served.client() as client:
+        for answer in (ask(client, tools=[NAMESPACE, custom]), streamed(client, tools=[NAMESPACE, custom])[0]):
+            call = answer.output[-1]
+            assert isinstance(call, ResponseFunctionToolCall)
+            assert (call.name, call.namespace, json.loads(call.arguments)) == ("send", "mail", {"city": "a"})
+        assert '"mail__send"' in served.prompt
+        assert '"files__apply_patch"' in served.prompt
+        given: Any = call.model_dump(exclude_none=True)
+        ask(client, input=[{"role": "user", "content": "Hi"}, given], tools=[NAMESPACE])
+        assert "functions.mail__send:0" in served.prompt
+        ask(client, tools=[NAMESPACE], tool_choice={"type": "function", "name": "send", "namespace": "mail"})
+        grammar = served.engine.requests[-1].sampling.grammar
+        assert grammar is not None
+        assert "mail__send" in grammar.text
+
+
+def test_other_tools_are_left_out_and_named_in_a_header() -> None:
+    kinds = [
+        "web_search", "web_search_preview", "local_shell", "shell", "image_generation", "file_search", "computer",
+        "code_interpreter", "computer_use_preview", "mcp", "tool_search", "apply_patch", "of_tomorrow",
+    ]  # fmt: skip
+    served = Served()
+    with served.client() as client:
+        tools: Any = [TOOL, *({"type": kind} for kind in kinds)]
+        raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=tools)
+        assert raw.headers["x-latentserve-ignored-tools"] == ", ".join(kinds)
+        assert not [kind for kind in kinds if kind in served.prompt]
+        raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[TOOL])
+        assert "x-latentserve-ignored-tools" not in raw.headers
+        raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[{"type": "a\r\nb: c"}])  # type: ignore[list-item]
+        assert raw.headers["x-latentserve-ignored-tools"] == "a__b__c"
+        for kind in kinds:
+            with pytest.raises(openai.BadRequestError, match=kind) as found:
+                ask(client, tools=tools, tool_choice={"type": kind})
+            assert (found.value.param, found.value.code) == ("tool_choice", "unsupported_parameter")
+        ask(client, tools=[APPLY_PATCH], tool_choice={"type": "custom", "name": "apply_patch"})
+        grammar = served.engine.requests[-1].sampling.grammar
+        assert grammar is not None
+        assert "apply_patch" in grammar.text
+
+
+def test_a_coding_agent_s_request() -> None:
+    served = Served(f"Hm.</think>I write.{written('apply_patch', {'input': PATCH})}")
+    with served.client() as client:
+        raw = client.responses.with_raw_response.create(**CODEX)
+        assert raw.headers["x-latentserve-ignored-tools"] == "apply_patch.format, web_search, local_shell"
+        events = list(raw.parse())
+        assert "You are a coding agent running in a terminal.\n\n<permissions>" in served.prompt
+        assert json.dumps(GRAMMAR)[1:-1] in served.prompt
+        assert [event.type for event in events][-1] == "response.completed"
+        response = events[-1].response
+        assert [item.type for item in response.output] == ["reasoning", "message", "custom_tool_call"]
+        assert [tool.type for tool in response.tools] == ["function", "custom", "web_search", "local_shell"]
+        history = [item.model_dump(exclude_none=True) for item in response.output]
+        result = {"type": "custom_tool_call_output", "call_id": history[-1]["call_id"], "output": "Done."}
+        again = list(client.responses.create(**{**CODEX, "input": [*CODEX["input"], *history, result]}))
+        assert again[-1].type == "response.completed"
+        assert written("apply_patch", {"input": PATCH}) in served.prompt
+        assert "## Return of functions.apply_patch:0\nDone.<|im_end|>" in served.prompt
+
+
+USER = {"role": "user", "content": "Hi"}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,"}
+ITEMS: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
+    ([{"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"}], [], ["gAAA"]),
+    ([{"type": "item_reference", "id": "msg_1"}], [], ["msg_1"]),
+    ([{"type": "compaction", "encrypted_content": "gAAA"}], ["[Earlier turns were left out here.]"], ["gAAA"]),
+    (
+        [{"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q?"}}],
+        ["[The server called its tool web_search: q?.]"],
+        ["ws_1"],
+    ),
+    ([{"type": "tool_search_call", "arguments": {}}], ["[The server called its tool tool_search.]"], []),
+    (
+        [{"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function", "name": "send"}, 5]}],
+        ["[Tools were found: send.]"],
+        [],
+    ),
+    (
+        [
+            {"type": "local_shell_call", "call_id": "x", "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "call_id": "x", "output": "a.py"},
+        ],
+        ["local_shell", '"command": ["ls"]', "a.py"],
+        [],
+    ),
+    (
+        [
+            {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "x", "output": [IMAGE, {"type": "input_text", "text": "b"}]},
+        ],
+        ["[An image was here, which this model cannot see.]", "b"],
+        ["data:image"],
+    ),
+    (
+        [{"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}],
+        ["I won't."],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("items", "seen", "unseen"), ITEMS)
+def test_items_that_agents_send(items: list[Any], seen: list[str], unseen: list[str]) -> None:
+    served = Served()
+    with served.client() as client:
+        ask(client, input=[USER, *items, USER], tools=[TOOL], store=False)
+    assert not [text for text in seen if text not in served.prompt]
+    assert not [text for text in unseen if text in served.prompt]
+
+
+@pytest.mark.parametrize("items", [items for items, _, _ in ITEMS])
+async def test_routers_see_the_same_prompt(items: list[Any]) -> None:
+    config = ApiConfig(chat_template=KIMI)
+    raw = json.dumps({**CODEX, "tools": [*CODEX["tools"], NAMESPACE], "input": [USER, *items, USER] * 9}).encode()
+    body = parse_response(raw)
+    ids = TOKENIZER.encode(render_messages(TOKENIZER, config, chat_of(body, messages_of(body.input))), False)
+    keys = (await FeatureReader(TOKENIZER, KIMI).read(raw)).keys
+    assert len(keys) > 2
+    assert list(keys) == page_keys(ids)
