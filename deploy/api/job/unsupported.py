@@ -172,19 +172,17 @@ def refused_at(endpoint: Endpoint, fields: Collection[str] = ()) -> dict[str, tu
         for name, (what, neutral, instead) in ELSEWHERE.items()
     }
     known = UNSUPPORTED | elsewhere | AT[endpoint]
-    return {name: known[name] for name in known.keys() - set(fields)}
+    return {name: row for name, row in known.items() if name not in fields}
 
 
 def reject_unsupported(raw: Mapping[str, Any], endpoint: Endpoint, fields: Collection[str] = ()) -> None:
     """400 for a field that asks for something this endpoint cannot do and that must not be ignored silently. `fields`:
     those that the body has, which are supported."""
-    known = refused_at(endpoint, fields)
-    for name in raw:
-        if name not in known:
-            continue
+    asked = {name: value for name, value in raw.items() if value is not None and name not in fields}
+    known = refused_at(endpoint, fields) if asked else {}
+    for name in (name for name in asked if name in known):
         what, neutral = known[name]
-        value = raw[name]
-        if value is not None and not any(_same(value, harmless) for harmless in neutral):
+        if not any(_same(asked[name], harmless) for harmless in neutral):
             raise unsupported(what, name)
 
 
