@@ -68,7 +68,11 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
         "chat_template_kwargs": thinking_variables(
             (data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")
         ),
-        "tools": [_function(tool["name"], tool.get("description"), tool["input_schema"]) for tool in tools],
+        "tools": [
+            _function(tool["name"], tool.get("description"), tool["input_schema"])
+            for tool in tools
+            if tool.get("type") in (None, "custom")
+        ],
         "tool_choice": choice.get("type"),
     }
 

@@ -37,6 +37,11 @@ class AskedTools:
     is no more than described."""
 
 
+def named(kind: str) -> str:
+    """A type of tools, or a name, in characters that a header can hold."""
+    return _UNSAFE.sub("_", kind[:64])
+
+
 def qualified(name: str, namespace: Any) -> str:
     """The name of a tool within a namespace, in characters that every format of calls can write."""
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
@@ -59,7 +64,7 @@ def asked_tools(tools: Sequence[Any]) -> AskedTools:
                     raise ValueError("a namespace should hold tools of type function or custom")
                 _add(asked, inner, tool)
         else:
-            asked.left_out.append(_UNSAFE.sub("_", kind[:64]))
+            asked.left_out.append(named(kind))
     return asked
 
 
@@ -89,7 +94,7 @@ def _of_custom(asked: AskedTools, tool: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(syntax, str) or not isinstance(definition, str):
             raise ValueError("a grammar should have a syntax and a definition")
         described.append(f"The {INPUT} follows this grammar ({syntax[:64]}):\n{definition}")
-        asked.left_out.append(f"{_UNSAFE.sub('_', tool['name'][:64])}.format")
+        asked.left_out.append(f"{named(tool['name'])}.format")
     parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     function: dict[str, Any] = {"name": tool["name"], "parameters": parameters}
     if described:

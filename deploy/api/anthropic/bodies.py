@@ -13,6 +13,7 @@ from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
 from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
+from deploy.text.response_tools import named
 from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_variables
 
 Known = Mapping[str, Mapping[str, type[Any]]]
@@ -100,7 +101,7 @@ class Turn(BaseModel):
 
 
 class ClientTool(Body):
-    """A function that the model may call."""
+    """A function that the model may call. Tools of other types are left out."""
 
     type: Annotated[str, WithJsonSchema({"const": "custom"})] = "custom"
     name: str = Field(min_length=1)
@@ -112,13 +113,16 @@ class ClientTool(Body):
 
 
 def _tools(value: Any) -> Any:
+    """Those that the model is told of."""
     if isinstance(value, list) and len(value) > MOST_TOOLS:
         raise ValueError(f"at most {MOST_TOOLS} tools are allowed, not {len(value)}")
-    for tool in value if isinstance(value, list) else ():
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if isinstance(kind, str) and kind != "custom":
-            raise unsupported(f"a tool of type {kind[:64]!r}, which the server would have to run,", "tools")
-    return value
+    return [tool for tool in value if _own_type(tool) is None] if isinstance(value, list) else value
+
+
+def _own_type(tool: Any) -> str | None:
+    """The type of a tool that Anthropic defines, and runs or knows the arguments of; None of the client's own."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return kind if isinstance(kind, str) and kind != "custom" else None
 
 
 class MessagesToolChoice(Body):
@@ -213,13 +217,15 @@ def _as_anthropic_says(error: TooLong) -> ApiError:
     return invalid(message, "messages", error.code)
 
 
-def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody]:
-    """The body of /v1/messages, and the chat that it is; 400 for what is wrong with it."""
+def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody, list[str]]:
+    """The body of /v1/messages, the chat that it is, and the types of tools of which the model is not told; 400 for
+    what is wrong with it."""
     value = parse_object(raw)
     reject_unsupported(value, "messages", MessagesBody.model_fields)
     body = validate(MessagesBody, value)
     same = {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
-    return body, _chat_of(body, **same, **body.shared())
+    left_out = [named(kind) for tool in value.get("tools") or () if (kind := _own_type(tool)) is not None]
+    return body, _chat_of(body, **same, **body.shared()), left_out
 
 
 def parse_prompt(raw: bytes) -> ChatBody:

@@ -14,6 +14,7 @@ from deploy.api.anthropic.format import MessageAnswer, MessageEvent, MessagesFor
 from deploy.api.generation.generate import Generator
 from deploy.api.http.body import Intake
 from deploy.api.http.errors import invalid
+from deploy.api.http.ignored_tools import name_ignored_tools
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.job import chat_job
 from deploy.api.job.model import PLAIN, ServedModel
@@ -27,7 +28,7 @@ def add_messages(endpoints: Endpoints, intake: Intake, model: ServedModel, gener
         """Answer a chat in Anthropic's shape."""
         arrival = time.perf_counter()
         async with intake.reading(request) as incoming:
-            body, chat = await incoming.work(parse_messages, incoming.raw)
+            body, chat, left_out = await incoming.work(parse_messages, incoming.raw)
             model.check_name(body.model)
             if body.thinking is not None and body.thinking.type == "enabled" and model.reader.reasoning is None:
                 raise invalid(
@@ -38,6 +39,7 @@ def add_messages(endpoints: Endpoints, intake: Intake, model: ServedModel, gener
             with own_names():
                 job = await chat_job(chat, incoming, model, generator.admission)
         job = replace(job, reading=job.reading or PLAIN)
+        name_ignored_tools(request.scope, left_out)
         form = MessagesFormat(job, request.scope["latentserve.request_id"])
         return generator.answer("messages", job, form, arrival)
 

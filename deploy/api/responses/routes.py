@@ -17,6 +17,7 @@ from starlette.responses import Response
 from deploy.api.generation.generate import Generator
 from deploy.api.http.body import Intake
 from deploy.api.http.errors import ApiError, invalid
+from deploy.api.http.ignored_tools import name_ignored_tools
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.job import chat_job
 from deploy.api.job.model import PLAIN, ServedModel
@@ -25,11 +26,6 @@ from deploy.api.responses.format import DeletedResponse, ResponseAnswer, Respons
 from deploy.config.api import ApiConfig
 from deploy.text.response_tools import asked_tools
 from deploy.text.turns import Messages
-
-IGNORED_TOOLS = b"x-latentserve-ignored-tools"
-"""The header that names tools of which the model is not told, and formats that it is not held to."""
-MOST_HEADER = 1024
-"""Characters of it."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +141,7 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
 
         job = replace(job, reading=job.reading or PLAIN)
         form = ResponsesFormat(job, body, name, stored, ended)
-        if left_out := asked_tools(body.tools).left_out:
-            names = ", ".join(dict.fromkeys(left_out))[:MOST_HEADER]
-            request.scope["latentserve.headers"].append((IGNORED_TOOLS, names.encode()))
+        name_ignored_tools(request.scope, asked_tools(body.tools).left_out)
         return generator.answer("responses", job, form, arrival)
 
     async def stored_response(request: HttpRequest) -> Response:

@@ -198,7 +198,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0"),
     ({"system": 5}, "system"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -228,6 +227,30 @@ def test_what_is_wrong_is_told_by_name(http: httpx.Client, fields: dict[str, Any
     assert answer.json()["type"] == "error"
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_tools_that_anthropic_defines_are_left_out_and_named() -> None:
+    served = Served()
+    kinds = ["web_search_20250305", "bash_20250124", "memory_20250818"]
+    own = [{"type": kind, "name": kind.partition("_2")[0]} for kind in kinds]
+    with served.client() as client:
+        told = client.messages.with_raw_response.create(
+            model="tiny", max_tokens=3000, messages=ASK, tools=[*own, TOOL, own[0]]
+        )
+        assert told.headers["x-latentserve-ignored-tools"] == ", ".join(kinds)
+        assert told.parse().stop_reason == "tool_use"
+        assert "get_weather" in served.prompt
+        assert "web_search" not in served.prompt
+        prompt = served.prompt
+        plain = client.messages.with_raw_response.create(model="tiny", max_tokens=3000, messages=ASK, tools=[TOOL])
+        assert "x-latentserve-ignored-tools" not in plain.headers
+        assert served.prompt == prompt
+        counted = [
+            client.messages.count_tokens(model="tiny", messages=ASK, tools=tools) for tools in ([TOOL], [*own, TOOL])
+        ]
+        assert counted[0] == counted[1]
+        with pytest.raises(anthropic.BadRequestError, match="web_search"):
+            ask(client, tools=[*own, TOOL], tool_choice={"type": "tool", "name": "web_search"})
 
 
 def test_errors_are_those_that_the_client_knows() -> None:

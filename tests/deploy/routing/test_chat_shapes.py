@@ -45,7 +45,7 @@ def lengthened(value: Any) -> Any:
 
 def replicas_ids(tokenizer: Tokenizer, path: str, raw: bytes) -> list[int]:
     if path == MESSAGES:
-        _, chat = parse_messages(raw)
+        _, chat, _ = parse_messages(raw)
     else:
         body = parse_response(raw)
         chat = chat_of(body, messages_of(body.input))
@@ -66,6 +66,17 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
             "messages": [{"role": "user", "content": "b"}],
             "tools": [{"name": "f", "input_schema": {"type": "object"}}],
             "tool_choice": {"type": "none"},
+        },
+    ),
+    (
+        MESSAGES,
+        {
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": "b"}],
+            "tools": [
+                {"type": "web_search_20250305", "name": "web_search"},
+                {"type": "custom", "name": "f", "input_schema": {"type": "object"}},
+            ],
         },
     ),
     (RESPONSES, {"input": "b"}),
