@@ -169,7 +169,7 @@ def _retype(x: Any, dtype: Any) -> Any:
     return tl.core.tensor(_handle(widen(x.handle), dtype.scalar), kind)
 
 
-def interpreted_pytest(path: Path, arguments: Sequence[str] = (), timeout_s: float = 1200.0) -> None:
+def interpreted_pytest(path: Path, arguments: Sequence[str] = (), timeout_s: float = 570.0) -> None:
     """Run the tests of `path` in a process whose Triton interprets; AssertionError with their output when one fails.
 
     The file imports its kernels freely; it must call `repair` first.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.interpreter import interpreted_pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("cases", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
