@@ -32,6 +32,8 @@ class AskedTools:
     """As chats have them."""
     origins: dict[str, Origin] = field(default_factory=dict)
     """By the name of the function, of those that another tool stands behind."""
+    with_pattern: list[dict[str, Any]] = field(default_factory=list)
+    """Those of the functions whose input has a pattern: custom tools with a regular expression as their grammar."""
     left_out: list[str] = field(default_factory=list)
     """What the model is not told of or not held to: types of tools, and `NAME.format` of custom tools whose grammar
     is no more than described."""
@@ -40,6 +42,11 @@ class AskedTools:
 def named(kind: str) -> str:
     """A type of tools, or a name, in characters that a header can hold."""
     return _UNSAFE.sub("_", kind[:64])
+
+
+def format_of(name: str) -> str:
+    """The grammar of the custom tool `name`, as the header has it."""
+    return f"{named(name)}.format"
 
 
 def qualified(name: str, namespace: Any) -> str:
@@ -79,6 +86,8 @@ def _add(asked: AskedTools, tool: Mapping[str, Any], namespace: Mapping[str, Any
         if function["name"] in asked.origins:
             raise ValueError(f"two tools have the name {function['name'][:64]!r}")
         asked.origins[function["name"]] = Origin(name, within, custom)
+    if custom and "pattern" in function["parameters"]["properties"][INPUT]:
+        asked.with_pattern.append(function)
     asked.functions.append({"type": "function", "function": function})
 
 
@@ -94,7 +103,10 @@ def _of_custom(asked: AskedTools, tool: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(syntax, str) or not isinstance(definition, str):
             raise ValueError("a grammar should have a syntax and a definition")
         described.append(f"The {INPUT} follows this grammar ({syntax[:64]}):\n{definition}")
-        asked.left_out.append(f"{named(tool['name'])}.format")
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        else:
+            asked.left_out.append(format_of(tool["name"]))
     parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     function: dict[str, Any] = {"name": tool["name"], "parameters": parameters}
     if described:

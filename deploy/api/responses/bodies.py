@@ -14,7 +14,7 @@ from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
-from deploy.text.response_tools import asked_tools, qualified
+from deploy.text.response_tools import AskedTools, asked_tools, format_of, qualified
 from deploy.text.turns import ITEMS, Messages, messages_of_items, with_instructions
 
 Items = list[dict[str, Any]]
@@ -158,7 +158,7 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
         "model": body.model,
         "messages": with_instructions(messages, body.instructions),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": asked_tools(body.tools).functions,
+        "tools": tools_of(body).functions,
         "tool_choice": _choice_of_chat(body.tool_choice),
         "response_format": body.text,
     }
@@ -169,6 +169,22 @@ def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
         return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
     except ApiError as error:
         raise named_here(error) from None
+
+
+def tools_of(body: ResponsesBody) -> AskedTools:
+    """The tools of a body. Calls of custom tools are held to regular expressions that grammars can enforce."""
+    from workers.grammar.build import MOST_NESTED
+    from workers.grammar.schema import SchemaError, check_schema
+
+    asked = asked_tools(body.tools)
+    for function in asked.with_pattern:
+        try:
+            check_schema(function["parameters"], MOST_NESTED, within_text=True)
+        except SchemaError:
+            asked.left_out.append(format_of(asked.origins[function["name"]].name))
+        else:
+            function["strict"] = True
+    return asked
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> Messages:

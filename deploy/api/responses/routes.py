@@ -21,10 +21,9 @@ from deploy.api.http.ignored_tools import name_ignored_tools
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.job import chat_job
 from deploy.api.job.model import PLAIN, ServedModel
-from deploy.api.responses.bodies import ResponsesBody, chat_of, messages_of, named_here, parse_response
+from deploy.api.responses.bodies import ResponsesBody, chat_of, messages_of, named_here, parse_response, tools_of
 from deploy.api.responses.format import DeletedResponse, ResponseAnswer, ResponseEvent, ResponsesFormat
 from deploy.config.api import ApiConfig
-from deploy.text.response_tools import asked_tools
 from deploy.text.turns import Messages
 
 
@@ -141,7 +140,7 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
 
         job = replace(job, reading=job.reading or PLAIN)
         form = ResponsesFormat(job, body, name, stored, ended)
-        name_ignored_tools(request.scope, asked_tools(body.tools).left_out)
+        name_ignored_tools(request.scope, tools_of(body).left_out)
         return generator.answer("responses", job, form, arrival)
 
     async def stored_response(request: HttpRequest) -> Response:

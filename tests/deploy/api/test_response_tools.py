@@ -16,6 +16,7 @@ from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
+from tests.workers.grammar.grammar_walk import takes
 from workers.protocol.prompt import page_keys
 
 PATCH = '*** Begin Patch\n*** Add File: a "b".py\n+x = 1\n*** End Patch'
@@ -134,6 +135,25 @@ def test_other_tools_are_left_out_and_named_in_a_header() -> None:
         grammar = served.engine.requests[-1].sampling.grammar
         assert grammar is not None
         assert "apply_patch" in grammar.text
+
+
+def test_a_regular_expression_binds_the_input_of_a_custom_tool() -> None:
+    def tool(definition: str) -> Any:
+        form = {"type": "grammar", "syntax": "regex", "definition": definition}
+        return {"type": "custom", "name": "dial", "format": form}
+
+    served = Served()
+    with served.client() as client:
+        for definition, held in [("[0-9]{2}|x", True), ("(?=1)[0-9]+", False), ("(", False)]:
+            raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[tool(definition)])
+            grammar = served.engine.requests[-1].sampling.grammar
+            assert (grammar is not None) == held
+            assert raw.headers.get("x-latentserve-ignored-tools") == (None if held else "dial.format")
+        ask(client, tools=[tool("[0-9]{2}|x")])
+    grammar = served.engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    for text, allowed in (("12", True), ("x", True), ("1", False), ("123", False), ("12x", False)):
+        assert takes(grammar, written("dial", {"input": text})) == allowed, text
 
 
 def test_a_coding_agent_s_request() -> None:
