@@ -139,7 +139,7 @@ def test_a_cause_that_the_front_noted_stays(server, tmp_path: Path, fresh: bool)
     if not fresh:
         os.utime(fault, (1.0, 1.0))  # of the front before this one
     process.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not gone(watchdog):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -165,7 +165,7 @@ def held_sockets(watchdog: int) -> int:
 
 
 def wait_until_it_holds(watchdog: int, sockets: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while held_sockets(watchdog) != sockets:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -234,7 +234,7 @@ async def test_what_a_watchdog_has_no_time_for_yet_is_told_later() -> None:
     watchdog = StreamWatchdog([b"data: 1\n\n"])
 
     async def until(wanted: int) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (found := held_sockets(watchdog.pid)) != wanted:
             assert time.monotonic() < deadline, f"{found} sockets, not {wanted}"
             await asyncio.sleep(0.01)
