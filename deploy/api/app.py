@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 import kernels
 from deploy.api.anthropic.routes import add_messages
-from deploy.api.generation.generate import Generator
+from deploy.api.generation.generate import NOT_ENFORCED, Generator
 from deploy.api.http import errors
 from deploy.api.http.body import ClientDisconnected, Intake
+from deploy.api.http.ignored_tools import IGNORED_TOOLS
 from deploy.api.http.middleware import AccessLayer, DeadlineLayer
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.defaults import SamplingDefaults
@@ -123,7 +124,10 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "request-id", "retry-after", "traceresponse", *RATE_HEADERS),
+            expose_headers=(
+                *("x-request-id", "request-id", "retry-after", "traceresponse"),
+                *(IGNORED_TOOLS.decode(), NOT_ENFORCED.decode(), *RATE_HEADERS),
+            ),
         )
     if tracing is not None:
         from deploy.api.http.tracing import TracingLayer

@@ -80,7 +80,7 @@ class ApiConfig(BaseModel):
     chat_template: Annotated[str | None, Flag(metavar="PATH|TEXT", default="the model's own")] = None
     """A Jinja chat template to use instead of the model folder's: the text, or the path of a file that holds it.
 
-    None: the model's own, or what stands for it where the model's makers publish none (docs/models.md)."""
+    Where a model's makers publish none, what stands for it holds (docs/models.md)."""
     control_tokens_in_text: bool = False
     """Encode what messages spell like the chat template's control tokens, as <|user|>, as these; else as text.
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from deploy.text.chat import Content, content_of
 from deploy.text.effort import FIELDS
-from deploy.text.response_tools import asked_tools
+from deploy.text.response_tools import read_tools
 from deploy.text.turns import (
     goes_on,
     messages_of_items,
@@ -83,7 +83,7 @@ def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
     messages = messages_of_items([{"type": "message", **item} for item in items], _content)
     return {
         "messages": with_instructions(messages, data.get("instructions")),
-        "tools": asked_tools(data.get("tools") or ()).functions,
+        "tools": read_tools(data.get("tools") or ()).functions,
         "tool_choice": data.get("tool_choice"),
         "chat_template_kwargs": data.get("chat_template_kwargs"),
         "reasoning": data.get("reasoning"),

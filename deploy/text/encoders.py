@@ -38,7 +38,7 @@ class Encoder:
     reasoning_parser: str
     """The same of reasoning."""
     variables: frozenset[str]
-    """The variables that `encode` reads, as a chat template would (`deploy.text.template_variables`)."""
+    """By which of the variables in `deploy.text.effort` it is told how to think."""
 
 
 ENCODERS: Final[Mapping[str, Encoder]] = {

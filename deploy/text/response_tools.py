@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,8 +33,8 @@ class AskedTools:
     """As chats have them."""
     origins: dict[str, Origin] = field(default_factory=dict)
     """By the name of the function, of those that another tool stands behind."""
-    with_pattern: list[dict[str, Any]] = field(default_factory=list)
-    """Those of the functions whose input has a pattern: custom tools with a regular expression as their grammar."""
+    patterns: dict[str, str] = field(default_factory=dict)
+    """The regular expressions that custom tools have as their grammar, by the names of the functions."""
     left_out: list[str] = field(default_factory=list)
     """What the model is not told of or not held to: types of tools, and `NAME.format` of custom tools whose grammar
     is no more than described."""
@@ -54,8 +55,8 @@ def qualified(name: str, namespace: Any) -> str:
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
-def asked_tools(tools: Sequence[Any]) -> AskedTools:
-    """The field `tools`. ValueError for what is no tool."""
+def read_tools(tools: Sequence[Any]) -> AskedTools:
+    """The field `tools`. ValueError for what is no tool, and for a name that does not say which tool is meant."""
     asked = AskedTools()
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, Mapping) else None
@@ -72,6 +73,9 @@ def asked_tools(tools: Sequence[Any]) -> AskedTools:
                 _add(asked, inner, tool)
         else:
             asked.left_out.append(named(kind))
+    names = Counter(function.get("name") for function in (tool["function"] for tool in asked.functions))
+    if twice := next((name for name in asked.origins if names[name] > 1), None):
+        raise ValueError(f"two tools have the name {twice[:64]!r}")
     return asked
 
 
@@ -83,25 +87,36 @@ def _add(asked: AskedTools, tool: Mapping[str, Any], namespace: Mapping[str, Any
     function = _of_custom(asked, tool) if custom else {key: tool[key] for key in tool if key != "type"}
     if isinstance(name, str) and (custom or within is not None):
         function["name"] = qualified(name, within)
-        if function["name"] in asked.origins:
-            raise ValueError(f"two tools have the name {function['name'][:64]!r}")
         asked.origins[function["name"]] = Origin(name, within, custom)
-    if custom and "pattern" in function["parameters"]["properties"][INPUT]:
-        asked.with_pattern.append(function)
+        if custom and (pattern := _pattern_of(tool)) is not None:
+            asked.patterns[function["name"]] = pattern
     asked.functions.append({"type": "function", "function": function})
+
+
+def _grammar_of(tool: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The syntax and the definition of the grammar that a custom tool has as its format."""
+    form = tool.get("format")
+    if not isinstance(form, Mapping) or form.get("type") != "grammar":
+        return None
+    # Some clients have syntax and definition in an object of their own.
+    held = form["grammar"] if isinstance(form.get("grammar"), Mapping) else form
+    syntax, definition = held.get("syntax"), held.get("definition")
+    if not isinstance(syntax, str) or not isinstance(definition, str):
+        raise ValueError("a grammar should have a syntax and a definition")
+    return syntax, definition
+
+
+def _pattern_of(tool: Mapping[str, Any]) -> str | None:
+    grammar = _grammar_of(tool)
+    return grammar[1] if grammar is not None and grammar[0] == "regex" else None
 
 
 def _of_custom(asked: AskedTools, tool: Mapping[str, Any]) -> dict[str, Any]:
     """The function whose one argument is the text that a custom tool takes."""
     described = [tool["description"]] if isinstance(tool.get("description"), str) else []
     text: dict[str, Any] = {"type": "string"}
-    form = tool.get("format")
-    if isinstance(form, Mapping) and form.get("type") == "grammar":
-        # Some clients have syntax and definition in an object of their own.
-        held = form["grammar"] if isinstance(form.get("grammar"), Mapping) else form
-        syntax, definition = held.get("syntax"), held.get("definition")
-        if not isinstance(syntax, str) or not isinstance(definition, str):
-            raise ValueError("a grammar should have a syntax and a definition")
+    if (grammar := _grammar_of(tool)) is not None:
+        syntax, definition = grammar
         described.append(f"The {INPUT} follows this grammar ({syntax[:64]}):\n{definition}")
         if syntax == "regex":
             text["pattern"] = f"^(?:{definition})$"

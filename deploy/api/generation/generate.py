@@ -46,6 +46,7 @@ INTERVALS = 256
 ENTRY_BYTES: Final = 64
 """About what an entry of an answer takes while it is written."""
 NOT_ENFORCED: Final = b"x-latentserve-not-enforced"
+"""The header that names what of schemas is left to the model."""
 MOST_NAMED: Final = 16
 """Keywords in that header."""
 _NAMEABLE: Final = re.compile(r"[^!-~ ]|,")

@@ -14,7 +14,7 @@ from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
-from deploy.text.response_tools import AskedTools, asked_tools, format_of, qualified
+from deploy.text.response_tools import AskedTools, format_of, qualified, read_tools
 from deploy.text.turns import ITEMS, Messages, messages_of_items, with_instructions
 
 Items = list[dict[str, Any]]
@@ -65,7 +65,7 @@ def _tools(value: Any) -> Any:
     """The field `tools`, once it is known that they can be taken apart."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise ValueError(f"tools should be a list of at most {MOST_TOOLS}")
-    asked_tools(value)
+    read_tools(value)
     return value
 
 
@@ -152,13 +152,13 @@ def parse_response(raw: bytes) -> ResponsesBody:
     return validate(ResponsesBody, value)
 
 
-def chat_of(body: ResponsesBody, messages: Messages) -> ChatBody:
+def chat_of(body: ResponsesBody, messages: Messages, tools: AskedTools) -> ChatBody:
     """The chat of these messages, that of the body last. 400 for what is no chat."""
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": with_instructions(messages, body.instructions),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": tools_of(body).functions,
+        "tools": tools.functions,
         "tool_choice": _choice_of_chat(body.tool_choice),
         "response_format": body.text,
     }
@@ -176,14 +176,16 @@ def tools_of(body: ResponsesBody) -> AskedTools:
     from workers.grammar.build import MOST_NESTED
     from workers.grammar.schema import SchemaError, check_schema
 
-    asked = asked_tools(body.tools)
-    for function in asked.with_pattern:
+    asked = read_tools(body.tools)
+    functions = {tool["function"].get("name"): tool["function"] for tool in asked.functions}
+    for name, pattern in asked.patterns.items():
         try:
-            check_schema(function["parameters"], MOST_NESTED, within_text=True)
+            check_schema({"type": "string", "pattern": pattern}, MOST_NESTED, within_text=True)  # it is one by itself
+            check_schema(functions[name]["parameters"], MOST_NESTED, within_text=True)
         except SchemaError:
-            asked.left_out.append(format_of(asked.origins[function["name"]].name))
+            asked.left_out.append(format_of(asked.origins[name].name))
         else:
-            function["strict"] = True
+            functions[name]["strict"] = True
     return asked
 
 

@@ -17,7 +17,7 @@ from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Job
 from deploy.api.responses.bodies import ResponsesBody
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
-from deploy.text.response_tools import Origin, asked_tools, input_of
+from deploy.text.response_tools import AskedTools, Origin, input_of
 
 
 class ResponseAnswer(Answer):
@@ -56,12 +56,18 @@ class ResponsesFormat:
     """/v1/responses. See `Format`; of one answer."""
 
     def __init__(
-        self, job: Job, body: ResponsesBody, name: str, stored: bool, on_end: Callable[[dict[str, Any]], None]
+        self,
+        job: Job,
+        body: ResponsesBody,
+        tools: AskedTools,
+        name: str,
+        stored: bool,
+        on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`name`: the response's id. `stored`: whether it can be gone on from. `on_end` gets the response once it is
-        complete. 400 for what of `body` could not be written."""
+        """`tools`: those of the body, taken apart. `name`: the response's id. `stored`: whether it can be gone on from.
+        `on_end` gets the response once it is complete. 400 for what of `body` could not be written."""
         self._job, self._on_end = job, on_end
-        self._items = OutputWriter(asked_tools(body.tools).origins)
+        self._items = OutputWriter(tools.origins)
         self._number = 0
         """Of the next event."""
         sampling = job.sequences[0].sampling

@@ -128,7 +128,8 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
             async with intake.with_more(incoming, len(before)) as whole:
                 messages = await whole.work(_conversation, before, body)
                 try:
-                    chat = await whole.work(chat_of, body, messages)
+                    tools = await whole.work(tools_of, body)
+                    chat = await whole.work(chat_of, body, messages, tools)
                     job = await chat_job(chat, whole, model, generator.admission)
                 except ApiError as error:
                     raise named_here(error) from None
@@ -139,8 +140,8 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
                 store.keep(name, messages + messages_of(response["output"]), response)
 
         job = replace(job, reading=job.reading or PLAIN)
-        form = ResponsesFormat(job, body, name, stored, ended)
-        name_ignored_tools(request.scope, tools_of(body).left_out)
+        form = ResponsesFormat(job, body, tools, name, stored, ended)
+        name_ignored_tools(request.scope, tools.left_out)
         return generator.answer("responses", job, form, arrival)
 
     async def stored_response(request: HttpRequest) -> Response:

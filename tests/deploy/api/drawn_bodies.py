@@ -167,6 +167,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
             ],
             "tools": [
                 {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "a"}},
+                {"type": "custom", "name": "q", "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}},
                 {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}]},
                 {"type": "web_search"},
             ],

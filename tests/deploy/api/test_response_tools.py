@@ -13,7 +13,7 @@ from test_responses import TOKENIZER, TOOL, Served, ask, streamed
 from tool_templates import KIMI
 
 from deploy.api.job.model import render_messages
-from deploy.api.responses.bodies import chat_of, messages_of, parse_response
+from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from tests.workers.grammar.grammar_walk import takes
@@ -144,7 +144,7 @@ def test_a_regular_expression_binds_the_input_of_a_custom_tool() -> None:
 
     served = Served()
     with served.client() as client:
-        for definition, held in [("[0-9]{2}|x", True), ("(?=1)[0-9]+", False), ("(", False)]:
+        for definition, held in [("[0-9]{2}|x", True), ("(?=1)[0-9]+", False), ("(", False), ("a)|(b", False)]:
             raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[tool(definition)])
             grammar = served.engine.requests[-1].sampling.grammar
             assert (grammar is not None) == held
@@ -154,6 +154,19 @@ def test_a_regular_expression_binds_the_input_of_a_custom_tool() -> None:
     assert grammar is not None
     for text, allowed in (("12", True), ("x", True), ("1", False), ("123", False), ("12x", False)):
         assert takes(grammar, written("dial", {"input": text})) == allowed, text
+
+
+def test_a_name_says_which_tool_is_meant() -> None:
+    custom: Any = {"type": "custom", "name": "mail__send"}
+    with Served().client() as client:
+        for tools in (
+            [custom, NAMESPACE],
+            [NAMESPACE, {**TOOL, "name": "mail__send"}],
+            [{**TOOL, "name": "a"}, custom, custom],
+        ):
+            with pytest.raises(openai.BadRequestError, match="two tools have the name 'mail__send'") as found:
+                ask(client, tools=tools)
+            assert found.value.param == "tools"
 
 
 def test_a_coding_agent_s_request() -> None:
@@ -231,7 +244,9 @@ async def test_routers_see_the_same_prompt(items: list[Any]) -> None:
     config = ApiConfig(chat_template=KIMI)
     raw = json.dumps({**CODEX, "tools": [*CODEX["tools"], NAMESPACE], "input": [USER, *items, USER] * 9}).encode()
     body = parse_response(raw)
-    ids = TOKENIZER.encode(render_messages(TOKENIZER, config, chat_of(body, messages_of(body.input))), False)
+    ids = TOKENIZER.encode(
+        render_messages(TOKENIZER, config, chat_of(body, messages_of(body.input), tools_of(body))), False
+    )
     keys = (await FeatureReader(TOKENIZER, KIMI).read(raw)).keys
     assert len(keys) > 2
     assert list(keys) == page_keys(ids)

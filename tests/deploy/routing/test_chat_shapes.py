@@ -11,7 +11,7 @@ import pytest
 
 from deploy.api.anthropic.bodies import parse_messages
 from deploy.api.job.model import render_messages
-from deploy.api.responses.bodies import chat_of, messages_of, parse_response
+from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from deploy.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def replicas_ids(tokenizer: Tokenizer, path: str, raw: bytes) -> list[int]:
         _, chat, _ = parse_messages(raw)
     else:
         body = parse_response(raw)
-        chat = chat_of(body, messages_of(body.input))
+        chat = chat_of(body, messages_of(body.input), tools_of(body))
     return tokenizer.encode(render_messages(tokenizer, CONFIG, chat), chat.add_special_tokens)
 
 
