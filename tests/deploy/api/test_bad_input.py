@@ -423,6 +423,8 @@ def test_pages_of_other_origins_come_in_where_they_are_named(engine: FakeEngine,
         assert httpx.options(path, headers={**asks, "Origin": "https://evil.example.com"}).status_code == 400
         answer = httpx.post(path, json=BASE, headers={"Origin": asks["Origin"], "Authorization": "Bearer sesame"})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, asks["Origin"])
+        shown = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"x-request-id", "x-latentserve-ignored-tools", "x-latentserve-not-enforced"} <= {*shown}
         refused = httpx.post(path, json=BASE, headers={"Origin": asks["Origin"]})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, asks["Origin"])
 
