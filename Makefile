@@ -36,11 +36,12 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The files of the longer lane that take a minute or more, the longest first. They begin before the others: one that begins
 # at the end leaves a core without work.
-LONGEST := $(addprefix tests/, kernels/mla_decode_triton/test_mla_decode_emulated.py \
-  kernels/sparse_triton/test_sparse_emulated.py kernels/moe_triton/test_int4_grouped_emulated.py e2e/test_two_nodes.py \
-  workers/parallel/test_rank_features.py workers/model_based/test_model_based.py workers/graphs/test_compiled_ahead.py \
-  deploy/api/test_structured_output.py e2e/test_rolling_update.py e2e/test_direct.py e2e/test_compare_endpoints.py \
-  kernels/few_tokens/test_few_tokens_interpreted.py e2e/test_busy_cluster.py)
+LONGEST := $(addprefix tests/, e2e/test_two_nodes.py e2e/test_rolling_update.py e2e/test_failing_start.py \
+  kernels/test_interpreted.py kernels/mla_decode_triton/test_mla_decode_emulated.py \
+  kernels/one_shot_triton/test_one_shot_ranks.py workers/processes/test_replica_processes.py \
+  workers/models/test_decode_rows_emulated.py workers/model_based/test_model_based.py workers/parallel/test_rank_features.py \
+  kernels/sparse_triton/test_sparse_emulated.py kernels/moe_triton/test_int4_grouped_emulated.py \
+  deploy/cli/test_cli_processes.py workers/graphs/test_compiled_ahead.py)
 
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
@@ -50,7 +51,7 @@ test: $(READY)
 # The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "long and not alone and not soak" $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(call marked,long))
-	$(BIN)/python -m pytest -m "long and alone" $(filter $(call marked,long),$(call marked,alone))
+	$(BIN)/python -m pytest -m "long and alone and not soak" $(filter $(call marked,long),$(call marked,alone))
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
 # The plugin fails the run if a kernel was left out.

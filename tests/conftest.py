@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from tests.support.gpu_files import needs_gpu_by_name
 from workers.processes import launch
@@ -23,16 +25,36 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if needs_gpu_by_name(collection_path) and not has_gpu() else None
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out files. All those that start Ray clusters go to the same worker, because two starts at a time take longer
+    than one after the other."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        @override
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "clusters" if starts_clusters(file) else file
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def starts_clusters(file: str) -> bool:
+    """Whether a test of the file, whose path is relative to the project, starts a Ray cluster."""
+    return "pytest.mark.cluster" in (Path(__file__).parent.parent / file).read_text()
+
+
 @cache
 def soaked_cases() -> frozenset[str]:
-    """The cases that `soaked_cases.txt` lists."""
+    """The cases that `soaked_cases.txt` lists, and the functions that it lists with all of their cases."""
     lines = Path(__file__).with_name("soaked_cases.txt").read_text().splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Listed cases have the mark `soak`."""
-    if item.nodeid in soaked_cases():
+    if not soaked_cases().isdisjoint((item.nodeid, item.nodeid.split("[")[0])):
         item.add_marker(pytest.mark.soak)
 
 

@@ -54,4 +54,4 @@ def test_cases_that_are_listed_to_soak_are_of_tests_that_exist() -> None:
     functions = {case.partition("[")[0] for case in soaked_cases()}
     assert functions
     for file, name in (function.split("::") for function in functions):
-        assert re.search(rf"^def {name}\(", (root / file).read_text(), re.MULTILINE), f"{file}: {name} is gone"
+        assert re.search(rf"^(async )?def {name}\(", (root / file).read_text(), re.MULTILINE), f"{file}: {name} is gone"

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from served_application import Server, wait_gone
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 CODE = "from busy_cluster_program import main; main()"
 CONFIG = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from served_application import ROOT, Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 ROUNDS, REQUESTS, INPUT, OUTPUT = 3, 8, 32, 24
 

@@ -18,7 +18,7 @@ from induced_failures import kill_under_load
 from served_application import Server, wait_gone
 from timed_client import begin, client, stream, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
 
 CONFIG = {
     "engine": {"model": "demo", "tensor_parallel": 2, "max_rows": 16, "token_budget": 512},
@@ -81,7 +81,6 @@ def test_live_shows_the_replica_and_what_was_proven(server: Server) -> None:
     assert live["selftest"] == httpx.get(f"{server.url}/selftest", trust_env=False).json()
 
 
-@pytest.mark.alone
 async def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
     async def running(http: httpx.AsyncClient) -> bool:
         figures = (await http.get(f"{server.url}/metrics")).text
@@ -179,7 +178,6 @@ async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
     assert {"latentserve_engine_running", "latentserve_engine_waiting"} <= set(found)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("title", "number", "within_s", "cause"),
     [
@@ -198,7 +196,6 @@ async def test_a_failure_ends_every_stream_with_its_cause_and_is_repaired(
     assert all(re.search(cause, error) for error in errors), errors
 
 
-@pytest.mark.alone
 async def test_ctrl_c_lets_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
     """Last in this module: the application is gone afterwards."""
     pids = server.pids()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from induced_failures import socket_folders
 from safetensors.torch import load_file, save_file
-from served_application import Server, wait_gone
+from served_application import START_TIMEOUT_S, Server, wait_gone
 
 from workers.config import DEMO_MODEL
 
@@ -27,6 +27,7 @@ main()
 """
 
 
+@pytest.mark.soak
 def test_more_gpus_than_there_are(launch, tmp_path: Path) -> None:
     """Nobody waits for GPUs that this machine will never have."""
     config = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -35,7 +36,7 @@ def test_more_gpus_than_there_are(launch, tmp_path: Path) -> None:
     engine = {"model": str(tmp_path), "tensor_parallel": 4096}
     settings = {"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}
     server: Server = launch({**settings, "gpus_per_rank": 1, "cpus_per_process": 0.001}, CODE)
-    server.process.wait(60)
+    server.process.wait(START_TIMEOUT_S)
     server._reader.join(10)
     assert server.process.returncode == 1
     [error] = [line for line in server.lines if line.startswith("error: ")]

@@ -14,7 +14,7 @@ from timed_client import client, until
 
 from bench.hostile_clients import Habits
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.soak]
 
 # Eight rows of which each may need half of the pages: some are preempted, and soon there are too many requests.
 CONFIG = {

@@ -14,7 +14,7 @@ import pytest
 from served_application import Server
 from timed_client import client
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.soak]
 
 CONFIG = {
     "engine": {"model": "demo", "device": "cpu", "max_rows": 4, "queue_limit": 40, "token_budget": 256},
@@ -160,19 +160,15 @@ async def test_tokens_follow_weights_over_both_replicas(server: Server, replicas
     assert found[1] / sum(found) == pytest.approx(1 / 3, rel=0.25)
 
 
-async def let_in_after(http: httpx.AsyncClient, key: str, at: str, then: str, **changes: object) -> float:
-    """Ask one replica until it refuses, wait as long as it says, and be let in by the other one. How long that was."""
-    for _ in range(5):
-        answer = await ask(http, at, key, **changes)
+async def refused_by(http: httpx.AsyncClient, key: str, url: str, **changes: object) -> tuple[int, int]:
+    """Ask until there is a refusal. Return how many requests were let in before, and the seconds to wait."""
+    for let_in in range(5):
+        answer = await ask(http, url, key, **changes)
         if answer.status_code == 429:
-            break
-    assert answer.status_code == 429, answer.text
-    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-    wait_s = int(answer.headers["retry-after"])
-    await asyncio.sleep(wait_s)
-    after = await ask(http, then, key, **changes)
-    assert after.status_code == 200, (wait_s, after.text)
-    return wait_s
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            return let_in, int(answer.headers["retry-after"])
+        assert answer.status_code == 200, answer.text
+    raise AssertionError("never refused")
 
 
 async def test_requests_a_minute_are_those_of_both_replicas(server: Server, replicas: list[str]) -> None:
@@ -186,9 +182,11 @@ async def test_requests_a_minute_are_those_of_both_replicas(server: Server, repl
         # A minute's worth, what has come in since, and what others took before a replica heard of it.
         assert 30 <= let_in <= 30 + seconds / 2 + HEARD_S / 2 / (seconds / let_in) + 1
         await asyncio.sleep(HEARD_S)
-        waits = [await let_in_after(http, "asks", *pair, max_tokens=1) for pair in (replicas, replicas[::-1])]
-        print(waits)
-    assert max(waits) < 10
+        for at, then in (replicas, replicas[::-1]):
+            _, wait_s = await refused_by(http, "asks", at, max_tokens=1)
+            assert wait_s < 10
+            await asyncio.sleep(wait_s)
+            assert (await ask(http, then, "asks", max_tokens=1)).status_code == 200
 
 
 async def test_who_waits_for_tokens_is_let_in_though_a_stream_runs_elsewhere(
@@ -201,6 +199,17 @@ async def test_who_waits_for_tokens_is_let_in_though_a_stream_runs_elsewhere(
         running = asyncio.create_task(ask(http, replicas[0], "reads", max_tokens=900))
         await asyncio.sleep(HEARD_S)
         assert not running.done()
-        wait_s = await let_in_after(http, "reads", replicas[1], replicas[0], prompt=[9] * 1500, max_tokens=1)
-        print(wait_s, running.done())
+        reads = {"prompt": [9] * 1500, "max_tokens": 1}
+        let_in, first = await refused_by(http, "reads", replicas[1], **reads)
+        waits = [first]
+        await asyncio.sleep(first)
+        # How fast the stream generates is estimated: it takes more than was thought where it becomes faster.
+        while (answer := await ask(http, replicas[0], "reads", **reads)).status_code == 429:
+            waits.append(int(answer.headers["retry-after"]))
+            await asyncio.sleep(waits[-1])
+        print(waits, running.done())
+        assert answer.status_code == 200, answer.text
         assert (await running).status_code == 200
+    # No longer than if the stream had taken all of its tokens at once.
+    lack = 6 * 1901 + 901 + (let_in + 1) * 1501 - 12000
+    assert sum(waits) <= lack / (12000 / 60) + len(waits)

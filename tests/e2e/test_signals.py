@@ -16,7 +16,7 @@ from induced_failures import socket_folders
 from served_application import Server, wait_gone
 from timed_client import begin, client
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 CODE = """
 import sys

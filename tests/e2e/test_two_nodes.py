@@ -177,6 +177,7 @@ def test_stopping_leaves_nothing_behind(server: Server) -> None:
     wait_gone(pids)
 
 
+@pytest.mark.soak
 async def test_a_replica_may_span_nodes(launch) -> None:
     """More ranks than a node has GPUs: the channel and the rendezvous go over tcp. How fast a failure is told and
     repaired, test_direct says."""

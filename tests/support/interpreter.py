@@ -169,12 +169,12 @@ def _retype(x: Any, dtype: Any) -> Any:
     return tl.core.tensor(_handle(widen(x.handle), dtype.scalar), kind)
 
 
-def interpreted_pytest(path: Path, arguments: Sequence[str] = (), timeout_s: float = 570.0) -> None:
-    """Run the tests of `path` in a process whose Triton interprets; AssertionError with their output when one fails.
+def interpreted_pytest(paths: Sequence[Path], arguments: Sequence[str] = (), timeout_s: float = 570.0) -> None:
+    """Run the tests of `paths` in a process whose Triton interprets; AssertionError with their output when one fails.
 
-    The file imports its kernels freely; it must call `repair` first.
+    The files import their kernels freely; they must call `repair` first.
     """
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path), *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, paths), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"interpreted tests failed:\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}"

@@ -65,7 +65,7 @@ def test_whatever_a_drafter_makes_is_replaced(bench: ModuleType, tmp_path: Path)
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_bench_acceptance.py"))
+    interpreted_pytest([Path(__file__).with_name("interpreted_bench_acceptance.py")])
 
 
 def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:

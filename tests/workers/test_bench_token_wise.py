@@ -26,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_its_kernels_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_bench_token_wise.py"))
+    interpreted_pytest([Path(__file__).with_name("interpreted_bench_token_wise.py")])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

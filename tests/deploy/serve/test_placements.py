@@ -72,6 +72,7 @@ def test_a_device_nobody_shows_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.soak
 def test_a_rank_with_a_gpu_of_its_own_still_sees_all_of_its_node(tmp_path: Path) -> None:
     """Also on a Ray that was started without our settings. Symmetric memory needs its neighbours' GPUs."""
     program, seen = Path(__file__).with_name("visible_gpus_program.py"), tmp_path / "seen"

@@ -1,5 +1,5 @@
 """Decode bookkeeping, reference and Triton, against plain integers. Run with TRITON_INTERPRET=1, see
-test_decode_state.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,4 +1,4 @@
-"""Dequantization in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_dequantize_interpreted.py."""
+"""Dequantization in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
 
 from tests.support import bounds, interpreter
 

@@ -1,5 +1,5 @@
 """The few-token kernels in the repaired interpreter, Gluon ones included. Run with TRITON_INTERPRET=1, see
-test_few_tokens_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import bounds, gluon_interpreter, interpreter
 

@@ -1,5 +1,5 @@
 """The conversion of rows to scaled fp16 in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_fp16_scaled_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,5 +1,5 @@
 """The gather of cached context in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_gather_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import kernels.grouped_attention as family
 from kernels.page import PAGE_TOKENS
 from tests.support.hopper import compile_only, resources
-from tests.support.interpreter import interpreted_pytest
-
-
-@pytest.mark.long
-def test_reference_and_kernels_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).parent / "interpreted_grouped_attention.py")
 
 
 def compiled(rows: int, width: int, heads: int, key_heads: int, dtype: torch.dtype = torch.bfloat16) -> list[object]:

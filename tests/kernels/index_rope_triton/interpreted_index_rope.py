@@ -1,5 +1,5 @@
 """Norm and rope of an indexer in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_index_rope_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,5 +1,5 @@
 """The portable decode kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_mla_decode_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

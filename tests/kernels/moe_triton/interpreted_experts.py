@@ -1,5 +1,5 @@
 """Sorting and the experts' products in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_moe_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,4 +1,4 @@
-"""Routing in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_moe_interpreted.py."""
+"""Routing in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,5 +1,5 @@
 """The experts' products with FP8 and INT4 weights in the repaired interpreter, which reads nothing but the arguments'
-memory. Run with TRITON_INTERPRET=1, see test_moe_interpreted.py."""
+memory. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
 
 from tests.support import bounds, interpreter
 

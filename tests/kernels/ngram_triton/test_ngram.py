@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import kernels.ngram as family
 from tests.support.hopper import compile_only, resources
-from tests.support.interpreter import interpreted_pytest
-
-
-@pytest.mark.long
-def test_reference_and_kernels_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).parent / "interpreted_ngram.py")
 
 
 def compiled(rows: int, tokens: int, drafts: int) -> list[object]:

@@ -15,8 +15,8 @@ from tests.support.ptx import emulated, machine, step
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(4 * 240)]
 
-CALLS, WARPS = 5, 4
-PIECES = (128, 200, 131, 129, 128)
+CALLS, WARPS = 3, 4
+PIECES = (128, 200, 131)
 """Of the parts of each call: all warps have some, some warps several."""
 PATIENCE_S = 240.0
 """For what a rank does between two signs of life: it may compile a kernel on a busy machine."""
@@ -71,8 +71,7 @@ class Polls:
         all_of = WARPS * (self.call + 1)
         self.shared[self.rank] = all_of - WARPS + len(self.warps)
         if self.rank == 0 and len(self.warps) == WARPS and self.call < CALLS - 1:
-            until = time.monotonic() + PATIENCE_S / 2
-            while int(self.shared[1]) < all_of + WARPS and time.monotonic() < until:
+            while int(self.shared[1]) < all_of + WARPS:  # for ever, where it hangs: then the test ends this rank
                 time.sleep(0.01)
 
 

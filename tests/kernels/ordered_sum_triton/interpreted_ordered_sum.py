@@ -1,4 +1,4 @@
-"""The ordered sum in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_ordered_sum_interpreted.py."""
+"""The ordered sum in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,5 +1,5 @@
 """Prefill attention and the merge in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_prefill_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

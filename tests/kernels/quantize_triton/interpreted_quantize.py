@@ -1,4 +1,4 @@
-"""Activations to FP8 in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_quantize_interpreted.py."""
+"""Activations to FP8 in the repaired interpreter. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
 
 from tests.support import bounds, interpreter
 

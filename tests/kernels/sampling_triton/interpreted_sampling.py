@@ -1,5 +1,5 @@
 """The sampling and verification kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_sampling_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

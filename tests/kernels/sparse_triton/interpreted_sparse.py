@@ -1,5 +1,5 @@
 """The kernels of sparse attention in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_sparse_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

@@ -1,5 +1,5 @@
 """The token-wise kernels in the repaired interpreter. Run with TRITON_INTERPRET=1, see
-test_token_wise_interpreted.py."""
+test_interpreted.py."""
 
 from tests.support import interpreter
 

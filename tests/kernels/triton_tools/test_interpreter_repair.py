@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def test_narrow_floats() -> None:
-    interpreter.interpreted_pytest(HERE / "interpreted_narrow_floats.py")
+    interpreter.interpreted_pytest([HERE / "interpreted_narrow_floats.py"])
 
 
 def test_the_plain_interpreter_fails_these_tests() -> None:
@@ -42,4 +42,4 @@ def test_failures_of_the_inner_run_are_shown(tmp_path: Path) -> None:
     bad = tmp_path / "interpreted_bad.py"
     bad.write_text("def test_no(): assert 1 == 2, 'seen outside'\n")
     with pytest.raises(AssertionError, match="seen outside"):
-        interpreter.interpreted_pytest(bad)
+        interpreter.interpreted_pytest([bad])

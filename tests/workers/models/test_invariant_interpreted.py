@@ -10,4 +10,4 @@ pytestmark = pytest.mark.long
 
 
 def test_invariant_mode_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_invariant.py"))
+    interpreted_pytest([Path(__file__).with_name("interpreted_invariant.py")])

@@ -10,4 +10,4 @@ pytestmark = pytest.mark.long
 
 
 def test_the_way_of_few_tokens_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_way_of_few.py"))
+    interpreted_pytest([Path(__file__).with_name("interpreted_way_of_few.py")])

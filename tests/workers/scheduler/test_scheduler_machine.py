@@ -119,7 +119,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SETTINGS
 
 
-@pytest.mark.long
+@pytest.mark.soak
 class TestSchedulerForLong(SchedulerMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(SETTINGS, max_examples=60)
 
@@ -133,6 +133,6 @@ class TestCollidingKeys(CollidingMachine.TestCase):  # type: ignore[name-defined
         monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 class TestCollidingKeysForLong(TestCollidingKeys):
     settings = settings(SETTINGS, max_examples=60)

@@ -1,18 +1,10 @@
-"""Runs interpreted_quantize.py in a process whose Triton interprets; and what needs no kernel."""
-
-from pathlib import Path
+"""Quantization of activations to FP8 on a CPU, against float64."""
 
 import pytest
 import torch
 from quantize_case import SHAPES, Case
 
 from kernels.quantize import GROUP, MOST, quantize, silu_mul_quantize
-from tests.support.interpreter import interpreted_pytest
-
-
-@pytest.mark.long
-def test_quantization_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_quantize.py"))
 
 
 @pytest.mark.parametrize(("tokens", "features"), SHAPES)

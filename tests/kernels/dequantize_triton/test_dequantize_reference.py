@@ -1,20 +1,12 @@
-"""Runs interpreted_dequantize.py in a process whose Triton interprets; and what needs no kernel."""
-
-from pathlib import Path
+"""Dequantization on a CPU, and what is refused."""
 
 import dequantize_case as case
 import pytest
 import torch
 
 from kernels.dequantize import dequantize
-from tests.support.interpreter import interpreted_pytest
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.long
-def test_dequantization_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_dequantize.py"))
 
 
 def test_on_a_cpu() -> None:

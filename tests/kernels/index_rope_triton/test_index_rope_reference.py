@@ -1,18 +1,10 @@
-"""Runs interpreted_index_rope.py in a process whose Triton interprets; and the reference beside it."""
-
-from pathlib import Path
+"""The reference of the index keys' norm and rotation, against float64."""
 
 import pytest
 import torch
 from index_rope_case import CASES, EPS, FACTOR, Case, check, check_int8, expected
 
 from kernels.index_rope import index_rope
-from tests.support.interpreter import interpreted_pytest
-
-
-@pytest.mark.long
-def test_index_rope_in_the_interpreter() -> None:
-    interpreted_pytest(Path(__file__).with_name("interpreted_index_rope.py"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

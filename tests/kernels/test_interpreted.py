@@ -1,0 +1,46 @@
+"""Runs the files `interpreted_*.py` beside the kernels' tests in processes whose Triton interprets.
+
+A process runs several files, because its imports take longer than most of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreter import interpreted_pytest
+
+HERE = Path(__file__).parent
+ALONE = ("few_tokens/interpreted_few_tokens.py", "mla_decode_triton/interpreted_mla_decode_narrow.py")
+"""These also interpret Gluon, which changes what is imported after them."""
+LONG = ("moe_triton/interpreted_experts.py", "moe_triton/interpreted_scaled.py")
+"""The emulator and a GPU run these kernels, too."""
+TOGETHER = sorted(
+    path
+    for path in HERE.glob("*/interpreted_*.py")
+    if str(path.relative_to(HERE)) not in (*ALONE, *LONG, "triton_tools/interpreted_narrow_floats.py")
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", [0, 1])
+def test_kernels(part: int) -> None:
+    assert len(TOGETHER) > 10
+    interpreted_pytest(TOGETHER[part::2])
+
+
+@pytest.mark.long
+def test_hoppers_narrow_attention() -> None:
+    interpreted_pytest([HERE / ALONE[1]])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cases", ["not soak", "soak"])
+def test_few_token_kernels(cases: str) -> None:
+    interpreted_pytest([HERE / ALONE[0]], ["-m", cases])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("file", LONG)
+def test_kernels_that_take_longer(file: str) -> None:
+    interpreted_pytest([HERE / file])
