@@ -60,7 +60,7 @@ gates: $(READY)
 
 # Cases whose settings occur in other cases, too, more seeds, the programs under bench: not part of what a change must pass.
 soak: $(READY)
-	$(BIN)/python -m pytest -m soak $(SIDE_BY_SIDE) $(sort $(call marked,soak) $(shell grep -o "^tests[^:]*" tests/soaked_cases.txt))
+	$(BIN)/python -m pytest -m soak $(SIDE_BY_SIDE) $(sort $(call marked,soak) $(shell grep -o "^tests[^:]*/test_[^:]*" tests/soaked_cases.txt))
 
 lint: $(READY)
 	$(BIN)/ruff check .

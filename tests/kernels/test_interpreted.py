@@ -22,11 +22,13 @@ TOGETHER = sorted(
 )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("part", [0, 1])
-def test_kernels(part: int) -> None:
+@pytest.mark.parametrize(
+    "cases", [pytest.param("not soak", marks=pytest.mark.long), pytest.param("soak", marks=pytest.mark.soak)]
+)
+def test_kernels(part: int, cases: str) -> None:
     assert len(TOGETHER) > 10
-    interpreted_pytest(TOGETHER[part::2])
+    interpreted_pytest(TOGETHER[part::2], ["-m", cases])
 
 
 @pytest.mark.long
