@@ -58,8 +58,6 @@ HEADERS: Final = {
     # Browsers keep the files and ask each time whether they are still these, so an update shows at once.
     "cache-control": "no-cache",
 }
-GONE = 499
-"""Status of answers that nobody will read (nginx's)."""
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
 )
@@ -140,7 +138,7 @@ def create_app(
 async def _gone(request: HttpRequest, error: Exception) -> Response:
     """Clients that leave while their body is read are no error."""
     request.scope.get("latentserve.log", {})["disconnected"] = True
-    return Response(status_code=GONE)
+    return Response(status_code=errors.GONE)
 
 
 def add_page(app: FastAPI) -> None:

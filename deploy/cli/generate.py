@@ -50,25 +50,29 @@ def generate(
     import json
     import secrets
 
+    import msgspec
+
     from deploy.cli.local import engine_config, tokenizer_of
     from workers.processes.launch import LocalReplica
     from workers.protocol.messages import Request
     from workers.protocol.sampling import SamplingParams
+    from workers.protocol.seeds import NO_SEED, sequence_seeds
 
     with reported():
         if (prompt is None) == (prompt_ids is None):
             raise UsageMistake("give either --prompt or --prompt-ids")
         config = engine_config(**given, max_rows=1)
         numbers = None if prompt_ids is None else int_list(prompt_ids, "--prompt-ids")
-        drawn = secrets.randbits(63) if seed is None else seed & (2**64 - 1)
-        params = SamplingParams(max_tokens=max_tokens, seed=drawn, **sampling)
+        drawn = secrets.randbits(63) if seed in (None, NO_SEED) else seed
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
         # The tokenizer takes part of the time that ranks take to import what they need. A mistake in it, or in the
         # prompt, ends them.
         with result_stream() as stdout, LocalReplica(config) as replica:
             tokenizer = tokenizer_of(config)
             ids = numbers or _encoded(prompt or "", tokenizer, config)
             shown = _Shown(tokenizer, None if json_output else stdout)
-            request = Request("generate", ids, params)
+            (own,) = sequence_seeds(drawn, tuple(ids))
+            request = Request("generate", ids, msgspec.structs.replace(params, seed=own))
             check_interrupt()
             result = asyncio.run(_generate(config, replica, request, ignore_eos, quiet, shown.add))
             shown.finish()

@@ -13,6 +13,7 @@ import typer
 from deploy.config.settings import Setting, settings_of
 from workers.config import EngineConfig
 from workers.protocol.sampling import TABLE, Row
+from workers.protocol.seeds import LEAST_SEED, MOST_SEED
 
 SAMPLING = "Sampling"
 
@@ -140,7 +141,13 @@ SettingsFile = Annotated[
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens generated.", rich_help_panel=SAMPLING)]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", help="Makes sampling repeatable; drawn at random by default.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--seed",
+        min=LEAST_SEED,
+        max=MOST_SEED,
+        help="Makes sampling repeatable, as the seed of a request over HTTP does; -1 or none: drawn at random.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 IgnoreEos = Annotated[
     bool,

@@ -113,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         ),
     ] = 0.0
     seed: int = 0
-    """64-bit; the front end draws one when the user gives none."""
+    """64-bit, of this sequence: see `workers.protocol.seeds`. The front end draws one when the user gives none."""
     presence_penalty: Annotated[
         float,
         Parameter(

@@ -39,6 +39,8 @@ def of_anthropic(path: str) -> bool:
 _RESPONSES: Final = "/v1/responses"
 FAILURES: Final = ("/v1/completions", _MESSAGES, _RESPONSES)
 """A path of each kind of event that ends a stream that failed."""
+GONE: Final = 499
+"""Status of answers that nobody will read (nginx's)."""
 LAST_NUMBER: Final = 2**31 - 1
 """Sequence number of the event that ends a stream of /v1/responses that failed: behind all others, whatever they were,
 for who writes it may not know them."""

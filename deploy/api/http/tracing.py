@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.api.http.errors import GONE
 from deploy.api.http.middleware import QUIET
 from deploy.observability.tracing import INCOMING, OUTGOING, Attributes, RequestTrace, Tracing
 
@@ -52,12 +54,18 @@ class TracingLayer:
 
         try:
             await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            # Ray Serve cancels the task of a client that has left.
+            scope["latentserve.log"]["disconnected"] = True
+            raise
         finally:
             _end(request, scope, status, opened, chunks)
 
 
 def _end(request: RequestTrace, scope: Scope, status: int, opened: int, chunks: int) -> None:
     record = scope.get("latentserve.log", {})
+    if not opened and record.get("disconnected"):
+        status = GONE  # nobody was there to be answered, which is no error of ours
     if opened and "finish" in record:
         request.stage("stream", opened, time.time_ns(), {"latentserve.chunks": chunks})
     route = getattr(scope.get("route"), "path", None) or "unknown"

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,8 +34,8 @@ from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, co
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from workers.protocol.plan import MAX_LOGIT_BIAS
 from workers.protocol.sampling import TABLE
+from workers.protocol.seeds import LEAST_SEED, MOST_SEED, NO_SEED
 
-INT63: Final = 2**63
 FORMS: Final = (
     "response_format",
     "guided_json",
@@ -168,13 +169,18 @@ else:
     _Sampled = create_model("_Sampled", __base__=Body, model=(str, ...), **_fields())
 
 
+def _asked_seed(seed: int | None) -> int | None:
+    return None if seed == NO_SEED else seed
+
+
 class SamplingFields(_Sampled):
     """Fields of all endpoints that generate, under the same names everywhere: how tokens are chosen, where an answer
     ends, and what it must look like. Bodies that become chats hand them on as they are. Ranges that depend on the model
     or the settings are checked later."""
 
     model: str
-    seed: int | None = Field(default=None, ge=-INT63, lt=INT63)
+    seed: Annotated[int | None, AfterValidator(_asked_seed)] = Field(default=None, ge=LEAST_SEED, le=MOST_SEED)
+    """-1 is as none."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIAS, "token ids"))] = Field(
         default_factory=dict
     )

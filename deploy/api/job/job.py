@@ -23,8 +23,8 @@ from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
 from workers.protocol.sampling import TABLE, SamplingParams
+from workers.protocol.seeds import sequence_seeds
 
-SEED_MASK = 2**63 - 1
 Asked = TypeVar("Asked", bound=GenerationBody)
 
 GREEDY_BELOW = 1e-5
@@ -88,20 +88,6 @@ class Job:
     def kept(self) -> frozenset[int]:
         """Special tokens that stand in the text in any case."""
         return frozenset() if self.reading is None else self.reading.kept
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """Seed of choice `index`, in 0 ... 2^63 - 1; choice 0 has the request's own.
-
-    The others are outputs of SplitMix64 (Steele, Lea and Flood, 2014).
-    """
-    if index == 0:
-        return seed & SEED_MASK
-    mask = 2**64 - 1
-    z = (seed + index * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) & SEED_MASK
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -215,7 +201,6 @@ def build_job(
         check_scores(body, config.max_logprobs)
         asked = asked_of_prompt(body)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=asked)
-    drawn = secrets.randbits(63)
     sequences: list[Branch] = []
     for number, prompt in enumerate(prompts):
         check_ids(prompt.ids, info.vocab_size, param)
@@ -225,10 +210,12 @@ def build_job(
         max_tokens = 1 if wanted == 0 else wanted or min(default or left, left)
         if body.min_tokens > (most := 0 if wanted == 0 else max_tokens):
             raise invalid(f"min_tokens: {body.min_tokens} is more than the {most} to generate", "min_tokens")
-        for choice in range(body.n):
-            index = number * body.n + choice
-            # Equal prompts of a request without a seed must not give equal samples; with a seed they must.
-            seed = derive_seed(drawn, index) if body.seed is None else derive_seed(body.seed, choice)
+        # Equal prompts of a request without a seed must not give equal samples; with a seed they must.
+        if body.seed is None:
+            seeds = [secrets.randbits(63) for _ in range(body.n)]
+        else:
+            seeds = sequence_seeds(body.seed, prompt.ids, body.n)
+        for index, seed in enumerate(seeds, number * body.n):
             sequences.append(Branch(index, number, msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)))
     return Job(
         model=(config.served_model_names or (info.name,))[0],

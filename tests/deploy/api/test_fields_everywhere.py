@@ -21,6 +21,7 @@ from deploy.config.api import ApiConfig
 from deploy.parsing.registry import MARKERS
 from workers.protocol.messages import Request
 from workers.protocol.sampling import TABLE
+from workers.protocol.seeds import sequence_seeds
 
 TOKENIZER = with_special(*MARKERS["kimi_k2"], "<think>", "</think>")
 TURNS = [{"role": "user", "content": "Hi"}]
@@ -50,7 +51,7 @@ ASKED: dict[str, tuple[Any, Callable[[Request, dict[str, Any]], bool]]] = {
     "presence_penalty": (0.5, _sampling("presence_penalty", 0.5)),
     "frequency_penalty": (0.5, _sampling("frequency_penalty", 0.5)),
     "repetition_penalty": (1.5, _sampling("repetition_penalty", 1.5)),
-    "seed": (77, _sampling("seed", 77)),
+    "seed": (77, lambda request, answer: [request.sampling.seed] == sequence_seeds(77, tuple(request.prompt))),
     "logit_bias": ({"5": 2.0}, _sampling("logit_bias", ((5, 2.0),))),
     "min_tokens": (3, _sampling("min_tokens", 3)),
     "stop_token_ids": ([5], lambda request, answer: 5 in request.sampling.stop_ids),

@@ -13,6 +13,7 @@ from tiny_tokenizer import tiny
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from workers.protocol.plan import TopLogprobs
+from workers.protocol.seeds import sequence_seeds
 
 TEXT = "the quick brown fox — Köln 東京 👩‍🚀 jumps over"
 IDS = tiny().encode(TEXT, add_special_tokens=False)
@@ -192,7 +193,6 @@ def test_n_choices_have_their_own_seeds_and_stream_side_by_side(client: openai.O
                 texts[choice.index] += choice.text
         seeds = [request.sampling.seed for request in engine.requests]
         assert len(set(seeds)) == 4
-        assert seeds[0] == 7
         assert all(0 <= seed < 2**63 for seed in seeds)
         assert texts == list(map(str, seeds))
         assert len({request.request_id for request in engine.requests}) == 4
@@ -271,7 +271,7 @@ def test_sampling_fields_reach_the_engine(client: openai.OpenAI, engine: FakeEng
         max_tokens=9,
         temperature=0.5,
         top_p=0.9,
-        seed=-1,
+        seed=-3,
         presence_penalty=0.25,
         frequency_penalty=-0.5,
         logit_bias={"7": -100, "3": 1.5},
@@ -290,7 +290,8 @@ def test_sampling_fields_reach_the_engine(client: openai.OpenAI, engine: FakeEng
     assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (9, 0.5, 0.9, 40, 0.05)
     assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (0.25, -0.5, 1.1)
     assert s.logit_bias == ((3, 1.5), (7, -100.0))
-    assert (s.stop_ids, s.min_tokens, s.logprobs, s.seed) == ((1, 9), 2, -1, 2**63 - 1)
+    assert (s.stop_ids, s.min_tokens, s.logprobs) == ((1, 9), 2, -1)
+    assert [s.seed] == sequence_seeds(-3, tuple(tiny().encode("x")))
     assert request.priority == -3
     client.completions.create(model="tiny", prompt="x", temperature=1e-9, extra_body={"top_k": -1})
     assert (engine.requests[-1].sampling.temperature, engine.requests[-1].sampling.top_k) == (0.0, 0)

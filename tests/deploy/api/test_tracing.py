@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import subprocess
@@ -23,9 +24,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from pydantic import ValidationError
+from starlette.types import Receive, Scope, Send
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
+from deploy.api.http.tracing import TracingLayer
 from deploy.config import otlp
 from deploy.config.api import ApiConfig
 from deploy.config.application import ServeConfig
@@ -217,6 +220,36 @@ def test_a_client_that_leaves_ends_its_spans() -> None:
             threading.Event().wait(0.01)
     assert found["decode"][0].attributes["latentserve.finish_reason"] == "cancelled"
     assert found["POST /v1/completions"][0].attributes["latentserve.disconnected"] is True
+
+
+def test_a_client_that_leaves_before_it_is_answered_is_no_error() -> None:
+    with traced(FakeEngine(lambda request: [out(30), 60.0])) as (http, spans):
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=BODY, timeout=0.5)
+        (span,) = spans.take()["POST /v1/completions"]
+    assert span.attributes["latentserve.disconnected"] is True
+    assert span.attributes["http.response.status_code"] == 499
+    assert span.status.status_code is not StatusCode.ERROR
+
+
+async def test_a_client_whose_task_ray_serve_cancels_has_left() -> None:
+    spans = Spans()
+    begun = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope |= {"latentserve.request_id": "one", "latentserve.log": {}}
+    call = asyncio.create_task(TracingLayer(app, spans.tracing)(scope, receive=None, send=None))
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    (span,) = spans.take(some=False)["POST unknown"]
+    assert span.attributes["latentserve.disconnected"] is True
+    assert span.status.status_code is not StatusCode.ERROR
 
 
 async def test_stages_of_a_real_engine() -> None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.text.tokenizer import Tokenizer as ModelTokenizer
 from workers.protocol.sampling import TABLE
+from workers.protocol.seeds import sequence_seeds
 from workers.vocabulary.spelling import byte_alphabet
 
 
@@ -79,13 +80,8 @@ def test_sampling_flags_reach_the_engine(engine, command, model_folder):
     flags = ["--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--seed", "11", "--max-tokens", "3"]
     command("generate", "--model", model_folder, "--prompt-ids", "1", *flags)
     sampling = engine.requests[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, sampling.max_tokens) == (
-        0.7,
-        0.9,
-        40,
-        11,
-        3,
-    )
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.7, 0.9, 40, 3)
+    assert [sampling.seed] == sequence_seeds(11, (1,))
 
 
 def test_every_sampling_parameter_has_a_flag(engine, command, model_folder):
@@ -109,9 +105,16 @@ def test_engine_flags_reach_the_engine(engine, command, model_folder):
     assert (config.kv_cache_dtype, config.drafter) == ("fp8", "ngram")
 
 
-def test_a_negative_seed_is_taken_as_64_bits(engine, command, model_folder):
-    ran = command("generate", "--model", model_folder, "--prompt-ids", "1", "--seed", "-1", "--json")
-    assert ran.json["seed"] == 2**64 - 1
+def test_a_seed_of_minus_one_is_none_and_any_other_is_one(engine, command, model_folder):
+    def asked(seed: int) -> tuple[int, int]:
+        ran = command("generate", "--model", model_folder, "--prompt-ids", "1", "--seed", str(seed), "--json")
+        return ran.json["seed"], engine.requests[-1].sampling.seed
+
+    assert asked(-1) != asked(-1)
+    found = [asked(seed) for seed in (0, -2, -(2**63), 2**63 - 1)]
+    assert [seed for seed, _ in found] == [0, -2, -(2**63), 2**63 - 1]
+    assert len({own for _, own in found}) == 4
+    assert command("generate", "--model", model_folder, "--prompt-ids", "1", "--seed", str(2**63)).code == 2
 
 
 @pytest.mark.parametrize(
