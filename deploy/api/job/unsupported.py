@@ -75,7 +75,24 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "banned_tokens": ("banned_tokens", _OFF),
     "logits_processors": ("logits processors (logits_processors)", _OFF),
     "custom_logit_processor": ("logits processors (custom_logit_processor)", _OFF),
+    # What other engines call fields that are here, too.
+    "repeat_penalty": ("repeat_penalty; use repetition_penalty: this", (*_OFF, 1)),
+    "sampling_seed": ("sampling_seed; use seed: this", ()),
+    "random_seed": ("random_seed; use seed: this", ()),
+    "min_new_tokens": ("min_new_tokens; use min_tokens: this", _OFF),
+    "min_length": ("min_length; use min_tokens: this", _OFF),
+    "max_new_tokens": ("max_new_tokens; use the endpoint's own bound of tokens: this", ()),
+    "max_length": ("max_length; use the endpoint's own bound of tokens: this", ()),
+    "n_predict": ("n_predict; use the endpoint's own bound of tokens: this", (-1,)),
+    "n_probs": ("n_probs; use logprobs: this", _OFF),
+    "num_return_sequences": ("num_return_sequences; use n: this", (*_OFF, 1)),
     # What the answer tells besides.
+    "return_tokens_as_token_ids": (
+        "ids in place of tokens (return_tokens_as_token_ids); use return_token_ids: this",
+        _OFF,
+    ),
+    "logprob_token_ids": ("log-probabilities of chosen ids (logprob_token_ids)", _OFF),
+    "token_ids_logprob": ("log-probabilities of chosen ids (token_ids_logprob)", _OFF),
     "return_hidden_states": ("return_hidden_states", _OFF),
 }
 """By name: what is not supported, and the values, besides null, that ask for nothing."""

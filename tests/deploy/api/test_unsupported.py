@@ -43,6 +43,13 @@ ASKING: list[tuple[str, Any]] = [
     ("mirostat", 2),
     ("xtc_probability", 0.5),
     ("top_n_sigma", 1.5),
+    ("repeat_penalty", 1.1),
+    ("sampling_seed", 3),
+    ("min_new_tokens", 2),
+    ("max_new_tokens", 5),
+    ("num_return_sequences", 2),
+    ("return_tokens_as_token_ids", True),
+    ("logprob_token_ids", [1]),
 ]
 HARMLESS: list[tuple[str, Any]] = [
     ("tools", []),
