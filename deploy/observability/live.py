@@ -124,7 +124,7 @@ class Window:
         now = self._clock()
         if self._samples and now - self._samples[-1][0] < PERIOD_S / 2:
             return
-        self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=())))
+        self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=b"")))
         while len(self._samples) > 2 and now - self._samples[0][0] > WINDOW_S:
             self._samples.popleft()
 

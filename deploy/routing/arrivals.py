@@ -19,6 +19,7 @@ from typing import Any
 
 from deploy.routing.policy import Load
 from workers.protocol.messages import EngineStats
+from workers.protocol.prompt import pack_keys, unpack_keys
 
 ROUTING_HEADER = "x-serve-router-ticket"
 """HAProxy drops client-supplied headers of this prefix."""
@@ -122,7 +123,7 @@ class Arrivals:
             backlog=min(counted, stats.prefill_backlog + young),
             rows=sum(arrival.rows for arrival in self._present),
             pages_free=stats.pages_free if stats.pages_total else None,
-            keys=frozenset(stats.prefix_keys),
+            keys=frozenset(unpack_keys(stats.prefix_keys)),
             seen=dict(self._seen),
             at=time.time(),
         )
@@ -134,7 +135,7 @@ def load_to_report(load: Load) -> dict[str, Any]:
         "backlog": load.backlog,
         "rows": load.rows,
         "pages_free": load.pages_free,
-        "keys": sorted(load.keys),
+        "keys": pack_keys(sorted(load.keys)),
         "seen": dict(load.seen),
         "at": load.at,
     }
@@ -144,4 +145,4 @@ def load_from_report(report: dict[str, Any]) -> Load:
     """The inverse; an empty report (a replica that has not answered yet) is an idle replica."""
     if not report:
         return Load()
-    return Load(**{**report, "keys": frozenset(report["keys"])})
+    return Load(**{**report, "keys": frozenset(unpack_keys(report["keys"]))})

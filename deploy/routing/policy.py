@@ -18,6 +18,9 @@ REMEMBER_S = 10.0
 """Seconds a sent prefix counts as cached before the replica itself reports it."""
 FORGET_S = 5.0
 """Seconds after which something sent counts as known to the replica, whatever it reports."""
+STALE_S = 30.0
+"""Seconds for which a replica's last report of its prefix cache is believed while no other comes: what it names may
+have been evicted since."""
 TRANSIT_S = 0.05
 """Seconds within which a sent request reaches its replica, where sequence numbers cannot tell."""
 
@@ -51,7 +54,7 @@ class Load:
     pages_free: int | None = None
     """None: not reported yet."""
     keys: frozenset[int] = frozenset()
-    """Page hashes in its prefix cache."""
+    """Keys of pages in its prefix cache: a choice of them, of which each vouches for all pages before it."""
     seen: Mapping[str, int] = field(default_factory=dict)
     """Highest sequence number received, by router: what these figures already include."""
     at: float = 0.0
@@ -74,10 +77,15 @@ class Sent:
 class _Account:
     sent: list[Sent] = field(default_factory=list)
     recent: OrderedDict[int, float] = field(default_factory=OrderedDict)
+    report_at: float | None = None
+    """When the newest report was taken, by the replica's clock."""
+    report_known: float = 0.0
+    """Since when it is known here, by this router's clock."""
 
 
 def cached_tokens(features: RequestFeatures, keys: frozenset[int] | Mapping[int, float]) -> int:
-    """Tokens of the prompt whose pages are among `keys`. The hashes are chained: one page vouches for those before it.
+    """Tokens of the prompt that are cached where `keys` are. The keys are chained: the deepest that is there vouches
+    for the pages before it, of which few need be among `keys`.
 
     The last prompt token is computed in any case.
     """
@@ -120,7 +128,7 @@ class InFlightAccounting(Generic[R]):
         """Cost of `features` on `replica`, in prompt tokens."""
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
-        cached = max(cached_tokens(features, load.keys), cached_tokens(features, account.recent))
+        cached = self._cached(account, load, features, now)
         queued = load.backlog + sum(sent.tokens for sent in account.sent)
         rows = load.rows + sum(sent.rows for sent in account.sent)
         crowded = False
@@ -132,7 +140,7 @@ class InFlightAccounting(Generic[R]):
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
         """Note that `features` goes to `replica`; returns its sequence number, and the tokens it will compute there."""
         account = self._accounts.setdefault(replica, _Account())
-        cached = max(cached_tokens(features, load.keys), cached_tokens(features, account.recent))
+        cached = self._cached(account, load, features, now)
         self._sequence_number += 1
         computed = features.tokens - cached
         account.sent.append(Sent(self._sequence_number, now, computed, pages_for(computed), features.rows))
@@ -140,6 +148,14 @@ class InFlightAccounting(Generic[R]):
             account.recent[key] = now
             account.recent.move_to_end(key)
         return self._sequence_number, computed
+
+    def _cached(self, account: _Account, load: Load, features: RequestFeatures, now: float) -> int:
+        """Tokens of the prompt that the replica has cached, as far as is known."""
+        if load.at != account.report_at:
+            account.report_at, account.report_known = load.at, now
+        # By this router's own clock, as those of two nodes may differ.
+        reported = cached_tokens(features, load.keys) if now - account.report_known <= STALE_S else 0
+        return max(reported, cached_tokens(features, account.recent))
 
     def _settle(self, account: _Account, load: Load, now: float) -> None:
         seen = load.seen.get(self.router)

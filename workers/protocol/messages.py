@@ -200,8 +200,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How often half as many drafts were accepted as before."""
     worker: Figures = {}
     """Of rank 0, half a second old at the most."""
-    prefix_keys: tuple[int, ...] = ()
-    """Newest chained page hashes (64-bit) in the prefix cache, for routing; a bounded sample."""
+    prefix_keys: bytes = b""
+    """Keys of pages in the prefix cache, for routing, as `pack_keys` packs them: a bounded choice
+    (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
 
     @property
     def steps(self) -> int:

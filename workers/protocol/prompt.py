@@ -20,6 +20,7 @@ from kernels.page import PAGE_TOKENS
 
 TOKEN_BYTES = 4
 PAGE_BYTES = TOKEN_BYTES * PAGE_TOKENS
+KEY_BYTES = 8
 ROOT_KEY = 0
 """Key that the first page of a prompt continues."""
 
@@ -53,6 +54,25 @@ def page_keys(tokens: Sequence[int]) -> list[int]:
     (`EngineStats.prefix_keys`) holds pages 0 ... i, so look for the deepest key it has. OverflowError for an id outside
     0 ... 2^32 - 1."""
     return chain_keys(ROOT_KEY, pack_tokens(tokens))
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Page keys as little-endian 64-bit unsigned integers: 8 bytes each, where msgpack and pickle take 9 to 11."""
+    packed = array("Q", keys)
+    assert packed.itemsize == KEY_BYTES
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_keys(packed: bytes) -> Sequence[int]:
+    """The inverse. ValueError if that is no whole number of keys."""
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of {KEY_BYTES}-byte keys")
+    keys = array("Q", packed)
+    if sys.byteorder == "big":
+        keys.byteswap()
+    return keys
 
 
 class Prompt(Sequence[int]):

@@ -31,21 +31,8 @@ from itertools import islice
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import ROOT_KEY
 from workers.scheduler.pages import PagePool
+from workers.scheduler.prefix_summary import Entry, PrefixSummary
 from workers.scheduler.tokens import Tokens
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A cached page: what it holds, and the entry it continues (None for the first page of a prompt)."""
-
-    key: int
-    tokens: bytes
-    parent: Entry | None
-    page: int
-    sound: bool = False
-    """A row that reads this page has sampled a token from finite logits, so all that the page holds is finite."""
-    doubted: bool = False
-    """It was forgotten because a non-finite row had written or read it. Rows that had it before still have it."""
 
 
 @dataclass(slots=True)
@@ -68,10 +55,12 @@ class RowPages:
 class PrefixCache:
     """Hands out the pool's pages and keeps the complete ones for reuse until they are needed for something else."""
 
-    def __init__(self, pool: PagePool, enabled: bool = True) -> None:
+    def __init__(self, pool: PagePool, enabled: bool = True, reported: int = 0) -> None:
+        """`reported`: keys that `report` names at the most."""
         self._pool = pool
         self._enabled = enabled
         self._entries: OrderedDict[int, Entry] = OrderedDict()  # by key, most recently used last
+        self._summary = PrefixSummary(self._entries, pool.total, reported)
         self._of_page: dict[int, Entry] = {}
         self._unheld: OrderedDict[int, Entry] = OrderedDict()  # by page, next to be evicted first
 
@@ -89,9 +78,9 @@ class PrefixCache:
         """Whether other rows may find this page: then nobody may write it."""
         return page in self._of_page
 
-    def newest_keys(self, most: int) -> tuple[int, ...]:
-        """Keys of the most recently registered or used entries."""
-        return tuple(islice(reversed(self._entries), most))
+    def report(self) -> list[int]:
+        """Keys that tell routers what is cached (`PrefixSummary`)."""
+        return self._summary.report()
 
     def match(self, tokens: Tokens, keys: Sequence[int], most: int) -> list[Entry]:
         """Entries of the longest cached prefix, `most` pages at the most. `keys` are the page keys of `tokens`."""
@@ -117,6 +106,7 @@ class PrefixCache:
             self._pool.hold(entry.page)
             self._entries.move_to_end(entry.key)
             row.pages.append(entry.page)
+        self._summary.use(found)
         row.chain.extend(found)
         self.extend(row, pages - len(found))
         return row
@@ -145,7 +135,7 @@ class PrefixCache:
             entry = self._entries.get(key)
             if entry is None:
                 entry = Entry(key, packed, parent, row.pages[index])
-                self._remember(entry)
+                self._remember(entry, index)
             elif entry.parent is not parent or entry.tokens != packed:
                 return  # a key collided: nothing behind it can be cached while the other is
             else:
@@ -235,10 +225,10 @@ class PrefixCache:
             entry = self._entries.get(known.key)
             if entry is None:
                 entry = Entry(known.key, known.tokens, parent, row.pages[index])
-                self._remember(entry)
+                self._remember(entry, index)
             elif entry.tokens != known.tokens or (entry.parent is not parent and entry.page != row.pages[index]):
                 break  # a collision took the place: what lies behind is unreachable
-            entry.parent = parent
+            self._summary.move(entry, parent)
             chain.append(entry)
             parent = entry
         for page in row.pages[len(chain) :]:
@@ -246,10 +236,12 @@ class PrefixCache:
                 self._forget(entry)
         row.chain = chain
 
-    def _remember(self, entry: Entry) -> None:
+    def _remember(self, entry: Entry, index: int) -> None:
         self._entries[entry.key] = entry
         self._of_page[entry.page] = entry
+        self._summary.add(entry, index + 1)
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
         del self._of_page[entry.page]
+        self._summary.remove(entry)

@@ -25,7 +25,7 @@ class Rows:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.pool = PagePool(config.pages)
-        self.cache = PrefixCache(self.pool, config.prefix_cache)
+        self.cache = PrefixCache(self.pool, config.prefix_cache, config.prefix_sample)
         self.queue = WaitingQueue()
         self.free_slots = list(range(config.slots))  # a heap: the lowest slot first
         self.prefilling: list[Sequence] = []

@@ -13,7 +13,7 @@ from kernels.page import pages_for
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
-from workers.protocol.prompt import Prompt
+from workers.protocol.prompt import Prompt, pack_keys
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
@@ -231,7 +231,7 @@ class Scheduler:
             acceptance=self._speculation.by_position(),
             acceptance_falls=self._speculation.falls,
             bad_rows=self._results.bad_rows,
-            prefix_keys=rows.cache.newest_keys(self.config.prefix_sample),
+            prefix_keys=pack_keys(rows.cache.report()),
         )
         return self._counters.into(gauges)
 

@@ -42,7 +42,7 @@ FIGURES = EngineStats(
         "graph_mixed_steps": {"": 2.0},
         "graph_eager_steps": {"width": 1.0},
     },
-    prefix_keys=(5, 6),
+    prefix_keys=bytes(16),
 )
 
 

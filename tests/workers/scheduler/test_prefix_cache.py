@@ -13,7 +13,7 @@ from replica import Replica
 from workload import config, tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import Prompt, page_keys
+from workers.protocol.prompt import Prompt, page_keys, unpack_keys
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.tokens import Tokens
@@ -94,7 +94,7 @@ def test_running_rows_share_pages() -> None:
 def test_without_a_cache_nothing_is_shared() -> None:
     replica = Replica(config(prefix_cache=False))
     assert run_one(replica, "a", tokens(200)) == run_one(replica, "b", tokens(200)) == 0
-    assert replica.scheduler.stats().prefix_keys == ()
+    assert replica.scheduler.stats().prefix_keys == b""
     assert replica.scheduler._rows.pool.free_count == 99
 
 
@@ -115,14 +115,20 @@ def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginn
     assert False in [key in cache._entries for key in page_keys(new)]
 
 
-def test_the_statistics_name_the_newest_keys() -> None:
-    replica = Replica(config(prefix_sample=3))
-    a, b = tokens(130, seed=1), tokens(130, seed=2)
+def test_the_statistics_name_the_ends_of_what_was_used_last() -> None:
+    replica = Replica(config(prefix_sample=2))
+    a, b, c = (tokens(130, seed=seed) for seed in range(3))
+
+    def reported() -> list[int]:
+        return list(unpack_keys(replica.scheduler.stats().prefix_keys))
+
     run_one(replica, "a", a)
+    assert sorted(reported()) == sorted(page_keys(a))
     run_one(replica, "b", b)
-    assert replica.scheduler.stats().prefix_keys == (*page_keys(b)[::-1], page_keys(a)[1])
+    run_one(replica, "c", c)
+    assert reported() == [page_keys(c)[1], page_keys(b)[1]]
     run_one(replica, "a again", a)
-    assert replica.scheduler.stats().prefix_keys == (*page_keys(a)[::-1], page_keys(b)[1])
+    assert reported() == [page_keys(a)[1], page_keys(c)[1]]
 
 
 def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,137 @@
+"""Sessions of long chats return to the replica that has them cached, from what real caches report."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import msgspec
+import pytest
+
+from deploy.routing.arrivals import Arrivals, load_from_report, load_to_report
+from deploy.routing.policy import STALE_S, InFlightAccounting, Load, RequestFeatures, choose
+from kernels.page import PAGE_TOKENS
+from workers.protocol.messages import EngineStats
+from workers.protocol.prompt import Prompt, pack_keys
+from workers.scheduler import SchedulerConfig
+from workers.scheduler.pages import PagePool
+from workers.scheduler.prefix import PrefixCache
+from workers.scheduler.tokens import Tokens
+
+TOKENS = 100_000
+SESSIONS = 8
+"""Of each replica."""
+POOL = 12_800
+"""Pages, for 0.8 M tokens."""
+REPORTED = SchedulerConfig.prefix_sample
+
+
+def session(number: int) -> list[int]:
+    system = random.Random("system").choices(range(100_000), k=6_000)
+    return system + random.Random(number).choices(range(100_000), k=TOKENS - 6_000)
+
+
+@cache
+def prompts() -> dict[str, list[list[int]]]:
+    """What each of two replicas has cached."""
+    return {name: [session(SESSIONS * at + number) for number in range(SESSIONS)] for at, name in enumerate("ab")}
+
+
+def take(held: PrefixCache, prompt: list[int]) -> None:
+    tokens = Tokens(Prompt.of(prompt))
+    pages = tokens.length // PAGE_TOKENS
+    row = held.open(held.match(tokens, tokens.keys(), pages), pages)
+    held.register(row, tokens, pages)
+    held.close(row)
+
+
+@cache
+def reports() -> dict[str, bytes]:
+    """As they travel to routers."""
+    caches = {}
+    for name, own in prompts().items():
+        held = PrefixCache(PagePool(POOL + 1), reported=REPORTED)
+        for prompt in own:
+            take(held, prompt)
+        stats = EngineStats(pages_total=POOL, pages_free=POOL, prefix_keys=pack_keys(held.report()))
+        caches[name] = msgspec.msgpack.encode(load_to_report(Arrivals().load(stats)))
+    return caches
+
+
+def loads() -> dict[str, Load]:
+    return {name: load_from_report(msgspec.msgpack.decode(report)) for name, report in reports().items()}
+
+
+def features_of(prompt: list[int], known: int | None = None) -> RequestFeatures:
+    keys = tuple(Prompt.of(prompt).keys)
+    return RequestFeatures(len(prompt), keys if known is None else keys[:known])
+
+
+def credited(name: str, features: RequestFeatures) -> float:
+    """Tokens that a router takes for cached."""
+    return features.tokens - InFlightAccounting[str]("me", 0).cost(name, loads()[name], features, 0.0).tokens
+
+
+def test_a_report_is_no_larger_than_the_bound_says() -> None:
+    assert REPORTED == 1024
+    assert all(8 * REPORTED < len(report) < 8 * REPORTED + 100 for report in reports().values())
+
+
+def test_each_of_sixteen_sessions_is_found_where_it_is_cached() -> None:
+    for name, own in prompts().items():
+        for prompt in own:
+            features = features_of([*prompt, *range(500)])
+            assert credited(name, features) == TOKENS // PAGE_TOKENS * PAGE_TOKENS
+            book = InFlightAccounting[str]("me", 32.0)
+            assert choose(book, loads(), features, 0.0)[0] == name
+
+
+@pytest.mark.parametrize("pages", [200, 801, 1333, 1550])
+def test_a_session_that_leaves_what_is_cached_in_the_middle_is_found(pages: int) -> None:
+    # A template that drops the reasoning of the turn before, a message that was edited.
+    for name, own in prompts().items():
+        for prompt in own:
+            features = features_of([*prompt[: PAGE_TOKENS * pages], *range(100_000, 103_000)])
+            assert PAGE_TOKENS * (pages - 16) < credited(name, features) <= PAGE_TOKENS * pages
+            assert choose(InFlightAccounting[str]("me", 32.0), loads(), features, 0.0)[0] == name
+
+
+def test_a_session_of_which_the_router_knows_the_beginning_is_found() -> None:
+    for name, own in prompts().items():
+        for prompt in own:
+            features = features_of([*prompt, *range(500)], known=1000)
+            assert 984 * PAGE_TOKENS < credited(name, features) <= 1000 * PAGE_TOKENS
+            assert choose(InFlightAccounting[str]("me", 32.0), loads(), features, 0.0)[0] == name
+
+
+def test_a_new_session_is_credited_the_common_system_prompt() -> None:
+    features = features_of(session(1000))
+    assert credited("a", features) == credited("b", features) == 6_000 // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_a_session_that_was_evicted_is_not_credited() -> None:
+    held = PrefixCache(PagePool(POOL + 1), reported=REPORTED)
+    first, *others = (session(number) for number in range(SESSIONS + 2))
+    take(held, first)
+    for prompt in others:
+        take(held, prompt)
+    stats = EngineStats(pages_total=POOL, pages_free=POOL, prefix_keys=pack_keys(held.report()))
+    now = {"a": Arrivals().load(stats), "b": Load()}
+    book, features = InFlightAccounting[str]("me", 0), features_of(first)
+    assert book.cost("a", now["a"], features, 0.0).tokens == TOKENS - 6_000 // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_a_report_is_not_believed_for_long_after_the_last_one() -> None:
+    prompt = prompts()["a"][3]
+    book, load, features = InFlightAccounting[str]("me", 0), loads()["a"], features_of(prompt)
+    kept = TOKENS % PAGE_TOKENS
+
+    def costs(load: Load, now: float) -> float:
+        return book.cost("a", load, features, now).tokens
+
+    # What counts is this router's own clock: the replica's may be wrong by any time.
+    assert costs(load, 5000.0) == costs(load, 5000.0 + STALE_S) == kept
+    assert costs(load, 5000.1 + STALE_S) == TOKENS
+    again = load_from_report(load_to_report(load) | {"at": load.at + 0.2})
+    assert costs(again, 5001.0 + STALE_S) == kept
+    assert costs(again, 5001.1 + 2 * STALE_S) == TOKENS
