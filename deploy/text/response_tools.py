@@ -129,6 +129,41 @@ def _of_custom(asked: AskedTools, tool: Mapping[str, Any]) -> dict[str, Any]:
     return function
 
 
+_BEGUN: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+_WHOLE_CHARACTERS: Final = re.compile(
+    r'(?:[^"\\]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))*"
+)
+_LONGEST_CHARACTER: Final = len(r"\ud83d\ude80")
+
+
+class InputStream:
+    """The text that a custom tool is called with, piece by piece, while the arguments of its function come. Where their
+    first field is not that text nothing comes, and behind half a surrogate pair nothing more."""
+
+    def __init__(self) -> None:
+        self._head = ""
+        """What stands before the text."""
+        self._rest: str | None = None
+        """What of the text is no whole character yet; None before the text begins."""
+
+    def push(self, arguments: str) -> str:
+        """Take more of the arguments; returns what more of the text is certain."""
+        if self._rest is None:
+            self._head += arguments
+            if (begun := _BEGUN.match(self._head)) is None:
+                return ""
+            arguments, self._rest = self._head[begun.end() :], ""
+        if self._rest[:1] == '"' or len(self._rest) >= _LONGEST_CHARACTER:
+            return ""  # the end of the text, or something that is none
+        text = self._rest + arguments
+        found = _WHOLE_CHARACTERS.match(text)
+        assert found is not None, "it matches nothing at least"
+        self._rest = text[found.end() :]
+        given: str = json.loads(f'"{found.group()}"', strict=False)
+        return given
+
+
 def input_of(arguments: str) -> str:
     """The text that a custom tool is called with, of the arguments of its function; the arguments themselves where the
     model wrote something else."""

@@ -15,6 +15,8 @@ from deploy.text.effort import FIELDS
 
 Endpoint = Literal["completions", "chat", "messages", "responses"]
 _OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
+VERBOSITIES: Final = ("low", "medium", "high")
+"""How long an answer is wished to be: a hint that clients send whatever the model is, which no template knows."""
 
 UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     # What is asked of the model.
@@ -33,7 +35,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "truncate": ("prompt truncation (truncate)", (False,)),
     "lora_path": ("an adapter (lora_path)", _OFF),
     # How openly it speaks.
-    "verbosity": ("verbosity", ()),
+    "verbosity": ("a verbosity other than low, medium and high, which have no effect: this verbosity", VERBOSITIES),
     # What the answer must look like.
     "structured_outputs": (
         "structured output under this name (structured_outputs)",

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
 from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
-from deploy.api.job.unsupported import reject_unsupported
+from deploy.api.job.unsupported import VERBOSITIES, reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
 from deploy.text.response_tools import AskedTools, format_of, qualified, read_tools
@@ -73,7 +73,7 @@ def _form(value: Any) -> Any:
     """The field `text` as `response_format` of chats."""
     if not isinstance(value, Mapping):
         raise ValueError("text should be an object")
-    if value.get("verbosity") not in (None, "low", "medium", "high"):
+    if value.get("verbosity") not in (None, *VERBOSITIES):
         raise ValueError("text.verbosity should be low, medium or high")
     form = value.get("format") or {"type": "text"}
     if not isinstance(form, Mapping):

@@ -17,7 +17,7 @@ from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Job
 from deploy.api.responses.bodies import ResponsesBody
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
-from deploy.text.response_tools import AskedTools, Origin, input_of
+from deploy.text.response_tools import AskedTools, InputStream, Origin, input_of
 
 
 class ResponseAnswer(Answer):
@@ -191,6 +191,8 @@ class OutputWriter:
         """The one that goes on."""
         self._texts: list[str] = []
         """Of it."""
+        self._input, self._told = InputStream(), list[str]()
+        """Of a custom tool's call, and what was told of it."""
         self._index = -1
 
     def take(self, event: Event) -> Events:
@@ -210,7 +212,8 @@ class OutputWriter:
             self._texts.append(event.text)
             assert self._item is not None
             if self._item["type"] == "custom_tool_call":
-                return []  # the text within the arguments is told of once they are complete
+                self._told.append(given := self._input.push(event.text))
+                return [self._event("response.custom_tool_call_input.delta", delta=given)] if given else []
             return [self._event("response.function_call_arguments.delta", delta=event.text)]
         if isinstance(event, CallEnd):
             return self.close()
@@ -229,8 +232,11 @@ class OutputWriter:
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
         elif item["type"] == "custom_tool_call":
-            item["input"] = given = input_of(text)
-            events = [self._event("response.custom_tool_call_input.delta", delta=given)] if given else []
+            given, told = input_of(text), "".join(self._told)
+            if not given.startswith(told):  # the arguments are cut, or say it twice
+                given = told
+            item["input"], rest = given, given[len(told) :]
+            events = [self._event("response.custom_tool_call_input.delta", delta=rest)] if rest else []
             events.append(self._event("response.custom_tool_call_input.done", input=given))
         else:
             part = _part(item["type"], text)
@@ -256,7 +262,7 @@ class OutputWriter:
     def _begin(self, kind: str, fields: dict[str, Any]) -> Events:
         name = f"{_PREFIX[kind]}_{uuid.uuid4().hex}"
         self._item = {"id": name, "type": kind, "status": "in_progress", **fields}
-        self._texts = []
+        self._texts, self._input, self._told = [], InputStream(), []
         self._index += 1
         self.output.append(self._item)
         added = {"type": "response.output_item.added", "output_index": self._index, "item": dict(self._item)}

@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import ResponseCustomToolCall, ResponseFunctionToolCall
 from test_responses import TOKENIZER, TOOL, Served, ask, streamed
 from tool_templates import KIMI
@@ -16,6 +18,7 @@ from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
+from deploy.text.response_tools import InputStream
 from tests.workers.grammar.grammar_walk import takes
 from workers.protocol.prompt import page_keys
 
@@ -83,8 +86,18 @@ def test_a_custom_tool_is_called_with_a_text() -> None:
             deltas = [e for e in events if e.type == "response.custom_tool_call_input.delta"]
             [whole] = [e for e in events if e.type == "response.custom_tool_call_input.done"]
             assert "".join(e.delta for e in deltas) == whole.input == PATCH
+            assert len(deltas) > 1 or width == 1000
             assert {e.item_id for e in (*deltas, whole)} == {done.item.id}
             assert not [e for e in events if "function_call_arguments" in e.type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.booleans(), st.integers(1, 9))
+def test_pieces_of_an_input_are_the_input(text: str, ascii_only: bool, width: int) -> None:
+    arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
+    stream = InputStream()
+    pieces = [stream.push(arguments[at : at + width]) for at in range(0, len(arguments), width)]
+    assert "".join(pieces) == text
 
 
 @pytest.mark.parametrize("arguments", ['{"text": "a"}', '{"input": 5}'])

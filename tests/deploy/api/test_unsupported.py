@@ -24,7 +24,8 @@ ASKING: list[tuple[str, Any]] = [
     ("tools", [{"type": "function"}]),
     ("reasoning_effort", "high"),
     ("reasoning_effort", "none"),
-    ("verbosity", "low"),
+    ("verbosity", "loud"),
+    ("verbosity", 1),
     ("thinking", {"type": "enabled"}),
     ("thinking", False),
     ("reasoning", {"effort": "low"}),
@@ -52,6 +53,9 @@ ASKING: list[tuple[str, Any]] = [
     ("logprob_token_ids", [1]),
 ]
 HARMLESS: list[tuple[str, Any]] = [
+    ("verbosity", "low"),
+    ("verbosity", "medium"),
+    ("verbosity", "high"),
     ("tools", []),
     ("tool_choice", "auto"),
     ("tool_choice", "none"),

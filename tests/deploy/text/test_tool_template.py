@@ -31,9 +31,14 @@ def test_templates_are_tried(template: str) -> None:
 
 
 @pytest.mark.skipif(not (DEMO / "tokenizer.json").exists(), reason="the demo model is not built")
-def test_the_demo_model_knows_no_tools() -> None:
+def test_the_demo_model_knows_tools() -> None:
     tokenizer = Tokenizer.load(DEMO)
     assert tokenizer is not None
+    assert tokenizer._tool_template(None) == ToolTemplate(knows_tools=True, arguments_as_text=False)
+
+
+def test_a_template_that_knows_no_tools_refuses_them() -> None:
+    tokenizer = tiny()
     chat = [{"role": "user", "content": "hi"}]
     with pytest.raises(ToolsUnknown, match="chat template knows nothing"):
         tokenizer.render_chat(chat, tools=TOOLS)
