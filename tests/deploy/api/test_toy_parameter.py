@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kernels.sampling import gumbel_noise
+from workers.protocol.seeds import sequence_seeds
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,14 +36,14 @@ def asked() -> dict[str, Any]:
 
 def by_hand(asked: dict[str, Any], name: str, top_a: float, top_k: int = 0) -> list[int]:
     """What the rule draws at every place, from the model's own probabilities and the noise of the request's seed."""
-    drawn = []
+    drawn, seeds = [], torch.tensor(sequence_seeds(1234, tuple(asked["prompt"])))
     for index, place in enumerate(asked[name]["logprobs"]):
         chances = {int(token): math.exp(logprob) for token, logprob in place.items()}
         largest = max(chances.values())
         kept = [token for token, chance in chances.items() if chance >= top_a * largest**2]
         kept = sorted(kept, key=chances.__getitem__)[-top_k or None :]
         position = torch.tensor([len(asked["prompt"]) + index])
-        [noise] = gumbel_noise(torch.tensor([1234]), position, len(chances)).tolist()
+        [noise] = gumbel_noise(seeds, position, len(chances)).tolist()
         drawn.append(max(kept, key=lambda token: math.log(chances[token]) + noise[token]))
     return drawn
 
