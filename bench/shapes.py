@@ -386,6 +386,8 @@ class Tokens:
 def woken(model: Model, tokens: int) -> float:
     """Experts of a layer that some of so many tokens choose, expected if all are equally likely."""
     routing = model.config.routing
+    if routing is None:
+        return 0.0
     return routing.experts * (1 - (1 - routing.experts_per_token / routing.experts) ** tokens)
 
 

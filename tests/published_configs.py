@@ -125,6 +125,36 @@ K25: dict[str, Any] = {
     "media_placeholder_token_id": 163605,
 }
 
+YOUTU: dict[str, Any] = {
+    "architectures": ["YoutuForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "dtype": "bfloat16",
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "youtu",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 1536,
+    "qk_head_dim": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1600000, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "v_head_dim": 128,
+    "vocab_size": 128256,
+}
+
 V32: dict[str, Any] = {
     **V3,
     "architectures": ["DeepseekV32ForCausalLM"],

@@ -43,6 +43,14 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+_OF_EXPERTS = (
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+)
+
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -76,10 +84,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "v3-tied": {"n_group": 4, "topk_group": 2, "tie_word_embeddings": True},
     "glm": {"num_attention_heads": 20, "num_key_value_heads": 20, "qk_nope_head_dim": 24, "v_head_dim": 32}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "routed_scaling_factor": 1.8},
+    "youtu": {"rope_parameters": {"rope_type": "default", "rope_theta": 1.6e6}},
+    "youtu-no-q-lora": {"q_lora_rank": None, "rope_parameters": YARN, "tie_word_embeddings": False}
+    | {"rope_interleave": False, "rms_norm_eps": 1e-2},
     "kimi": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 4}
     | {"rope_parameters": {**YARN, "rope_theta": 50000.0, "mscale_all_dim": 1.0}},
 }
 """Names beginning with v3 or glm have a multi-token-prediction layer. Kimi's is the text part of a model that sees."""
+
+WITHOUT_DRAFTS = ("v2", "kimi", "youtu")
+"""Families whose published models have no multi-token-prediction layer."""
 
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
 SPARSE_KINDS: dict[str, dict[str, Any]] = {
@@ -166,16 +180,19 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         "glm": "Glm4MoeLite",
         "v32": "DeepseekV32",
         "glm5": "GlmMoeDsa",
+        "youtu": "Youtu",
     }[family]
     config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
     values = {**_COMMON, **(KINDS | SPARSE_KINDS)[kind], **json.loads(overrides)}
-    drafts = values.pop("num_nextn_predict_layers", 1) if family not in ("v2", "kimi") else 0
+    drafts = values.pop("num_nextn_predict_layers", 1) if family not in WITHOUT_DRAFTS else 0
     layers = values["num_hidden_layers"]
     if "indexer_types" in values:
         values["indexer_types"] = values["indexer_types"][:layers] + ["full"] * drafts
     if family == "glm":
         dense = values.pop("first_k_dense_replace")
         values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers + drafts - dense)
+    if family == "youtu":
+        values = {name: value for name, value in values.items() if name not in _OF_EXPERTS}
     # The draft layer's block is an ordinary last layer, so one layer more is made and its config then says one fewer.
     config = config_class(**{**values, "num_hidden_layers": layers + drafts})
     generator = torch.Generator().manual_seed(seed)
@@ -195,7 +212,7 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
             tensors[prefix + name] = torch.empty(shape, device=device)
             _randomize(name, tensors[prefix + name], generator)
     written |= {"num_hidden_layers": layers}
-    if family != "v2":
+    if family not in WITHOUT_DRAFTS or family == "kimi":
         written |= {"num_nextn_predict_layers": drafts}
     for name in ("mlp_layer_types", "layer_types", "indexer_types"):
         if name in written:

@@ -27,15 +27,17 @@ class _Deepseek(Family):
         draft_layers = fields.count("num_nextn_predict_layers", fields.count("num_mtp_layers", 0, least=0), least=0)
         if draft_layers > 1:
             raise fields.unsupported("num_nextn_predict_layers", draft_layers, (0, 1))
-        vocab_size = fields.count("vocab_size")
+        vocab_size, routing = fields.count("vocab_size"), self.routing(fields)
+        layers = fields.count("num_hidden_layers")
+        dense = min(fields.count("first_k_dense_replace", 0, least=0), layers)
         return ModelConfig(
             model_type=fields.text("model_type"),
             vocab_size=vocab_size,
             hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
-            moe_intermediate_size=fields.count("moe_intermediate_size"),
-            num_layers=fields.count("num_hidden_layers"),
-            num_dense_layers=min(fields.count("first_k_dense_replace", 0, least=0), fields.count("num_hidden_layers")),
+            moe_intermediate_size=0 if routing is None else fields.count("moe_intermediate_size"),
+            num_layers=layers,
+            num_dense_layers=layers if routing is None else dense,
             draft_layers=draft_layers,
             num_heads=fields.count("num_attention_heads"),
             q_lora_rank=fields.count("q_lora_rank") if fields.values.get("q_lora_rank") is not None else None,
@@ -43,13 +45,7 @@ class _Deepseek(Family):
             qk_nope_head_dim=fields.count("qk_nope_head_dim"),
             qk_rope_head_dim=fields.count("qk_rope_head_dim"),
             v_head_dim=fields.count("v_head_dim"),
-            routing=Routing(
-                experts=fields.count("n_routed_experts"),
-                experts_per_token=fields.count("num_experts_per_tok"),
-                shared_experts=fields.count("n_shared_experts", 0, least=0),
-                bias=self.bias,
-                rule=self.rule(fields),
-            ),
+            routing=routing,
             rope=read_rope(fields, interleaved=self.interleaved(fields)),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_positions=fields.count("max_position_embeddings"),
@@ -61,6 +57,16 @@ class _Deepseek(Family):
     """Whether the router has one."""
     sparse = False
     """Whether an indexer chooses the tokens that are attended to."""
+
+    def routing(self, fields: Fields) -> Routing | None:
+        """The experts there are; None where all layers are dense."""
+        return Routing(
+            experts=fields.count("n_routed_experts"),
+            experts_per_token=fields.count("num_experts_per_tok"),
+            shared_experts=fields.count("n_shared_experts", 0, least=0),
+            bias=self.bias,
+            rule=self.rule(fields),
+        )
 
     @abstractmethod
     def rule(self, fields: Fields) -> RoutingRule:
@@ -128,6 +134,13 @@ class DeepseekV3(_Deepseek):
     def interleaved(self, fields: Fields) -> bool:
         """transformers lets the config say otherwise."""
         return fields.flag("rope_interleave", True)
+
+
+def refuse_grouped_keys(fields: Fields) -> None:
+    """`ConfigError` where several heads are said to share a key: of latent attention every head has keys of its own."""
+    heads = fields.count("num_attention_heads")
+    if (keys := fields.count("num_key_value_heads", heads)) != heads:
+        raise fields.unsupported("num_key_value_heads", keys, (heads,))
 
 
 def _only(fields: Fields, name: str, *supported: str) -> str:

@@ -14,6 +14,7 @@ from workers.families.family import Family
 from workers.families.glm import Glm4MoeLite
 from workers.families.kimi import KimiK25
 from workers.families.sparse import DeepseekV32, GlmMoeDsa
+from workers.families.youtu import Youtu
 from workers.models.config import ConfigError, ModelConfig
 from workers.models.fields import Fields, all_ids
 
@@ -25,6 +26,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "glm_moe_dsa": GlmMoeDsa(),
     "kimi_k2": DeepseekV3(),
     "kimi_k25": KimiK25(),
+    "youtu": Youtu(),
 }
 
 

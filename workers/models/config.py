@@ -100,7 +100,7 @@ class ModelConfig:
     intermediate_size: int
     """Of the dense layers."""
     moe_intermediate_size: int
-    """Of one expert."""
+    """Of one expert; 0 where there are none."""
     num_layers: int
     num_dense_layers: int
     """The first layers, which have no experts."""
@@ -112,7 +112,8 @@ class ModelConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    routing: Routing
+    routing: Routing | None
+    """None: all layers are dense."""
     rope: Rope
     rms_norm_eps: float
     max_positions: int

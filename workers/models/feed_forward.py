@@ -54,6 +54,7 @@ class MixtureOfExperts:
 
     def __init__(self, source: WeightSource, prefix: str, config: ModelConfig) -> None:
         routing, hidden = config.routing, config.hidden_size
+        assert routing is not None  # a layer without experts is none of these
         experts, units = routing.experts, routing.shared_experts
         # The router's scores decide discretely: nothing is rounded whatever the model's dtype.
         gate = f"{prefix}gate.weight"

@@ -112,7 +112,7 @@ class Ways:
         if not format.experts_alone:
             return True
         stored, config, routing = self._formats, self._config, self._config.routing
-        if stored.experts != {format} or format in stored.others:
+        if routing is None or stored.experts != {format} or format in stored.others:
             return False
         shape = moe.ExpertsShape(
             tokens,

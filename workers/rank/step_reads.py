@@ -50,7 +50,7 @@ def step_reads(model: Model, device: torch.device) -> dict[str, float]:
                 fixed += _bytes(mixture.shared.gate_up_FE, mixture.shared.down_EI)
         else:
             fixed += _bytes(network.gate_up_FE, network.down_EI)
-    chosen = routing.experts_per_token / routing.experts if experts else 0.0
+    chosen = routing.experts_per_token / routing.experts if routing is not None and experts else 0.0
     return dict(zip(STEP_READS, (fixed, experts, chosen, entry, _bandwidth(device)), strict=True))
 
 

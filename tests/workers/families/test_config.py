@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from published_configs import GLM, K2, K25, V2_LITE, V3
-from transformers import DeepseekV3Config, Glm4MoeLiteConfig
+from published_configs import GLM, K2, K25, V2_LITE, V3, YOUTU
+from transformers import DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -223,6 +223,37 @@ def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> Non
 def test_errors_of_v2_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config({**V2_LITE, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_reads_youtu(tmp_path: Path) -> None:
+    config = parse_config(YOUTU)
+    assert (config.routing, config.num_dense_layers, config.moe_intermediate_size) == (None, config.num_layers, 0)
+    assert (config.num_layers, config.num_heads, config.cache_width, config.draft_layers) == (32, 16, 576, 0)
+    assert config.tied_embeddings
+    assert config.rope == Rope(1.6e6, interleaved=True)
+    bare = {name: value for name, value in YOUTU.items() if name != "tie_word_embeddings"}
+    assert parse_config(bare) == parse_config({**YOUTU, "n_routed_experts": 0}) == config
+    assert not parse_config({**YOUTU, "tie_word_embeddings": False}).tied_embeddings
+    YoutuConfig(**YOUTU).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_routed_experts": 8}, ["n_routed_experts (youtu) = 8"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers (youtu) = 1"]),
+        ({"num_mtp_layers": 1}, ["num_mtp_layers (youtu) = 1"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads = 4", "16"]),
+        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"index_topk": 2048}, ["index_topk (youtu)"]),
+    ],
+)
+def test_errors_of_youtu_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**YOUTU, **changes})
     for word in words:
         assert word in str(error.value)
 
