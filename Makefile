@@ -46,7 +46,7 @@ LONGEST := $(addprefix tests/, e2e/test_two_nodes.py e2e/test_rolling_update.py 
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not alone and not gate and not long and not soak" $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -m "alone and not long" $(call marked,alone)
+	$(BIN)/python -m pytest -m "alone and not long and not soak" $(call marked,alone)
 
 # The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
 test-long: $(READY)
