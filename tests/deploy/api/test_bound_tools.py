@@ -234,7 +234,7 @@ async def answer(client: openai.AsyncOpenAI, **body: Any) -> Calls:
 
 
 ALL: list[dict[str, Any]] = [
-    {"tool_choice": "required", "seed": 3, "max_tokens": 150},
+    {"tool_choice": "required", "seed": 6, "max_tokens": 250},
     {"tool_choice": "required", "seed": 4, "parallel_tool_calls": False},
     {"tool_choice": {"type": "function", "function": {"name": "paint"}}, "seed": 5},
     {"tool_choice": NAMED, "temperature": 0.0},
