@@ -155,6 +155,62 @@ YOUTU: dict[str, Any] = {
     "vocab_size": 128256,
 }
 
+SARVAM: dict[str, Any] = {
+    "architectures": ["SarvamMLAForCausalLM"],
+    "eos_token_id": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 576,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "sarvam_mla",
+    "moe_intermediate_size": 2048,
+    "moe_router_enable_expert_bias": True,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_shared_experts": 1,
+    "q_head_dim": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "deepseek_yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "v_head_dim": 128,
+    "vocab_size": 262144,
+}
+"""As its fields and sizes are known from its makers' code; its config.json itself was not seen."""
+
+AXK1: dict[str, Any] = {
+    **V3,
+    "architectures": ["AXK1ForCausalLM"],
+    "bos_token_id": 163691,
+    "eos_token_id": 163691,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 32768,
+    "model_type": "axk1",
+    "n_routed_experts": 192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "rope_scaling": None,
+    "vocab_size": 163840,
+}
+"""As transformers' defaults have it; its config.json itself was not seen."""
+
 V32: dict[str, Any] = {
     **V3,
     "architectures": ["DeepseekV32ForCausalLM"],

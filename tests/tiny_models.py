@@ -87,12 +87,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "youtu": {"rope_parameters": {"rope_type": "default", "rope_theta": 1.6e6}},
     "youtu-no-q-lora": {"q_lora_rank": None, "rope_parameters": YARN, "tie_word_embeddings": False}
     | {"rope_interleave": False, "rms_norm_eps": 1e-2},
+    "axk1": {"n_group": 4, "topk_group": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "axk1-no-bias": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "num_hidden_layers": 4}
+    | {"rope_parameters": YARN, "n_shared_experts": 2},
+    "sarvam": {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "routed_scaling_factor": 2.5}
+    | {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}},
     "kimi": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 4}
     | {"rope_parameters": {**YARN, "rope_theta": 50000.0, "mscale_all_dim": 1.0}},
 }
 """Names beginning with v3 or glm have a multi-token-prediction layer. Kimi's is the text part of a model that sees."""
 
-WITHOUT_DRAFTS = ("v2", "kimi", "youtu")
+WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "sarvam")
 """Families whose published models have no multi-token-prediction layer."""
 
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
@@ -181,6 +186,8 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         "v32": "DeepseekV32",
         "glm5": "GlmMoeDsa",
         "youtu": "Youtu",
+        "axk1": "AXK1",
+        "sarvam": "DeepseekV3",
     }[family]
     config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
     values = {**_COMMON, **(KINDS | SPARSE_KINDS)[kind], **json.loads(overrides)}
@@ -212,12 +219,44 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
             tensors[prefix + name] = torch.empty(shape, device=device)
             _randomize(name, tensors[prefix + name], generator)
     written |= {"num_hidden_layers": layers}
+    if family == "axk1":
+        _as_published(tensors, layers, values["hidden_size"], bias=kind != "axk1-no-bias", device=device)
     if family not in WITHOUT_DRAFTS or family == "kimi":
         written |= {"num_nextn_predict_layers": drafts}
     for name in ("mlp_layer_types", "layer_types", "indexer_types"):
         if name in written:
             written[name] = written[name][:layers]
+    if family == "sarvam":
+        written = _as_sarvam(written)
     return _seeing(written, tensors) if family == "kimi" else (written, tensors)
+
+
+def _as_published(tensors: dict[str, torch.Tensor], layers: int, hidden: int, *, bias: bool, device: str) -> None:
+    """Give dense layers the norm that published checkpoints of A.X K1 store and do not use, and without `bias` take the
+    routers' away, as there."""
+    for layer in range(layers):
+        name = f"model.layers.{layer}.post_mlp_layernorm.weight"
+        tensors.setdefault(name, torch.full((hidden,), float("nan"), device=device))
+    for name in [name for name in tensors if name.endswith("e_score_correction_bias") and not bias]:
+        del tensors[name]
+
+
+def _as_sarvam(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a DeepSeek V3 with one group of experts as it would be published of a Sarvam-105B."""
+    config = {name: value for name, value in config.items() if name != "num_nextn_predict_layers"}
+    rope, groups = config.pop("rope_parameters"), (config.pop("n_group"), config.pop("topk_group"))
+    assert rope.pop("rope_type") == "yarn"
+    assert groups == (1, 1)
+    return config | {
+        "model_type": "sarvam_mla",
+        "architectures": ["SarvamMLAForCausalLM"],
+        "num_experts": config.pop("n_routed_experts"),
+        "num_shared_experts": config.pop("n_shared_experts"),
+        "head_dim": config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": {**rope, "type": "deepseek_yarn"},
+        "use_qk_norm": True,
+    }
 
 
 def _saved(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

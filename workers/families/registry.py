@@ -9,16 +9,19 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from workers.families.axk1 import AXK1
 from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
 from workers.families.glm import Glm4MoeLite
 from workers.families.kimi import KimiK25
+from workers.families.sarvam import SarvamMla
 from workers.families.sparse import DeepseekV32, GlmMoeDsa
 from workers.families.youtu import Youtu
 from workers.models.config import ConfigError, ModelConfig
 from workers.models.fields import Fields, all_ids
 
 FAMILIES: Final[dict[str, Family]] = {
+    "axk1": AXK1(),
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
     "deepseek_v32": DeepseekV32(),
@@ -26,6 +29,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "glm_moe_dsa": GlmMoeDsa(),
     "kimi_k2": DeepseekV3(),
     "kimi_k25": KimiK25(),
+    "sarvam_mla": SarvamMla(),
     "youtu": Youtu(),
 }
 

@@ -50,6 +50,8 @@ class Routing:
     bias: bool
     """Whether the router has one."""
     rule: RoutingRule
+    normed: bool = False
+    """Whether the sum of a token's experts goes through a norm of its own before it is added to the residual stream."""
 
     def __post_init__(self) -> None:
         groups, top_groups = self.rule.groups, self.rule.top_groups

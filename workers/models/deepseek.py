@@ -24,7 +24,7 @@ from workers.models.attention.sparse import SparseAttention
 from workers.models.choices import Choices
 from workers.models.deepseek_parts import PagedTokens, linear, norm, rope
 from workers.models.deepseek_sparse import select
-from workers.models.feed_forward import DenseFeedForward
+from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
 from workers.models.model import Model
 from workers.models.token_wise import Gated, Mixture
 
@@ -112,6 +112,8 @@ def forward(
         else:
             y_TE = experts(x_TE, feed_forward.mixture, choices)
         model.group.all_reduce(y_TE, y_TE)
+        if isinstance(feed_forward, MixtureOfExperts) and feed_forward.mixture.norm_E is not None:  # A.X K1
+            y_TE = norm(y_TE, feed_forward.mixture.norm_E, eps)
         h_TE = h_TE + y_TE  # (12)
     logit_TB = linear(norm(h_TE, model.norm_E, eps), model.head_YE)
     return model.group.gather_columns(logit_TB, torch.empty)[:, : model.config.vocab_size]

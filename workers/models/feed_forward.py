@@ -49,10 +49,20 @@ class MixtureOfExperts:
     The shared experts are one network in the checkpoint, n_shared_experts times as wide as an expert. Its intermediate
     features fall apart into that many units of an expert's width, whose results add up to the network's: so they are
     kept as experts behind the routed ones, which every token chooses with weight 1, and computed in the same launches.
-    Only where the routed experts alone are stored quantized are the shared ones a network of their own.
+    Only where the routed experts alone are stored quantized are the shared ones a network of their own, unless the sum
+    of both goes through a norm.
     """
 
-    def __init__(self, source: WeightSource, prefix: str, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        prefix: str,
+        config: ModelConfig,
+        *,
+        bias_X: Tensor | None = None,
+        norm_E: Tensor | None = None,
+    ) -> None:
+        """`bias_X`: the router's, fp32, where the checkpoint does not have it. `norm_E`: see `Mixture`."""
         routing, hidden = config.routing, config.hidden_size
         assert routing is not None  # a layer without experts is none of these
         experts, units = routing.experts, routing.shared_experts
@@ -60,11 +70,12 @@ class MixtureOfExperts:
         gate = f"{prefix}gate.weight"
         router_XE = Weight(source.load(gate, experts, hidden, dtype=source.lossless(gate)))
         bias = f"{prefix}gate.e_score_correction_bias"
-        bias_X = source.load(bias, experts, dtype=torch.float32) if routing.bias else None
+        if bias_X is None and routing.bias:
+            bias_X = source.load(bias, experts, dtype=torch.float32)
         networks = [_Network(f"{prefix}experts.{expert}.", config) for expert in range(experts)]
         shared = [_Network(f"{prefix}shared_experts.", config, unit, units) for unit in range(units)]
         apart: Gated | None = None
-        if units and _apart(source, networks, shared):
+        if units and norm_E is None and _apart(source, networks, shared):
             width = units * config.moe_intermediate_size
             dense = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, width)
             apart = Gated(dense.gate_up_FE, dense.down_EI)
@@ -73,7 +84,7 @@ class MixtureOfExperts:
             networks += shared
         gate_up_XFE = source.experts([network.gate_up for network in networks])
         down_XEI = source.experts([network.down for network in networks])
-        self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart)
+        self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart, norm_E)
 
     def __call__(
         self, way: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None

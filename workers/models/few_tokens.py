@@ -54,6 +54,8 @@ def unsupported(config: ModelConfig, mesh: Mesh) -> str:
     if experts > 4096:
         return f"moe_intermediate_size on a rank is {experts}, more than 4096"
     routing = config.routing
+    if routing is not None and routing.normed:
+        return "the sum of a token's experts has a norm of its own"
     if routing is not None and not few_experts.choosable(routing.experts, routing.rule.groups):
         return f"{routing.experts} experts in {routing.rule.groups} groups are more than a warp chooses from"
     return ""

@@ -98,7 +98,7 @@ class DeterministicOps(GeneralOps):
                 part_TGE.zero_()
                 moe.add_experts(x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE, workspace=workspace)
                 self._sum(part_TGE, out_TE[turn], scratch)
-        self.add_norm(out_TE, norm, out_TE)
+        self.add_experts_sum(out_TE, mixture, norm)
 
     def _groups(self, features: int) -> int:
         """Groups of this rank, which has `features` of the input features."""

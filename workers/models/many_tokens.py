@@ -245,15 +245,15 @@ class GeneralOps(LayerOps[Tensor]):
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
-        """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks; out =
-        rms_norm(residual)."""
+        """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks, or its
+        norm where the mixture has one; out = rms_norm(residual)."""
         part_TE, workspace = self.group.part(out_TE), None
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shared = mixture.routing.shared_experts
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        alone = self.group.summed.size == 1
+        alone = self.group.summed.size == 1 and mixture.norm_E is None
         moe.experts(
             x_TE,
             id_TK,
@@ -272,7 +272,13 @@ class GeneralOps(LayerOps[Tensor]):
             if own_TE is not None:
                 part_TE += own_TE
             self.group.all_reduce(part_TE, out_TE)
-            self.add_norm(out_TE, norm, out_TE)
+            self.add_experts_sum(out_TE, mixture, norm)
+
+    def add_experts_sum(self, out_TE: Tensor, mixture: Mixture, norm: AddNorm) -> None:
+        """residual += `out_TE`, or its norm where the mixture has one; `out_TE` = rms_norm(residual)."""
+        if mixture.norm_E is not None:  # launched plainly, whatever has summed
+            rms_norm(out_TE, mixture.norm_E, out_TE, eps=norm.eps)
+        self.add_norm(out_TE, norm, out_TE)
 
     @override
     def last(self, normed: Tensor, out_TE: Tensor) -> Tensor:

@@ -52,6 +52,9 @@ class Mixture:
     down_XEI: Weight
     shared: Gated | None = None
     """The shared experts where they are a network of their own; else they are behind the others."""
+    norm_E: Tensor | None = None
+    """Of the norm that the sum of all experts, the shared ones included, goes through before it is added to the
+    residual stream; where there is one, the shared experts are behind the others. The way of few tokens has none."""
 
 
 class LayerOps(ABC, Generic[N]):
@@ -114,8 +117,8 @@ class LayerOps(ABC, Generic[N]):
     def add_experts(
         self, x: N, mixture: Mixture, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None
     ) -> None:
-        """residual += the weighted sum of a token's experts, and its shared ones, summed over ranks; `out` = its norm,
-        which shares no memory with `x`.
+        """residual += the weighted sum of a token's experts, and its shared ones, summed over ranks, or its norm where
+        the mixture has one; `out` = the norm of the residual, which shares no memory with `x`.
 
         `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the tokens of rows with 0 are
         padding, for which no expert computes.

@@ -100,6 +100,10 @@ class WeightSource(ABC):
         """How the checkpoint stores matrix `name`."""
         return stored_format(self.stored(name), self._dtype_of)
 
+    def has(self, name: str) -> bool:
+        """Whether tensor `name` is known to be in the checkpoint; not known without its files."""
+        return self._dtype_of(self.stored(name)) is not None
+
     def lossless(self, name: str) -> torch.dtype:
         """The model's dtype if tensor `name` is stored in it, else fp32."""
         return self.dtype if PLAIN_DTYPES.get(self._dtype_of(self.stored(name)) or "") == self.dtype else torch.float32

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from published_configs import GLM, K2, K25, V2_LITE, V3, YOUTU
-from transformers import DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
+from published_configs import AXK1, GLM, K2, K25, SARVAM, V2_LITE, V3, YOUTU
+from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -254,6 +254,83 @@ def test_reads_youtu(tmp_path: Path) -> None:
 def test_errors_of_youtu_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config({**YOUTU, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_reads_sarvam() -> None:
+    """As a DeepSeek V3 of its sizes, in either names, with one group of experts."""
+    config = parse_config(SARVAM)
+    given = {name: value for name, value in SARVAM.items() if name not in ("num_experts", "num_shared_experts")}
+    v3 = {**given, "n_routed_experts": 128, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    yarn = {**SARVAM["rope_scaling"], "type": "yarn"}
+    twin = parse_config({**v3, "model_type": "deepseek_v3", "rope_scaling": yarn})
+    assert replace(config, model_type="deepseek_v3") == twin
+    assert parse_config(v3) == config
+    assert (config.num_layers, config.num_dense_layers, config.q_lora_rank, config.draft_layers) == (32, 1, None, 0)
+    moved = {**yarn, "rope_type": "deepseek_yarn", "rope_theta": 10000}
+    assert parse_config({**v3, "rope_scaling": None, "rope_theta": None, "rope_parameters": moved}) == config
+    for name in ("num_shared_experts", "first_k_dense_replace", "routed_scaling_factor", "rms_norm_eps"):
+        assert parse_config({other: value for other, value in SARVAM.items() if other != name}) == config
+    grouped = parse_config({**SARVAM, "n_group": 16, "topk_group": 2})
+    assert grouped.routing is not None
+    assert (grouped.routing.rule.groups, grouped.routing.rule.top_groups) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_routed_experts": 64}, ["num_experts = 128", "n_routed_experts = 64", "must be equal"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers (sarvam_mla) = 1"]),
+        ({"moe_router_enable_expert_bias": False}, ["moe_router_enable_expert_bias = False"]),
+        ({"score_function": "softmax"}, ["score_function = 'softmax'", "'sigmoid'"]),
+        ({"moe_shared_expert_intermediate_size": 1024}, ["moe_shared_expert_intermediate_size = 1024", "2048"]),
+        ({"num_key_value_heads": 8}, ["num_key_value_heads = 8", "64"]),
+        ({"rope_scaling": None}, ["rope_scaling (sarvam_mla) = None", "deepseek_yarn"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type", "'linear'"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq"]),
+    ],
+)
+def test_errors_of_sarvam_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**SARVAM, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_reads_axk1(tmp_path: Path) -> None:
+    config = parse_config(AXK1)
+    assert config.routing is not None
+    assert config.routing.normed
+    assert (config.routing.rule.groups, config.routing.rule.top_groups) == (8, 4)
+    assert (config.num_layers, config.num_dense_layers, config.draft_layers) == (61, 1, 0)
+    for changes in ({"topk_method": "greedy"}, {"num_nextn_predict_layers": 0}, {"num_mtp_layers": 1}):
+        assert parse_config({**AXK1, **changes}) == config
+    twin = parse_config({**AXK1, "model_type": "deepseek_v3", "num_nextn_predict_layers": 0})
+    assert twin.routing is not None
+    assert replace(twin, model_type="axk1", routing=replace(twin.routing, normed=True)) == config
+    names = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps")
+    bare = {name: value for name, value in AXK1.items() if name not in (*names, "first_k_dense_replace")}
+    assert parse_config(bare) == config
+    AXK1Config(first_k_dense_replace=2).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == replace(config, num_dense_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q_lora_rank": None}, ["q_lora_rank = None", "'axk1'"]),
+        ({"num_key_value_heads": 8}, ["num_key_value_heads = 8", "64"]),
+        ({"scoring_func": "softmax"}, ["scoring_func (axk1) = 'softmax'"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"mlp_layer_types": ["sparse"] + ["dense"] * 60}, ["mlp_layer_types must have 61 entries"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq"]),
+        ({"llama_4_scaling": {"beta": 0.1}}, ["llama_4_scaling"]),
+    ],
+)
+def test_errors_of_axk1_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**AXK1, **changes})
     for word in words:
         assert word in str(error.value)
 
