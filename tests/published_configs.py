@@ -154,6 +154,7 @@ YOUTU: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 128256,
 }
+"""As others describe its config.json, which itself was not seen."""
 
 SARVAM: dict[str, Any] = {
     "architectures": ["SarvamMLAForCausalLM"],
