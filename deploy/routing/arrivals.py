@@ -145,4 +145,6 @@ def load_from_report(report: dict[str, Any]) -> Load:
     """The inverse; an empty report (a replica that has not answered yet) is an idle replica."""
     if not report:
         return Load()
-    return Load(**{**report, "keys": frozenset(unpack_keys(report["keys"]))})
+    keys = report["keys"]
+    # During an update a router may be newer than a replica, of which earlier versions list their keys.
+    return Load(**{**report, "keys": frozenset(unpack_keys(keys) if isinstance(keys, bytes) else keys)})

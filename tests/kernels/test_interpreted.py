@@ -11,14 +11,15 @@ import pytest
 from tests.support.interpreter import interpreted_pytest
 
 HERE = Path(__file__).parent
-ALONE = ("few_tokens/interpreted_few_tokens.py", "mla_decode_triton/interpreted_mla_decode_narrow.py")
-"""These also interpret Gluon, which changes what is imported after them."""
+FEW_TOKENS = "few_tokens/interpreted_few_tokens.py"
+NARROW = "mla_decode_triton/interpreted_mla_decode_narrow.py"
+"""This one and the one above also interpret Gluon, which changes what is imported after them."""
 LONG = ("moe_triton/interpreted_experts.py", "moe_triton/interpreted_scaled.py")
 """The emulator and a GPU run these kernels, too."""
 TOGETHER = sorted(
     path
     for path in HERE.glob("*/interpreted_*.py")
-    if str(path.relative_to(HERE)) not in (*ALONE, *LONG, "triton_tools/interpreted_narrow_floats.py")
+    if str(path.relative_to(HERE)) not in (FEW_TOKENS, NARROW, *LONG, "triton_tools/interpreted_narrow_floats.py")
 )
 
 
@@ -33,13 +34,13 @@ def test_kernels(part: int, cases: str) -> None:
 
 @pytest.mark.long
 def test_hoppers_narrow_attention() -> None:
-    interpreted_pytest([HERE / ALONE[1]])
+    interpreted_pytest([HERE / NARROW])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cases", ["not soak", "soak"])
 def test_few_token_kernels(cases: str) -> None:
-    interpreted_pytest([HERE / ALONE[0]], ["-m", cases])
+    interpreted_pytest([HERE / FEW_TOKENS], ["-m", cases])
 
 
 @pytest.mark.soak

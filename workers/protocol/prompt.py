@@ -25,13 +25,18 @@ ROOT_KEY = 0
 """Key that the first page of a prompt continues."""
 
 
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian 32-bit unsigned integers. OverflowError for an id outside 0 ... 2^32 - 1."""
-    packed = array("I", tokens)
-    assert packed.itemsize == TOKEN_BYTES
+def _packed(code: str, size: int, values: Sequence[int]) -> bytes:
+    """Unsigned integers of `size` bytes, whose type code `array` knows, least significant byte first."""
+    packed = array(code, values)
+    assert packed.itemsize == size
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian 32-bit unsigned integers. OverflowError for an id outside 0 ... 2^32 - 1."""
+    return _packed("I", TOKEN_BYTES, tokens)
 
 
 def chain_key(parent: int, page: bytes) -> int:
@@ -58,11 +63,7 @@ def page_keys(tokens: Sequence[int]) -> list[int]:
 
 def pack_keys(keys: Sequence[int]) -> bytes:
     """Page keys as little-endian 64-bit unsigned integers: 8 bytes each, where msgpack and pickle take 9 to 11."""
-    packed = array("Q", keys)
-    assert packed.itemsize == KEY_BYTES
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _packed("Q", KEY_BYTES, keys)
 
 
 def unpack_keys(packed: bytes) -> Sequence[int]:

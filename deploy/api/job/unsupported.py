@@ -78,7 +78,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "logits_processors": ("logits processors (logits_processors)", _OFF),
     "custom_logit_processor": ("logits processors (custom_logit_processor)", _OFF),
     # What other engines call fields that are here, too.
-    "repeat_penalty": ("repeat_penalty; use repetition_penalty: this", (*_OFF, 1)),
+    "repeat_penalty": ("repeat_penalty; use repetition_penalty: this", (1,)),
     "sampling_seed": ("sampling_seed; use seed: this", ()),
     "random_seed": ("random_seed; use seed: this", ()),
     "min_new_tokens": ("min_new_tokens; use min_tokens: this", _OFF),
@@ -87,7 +87,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "max_length": ("max_length; use the endpoint's own bound of tokens: this", ()),
     "n_predict": ("n_predict; use the endpoint's own bound of tokens: this", (-1,)),
     "n_probs": ("n_probs; use logprobs: this", _OFF),
-    "num_return_sequences": ("num_return_sequences; use n: this", (*_OFF, 1)),
+    "num_return_sequences": ("num_return_sequences; use n: this", (1,)),
     # What the answer tells besides.
     "return_tokens_as_token_ids": (
         "ids in place of tokens (return_tokens_as_token_ids); use return_token_ids: this",

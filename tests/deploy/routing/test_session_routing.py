@@ -135,3 +135,9 @@ def test_a_report_is_not_believed_for_long_after_the_last_one() -> None:
     again = load_from_report(load_to_report(load) | {"at": load.at + 0.2})
     assert costs(again, 5001.0 + STALE_S) == kept
     assert costs(again, 5001.1 + 2 * STALE_S) == TOKENS
+
+
+def test_a_report_of_an_earlier_version_lists_its_keys() -> None:
+    """During an update the router may be the newer one."""
+    packed = {**load_to_report(Load(keys=frozenset((3, 2**63)))), "keys": [3, 2**63]}
+    assert load_from_report(packed).keys == {3, 2**63}
