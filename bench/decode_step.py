@@ -38,7 +38,7 @@ from timing import captured, milliseconds
 
 from kernels.matrix import GROUP
 from workers.memory.scratch import Scratch
-from workers.models.ways import Ways
+from workers.models.execution_paths import ExecutionPaths
 
 REPEATS = 50
 
@@ -70,12 +70,12 @@ def replayed(case: Case) -> list[float]:
 @contextmanager
 def plain_layers() -> Iterator[None]:
     """Within this context no pass takes the small-batch path."""
-    takes = Ways.takes_few
-    Ways.takes_few = lambda self, batch, dtype, device: False
+    takes = ExecutionPaths.takes_small_batch
+    ExecutionPaths.takes_small_batch = lambda self, batch, dtype, device: False
     try:
         yield
     finally:
-        Ways.takes_few = takes
+        ExecutionPaths.takes_small_batch = takes
 
 
 def chosen_experts(case: Case) -> float:

@@ -18,8 +18,8 @@ from workers.models.attention import backend, decode_rows, expanded
 from workers.models.attention.latent import LatentAttention
 from workers.models.attention.sparse import SparseAttention
 from workers.models.feed_forward import MixtureOfExperts
+from workers.models.general import GeneralOps
 from workers.models.layer import DecoderLayer
-from workers.models.many_tokens import GeneralOps
 from workers.models.model import Model
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState

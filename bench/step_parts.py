@@ -21,7 +21,7 @@ Then the parts, on the device alone: the same step with nothing replayed, launch
 5. Events between parts cost about a microsecond each, which the sum shows beside the replayed step. An indented part is
 contained in the one above it. `--kernels` adds the kernels of the replayed step, as torch's profiler sees them.
 
-Steps of at most 16 tokens take another way: `python bench/decode_step.py`.
+Steps of at most 16 tokens take another path: `python bench/decode_step.py`.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     for rows in found.decode or ():
         if rows * found.width <= MOST_STREAMED:
             parser.error(
-                f"steps of at most {MOST_STREAMED} tokens take a way of their own: python bench/decode_step.py times it"
+                f"steps of at most {MOST_STREAMED} tokens take another path: python bench/decode_step.py times it"
             )
     return found
 

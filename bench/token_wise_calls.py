@@ -42,7 +42,7 @@ from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.silu_mul import launch_silu_mul, silu_mul_reference
 from kernels.verify import accept_drafts_reference, launch_accept_drafts
 from workers.models.attention.decode_rows import MOST_MERGED
-from workers.models.many_tokens import MOST_DEPENDENT, ROUTER_PARTS
+from workers.models.general import MOST_DEPENDENT, ROUTER_PARTS
 
 EPS = 1e-6
 CONTEXT_PAGES = 16

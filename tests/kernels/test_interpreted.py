@@ -11,7 +11,7 @@ import pytest
 from tests.support.interpreter import interpreted_pytest
 
 HERE = Path(__file__).parent
-FEW_TOKENS = "few_tokens/interpreted_few_tokens.py"
+FEW_TOKENS = "small_batch/interpreted_small_batch.py"
 NARROW = "mla_decode_triton/interpreted_mla_decode_narrow.py"
 """This one and the one above also interpret Gluon, which changes what is imported after them."""
 LONG = ("moe_triton/interpreted_experts.py", "moe_triton/interpreted_scaled.py")

@@ -12,7 +12,7 @@ import torch
 
 from tests.workers.bench_shapes import SMALL
 from workers.memory.scratch import Scratch
-from workers.models.ways import Ways
+from workers.models.execution_paths import ExecutionPaths
 
 pytestmark = pytest.mark.soak
 
@@ -38,7 +38,7 @@ def model(bench: ModuleType) -> Any:
 def test_a_row_computes_what_rows_of_one_token_compute(
     width: int, few: bool, bench: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ways, "takes_few", lambda *_: few)
+    monkeypatch.setattr(ExecutionPaths, "takes_small_batch", lambda *_: few)
     pair = bench.Pair(model, width, 128)
     before = pair.state.tensors.length_S.clone()
     both = pair.settle(lambda both: both.tipped + both.more)

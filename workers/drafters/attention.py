@@ -20,7 +20,7 @@ from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
-from workers.models.many_tokens import GeneralOps
+from workers.models.general import GeneralOps
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -36,7 +36,7 @@ class DraftAttention(ABC):
     @abstractmethod
     def __call__(
         self,
-        way: GeneralOps,
+        ops: GeneralOps,
         x_TF: Tensor,
         rotation_PO: Tensor,
         batch: Batch,
@@ -56,7 +56,7 @@ class DraftLatentAttention(DraftAttention):
     @override
     def __call__(
         self,
-        way: GeneralOps,
+        ops: GeneralOps,
         x_TF: Tensor,
         rotation_PO: Tensor,
         batch: Batch,
@@ -65,9 +65,9 @@ class DraftLatentAttention(DraftAttention):
     ) -> Tensor:
         attention, tokens = self._attention, x_TF.shape[0]
         attended_THV = attention.allocate_attended(tokens, scratch)
-        projected = attention.allocate_projected(way, tokens, scratch)
+        projected = attention.allocate_projected(ops, tokens, scratch)
         rotation_TO = _rotations(rotation_PO, batch, scratch)
-        attention.project(way, x_TF, rotation_TO, batch.cache_slot_T, cache_PKC, projected, scratch)
+        attention.project(ops, x_TF, rotation_TO, batch.cache_slot_T, cache_PKC, projected, scratch)
         planned = attention.plan(batch, scratch)
         geometry = attention.geometry(batch)
         backends = attention.backends(projected, attended_THV, planned, geometry, rotation_PO, scratch)
@@ -100,7 +100,7 @@ class GroupedAttention(DraftAttention):
     @override
     def __call__(
         self,
-        way: GeneralOps,
+        ops: GeneralOps,
         x_TF: Tensor,
         rotation_PO: Tensor,
         batch: Batch,
@@ -109,7 +109,7 @@ class GroupedAttention(DraftAttention):
     ) -> Tensor:
         tokens, layout, first = x_TF.shape[0], batch.layout, batch.first
         qkv_TQ = scratch.empty(tokens, self.qkv_QF.shape[0], dtype=x_TF.dtype)
-        way.linear(x_TF, self.qkv_QF, qkv_TQ, scratch)
+        ops.linear(x_TF, self.qkv_QF, qkv_TQ, scratch)
         rope_store(qkv_TQ, _rotations(rotation_PO, batch, scratch), batch.cache_slot_T, cache_PKC, self.heads)
         q_THD = qkv_TQ.view(tokens, -1, self.features)[:, : self.heads]
         out_THD = scratch.empty(tokens, self.heads, self.features, dtype=x_TF.dtype)

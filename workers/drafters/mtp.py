@@ -48,7 +48,7 @@ class Mtp(Drafter):
         if config.indexing is not None and config.indexing.shared_by_drafts:
             self.keeps = config.indexing.top_k
         self.segments = Segments(
-            self._join, model.ways, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, len(model.cache)
+            self._join, model.paths, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, len(model.cache)
         )
 
     @override
@@ -84,5 +84,5 @@ class Mtp(Drafter):
             both_TF = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
             rms_norm(embedded_TE, self.embedding_norm_E, both_TF[:, :hidden], eps=self.eps)
             rms_norm(hidden_TE, self.hidden_norm_E, both_TF[:, hidden:], eps=self.eps)
-            self.model.ways.any.linear(both_TF, self.join_EF, joined_TE, scratch)
+            self.model.paths.any.linear(both_TF, self.join_EF, joined_TE, scratch)
         return joined_TE, None

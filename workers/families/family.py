@@ -51,14 +51,16 @@ class Family(ABC):
         fp8_cache: bool = False,
     ) -> Model:
         """The whole model on one rank, and with `draft_layer` the drafter that its checkpoint has. `group`: by which
-        it reaches the other ranks of the source's mesh. `quantize_activations`: see `Ways`."""
+        it reaches the other ranks of the source's mesh. `quantize_activations`: see `ExecutionPaths`."""
         from workers.drafters.mtp import Mtp
+        from workers.models.execution_paths import ExecutionPaths
         from workers.models.model import Model
-        from workers.models.ways import Ways
 
-        ways = Ways(config, group, source.formats, invariant=invariant, quantize_activations=quantize_activations)
+        paths = ExecutionPaths(
+            config, group, source.formats, invariant=invariant, quantize_activations=quantize_activations
+        )
         layer = partial(self.layer, source, config, invariant=invariant, fp8_cache=fp8_cache)
-        model = Model(source, config, ways, layer, max_positions)
+        model = Model(source, config, paths, layer, max_positions)
         if draft_layer:
             source.progress("draft layer")
             model.drafter = Mtp(source, model, layer(config.num_layers))

@@ -134,8 +134,8 @@ def compile_steps(
         for key in parts.buckets(max_rows).split_keys():
             DecodeStep(few, key, scratch).run(lambda: masks)
         warm_up_mixed_steps(Stage(few, token_budget, scratch, scratch.another()), masks)
-        if proof and model.ways.quantizes_activations(token_budget, model.norm_E.dtype, parts.device):
-            with model.ways.without_w8a8():
+        if proof and model.paths.quantizes_activations(token_budget, model.norm_E.dtype, parts.device):
+            with model.paths.without_w8a8():
                 for key in keys:
                     DecodeStep(few, key, scratch).run()
                 warm_up_segments(Stage(few, token_budget, scratch, scratch.another()))

@@ -64,7 +64,7 @@ def decode_batch_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
         for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width, merged}):
             if 0 < rows < slots and rows * width < budget:
                 yield _plan(width, drafts, (NOBODY,) * rows, _single(1, 0))
-    if not parts.model.ways.invariant:
+    if not parts.model.paths.invariant:
         return
     for rows in _doubled(1, min(slots, budget)):
         yield _plan(1, drafts, (), _single(rows, 0))

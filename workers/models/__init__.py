@@ -1,1 +1,1 @@
-"""What models are made of: layers, attention, experts, and the ways a pass takes through them."""
+"""What models are made of: layers, attention, experts, and the execution paths through them."""

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 
 class Choices(ABC):
-    """What a way hands its choices to: layer by layer, pass by pass."""
+    """Receives the experts that a path chose: layer by layer, pass by pass."""
 
     @abstractmethod
     def settle(self, id_TK: Tensor, weight_TK: Tensor) -> None:
@@ -27,7 +27,7 @@ class Choices(ABC):
 
     @abstractmethod
     def note(self, place_TX: Tensor, weight_TK: Tensor) -> None:
-        """The same of a way that takes nobody else's: where an expert stands among a token's, -1 if nowhere."""
+        """The same of a path that takes nobody else's: where an expert stands among a token's, -1 if nowhere."""
 
     @abstractmethod
     def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:

@@ -25,8 +25,8 @@ from workers.models.choices import Choices
 from workers.models.deepseek_parts import PagedTokens, linear, norm, rope
 from workers.models.deepseek_sparse import select
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
+from workers.models.layer_ops import Gated, Mixture
 from workers.models.model import Model
-from workers.models.token_wise import Gated, Mixture
 
 
 def attention(

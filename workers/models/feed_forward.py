@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.token_wise import Gated, LayerOps, Mixture, N
+from workers.models.layer_ops import Gated, LayerOps, Mixture, N
 from workers.weights.formats.format import Format
 from workers.weights.part import Part, Shard
 from workers.weights.source import WeightSource
@@ -36,11 +36,11 @@ class DenseFeedForward:
         self.down_EI = source.matrix(Part(f"{prefix}down_proj.weight", hidden, intermediate, shard=Shard(1, "experts")))
 
     def __call__(
-        self, way: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
+        self, ops: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
     ) -> None:
         """residual += this network's output, `out` = its norm. `out` shares no memory with `x`. `live_R`: see
         `LayerOps.add_experts`."""
-        way.add_gated(x, self.gate_up_FE, self.down_EI, norm, out, scratch)
+        ops.add_gated(x, self.gate_up_FE, self.down_EI, norm, out, scratch)
 
 
 class MixtureOfExperts:
@@ -87,10 +87,10 @@ class MixtureOfExperts:
         self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart, norm_E)
 
     def __call__(
-        self, way: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
+        self, ops: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
     ) -> None:
         """As `DenseFeedForward`."""
-        way.add_experts(x, self.mixture, norm, out, scratch, live_R)
+        ops.add_experts(x, self.mixture, norm, out, scratch, live_R)
 
 
 class _Network:

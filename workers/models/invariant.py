@@ -1,4 +1,4 @@
-"""The way whose bits are always the same: a token's do not depend on the batch, the width or the number of ranks.
+"""The deterministic path: the bits of a token do not depend on the batch, the width or the number of ranks.
 
 Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts, K experts
 per token, G groups of this rank, R ranks.
@@ -17,8 +17,8 @@ from kernels.linear import grouped_linear, linear
 from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
-from workers.models.many_tokens import GeneralOps, dependent, plain
-from workers.models.token_wise import Gated, Mixture
+from workers.models.general import GeneralOps, dependent, plain
+from workers.models.layer_ops import Gated, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import INVARIANT_RANKS
 from workers.weights.weight import Weight

@@ -15,8 +15,8 @@ from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.feed_forward import FeedForward
+from workers.models.layer_ops import N
 from workers.models.pass_buffers import PassBuffers
-from workers.models.token_wise import N
 
 
 class DecoderLayer:
@@ -41,6 +41,6 @@ class DecoderLayer:
         `buffers.normed`, becomes the `norm` of that. Holds (11) to (12) of `deepseek`, and both norms."""
         between = AddNorm(buffers.residual_TE, self.feed_forward_norm_E, self.eps)
         tokens, hidden = buffers.residual_TE.shape
-        x = buffers.way.allocate_normed(tokens, hidden, buffers.attended_THV.dtype, self.eps, scratch)
-        self.attention.output(buffers.way, buffers.attended_THV, between, x, scratch)
-        self.feed_forward(buffers.way, x, norm, out, scratch, live_R)
+        x = buffers.ops.allocate_normed(tokens, hidden, buffers.attended_THV.dtype, self.eps, scratch)
+        self.attention.output(buffers.ops, buffers.attended_THV, between, x, scratch)
+        self.feed_forward(buffers.ops, x, norm, out, scratch, live_R)

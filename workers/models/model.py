@@ -17,11 +17,11 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.drafter import Drafter
+from workers.models.execution_paths import ExecutionPaths
 from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.rope import rotation_table
 from workers.models.segments import Segments
-from workers.models.ways import Ways
 from workers.parallel.group import Group
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -34,14 +34,14 @@ class Model:
         self,
         source: WeightSource,
         config: ModelConfig,
-        ways: Ways,
+        paths: ExecutionPaths,
         layer: Callable[[int], DecoderLayer],
         max_positions: int,
     ) -> None:
         """`layer` builds the layer of an index."""
-        self.ways = ways
+        self.paths = paths
         self.config = config
-        self.group: Group = ways.group
+        self.group: Group = paths.group
         self.max_positions = max_positions
         source.progress("embedding and output head")
         self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -54,7 +54,7 @@ class Model:
         self.cache: list[CacheSpec] = [spec for layer in self.layers for spec in layer.attention.caches]
         """Of its layers, one behind the other."""
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
-        self.segments = Segments(self._enter, ways, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
+        self.segments = Segments(self._enter, paths, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
         self.drafter: Drafter | None = None
         """What proposes tokens to it, where there is something: whoever builds the model says."""
 
@@ -115,7 +115,7 @@ class Model:
         """Logits of final-norm hidden states, fp32 [N, Y]. `head_YE`: this rank's rows of another head than its own."""
         scratch, head_YE = scratch or Scratch(hidden_NE.device), head_YE or self.head_YE
         part_NY = scratch.empty(hidden_NE.shape[0], head_YE.shape[0], dtype=torch.float32)
-        self.ways.any.linear(hidden_NE, head_YE, part_NY, scratch)
+        self.paths.any.linear(hidden_NE, head_YE, part_NY, scratch)
         return self.group.gather_columns(part_NY, scratch.empty)[:, : self.config.vocab_size]
 
     def _enter(self, token_T: Tensor, source_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, Generic
 from torch import Tensor
 
 from workers.models.attention.latent import MlaInputs
-from workers.models.token_wise import LayerOps, N
+from workers.models.layer_ops import LayerOps, N
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PassBuffers(Generic[N]):
     """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
     writes it."""
 
-    way: LayerOps[N]
+    ops: LayerOps[N]
     """How what is token-wise is computed; the memory here is made for it."""
     normed: N
     """The norm of `residual_TE` that the next layer reads."""

@@ -32,10 +32,10 @@ from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend
 from workers.models.batch import Batch
+from workers.models.execution_paths import ExecutionPaths
 from workers.models.layer import DecoderLayer
+from workers.models.layer_ops import LayerOps
 from workers.models.pass_buffers import PassBuffers, PassTensors
-from workers.models.token_wise import LayerOps
-from workers.models.ways import Ways
 
 
 class Segments:
@@ -44,7 +44,7 @@ class Segments:
     def __init__(
         self,
         enter: Callable[[Tensor, Tensor | None, Scratch], tuple[Tensor, Tensor | None]],
-        ways: Ways,
+        paths: ExecutionPaths,
         layers: Sequence[DecoderLayer],
         norm_E: Tensor,
         rotation_PO: Tensor,
@@ -55,7 +55,7 @@ class Segments:
         """`enter` says what enters the residual stream, of `token_T` and `source_TE` of `PassTensors`: rows of a matrix
         by their indices, or without those a matrix of T rows. The caches of `layers` are those from `cache_layer` on,
         in their order, unless `caches` says which each has."""
-        self.layers, self.ways = layers, ways
+        self.layers, self.paths = layers, paths
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
         self._rotation_PO = rotation_PO
         ends = accumulate((len(layer.attention.caches) for layer in layers), initial=cache_layer)
@@ -66,26 +66,26 @@ class Segments:
         """The segments of a pass over some of these layers."""
         caches = [self._caches_of[next(i for i, own in enumerate(self.layers) if own is layer)] for layer in layers]
         where = self._rotation_PO, self._eps, self._cache_layer, caches
-        return Segments(self._enter, self.ways, layers, self._norm_E, *where)
+        return Segments(self._enter, self.paths, layers, self._norm_E, *where)
 
     def __len__(self) -> int:
         return len(self.layers) + 1
 
-    def buffers(self, tokens: int, scratch: Scratch, way: LayerOps[Any] | None = None) -> PassBuffers[Any]:
-        """Memory for passes of so many tokens on one way; without one, on that for any pass."""
+    def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> PassBuffers[Any]:
+        """Memory for passes of so many tokens on path; without one, on that for any pass."""
         attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
-        rotation_PO, way = self._rotation_PO, way or self.ways.any
+        rotation_PO, ops = self._rotation_PO, ops or self.paths.any
         rotation_shape = tokens, rotation_PO.shape[1]
         return PassBuffers(
-            way=way,
-            normed=way.allocate_normed(tokens, hidden, dtype, self._eps, scratch),
-            residual_TE=way.allocate_residual(tokens, hidden, dtype, scratch),
+            ops=ops,
+            normed=ops.allocate_normed(tokens, hidden, dtype, self._eps, scratch),
+            residual_TE=ops.allocate_residual(tokens, hidden, dtype, scratch),
             rotation_TO=(
                 scratch.empty(*rotation_shape, dtype=rotation_PO.dtype)
-                if attention.rotates or not way.decode_alone
+                if attention.rotates or not ops.decode_alone
                 else None
             ),
-            projected=attention.allocate_projected(way, tokens, scratch),
+            projected=attention.allocate_projected(ops, tokens, scratch),
             attended_THV=attention.allocate_attended(tokens, scratch),
         )
 
@@ -103,7 +103,7 @@ class Segments:
         self._tap(index, tensors)
         with scratch.scope():
             where = buffers.rotation_TO, tensors.cache_slot_T, self._caches(index, cache)[0]
-            self.layers[index].attention.project(buffers.way, buffers.normed, *where, buffers.projected, scratch)
+            self.layers[index].attention.project(buffers.ops, buffers.normed, *where, buffers.projected, scratch)
 
     def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
@@ -116,7 +116,7 @@ class Segments:
         if buffers.rotation_TO is not None:
             torch.index_select(self._rotation_PO, 0, tensors.position_T, out=buffers.rotation_TO)
         entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
-        buffers.way.enter(*entering, norm, buffers.normed)
+        buffers.ops.enter(*entering, norm, buffers.normed)
 
     @staticmethod
     def _tap(index: int, tensors: PassTensors) -> None:
@@ -144,9 +144,9 @@ class Segments:
         self, buffers: PassBuffers[Any], norm: AddNorm, out_TE: Tensor | None, live_R: Tensor | None, scratch: Scratch
     ) -> None:
         assert out_TE is not None  # else `gather` and `end` take this segment's place
-        last = buffers.way.last(buffers.normed, out_TE)
+        last = buffers.ops.last(buffers.normed, out_TE)
         self.layers[-1].finish(buffers, norm, last, live_R, scratch)
-        buffers.way.leave(norm, last, out_TE)
+        buffers.ops.leave(norm, last, out_TE)
 
     def forward(
         self,
@@ -156,16 +156,16 @@ class Segments:
         cache: PagedCache,
         scratch: Scratch,
         aux_hidden: tuple[tuple[int, Tensor], ...] = (),
-        way: LayerOps[Any] | None = None,
+        ops: LayerOps[Any] | None = None,
     ) -> Tensor:
         """A whole pass, layer by layer, in memory of `scratch`: final hidden states [T, E]. `source_TE`, `aux_hidden`:
-        see `PassTensors`. `way`: without one the fastest."""
-        way = way or self.ways.of(batch, self._norm_E.dtype, self._norm_E.device)
+        see `PassTensors`. `ops`: without it those of the fastest path."""
+        ops = ops or self.paths.of(batch, self._norm_E.dtype, self._norm_E.device)
         out_TE = scratch.empty(token_T.shape[0], self._norm_E.shape[0], dtype=self._norm_E.dtype)
         # Of a step of decode rows alone some may be padding: their lengths say which.
         live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
-            buffers = self.buffers(token_T.shape[0], scratch, way)
+            buffers = self.buffers(token_T.shape[0], scratch, ops)
             if batch.given_TS is not None or batch.dense:
                 buffers = replace(buffers, projected=buffers.projected.unscored(keys=batch.dense))
             tensors = PassTensors(
@@ -180,14 +180,14 @@ class Segments:
                 where = buffers.rotation_TO, batch.cache_slot_T, self._caches(index, cache)[0]
                 # Each of the two token-wise parts has all of the scratch's free memory.
                 with scratch.scope():
-                    layer.attention.project(way, buffers.normed, *where, buffers.projected, scratch)
+                    layer.attention.project(ops, buffers.normed, *where, buffers.projected, scratch)
                 attend(index)
                 norm = self._norm(index + 1, buffers)
                 if index + 1 == len(self.layers):
-                    out = way.last(buffers.normed, out_TE)
+                    out = ops.last(buffers.normed, out_TE)
                 with scratch.scope():
                     layer.finish(buffers, norm, out, live_R, scratch)
-            way.leave(norm, out, out_TE)
+            ops.leave(norm, out, out_TE)
         return out_TE
 
     def run_pass(
@@ -255,7 +255,7 @@ class _Attention:
     def _prepare(self) -> list[Backend]:
         buffers, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
         counted = replace(self._batch, out_of_bounds_count_1=self._cache.out_of_bounds_count_1)
-        planned = attention.plan(counted, self._scratch).noting(buffers.way.choices)
+        planned = attention.plan(counted, self._scratch).noting(buffers.ops.choices)
         with nullcontext() if inner is None else inner.scope():
             rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)
             where = buffers.projected, buffers.attended_THV, planned, geometry, rotation_PO

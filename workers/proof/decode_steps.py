@@ -85,7 +85,7 @@ def tolerance(parts: StepParts) -> float:
 def quantizes_activations(parts: StepParts, tokens: int) -> bool:
     """Whether an eager pass of so many tokens may compute something else than with nothing rounded to FP8."""
     model = parts.model
-    return model.ways.quantizes_activations(tokens, model.norm_E.dtype, parts.device)
+    return model.paths.quantizes_activations(tokens, model.norm_E.dtype, parts.device)
 
 
 def mixtures(parts: StepParts) -> int:
@@ -255,11 +255,11 @@ class SelfTest:
             step.slot_R.fill_(-1)
             step.slot_R[: len(fixture.rows)] = fixture.slot_R
             self._plausible_drafts(candidate, fixture)
-            ways, recorded = self._parts.model.ways, Recorded()
-            with nothing_repeated(), ways.choosing(recorded):  # what is repeated is the graph's, and to be proven
+            paths, recorded = self._parts.model.paths, Recorded()
+            with nothing_repeated(), paths.choosing(recorded):  # what is repeated is the graph's, and to be proven
                 eager = fixture.outcome(candidate.eager(step))
             fixture.restore()
-            with ways.without_w8a8():
+            with paths.without_w8a8():
                 exact_NV, recorded = self._without_w8a8(fixture, candidate, eager.logits_NV, recorded)
                 error, agreed = self._distance_from_reference(fixture, step.key, exact_NV, recorded)
             fixture.restore()
@@ -281,7 +281,7 @@ class SelfTest:
             return eager_NV, recorded
         again, recorded = DecodeStep(self._parts, step.key, Scratch(self._parts.device)), Recorded()
         again.slot_R.copy_(step.slot_R)
-        with nothing_repeated(), self._parts.model.ways.choosing(recorded):
+        with nothing_repeated(), self._parts.model.paths.choosing(recorded):
             logits_NV = candidate.eager(again).logits_NV
         fixture.restore()
         assert logits_NV is not None
@@ -339,5 +339,5 @@ class SelfTest:
             decode=None,
             prefill=PrefillBatch(tuple(row.start for row in rows), counts, parts.state.tensors.page_SP[slot_R]),
         )
-        with nothing_repeated(), parts.model.ways.choosing(taken):
+        with nothing_repeated(), parts.model.paths.choosing(taken):
             return parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])

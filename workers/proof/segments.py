@@ -133,21 +133,21 @@ class SegmentProof:
         """What the eager step makes of a fixture, which is at its beginning again; how far its logits are from those of
         the same step without padding, which takes its experts: the median over rows; and in how many of the choices
         both agree."""
-        ways, recorded = self._parts.model.ways, Recorded()
+        paths, recorded = self._parts.model.paths, Recorded()
         with nothing_repeated():  # what is repeated is to be proven
-            with ways.choosing(recorded):
+            with paths.choosing(recorded):
                 eager = fixture.outcome(self._run(plan, self._fresh(bucket)))
             fixture.restore()
-            with ways.without_w8a8():
+            with paths.without_w8a8():
                 padded_NV: Tensor | None = eager.logits_NV
                 if quantizes_activations(self._parts, bucket):
                     recorded = Recorded()
-                    with ways.choosing(recorded):
+                    with paths.choosing(recorded):
                         padded_NV = self._run(plan, self._fresh(bucket)).logits_NV
                     fixture.restore()
                 kinds = bool(plan.decode_slots) + bool(plan.prefill)
                 taken = Taken(recorded, mixtures(self._parts), selecting=kinds * selecting(self._parts))
-                with ways.choosing(taken):
+                with paths.choosing(taken):
                     exact_NV = self._run(plan, self._fresh(plan.layout.tokens)).logits_NV
             fixture.restore()
         assert padded_NV is not None

@@ -56,16 +56,16 @@ def _proved(parts: StepParts, tail: Tail, host: torch.Generator, noise: torch.Ge
         for gathered in (stage.buffers.residual_TE, stage.buffers.attended_THV):
             gathered.normal_(generator=noise)
         token_N = torch.randperm(tokens, generator=host).to(device)
-        ways, recorded = parts.model.ways, Recorded()
-        with ways.choosing(recorded):
+        paths, recorded = parts.model.paths, Recorded()
+        with paths.choosing(recorded):
             eager_NE = _tail_output(Tail(parts, tokens, Scratch(device)), stage.buffers, token_N)
-        with ways.without_w8a8():
+        with paths.without_w8a8():
             padded_NE = eager_NE
             if quantizes_activations(parts, tokens):
                 recorded = Recorded()
-                with ways.choosing(recorded):
+                with paths.choosing(recorded):
                     padded_NE = _tail_output(Tail(parts, tokens, Scratch(device)), stage.buffers, token_N)
-            with ways.choosing(taken := Taken(recorded, layers=1)):
+            with paths.choosing(taken := Taken(recorded, layers=1)):
                 exact_NE = _tail_output(Tail(parts, live, Scratch(device)), stage.buffers, token_N[:live])
         tail.fill(POISON)
         replayed_NE = _tail_output(tail, stage.buffers, token_N)

@@ -76,7 +76,7 @@ class StepParts:
         """Most pages of a row of which sparse attention selects every entry, and decode steps attend to them densely. 0
         where attention is dense anyway, and in invariant mode, which has one way alone."""
         indexing = self.model.config.indexing
-        return 0 if indexing is None or self.model.ways.invariant else indexing.top_k // PAGE_TOKENS
+        return 0 if indexing is None or self.model.paths.invariant else indexing.top_k // PAGE_TOKENS
 
     def all_short(self, slots: Sequence[int]) -> bool:
         """Whether a decode step of the rows in these slots attends densely: they are few, and none can have more

@@ -1,7 +1,7 @@
 """A matrix of weights, in whatever format it is stored.
 
 Models name tensors and never ask for a format: they say which tensors a matrix is made of (`WeightSource.matrix`), and
-hand it to whoever multiplies (see `workers.models.token_wise`). That one asks the weight, and chooses a kernel that
+hand it to whoever multiplies (see `workers.models.layer_ops`). That one asks the weight, and chooses a kernel that
 reads its format.
 
 Shape legend: X experts, N output features, K input features, B blocks.

@@ -23,7 +23,7 @@ from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.families import load_model
 from workers.graphs import capture
-from workers.models import many_tokens
+from workers.models import general
 from workers.models.attention import sparse_rows, sparse_workspaces
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -209,8 +209,8 @@ def test_weights_in_fp8_compile_nothing_late(
 ) -> None:
     """Tokens that are rounded, and fewer that are not, behind every number of rows."""
     quantized, _ = checkpoints(tmp_path)
-    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: True)
-    monkeypatch.setattr(many_tokens, "w8a8_linear", lambda *_: None)
+    monkeypatch.setattr(general, "supports_w8a8", lambda device: True)
+    monkeypatch.setattr(general, "w8a8_linear", lambda *_: None)
     config = settings(str(quantized), width, max_rows=13, max_context=300, activations=activations)
     start = Start(monkeypatch, config)
     assert late(start, 96, seed=3) == []

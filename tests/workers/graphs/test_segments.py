@@ -20,7 +20,7 @@ from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_plans
 from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import selection
-from workers.models.many_tokens import GeneralOps
+from workers.models.general import GeneralOps
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
 from workers.scheduler import Unsound
 from workers.step.buckets import TokenBuckets

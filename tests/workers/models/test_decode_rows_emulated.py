@@ -26,7 +26,7 @@ from tests.support.fp8_entries import numbers
 from tests.support.ptx import Fault, Unordered, emulated
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models import many_tokens
+from workers.models import general
 from workers.models.attention import decode_rows
 from workers.models.batch import Batch
 from workers.models.model import Model
@@ -63,7 +63,7 @@ def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: boo
     model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
-    buffers = model.segments.buffers(len(LENGTHS), scratch, many_tokens.DecodeOps(Group()))
+    buffers = model.segments.buffers(len(LENGTHS), scratch, general.DecodeOps(Group()))
     torch.manual_seed(7)
     buffers.projected.down_TF.copy_(torch.randn(buffers.projected.down_TF.shape).bfloat16())
     own, tensors = model.layers[0].attention, (buffers.projected, buffers.attended_THV)
@@ -80,18 +80,18 @@ def layered(
     model = random_model(SMALL | {"hidden_size": 136, "v_head_dim": 72}, dtype, CPU)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 21,), 255, dtype=torch.uint8))
-    buffers = model.segments.buffers(len(LENGTHS), scratch, many_tokens.DecodeOps(Group()))
+    buffers = model.segments.buffers(len(LENGTHS), scratch, general.DecodeOps(Group()))
     torch.manual_seed(7)
     for x in (buffers.normed, buffers.residual_TE):
         x.copy_(torch.randn(x.shape).bfloat16())
     own, tensors = model.layers[0].attention, (buffers.projected, buffers.attended_THV)
     backends = own.backends(*tensors, plan(model, batch), None, model.rotation_PO, scratch)
-    way, slot_T = buffers.way, batch.cache_slot_T
+    ops, slot_T = buffers.ops, batch.cache_slot_T
     norm = AddNorm(buffers.residual_TE, model.layers[0].feed_forward_norm_E, 1e-6)
     for _ in range(2):
-        own.project(way, buffers.normed, None, slot_T, cache.layers[0], buffers.projected, scratch)
+        own.project(ops, buffers.normed, None, slot_T, cache.layers[0], buffers.projected, scratch)
         own.attend(backends, cache.layers[0])
-        own.output(way, buffers.attended_THV, norm, buffers.normed, scratch)
+        own.output(ops, buffers.attended_THV, norm, buffers.normed, scratch)
     return buffers, cache, slot_T
 
 
@@ -107,11 +107,11 @@ def check_parts(**how: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
         patch.setattr(linear, "is_hopper", lambda device: True)
         patch.setattr(decode_rows, "rope_absorb", absorb)
-        patch.setattr(many_tokens, "part_linear", launch_part_linear)
-        patch.setattr(many_tokens, "add_rms_norm", lambda *args, eps, dependent: launch_add_rms_norm(
+        patch.setattr(general, "part_linear", launch_part_linear)
+        patch.setattr(general, "add_rms_norm", lambda *args, eps, dependent: launch_add_rms_norm(
             *args, eps, dependent=dependent
         ))  # fmt: skip
-        for module in (decode_rows, many_tokens):
+        for module in (decode_rows, general):
             patch.setattr(module, "launches_dependently", lambda device: True)
         got, cache, _ = layered(torch.bfloat16, planned)
     assert got.projected.down_TF.shape[1:-1] == (3,)

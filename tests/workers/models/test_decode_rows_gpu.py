@@ -27,8 +27,8 @@ def test_many_rows_agree_with_mixed_steps(rows: int, width: int, lengths: list[i
     live_T = (torch.tensor(lengths).repeat_interleave(width) > 0).to("cuda")
     token_T, batch, cache = decode_step(model, lengths, width)
     device = token_T.device
-    way = model.ways.of(batch, torch.bfloat16, device)
-    projected = model.segments.buffers(rows * width, Scratch(device), way).projected
+    ops = model.paths.of(batch, torch.bfloat16, device)
+    projected = model.segments.buffers(rows * width, Scratch(device), ops).projected
     in_parts = is_hopper(device) and rows * width <= 64 and not overrides
     assert (projected.down_TF.dim() == 3) == in_parts
     before = [layer.clone() for layer in cache.layers]
@@ -38,7 +38,7 @@ def test_many_rows_agree_with_mixed_steps(rows: int, width: int, lengths: list[i
     written = [layer.clone() for layer in cache.layers]
     for layer, old in zip(cache.layers, before, strict=True):
         layer.copy_(old)
-    want_TE = model.segments.forward(token_T, None, batch, cache, Scratch(device), way=model.ways.any)
+    want_TE = model.segments.forward(token_T, None, batch, cache, Scratch(device), ops=model.paths.any)
     slot = batch.cache_slot_T[live_T]
     for old, ours, theirs in zip(before, written, cache.layers, strict=True):
         untouched = torch.ones(old.shape[0] * 64, dtype=torch.bool, device="cuda")

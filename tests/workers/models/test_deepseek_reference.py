@@ -22,8 +22,8 @@ from kernels.latent_entry import entries
 from workers.families import load_model
 from workers.models import deepseek
 from workers.models.deepseek_parts import PagedTokens
+from workers.models.layer_ops import Mixture
 from workers.models.model import Model
-from workers.models.token_wise import Mixture
 
 TOLERANCE = 1e-4
 SEQUENCES = [random_tokens(count, count, VOCAB) for count in (150, 70)]

@@ -1,4 +1,4 @@
-"""Models of quantized checkpoints on a GPU: on every way no further from fp32 than the same numbers in bf16 are."""
+"""Models of quantized checkpoints on a GPU: on every path no further from fp32 than the same numbers in bf16 are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantized_pairs import CHECKPOINTS, PROMPTS, SPARSE, WIDE, checkpoints, log
 from torch import Tensor
 
 from workers.families import load_model
-from workers.models.ways import Ways
+from workers.models.execution_paths import ExecutionPaths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,17 +44,17 @@ def test_logits_are_no_further_from_fp32_than_those_of_transformers_in_bf16(name
 
 
 @pytest.mark.parametrize("name", DENSE)
-@pytest.mark.parametrize("way", ["fastest", "many", "invariant"])
-def test_logits_are_as_exact_as_in_bf16(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized, twin = checkpoints(tmp_path, name, **ALL_EXPERTS, **(WIDE if way == "invariant" else {}))
+@pytest.mark.parametrize("path", ["fastest", "many", "invariant"])
+def test_logits_are_as_exact_as_in_bf16(name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized, twin = checkpoints(tmp_path, name, **ALL_EXPERTS, **(WIDE if path == "invariant" else {}))
     want = logits(load_fp32(twin))
-    if way == "many":
-        monkeypatch.setattr(Ways, "takes_few", lambda *_: False)
+    if path == "many":
+        monkeypatch.setattr(ExecutionPaths, "takes_small_batch", lambda *_: False)
 
     def errors(folder: Path) -> Tensor:
         """Every token's."""
         model = load_model(
-            folder, group=ALONE, dtype=torch.bfloat16, device=CUDA, max_positions=512, invariant=way == "invariant"
+            folder, group=ALONE, dtype=torch.bfloat16, device=CUDA, max_positions=512, invariant=path == "invariant"
         )
         return distances(logits(model), want)
 

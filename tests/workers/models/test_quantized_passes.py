@@ -1,5 +1,5 @@
 """What a model computes whose checkpoint is quantized, against transformers' model of a plain checkpoint of the same
-numbers: on every way that a pass may take, and on several ranks."""
+numbers: on every path that a pass may take, and on several ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rank_processes import run_ranks
 from torch import Tensor
 
 from workers.families import load_model
-from workers.models.few_tokens import SmallBatchOps
-from workers.models.many_tokens import DecodeOps, GeneralOps
-from workers.models.ways import Ways
+from workers.models.execution_paths import ExecutionPaths
+from workers.models.general import DecodeOps, GeneralOps
+from workers.models.small_batch import SmallBatchOps
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
@@ -31,39 +31,39 @@ def near(got: Tensor, want: Tensor) -> bool:
     return float((got - want).abs().max()) <= TOLERANCE * float(want.square().mean().sqrt())
 
 
-WAYS = ["few", "decode rows", "any", "invariant"]
+PATHS = ["few", "decode rows", "any", "invariant"]
 QUICK = ("fp8", "fp8 without query latent", "int4")
-"""Those that `make test` tries on every way; of the others it tries the first one."""
+"""Those that `make test` tries on every path; of the others it tries the first one."""
 
 
 @pytest.mark.parametrize(
-    ("way", "name"),
+    ("path", "name"),
     [
-        pytest.param(way, name, marks=() if name in QUICK or way == WAYS[0] else pytest.mark.long)
-        for way in WAYS
+        pytest.param(path, name, marks=() if name in QUICK or path == PATHS[0] else pytest.mark.long)
+        for path in PATHS
         for name in CHECKPOINTS
     ],
 )
-def test_logits_on_every_way(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized, twin = checkpoints(tmp_path, name, **(WIDE if way == "invariant" else {}))
+def test_logits_on_every_path(name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized, twin = checkpoints(tmp_path, name, **(WIDE if path == "invariant" else {}))
     model = load_model(
-        quantized, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, invariant=way == "invariant"
+        quantized, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, invariant=path == "invariant"
     )
     form = INT4_GROUPS if name == "int4" else FP8_BLOCKS
     assert model.layers[1].feed_forward.mixture.gate_up_XFE.format is form
     taken: list[type] = []
-    kinds = {"few": SmallBatchOps, "decode rows": DecodeOps, "any": GeneralOps, "invariant": type(model.ways.any)}
-    plain = Ways.of
+    kinds = {"few": SmallBatchOps, "decode rows": DecodeOps, "any": GeneralOps, "invariant": type(model.paths.any)}
+    plain = ExecutionPaths.of
 
-    def chosen(self: Ways, *about: Any) -> Any:
-        found = plain(self, *about) if way != "any" else self.any
+    def chosen(self: ExecutionPaths, *about: Any) -> Any:
+        found = plain(self, *about) if path != "any" else self.any
         taken.append(type(found))
         return found
 
-    monkeypatch.setattr(Ways, "takes_few", lambda *_: way == "few")
-    monkeypatch.setattr(Ways, "of", chosen)
+    monkeypatch.setattr(ExecutionPaths, "takes_small_batch", lambda *_: path == "few")
+    monkeypatch.setattr(ExecutionPaths, "of", chosen)
     got = logits(model)
-    assert kinds[way] in taken
+    assert kinds[path] in taken
     oracle = load_oracle(twin)
     for ours, prompt in zip(got, PROMPTS, strict=False):
         assert near(ours, oracle_logits(oracle, prompt)[: len(ours)])
@@ -80,7 +80,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
             found[name] = logits(model)
             if name == "int4":
                 few = pytest.MonkeyPatch()
-                few.setattr(Ways, "takes_few", lambda *_: True)
+                few.setattr(ExecutionPaths, "takes_small_batch", lambda *_: True)
                 found["int4, few"] = logits(model)
                 few.undo()
         torch.save(found, folder / f"rank{rank}.pt")

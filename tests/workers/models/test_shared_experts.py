@@ -18,8 +18,8 @@ from workers.memory.scratch import Scratch
 from workers.models import feed_forward
 from workers.models.config import ModelConfig
 from workers.models.feed_forward import MixtureOfExperts
+from workers.models.general import GeneralOps
 from workers.models.invariant import DeterministicOps
-from workers.models.many_tokens import GeneralOps
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.part import Part, Shard

@@ -126,8 +126,8 @@ def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypat
     scratch = Scratch(device, torch.empty(1 << 24, dtype=torch.uint8))
     for first, layer in enumerate([model.layers[0], model.drafter.layer]):
         batch = paged.batch(paged.plan([0], 3, []), first)
-        attention, way = layer.attention, model.ways.of(batch, torch.float32, device)
-        projected = attention.allocate_projected(way, 3, scratch)
+        attention, ops = layer.attention, model.paths.of(batch, torch.float32, device)
+        projected = attention.allocate_projected(ops, 3, scratch)
         out_THV = attention.allocate_attended(3, scratch)
         with capture_guard(device):
             planned = attention.plan(batch, scratch)

@@ -45,7 +45,7 @@ def passes(
     paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(110, 1, VOCAB)])
     drafter, logits, sources = model.drafter, list[Tensor](), list[dict[int, Tensor]]()
     assert drafter is not None
-    with nothing_repeated(), model.ways.choosing(choices):
+    with nothing_repeated(), model.paths.choosing(choices):
         for place, (decode, width, chunks) in enumerate(STEPS):
             step = paged.plan(decode, width, chunks)
             hidden = paged.forward(step)

@@ -14,11 +14,11 @@ from torch import Tensor
 from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
-from workers.models import many_tokens
-from workers.models import ways as choice
+from workers.models import execution_paths as choice
+from workers.models import general
+from workers.models.execution_paths import ExecutionPaths
+from workers.models.general import MIN_TOKENS_W8A8, DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
-from workers.models.many_tokens import MIN_TOKENS_W8A8, DecodeOps, GeneralOps
-from workers.models.ways import Ways
 from workers.parallel.group import Group
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 from workers.weights.formats.format import Format
@@ -31,7 +31,7 @@ TOKENS = 64
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Hopper GPU."""
-    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: True)
+    monkeypatch.setattr(general, "supports_w8a8", lambda device: True)
 
 
 def weight(outputs: int = 256, features: int = 512, block: tuple[int, int] = (128, 128)) -> Weight:
@@ -62,29 +62,29 @@ def distance(got: Tensor, want: Tensor) -> float:
 def test_products_are_those_of_quantized_activations(kind: type[GeneralOps], count: int, features: int) -> None:
     """Of any number of tokens, though products take four at a time."""
     x, matrix = tokens(count, features), weight(features=features)
-    way = kind(Group(), quantize_activations=True)
+    ops = kind(Group(), quantize_activations=True)
     exact = x.double() @ matrix.dequantized(torch.float64).t()
     want = rounded(x) @ matrix.dequantized(torch.float64).t()
     out = torch.full((count, 256), torch.nan, dtype=torch.bfloat16)
     scratch = Scratch(x.device, torch.full((1 << 20,), 0xFF, dtype=torch.uint8))
-    way.linear(x, matrix, out, scratch)
+    ops.linear(x, matrix, out, scratch)
     assert distance(out, want) < 2**-8
     assert distance(out, exact) > 2**-7
 
 
 @pytest.mark.parametrize("quantize_activations", [False, True])
 def test_the_product_behind_attention(quantize_activations: bool) -> None:
-    x, matrix, way = tokens(), weight(), GeneralOps(Group(), quantize_activations=quantize_activations)
+    x, matrix, ops = tokens(), weight(), GeneralOps(Group(), quantize_activations=quantize_activations)
     want = (rounded(x) if quantize_activations else x.double()) @ matrix.dequantized(torch.float64).t()
     norm = AddNorm(torch.zeros(TOKENS, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
-    way.add(x, matrix, norm, torch.empty_like(norm.residual_TE), Scratch(x.device))
+    ops.add(x, matrix, norm, torch.empty_like(norm.residual_TE), Scratch(x.device))
     assert distance(norm.residual_TE, want) < 2**-8
 
 
 def test_the_gate_of_a_dense_network() -> None:
-    x, matrix, way = tokens(), weight(), GeneralOps(Group(), quantize_activations=True)
+    x, matrix, ops = tokens(), weight(), GeneralOps(Group(), quantize_activations=True)
     gate, up = (rounded(x) @ matrix.dequantized(torch.float64).t()).chunk(2, 1)
-    got = way.gated(x, matrix, Scratch(x.device))
+    got = ops.gated(x, matrix, Scratch(x.device))
     assert distance(got, torch.nn.functional.silu(gate) * up) < 2**-7
 
 
@@ -92,18 +92,18 @@ def test_the_gate_of_a_dense_network() -> None:
 def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the gate makes is rounded at once."""
     made = []
-    fused = many_tokens.silu_mul_quantize
-    monkeypatch.setattr(many_tokens, "silu_mul_quantize", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
+    fused = general.silu_mul_quantize
+    monkeypatch.setattr(general, "silu_mul_quantize", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
     x, gate_up, down = tokens(count), weight(1024, 512), weight(256, 512)
-    way = GeneralOps(Group(), quantize_activations=quantize_activations)
+    ops = GeneralOps(Group(), quantize_activations=quantize_activations)
     gate_up_TF = torch.empty(count, 1024, dtype=torch.bfloat16)
-    way.linear(x, gate_up, gate_up_TF, Scratch(x.device))
+    ops.linear(x, gate_up, gate_up_TF, Scratch(x.device))
     gate, up = gate_up_TF.double().chunk(2, 1)
     act = torch.nn.functional.silu(gate) * up
     want = (rounded(act) if quantize_activations else act) @ down.dequantized(torch.float64).t()
     norm = AddNorm(torch.zeros(count, 256, dtype=torch.bfloat16), torch.ones(256).bfloat16(), 1e-6)
     out = torch.empty_like(norm.residual_TE)
-    way.add_gated(x, gate_up, down, norm, out, Scratch(x.device))
+    ops.add_gated(x, gate_up, down, norm, out, Scratch(x.device))
     assert distance(norm.residual_TE, want) < (2**-8 if quantize_activations else 2**-7)  # bf16 once, or twice
     assert made == ([(count, 1024)] if quantize_activations else [])
     want = norm.residual_TE.double()
@@ -111,7 +111,7 @@ def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("why", "way", "x", "matrix", "dtype"),
+    ("why", "ops", "x", "matrix", "dtype"),
     [
         ("it is forbidden", GeneralOps(Group()), tokens(), weight(), torch.bfloat16),
         ("invariant mode", DeterministicOps(Group()), tokens(), weight(), torch.bfloat16),
@@ -135,18 +135,18 @@ def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: py
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_activations_stay_as_they_are(why: str, way: GeneralOps, x: Tensor, matrix: Weight, dtype: torch.dtype) -> None:
+def test_activations_stay_as_they_are(why: str, ops: GeneralOps, x: Tensor, matrix: Weight, dtype: torch.dtype) -> None:
     want = x.double() @ matrix.dequantized(x.dtype).double().t()
     out = torch.full((len(x), 256), torch.nan, dtype=dtype)
-    way.linear(x, matrix, out, Scratch(x.device))
+    ops.linear(x, matrix, out, Scratch(x.device))
     assert distance(out, want) < 2**-8, why
 
 
 def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: False)
-    way, x, matrix = GeneralOps(Group(), quantize_activations=True), tokens(), weight()
+    monkeypatch.setattr(general, "supports_w8a8", lambda device: False)
+    ops, x, matrix = GeneralOps(Group(), quantize_activations=True), tokens(), weight()
     out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
-    way.linear(x, matrix, out, Scratch(x.device))
+    ops.linear(x, matrix, out, Scratch(x.device))
     assert distance(out, x.double() @ matrix.dequantized(torch.bfloat16).double().t()) < 2**-8
 
 
@@ -156,9 +156,9 @@ def ways(
     invariant: bool = False,
     quantize_activations: bool = True,
     form: Format = FP8_BLOCKS,
-) -> Ways:
+) -> ExecutionPaths:
     monkeypatch.setattr(choice, "is_hopper", lambda device: device.type == "cuda")
-    return Ways(
+    return ExecutionPaths(
         parse_config(V2_LITE_HEADS),
         Group(),
         Formats(others={form}),
@@ -195,7 +195,7 @@ def test_passes_that_may_quantize(
 
 def test_no_number_of_tokens_lies_between_the_ways() -> None:
     """It would have kernels of its own, of which the warm-up knows nothing."""
-    assert MIN_TOKENS_W8A8 == many_tokens.MIN_TOKENS_W8A8_EXPERTS == MOST_FP8 + 1
+    assert MIN_TOKENS_W8A8 == general.MIN_TOKENS_W8A8_EXPERTS == MOST_FP8 + 1
 
 
 def test_a_context_without_w8a8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All products with FP8 weights outside of experts; how far off that makes it."""
     quantized, twin = models.checkpoints(tmp_path)
     want, made = models.exact(twin), []
-    product = many_tokens.w8a8_linear
-    monkeypatch.setattr(many_tokens, "w8a8_linear", lambda *a: (made.append(a[2].shape), product(*a)))
+    product = general.w8a8_linear
+    monkeypatch.setattr(general, "w8a8_linear", lambda *a: (made.append(a[2].shape), product(*a)))
     kept_T = models.errors(quantized, want.device, want, quantize_activations=False)
     assert not made
     rounded_T = models.errors(quantized, want.device, want, quantize_activations=True)

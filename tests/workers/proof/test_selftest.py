@@ -19,7 +19,7 @@ from tests.tiny_models import write_tiny
 from tests.workers.faults import FAULTS, KEY, GroupedBounds, SplitPlans, bucket
 from tests.workers.test_engine import engine
 from workers.memory.scratch import Scratch
-from workers.models import many_tokens
+from workers.models import general
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import Admission, GraphKey
 from workers.protocol.report import BucketReport
@@ -141,13 +141,13 @@ def test_bounds_grouped_per_request_are_caught_even_when_eager_has_them_too(
 
 def test_a_mistake_that_all_ways_share_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill path, which computes it as well, cannot tell; the plain forward pass does."""
-    parts, honest = parts_of(folder), many_tokens.silu_mul
+    parts, honest = parts_of(folder), general.silu_mul
 
     def halved(gate_up_TF: Tensor, act_TI: Tensor, **options: Any) -> None:
         honest(gate_up_TF, act_TI, **options)
         act_TI.mul_(0.5)
 
-    monkeypatch.setattr(many_tokens, "silu_mul", halved)
+    monkeypatch.setattr(general, "silu_mul", halved)
     assert report(parts, KEY, lambda step: step.run(), plain=False).problems == ()
     problems = report(parts, KEY, lambda step: step.run()).problems
     assert any("away from the plain forward pass" in problem for problem in problems)

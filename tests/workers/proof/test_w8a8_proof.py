@@ -13,7 +13,7 @@ from w8a8_models import checkpoints
 
 from tests.workers.test_engine import engine
 from workers.memory.scratch import Scratch
-from workers.models import many_tokens, ways
+from workers.models import execution_paths, general
 from workers.proof import decode_steps
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.segments import SegmentProof
@@ -29,8 +29,8 @@ MOST = 0.12
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepParts:
     quantized, _ = checkpoints(tmp_path)
-    monkeypatch.setattr(many_tokens, "supports_w8a8", lambda device: True)
-    monkeypatch.setattr(ways, "is_hopper", lambda device: True)
+    monkeypatch.setattr(general, "supports_w8a8", lambda device: True)
+    monkeypatch.setattr(execution_paths, "is_hopper", lambda device: True)
     monkeypatch.setitem(decode_steps.TOLERANCE, torch.bfloat16, MOST)
     return engine(quantized, width=2, max_rows=8, dtype="bfloat16", selftest=False).runner.parts
 
@@ -39,7 +39,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepParts:
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Tokens of every product with FP8 weights outside of experts, below 0 where they are not rounded."""
     made: list[int] = []
-    rounded, plain = many_tokens.w8a8_linear, many_tokens.plain
+    rounded, plain = general.w8a8_linear, general.plain
 
     def rounding(x_TE: Tensor, *others: Any) -> None:
         made.append(len(x_TE))
@@ -50,8 +50,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             made.append(-1)
         return plain(weight, *others)
 
-    monkeypatch.setattr(many_tokens, "w8a8_linear", rounding)
-    monkeypatch.setattr(many_tokens, "plain", dequantizing)
+    monkeypatch.setattr(general, "w8a8_linear", rounding)
+    monkeypatch.setattr(general, "plain", dequantizing)
     return made
 
 

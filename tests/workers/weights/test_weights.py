@@ -16,7 +16,7 @@ from tiny_models import write_tiny
 
 from workers.families import load_model
 from workers.memory.scratch import Scratch
-from workers.models.many_tokens import GeneralOps
+from workers.models.general import GeneralOps
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -99,8 +99,8 @@ def test_a_router_is_kept_as_it_is_stored(stored: torch.dtype, tmp_path: Path) -
     x_TE = torch.randn(50, experts.mixture.router_XE.shape[1]).bfloat16()
     want = load(tmp_path, dtype=torch.float32).layers[1].feed_forward
     assert want.mixture.router_XE.plain.dtype == torch.float32
-    way, memory = GeneralOps(Group()), Scratch(CPU)
-    ours, theirs = way.route(x_TE, experts.mixture, memory), way.route(x_TE.float(), want.mixture, memory)
+    ops, memory = GeneralOps(Group()), Scratch(CPU)
+    ours, theirs = ops.route(x_TE, experts.mixture, memory), ops.route(x_TE.float(), want.mixture, memory)
     for got, wanted in zip(ours, theirs, strict=True):
         assert torch.equal(got, wanted)
 

@@ -192,7 +192,7 @@ def _build(
             source, prefix, hidden=hidden, heads=config.heads, key_heads=config.key_heads, features=config.features
         )
     else:
-        roped, invariant = config.latent.qk_rope_head_dim, model.ways.invariant
+        roped, invariant = config.latent.qk_rope_head_dim, model.paths.invariant
         own = LatentAttention(
             source, prefix, config.latent, invariant=invariant, fp8_cache=fp8_cache, inputs=2 * hidden
         )

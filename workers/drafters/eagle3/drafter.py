@@ -96,7 +96,7 @@ class Eagle3(Drafter):
                     part = slice(index * norm_E.shape[0], (index + 1) * norm_E.shape[0])
                     rms_norm(aux_hidden_TF[:, part], norm_E, hidden_TF[:, part], eps=self.sizes.eps)
                 hidden_TE = hidden_TF
-            self.model.ways.any.linear(hidden_TE, self.join_EF, joined_TE, scratch)
+            self.model.paths.any.linear(hidden_TE, self.join_EF, joined_TE, scratch)
             self._pass(token_T, joined_TE, out_TE, batch, cache, scratch)
         return out_TE
 
@@ -125,7 +125,7 @@ class Eagle3(Drafter):
                 normed_NE = scratch.empty(*hidden_NE.shape, dtype=hidden_NE.dtype)
                 rms_norm(hidden_NE, self.norm_E, normed_NE, eps=self.sizes.eps)
             logits_ND = scratch.empty(rows, share, dtype=torch.float32)
-            self.model.ways.any.linear(normed_NE, self.head_DE, logits_ND, scratch)
+            self.model.paths.any.linear(normed_NE, self.head_DE, logits_ND, scratch)
             logits_ND = self.model.group.gather_columns(logits_ND, scratch.empty)[:, : self.sizes.draft_vocab]
             if self.target_id_D is None:
                 out_NV.copy_(logits_ND)
@@ -138,7 +138,7 @@ class Eagle3(Drafter):
     ) -> None:
         """The layer: embedding and hidden state, each normed, side by side into attention; then the feed-forward part.
         `out_TE` becomes the residual stream behind both, normed where the next draft reads it so."""
-        way, eps, (tokens, hidden) = self.model.ways.any, self.sizes.eps, hidden_TE.shape
+        ops, eps, (tokens, hidden) = self.model.paths.any, self.sizes.eps, hidden_TE.shape
         with scratch.scope():
             x_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
             both_TB = scratch.empty(tokens, 2 * hidden, dtype=hidden_TE.dtype)
@@ -148,11 +148,11 @@ class Eagle3(Drafter):
             out_TE.copy_(both_TB[:, hidden:] if self.sizes.norm_before_residual else hidden_TE)
             cache_PKC = cache.layers[len(self.model.cache)]
             with scratch.scope():
-                attended_TF = self.attention(way, both_TB, self.rotation_PO, batch, cache_PKC, scratch)
-                way.add(
+                attended_TF = self.attention(ops, both_TB, self.rotation_PO, batch, cache_PKC, scratch)
+                ops.add(
                     attended_TF, self.attention.out_EF, AddNorm(out_TE, self.feed_forward_norm_E, eps), x_TE, scratch
                 )
             normed_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
-            self.feed_forward(way, x_TE, AddNorm(out_TE, self.norm_E, eps), normed_TE, scratch)
+            self.feed_forward(ops, x_TE, AddNorm(out_TE, self.norm_E, eps), normed_TE, scratch)
             if self.sizes.norm_output:
                 out_TE.copy_(normed_TE)

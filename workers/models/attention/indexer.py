@@ -22,7 +22,7 @@ from kernels.runtime.dependent import launches_dependently
 from workers.cache.spec import CacheSpec, index_spec
 from workers.memory.scratch import Scratch
 from workers.models.config import Indexing
-from workers.models.token_wise import LayerOps, N
+from workers.models.layer_ops import LayerOps, N
 from workers.weights.part import Part, RopeRows
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -95,7 +95,7 @@ class Indexer:
         self.cache: CacheSpec = index_spec(features, source.dtype, int8=int8)
         """What it keeps of every token."""
 
-    def project(self, way: LayerOps[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
+    def project(self, ops: LayerOps[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
         """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored; of an `out`
         without heads to the keys."""
         with scratch.scope():
@@ -103,10 +103,10 @@ class Indexer:
             heads, features = out.q_TJI.shape[1:]
             rows_XE = self.both_XE[: features + heads]
             both_TX = scratch.empty(len(out.key_TI), rows_XE.shape[0], dtype=torch.float32)
-            way.narrow_linear(x, rows_XE, both_TX, scratch)
+            ops.narrow_linear(x, rows_XE, both_TX, scratch)
             q_TJI = scratch.empty(*out.q_TJI.shape, dtype=dtype) if int8 else out.q_TJI
             if heads:
-                way.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
+                ops.linear(latent, self.q_FA, q_TJI.flatten(1), scratch)
             index_rope(
                 q_TJI,
                 both_TX,
@@ -118,5 +118,5 @@ class Indexer:
                 eps=KEY_NORM_EPS,
                 factor=self.scale,
                 code_TJI=out.q_TJI if int8 else None,
-                dependent=way.decode_alone and launches_dependently(rotation_TO.device),
+                dependent=ops.decode_alone and launches_dependently(rotation_TO.device),
             )

@@ -30,8 +30,8 @@ from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
 from workers.models.attention.indexer import Indexed
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
+from workers.models.layer_ops import LayerOps, N
 from workers.models.rope import softmax_scale
-from workers.models.token_wise import LayerOps, N
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 
@@ -143,7 +143,7 @@ class LatentAttention:
         return replace(batch, decode=planned)
 
     def geometry(self, batch: Batch) -> Geometry | None:
-        """Where the prefill rows lie, for all layers; in invariant mode they take the way of decode rows."""
+        """Where the prefill rows lie, for all layers; in invariant mode they are computed as decode rows are."""
         if self.heads.invariant:
             return ChunkRows.of(batch, self.heads.count)
         return PrefillGeometry.of(batch)
@@ -154,11 +154,11 @@ class LatentAttention:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
-    def allocate_projected(self, way: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
+    def allocate_projected(self, ops: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
         """Memory for `project`."""
         heads = self.heads
         dtype, width = heads.norm_L.dtype, heads.latent + heads.rope
-        parts = way.parts(tokens, self.down_FE) if self.q_up_QA is None else 0
+        parts = ops.parts(tokens, self.down_FE) if self.q_up_QA is None else 0
         if parts:
             part_TPF = scratch.empty(tokens, parts, self.down_FE.shape[0], dtype=torch.float32)
             q_TPHD = part_TPF[..., :-width].view(tokens, parts, heads.count, heads.nope + heads.rope)
@@ -168,7 +168,7 @@ class LatentAttention:
         if self.q_up_QA is not None:
             query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
         q_THD = query_TQ.view(tokens, heads.count, heads.nope + heads.rope)
-        if way.decode_alone:
+        if ops.decode_alone:
             return MlaInputs(down_TF, q_THD, None)
         latent_TC = scratch.empty(tokens, width, dtype=dtype)
         if not self.expands:
@@ -178,7 +178,7 @@ class LatentAttention:
 
     def project(
         self,
-        way: LayerOps[N],
+        ops: LayerOps[N],
         x: N,
         rotation_TO: Tensor | None,
         cache_slot_T: Tensor,
@@ -191,10 +191,10 @@ class LatentAttention:
         Returns the query's latent, normed, where there is one."""
         heads, latent = self.heads, None
         if self.q_norm_A is None or self.q_up_QA is None:
-            way.linear(x, self.down_FE, out.down_TF, scratch)
+            ops.linear(x, self.down_FE, out.down_TF, scratch)
         else:
-            latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
-            way.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
+            latent = ops.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
+            ops.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
         if rotation_TO is None or out.latent_TC is None:
             return latent
         rope_cache(
@@ -263,6 +263,6 @@ class LatentAttention:
         for backend in backends:
             backend.attend(self.heads, caches[0])
 
-    def output(self, way: LayerOps[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
+    def output(self, ops: LayerOps[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
         """Token-wise: residual += the output, summed over ranks; `out` = its norm."""
-        way.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)
+        ops.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)

@@ -4,7 +4,7 @@ an indexer chooses. `deepseek_sparse.select` is that choice in plain torch.
 The token-wise side also leaves what the indexer scores with. Attention then has four parts: index keys of all rows are
 written, every cached token that a query sees is scored, the best are selected, and the query attends to these in the
 absorbed form. Tokens take these parts one by one, whatever row they belong to, so decode rows of any width and chunks
-of prompts go the same way. Nothing branches where a context is short: of so few tokens all are selected. Only a pass of
+of prompts do so, too. Nothing branches where a context is short: of so few tokens all are selected. Only a pass of
 decode rows alone may be told that all of them are so short (`Batch.dense`), and attends densely then (`short_rows`).
 
 What was selected lives from one layer to the next, because layers without an indexer attend to it as well. It may live
@@ -35,7 +35,7 @@ from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, sel
 from workers.models.attention.widened import Widening, may_widen
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
-from workers.models.token_wise import LayerOps, N
+from workers.models.layer_ops import LayerOps, N
 from workers.weights.source import WeightSource
 
 
@@ -106,15 +106,15 @@ class SparseAttention(LatentAttention):
         return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), widening, largest=True)]
 
     @override
-    def allocate_projected(self, way: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
-        projected = super().allocate_projected(way, tokens, scratch)
+    def allocate_projected(self, ops: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
+        projected = super().allocate_projected(ops, tokens, scratch)
         dtype, int8 = self.heads.norm_L.dtype, self.heads.fp8_cache
         return replace(projected, indexed=Indexed.empty(self.indexing, tokens, dtype, scratch, int8=int8))
 
     @override
     def project(
         self,
-        way: LayerOps[N],
+        ops: LayerOps[N],
         x: N,
         rotation_TO: Tensor | None,
         cache_slot_T: Tensor,
@@ -123,11 +123,11 @@ class SparseAttention(LatentAttention):
         scratch: Scratch,
     ) -> N | None:
         """See `LatentAttention`; the indexer's queries, keys and weights, too."""
-        latent = super().project(way, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch)
+        latent = super().project(ops, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch)
         if self.indexer is not None and out.indexed is not None:
             assert latent is not None
             assert rotation_TO is not None
-            self.indexer.project(way, x, latent, rotation_TO, out.indexed, scratch)
+            self.indexer.project(ops, x, latent, rotation_TO, out.indexed, scratch)
         return latent
 
     @override

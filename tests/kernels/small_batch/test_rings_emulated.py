@@ -1,7 +1,7 @@
 """Kernels whose weights stream through a ring, as they were compiled, run by the PTX emulator under drawn schedules."""
 
-import few_token_cases as cases
 import pytest
+import small_batch_cases as cases
 import torch
 
 from kernels.few_experts import launch

@@ -10,8 +10,8 @@ import torch
 from random_model import V2_LITE_HEADS
 
 import workers.models.attention.decode_rows as decode_rows
-import workers.models.few_tokens as few_tokens
-import workers.models.token_wise as token_wise
+import workers.models.layer_ops as layer_ops
+import workers.models.small_batch as small_batch
 from kernels.few_experts import launch as experts
 from kernels.head_linear import launch as heads
 from kernels.linear import launch as products
@@ -104,15 +104,15 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "few_experts": SimpleNamespace(router=experts.router, choose=experts.choose, experts=all_experts),
     }
     for name, function in replaced.items():
-        monkeypatch.setattr(few_tokens, name, function)
-    choose = few_tokens.SmallBatchOps.chosen
+        monkeypatch.setattr(small_batch, name, function)
+    choose = small_batch.SmallBatchOps.chosen
 
-    def chosen(self: few_tokens.SmallBatchOps, *given: Any, **options: Any) -> Any:
+    def chosen(self: small_batch.SmallBatchOps, *given: Any, **options: Any) -> Any:
         with monkeypatch.context() as patch:  # other ways choose as ever
-            patch.setattr(token_wise, "moe", SimpleNamespace(route=moe.route))
+            patch.setattr(layer_ops, "moe", SimpleNamespace(route=moe.route))
             return choose(self, *given, **options)
 
-    monkeypatch.setattr(few_tokens.SmallBatchOps, "chosen", chosen)
+    monkeypatch.setattr(small_batch.SmallBatchOps, "chosen", chosen)
     replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))

@@ -1,8 +1,8 @@
 """FP8 weights that the copy engine fetches, multiplied by a few tokens in scaled fp16: the kernels as they were
 compiled for Hopper, run by the PTX emulator under drawn schedules."""
 
-import few_token_cases as cases
 import pytest
+import small_batch_cases as cases
 import torch
 from torch import Tensor
 

@@ -35,7 +35,7 @@ from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
 from kernels.runtime.dependent import launches_dependently
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
-from workers.models.token_wise import Gated, LayerOps, Mixture
+from workers.models.layer_ops import Gated, LayerOps, Mixture
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
 from workers.weights.weight import Weight

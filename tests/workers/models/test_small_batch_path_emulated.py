@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_way import CPU, SMALL, launch_everything
+from emulated_path import CPU, SMALL, launch_everything
 from random_model import decode_step, random_model
 
-import workers.models.few_tokens as few_tokens
+import workers.models.small_batch as small_batch
 from tests.support.ptx import Unordered, emulated
 from workers.memory.scratch import Scratch
 from workers.parallel.group import Group
@@ -32,8 +32,8 @@ def check(lengths: list[int], width: int, heads: int = 2, int4: bool = False, sh
     _, _, wide_cache = decode_step(wide, lengths, width)
     poisoned = torch.full((1 << 20,), 255, dtype=torch.uint8)
     with emulated(consecutive=True, **how) as launches:
-        way = few_tokens.SmallBatchOps(Group(), dependent=True)
-        got = model.segments.forward(token_T, None, batch, cache, Scratch(CPU, poisoned), way=way)
+        ops = small_batch.SmallBatchOps(Group(), dependent=True)
+        got = model.segments.forward(token_T, None, batch, cache, Scratch(CPU, poisoned), ops=ops)
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = ((got.float() - want).norm(dim=1) / want.norm(dim=1))[alive]

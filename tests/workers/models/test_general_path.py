@@ -12,10 +12,10 @@ from kernels import moe
 from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
-from workers.models import many_tokens
+from workers.models import general
+from workers.models.general import DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
-from workers.models.many_tokens import DecodeOps, GeneralOps
-from workers.models.token_wise import Gated, Mixture
+from workers.models.layer_ops import Gated, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.weight import Weight
@@ -25,7 +25,7 @@ from workers.weights.weight import Weight
 def test_experts_are_launched_dependently_where_the_device_can(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As bench/moe.py times them."""
     asked = []
-    monkeypatch.setattr(many_tokens, "launches_dependently", lambda device: able)
+    monkeypatch.setattr(general, "launches_dependently", lambda device: able)
     monkeypatch.setattr(moe, "experts", lambda *_, dependent, **__: asked.append(dependent))
     x_TE, id_TK = torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64)
     router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
@@ -40,8 +40,8 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     ("quantize_activations", "tokens", "want"),
     [
         (False, 100, False),
-        (True, many_tokens.MIN_TOKENS_W8A8_EXPERTS, True),
-        (True, many_tokens.MIN_TOKENS_W8A8_EXPERTS - 1, False),
+        (True, general.MIN_TOKENS_W8A8_EXPERTS, True),
+        (True, general.MIN_TOKENS_W8A8_EXPERTS - 1, False),
     ],
 )
 def test_experts_are_told_whether_they_may_quantize(
@@ -53,8 +53,8 @@ def test_experts_are_told_whether_they_may_quantize(
     router_XE, gate_up_XFE, down_XEI = (Weight(torch.zeros(shape)) for shape in ((1, 16), (1, 32, 16), (1, 16, 16)))
     mixture = Mixture(parse_config(V2_LITE_HEADS).routing, router_XE, None, gate_up_XFE, down_XEI)
     norm = AddNorm(torch.zeros(tokens, 16), torch.ones(16), 1e-6)
-    way, choice = GeneralOps(Group(), quantize_activations=quantize_activations), (id_TK, torch.ones(tokens, 1))
-    way.experts(x_TE, *choice, mixture, norm, torch.zeros(tokens, 16), Scratch(x_TE.device))
+    ops, choice = GeneralOps(Group(), quantize_activations=quantize_activations), (id_TK, torch.ones(tokens, 1))
+    ops.experts(x_TE, *choice, mixture, norm, torch.zeros(tokens, 16), Scratch(x_TE.device))
     assert asked == [want]
 
 
@@ -65,15 +65,15 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
     kind: type[GeneralOps], ranks: int, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All-reduce needs a sum, and invariant mode has an order of its own."""
-    monkeypatch.setattr(many_tokens, "parts_of", lambda tokens, weight_FE: 5)
+    monkeypatch.setattr(general, "parts_of", lambda tokens, weight_FE: 5)
     own = kind(Group())
     monkeypatch.setattr(own, "group", Group(Mesh.of(0, ranks)))
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
 
 
-@pytest.mark.parametrize("way", [GeneralOps, DeterministicOps])
+@pytest.mark.parametrize("path", [GeneralOps, DeterministicOps])
 def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
-    way: type[GeneralOps], monkeypatch: pytest.MonkeyPatch
+    path: type[GeneralOps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, but in invariant mode. Two ranks with the same weights add what one does whose results are doubled."""
     torch.manual_seed(0)
@@ -102,10 +102,10 @@ def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
     found = []
     for ranks, factor in ((1, 2.0), (2, 1.0)):
         norm, out = AddNorm(torch.ones(3, 16), norm_E, 1e-6), torch.empty(3, 16)
-        way(Group(Mesh.of(0, ranks))).add_experts(x_TE, mixture(factor), norm, out, Scratch(x_TE.device), None)
+        path(Group(Mesh.of(0, ranks))).add_experts(x_TE, mixture(factor), norm, out, Scratch(x_TE.device), None)
         found.append((norm.residual_TE, out))
         if ranks == 2:
-            assert len(sums) == (1 if way is GeneralOps else 2)
+            assert len(sums) == (1 if path is GeneralOps else 2)
         sums.clear()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)

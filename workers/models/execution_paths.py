@@ -1,4 +1,4 @@
-"""Which way a pass takes through what is token-wise."""
+"""The execution path of a pass: which operations compute what is token-wise."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kernels.runtime.hopper import is_hopper
 from workers.models.batch import Batch
 from workers.models.choices import Choices
 from workers.models.config import ModelConfig
-from workers.models.few_tokens import SmallBatchOps, unsupported
+from workers.models.general import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
-from workers.models.many_tokens import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeOps, GeneralOps
-from workers.models.token_wise import LayerOps
+from workers.models.layer_ops import LayerOps
+from workers.models.small_batch import SmallBatchOps, unsupported
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
 from workers.weights.formats.format import Format
 from workers.weights.weight import Formats
 
 
-class Ways:
-    """The ways of one model on one rank."""
+class ExecutionPaths:
+    """The execution paths of one model on one rank."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Ways:
         self.any: GeneralOps = (
             DeterministicOps(group) if invariant else GeneralOps(group, quantize_activations=quantize_activations)
         )
-        """The way that any pass may take."""
+        """The path that any pass may take."""
         self.group = group
         """By which passes reach the other ranks."""
         self._config, self._formats = config, formats or Formats()
@@ -55,10 +55,10 @@ class Ways:
         )
 
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> LayerOps[Any]:
-        """The fastest way for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
+        """The fastest path for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
         if self.invariant or batch.decode is None or batch.prefill is not None:
             return self.any
-        return self._few if self.takes_few(batch, dtype, device) else self._decode
+        return self._few if self.takes_small_batch(batch, dtype, device) else self._decode
 
     def quantizes_activations(self, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether some products of a pass of up to so many tokens may take activations that are rounded to FP8."""
@@ -74,29 +74,29 @@ class Ways:
     def without_w8a8(self) -> Iterator[None]:
         """Within this context no pass rounds activations to FP8: for those who compare passes that would round other
         numbers. What is dequantized then needs memory of the pass's scratch."""
-        ways = (self.any, self._decode)
-        before = [way.quantize_activations for way in ways]
-        for way in ways:
-            way.quantize_activations = False
+        paths = (self.any, self._decode)
+        before = [ops.quantize_activations for ops in paths]
+        for ops in paths:
+            ops.quantize_activations = False
         try:
             yield
         finally:
-            for way, quantize_activations in zip(ways, before, strict=True):
-                way.quantize_activations = quantize_activations
+            for ops, quantize_activations in zip(paths, before, strict=True):
+                ops.quantize_activations = quantize_activations
 
     @contextmanager
     def choosing(self, choices: Choices) -> Iterator[None]:
         """Within this context every pass hands its choices of experts to `choices`."""
-        ways: tuple[LayerOps[Any], ...] = (self.any, self._decode, self._few)
-        for way in ways:
-            way.choices = choices
+        paths: tuple[LayerOps[Any], ...] = (self.any, self._decode, self._few)
+        for ops in paths:
+            ops.choices = choices
         try:
             yield
         finally:
-            for way in ways:
-                way.choices = None
+            for ops in paths:
+                ops.choices = None
 
-    def takes_few(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
+    def takes_small_batch(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the small-batch path."""
         return (
             0 < batch.layout.tokens <= min(MOST_STREAMED, *(format.most_few for format in (PLAIN, *self._formats.all)))

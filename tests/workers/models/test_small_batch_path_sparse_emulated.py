@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_way import CPU, launch_everything
+from emulated_path import CPU, launch_everything
 from random_model import decode_step, random_model
 from torch import Tensor
 
-import workers.models.few_tokens as few_tokens
+import workers.models.small_batch as small_batch
 from kernels.index_rope import launch as index_rope
 from kernels.linear import launch as products
 from kernels.sparse import attention_launch, launch
@@ -108,12 +108,12 @@ def check(lengths: list[int], width: int, fp8_cache: bool = False, *, dense: boo
     poisoned = buffer[-buffer.data_ptr() % 256 :]  # a GPU's memory begins with a line
     recorded = Recorded()
     with emulated(consecutive=True, fences=False, **how) as launches:
-        way = few_tokens.SmallBatchOps(Group(), dependent=True)
-        way.choices = recorded
+        ops = small_batch.SmallBatchOps(Group(), dependent=True)
+        ops.choices = recorded
         own = replace(batch, dense=dense)
-        got = model.segments.forward(token_T, None, own, cache, Scratch(CPU, poisoned), way=way)
+        got = model.segments.forward(token_T, None, own, cache, Scratch(CPU, poisoned), ops=ops)
     taken = Taken(recorded, layers=0, selecting=1)
-    with wide.ways.choosing(taken):
+    with wide.paths.choosing(taken):
         want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = ((got.float() - want).norm(dim=1) / want.norm(dim=1))[alive]

@@ -1,7 +1,7 @@
 """The choice of experts as it was compiled, run by the PTX emulator: its warps meet, and scores are equal or nearly."""
 
-import few_token_cases as cases
 import pytest
+import small_batch_cases as cases
 import torch
 
 from kernels.routing_rule import RoutingRule

@@ -1,8 +1,8 @@
 """What layers compute token by token: products with weights, norms, experts, sums over ranks.
 
-Layers ask one object for it, and know neither a mode nor a number of tokens. There is one way for many tokens
-(`many_tokens`), one for few (`few_tokens`) and one whose bits are always the same (`invariant`); `ways` chooses one for
-each pass.
+Layers ask one object for it, and know neither a mode nor a number of tokens. There is one class for many tokens
+(`general`), one for few (`small_batch`) and one whose bits are always the same (`invariant`); `execution_paths` chooses
+one for each pass.
 
 Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts (in
 weights the shared ones behind the others), A features of a norm, P parts of a sum, Y rows of a table.
@@ -26,7 +26,7 @@ from workers.parallel.group import Group
 from workers.weights.weight import Weight
 
 N = TypeVar("N")
-"""Tokens' features behind a norm, as a way keeps them: layers hand them on and do not look inside."""
+"""Tokens' features behind a norm, as a path keeps them: layers hand them on and do not look inside."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Mixture:
     """The shared experts where they are a network of their own; else they are behind the others."""
     norm_E: Tensor | None = None
     """Of the norm that the sum of all experts, the shared ones included, goes through before it is added to the
-    residual stream; where there is one, the shared experts are behind the others. The way of few tokens has none."""
+    residual stream; where there is one, the shared experts are behind the others. The small-batch path has none."""
 
 
 class LayerOps(ABC, Generic[N]):
-    """One way to compute what is token-wise. Memory comes from `scratch`, results are the same on every rank.
+    """An execution path: computes what is token-wise. Memory comes from `scratch`, results are the same on every rank.
 
     AddNorm names a residual stream, the weights of the norm that is read next, and its epsilon.
     """

@@ -26,7 +26,7 @@ from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.token_wise import LayerOps, Mixture
+from workers.models.layer_ops import LayerOps, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.weight import Weight
@@ -34,7 +34,7 @@ from workers.weights.weight import Weight
 
 @cache
 def unsupported(config: ModelConfig, mesh: Mesh) -> str:
-    """Why a model of this shape cannot take this way on a GPU; empty if it can."""
+    """Why a model of this shape cannot take this path on a GPU; empty if it can."""
     heads, experts = config.num_heads // mesh.heads.size, config.moe_intermediate_size // mesh.experts.size
     rank_features = {
         "hidden_size": config.hidden_size,

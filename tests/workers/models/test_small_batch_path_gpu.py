@@ -18,9 +18,9 @@ from kernels.runtime.repeat import nothing_repeated
 from workers.families import load_model
 from workers.models.batch import Batch
 from workers.models.choices import Recorded, Taken
-from workers.models.few_tokens import SmallBatchOps, unsupported
+from workers.models.execution_paths import ExecutionPaths
 from workers.models.model import Model
-from workers.models.ways import Ways
+from workers.models.small_batch import SmallBatchOps, unsupported
 from workers.parallel.mesh import Mesh
 from workers.weights.formats.int4_groups import MOST_WITH_INT4
 
@@ -68,7 +68,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(errors(got, want).max())
 
 
-def never(self: Ways, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
+def never(self: ExecutionPaths, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
     return False
 
 
@@ -88,7 +88,7 @@ def test_the_way_agrees_with_that_of_many(
     errors = []
     for seed in range(ATTEMPTS):
         token_T, batch, cache = decode_step(model, lengths, width, seed)
-        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), SmallBatchOps)
+        assert isinstance(model.paths.of(batch, torch.bfloat16, token_T.device), SmallBatchOps)
         before = [layer.clone() for layer in cache.layers]
         got_TE = model.forward(token_T, batch, cache)
         written = [layer.clone() for layer in cache.layers]
@@ -96,7 +96,7 @@ def test_the_way_agrees_with_that_of_many(
         for layer, old in zip(cache.layers, before, strict=True):
             layer.copy_(old)
         with monkeypatch.context() as patch:
-            patch.setattr(Ways, "takes_few", never)
+            patch.setattr(ExecutionPaths, "takes_small_batch", never)
             want_TE = model.forward(token_T, batch, cache)
         error = off(got_TE[live_T], want_TE[live_T])
         touched = torch.zeros(cache.layers[0].shape[0] * 64, dtype=torch.bool, device="cuda")
@@ -125,15 +125,15 @@ def test_sparse_attention_agrees_with_that_of_many(
     errors, agreed = [], []
     for seed in range(ATTEMPTS):
         token_T, batch, cache = decode_step(model, lengths, width, seed)
-        assert isinstance(model.ways.of(batch, torch.bfloat16, token_T.device), SmallBatchOps)
+        assert isinstance(model.paths.of(batch, torch.bfloat16, token_T.device), SmallBatchOps)
         before, recorded = [layer.clone() for layer in cache.layers], Recorded()
-        with nothing_repeated(), model.ways.choosing(recorded):
+        with nothing_repeated(), model.paths.choosing(recorded):
             got_TE = model.forward(token_T, batch, cache)
         for layer, old in zip(cache.layers, before, strict=True):
             layer.copy_(old)
         taken = Taken(recorded, layers=1, selecting=2)
-        with nothing_repeated(), monkeypatch.context() as patch, model.ways.choosing(taken):
-            patch.setattr(Ways, "takes_few", never)
+        with nothing_repeated(), monkeypatch.context() as patch, model.paths.choosing(taken):
+            patch.setattr(ExecutionPaths, "takes_small_batch", never)
             want_TE = model.forward(token_T, batch, cache)
         errors.append(off(got_TE[live_T], want_TE[live_T]))
         agreed.append(taken.agreement)
@@ -144,7 +144,7 @@ def test_sparse_attention_agrees_with_that_of_many(
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_are_as_exact_as_on_the_way_of_many(
+def test_drafts_are_as_exact_as_on_the_general_path(
     seed: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verify steps, the draft layer's pass over them, and a step of width 1 behind them, against fp32 on a CPU.
@@ -171,7 +171,7 @@ def test_drafts_are_as_exact_as_on_the_way_of_many(
 
     want_TE = outputs(load_fp32(folder))
     ours_T = errors(outputs(model), want_TE)
-    monkeypatch.setattr(Ways, "takes_few", never)
+    monkeypatch.setattr(ExecutionPaths, "takes_small_batch", never)
     theirs_T = errors(outputs(model), want_TE)
     assert ours_T.max() < 2 * theirs_T.max(), (ours_T, theirs_T)
     assert ours_T.median() < 1.5 * theirs_T.median(), (ours_T, theirs_T)

@@ -1,5 +1,5 @@
 """The small-batch path on the kernels it launches on Hopper, interpreted: from the embedding to the final norm. Run
-with TRITON_INTERPRET=1, see test_way_of_few_interpreted.py."""
+with TRITON_INTERPRET=1, see test_small_batch_path_interpreted.py."""
 
 from tests.support import bounds, gluon_interpreter, interpreter
 
@@ -19,7 +19,7 @@ from triton.experimental import gluon  # noqa: E402
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
 import workers.models.attention.decode_rows as decode_rows  # noqa: E402
-import workers.models.few_tokens as few_tokens  # noqa: E402
+import workers.models.small_batch as small_batch  # noqa: E402
 from kernels import moe  # noqa: E402
 from kernels.few_experts import launch as experts  # noqa: E402
 from kernels.head_linear import launch as heads  # noqa: E402
@@ -105,9 +105,9 @@ def plan(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
     return replace(batch, decode=replace(rows, workspace=workspace))
 
 
-def on_way_of_few(model: Model, token_T: torch.Tensor, batch: Batch, cache: PagedCache) -> torch.Tensor:
-    way = few_tokens.SmallBatchOps(Group(), dependent=True)
-    return model.segments.forward(token_T, None, batch, cache, Scratch(CPU), way=way)
+def on_small_batch_path(model: Model, token_T: torch.Tensor, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    ops = small_batch.SmallBatchOps(Group(), dependent=True)
+    return model.segments.forward(token_T, None, batch, cache, Scratch(CPU), ops=ops)
 
 
 def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Callable[..., None]:
@@ -132,7 +132,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm": lambda x, weight, out, *, eps: launch_rms_norm(x, weight, out, eps),
     }
     for name, function in replaced.items():
-        monkeypatch.setattr(few_tokens, name, plainly(function))
+        monkeypatch.setattr(small_batch, name, plainly(function))
     replaced = {
         "rope_absorb": lambda *args, eps: heads.rope_absorb(*args, eps),
         "merge_up": heads.merge_up,
@@ -140,14 +140,14 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(plainly(function), getattr(decode_rows, name)))
-    monkeypatch.setattr(few_tokens, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
+    monkeypatch.setattr(small_batch, "pending_norm", SimpleNamespace(enter=plainly(launch_enter)))
     few = SimpleNamespace(
         router=plainly(experts.router),
         choose=plainly(choose),
         experts=plainly(all_experts),
         choosable=experts.choosable,
     )
-    monkeypatch.setattr(few_tokens, "few_experts", few)
+    monkeypatch.setattr(small_batch, "few_experts", few)
     monkeypatch.setattr(moe, "route", route)
     CHOSEN.clear()
     attend = SimpleNamespace(attend=plainly(attention.attend), merge=plainly(attention.merge))
@@ -182,7 +182,7 @@ def test_launches_of_a_pass(
     planned = model.layers[0].attention.plan(batch, Scratch(CPU))
     monkeypatch.setattr(LatentAttention, "plan", lambda *_: planned)
     monkeypatch.setattr(GridExecutor, "__call__", counted)
-    on_way_of_few(model, token_T, batch, cache)
+    on_small_batch_path(model, token_T, batch, cache)
     assert count == launches
 
 
@@ -203,11 +203,11 @@ def test_launches_of_a_pass(
 def test_the_way_equals_that_of_many_in_fp32(lengths: list[int], width: int, overrides: dict[str, Any]) -> None:
     values = V2_LITE_HEADS | overrides
     model, wide = random_model(values, torch.bfloat16, CPU), random_model(values, torch.float32, CPU)
-    assert few_tokens.unsupported(parse_config(values), Mesh()) == ""
+    assert small_batch.unsupported(parse_config(values), Mesh()) == ""
     token_T, batch, cache = decode_step(model, lengths, width)
     _, _, wide_cache = decode_step(wide, lengths, width)
     before = [layer.clone() for layer in cache.layers]
-    got = on_way_of_few(model, token_T, batch, cache)
+    got = on_small_batch_path(model, token_T, batch, cache)
     want = wide.forward(token_T, batch, wide_cache)
     alive = torch.tensor(lengths).repeat_interleave(width) > 0
     error = (got.float() - want).norm(dim=1) / want.norm(dim=1)

@@ -17,8 +17,8 @@ from kernels import pending_norm
 from kernels.pending_norm import PendingNorm
 from workers.families.registry import load_config
 from workers.memory.scratch import Scratch
-from workers.models.few_tokens import SmallBatchOps, unsupported
-from workers.models.many_tokens import DecodeOps
+from workers.models.general import DecodeOps
+from workers.models.small_batch import SmallBatchOps, unsupported
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.parallel.symmetric import MOST_BYTES
@@ -27,7 +27,7 @@ from workers.parallel.symmetric import MOST_BYTES
 def agree(folder: Path, group: Group | None = None) -> None:
     """Decode steps of several widths on both ways: hidden states, drafts and caches."""
     model = load_fp32(folder, group or Group())
-    way = SmallBatchOps(model.group, dependent=True)
+    ops = SmallBatchOps(model.group, dependent=True)
     paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(90, 1, VOCAB), random_tokens(70, 2, VOCAB)])
     prefill = paged.plan([], 1, [(0, 70), (1, 63), (2, 1)])
     hidden = paged.forward(prefill)
@@ -41,7 +41,7 @@ def agree(folder: Path, group: Group | None = None) -> None:
             [t for f in step.feeds for t in paged.rows[f.row].tokens[f.start + 1 : f.start + f.count + 1]]
         )
         scratch = Scratch(CPU)
-        got = model.segments.forward(tokens, None, batch, paged.cache, scratch, way=way)
+        got = model.segments.forward(tokens, None, batch, paged.cache, scratch, ops=ops)
         written = [layer.clone() for layer in paged.cache.layers]
         hidden = paged.forward(step)
         want = torch.cat([hidden[row] for row in decode])
@@ -50,7 +50,7 @@ def agree(folder: Path, group: Group | None = None) -> None:
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4, equal_nan=True)
         if model.drafter:
             entering = following, want, paged.batch(step, 1)
-            drafted = model.drafter.segments.forward(*entering, paged.cache, scratch, way=way)
+            drafted = model.drafter.segments.forward(*entering, paged.cache, scratch, ops=ops)
             theirs = paged.draft(step, hidden)
             torch.testing.assert_close(drafted, torch.cat([theirs[row] for row in decode]), atol=2e-4, rtol=1e-4)
 
@@ -137,7 +137,7 @@ def test_no_pass_on_a_cpu_takes_the_way(tmp_path: Path) -> None:
     model = load_fp32(write_tiny(tmp_path, "v3", q_lora_rank=32))
     paged = Paged(model, [random_tokens(20, 0, VOCAB)])
     batch = paged.batch(paged.plan([0], 1, []), 0)
-    assert isinstance(model.ways.of(batch, torch.bfloat16, CPU), DecodeOps)
+    assert isinstance(model.paths.of(batch, torch.bfloat16, CPU), DecodeOps)
 
 
 @pytest.mark.parametrize(

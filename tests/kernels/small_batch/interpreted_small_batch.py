@@ -7,9 +7,9 @@ interpreter.repair()
 gluon_interpreter.install()
 bounds.check_bounds()
 
-import few_token_cases as cases  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import small_batch_cases as cases  # noqa: E402
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import TensorHandle  # noqa: E402

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import few_token_cases as cases
 import pytest
+import small_batch_cases as cases
 import torch
 
 from kernels.linear import launch
