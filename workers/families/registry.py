@@ -21,6 +21,7 @@ from workers.models.config import ConfigError, ModelConfig
 from workers.models.fields import Fields, all_ids
 
 FAMILIES: Final[dict[str, Family]] = {
+    "AXK1": AXK1(),
     "axk1": AXK1(),
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
