@@ -185,15 +185,18 @@ class LatentAttention:
         cache_PKC: Tensor,
         out: MlaInputs,
         scratch: Scratch,
+        query_scale_T: Tensor | None = None,
     ) -> N | None:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
         expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest.
-        Returns the query's latent, normed, where there is one."""
+        Returns the query's latent, normed, where there is one. `query_scale_T`: see `PassBuffers`; the factor is
+        applied to that latent, of which the whole query is linear, so that no kernel behind needs to know of it."""
         heads, latent = self.heads, None
         if self.q_norm_A is None or self.q_up_QA is None:
             way.linear(x, self.down_FE, out.down_TF, scratch)
         else:
-            latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
+            into = out.down_TF, scratch, query_scale_T
+            latent = way.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, *into)
             way.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
         if rotation_TO is None or out.latent_TC is None:
             return latent
