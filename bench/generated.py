@@ -123,8 +123,8 @@ class GeneratedCheckpoint(Checkpoint):
         self._shapes: dict[str, Shape] = {}
 
     def has_any(self, prefix: str) -> bool:
-        """It has whatever is asked for."""
-        return True
+        """It has whatever is asked for, but no layer that drafts and is not declared, which this tensor tells."""
+        return not prefix.endswith(".eh_proj.weight")
 
     def dtype_of(self, name: str) -> str | None:
         """As such a checkpoint is published."""

@@ -36,10 +36,9 @@ def attention(
     at: PagedTokens,
     cache_PKC: Tensor,
     selected_TZ: Tensor | None,
-    query_scale_T: Tensor | None,
 ) -> Tensor:
     """Multi-head latent attention, this rank's part of it: writes the tokens' entries, then attends to those that each
-    token sees, or of these to the selected ones. `query_scale_T`: what queries are multiplied by, if anything."""
+    token sees, or of these to the selected ones."""
     heads, dtype = layer.heads, layer.heads.norm_L.dtype
     q_TF, c_TL, k_TO = linear(x_TE, layer.down_FE).tensor_split([-heads.latent - heads.rope, -heads.rope], 1)
     entry_TC = torch.cat([norm(c_TL, heads.norm_L), rope(k_TO, turn_TO)], 1)  # (1), (3)
@@ -48,8 +47,7 @@ def attention(
         q_TF = linear(norm(q_TF, layer.q_norm_A), layer.q_up_QA)  # (6)
     q_THN, q_THO = q_TF.view(len(x_TE), heads.count, -1).tensor_split([heads.nope], 2)  # (7)
     q_THD = torch.cat([q_THN, rope(q_THO, turn_TO.unsqueeze(1))], 2)  # (8), (9)
-    if query_scale_T is not None:  # Mistral Small 4
-        q_THD = q_THD * query_scale_T.view(-1, 1, 1)
+    q_THD *= layer.query_scale(at.position_T).view(-1, 1, 1)  # 1, except in Mistral Small 4
     out_THV = x_TE.new_empty(len(x_TE), heads.count, heads.value)
     for own_T, found_SC, seen_TS in at.contexts(cache_PKC):
         entry_SC = latent_entry.entries(found_SC, heads.latent, heads.rope, dtype).float()
@@ -102,12 +100,11 @@ def forward(
     """Logits after every token, fp32 [T, B]; writes the tokens' entries to the cache. All ranks together."""
     eps, caches, selected_TZ = model.config.rms_norm_eps, iter(cache.layers), None
     turn_TO, h_TE = model.rotation_PO[at.position_T], model.embedding_YE[token_T].float()
-    query_scale_T = None if model.query_scale_P is None else model.query_scale_P[at.position_T]
     for layer in model.layers:
         own, x_TE = list(islice(caches, len(layer.attention.caches))), norm(h_TE, layer.attention_norm_E, eps)
         if isinstance(layer.attention, SparseAttention) and layer.attention.indexer is not None:
             selected_TZ = select(layer.attention, layer.attention.indexer, x_TE, turn_TO, at, own[1], choices)
-        u_TE = attention(layer.attention, x_TE, turn_TO, at, own[0], selected_TZ, query_scale_T)
+        u_TE = attention(layer.attention, x_TE, turn_TO, at, own[0], selected_TZ)
         model.group.all_reduce(u_TE, u_TE)
         h_TE, feed_forward = h_TE + u_TE, layer.feed_forward
         x_TE = norm(h_TE, layer.feed_forward_norm_E, eps)

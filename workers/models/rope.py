@@ -33,9 +33,15 @@ def query_scale_table(scaling: QueryScaling | None, positions: int, device: torc
     """What the query at each position is multiplied by, fp32 [positions + LOOKAHEAD]; None: nothing."""
     if scaling is None:
         return None
+    return query_scale(scaling, torch.arange(positions + LOOKAHEAD)).to(device)
+
+
+def query_scale(scaling: QueryScaling | None, position_T: Tensor) -> Tensor:
+    """What the queries at these positions (integers) are multiplied by, fp32 [T]; without a `scaling` 1."""
+    if scaling is None:
+        return torch.ones(position_T.shape, dtype=torch.float32, device=position_T.device)
     # The quotient's floor is exact in integers; others take it of an fp32 quotient, which is the same below 2^24.
-    times_P = torch.arange(positions + LOOKAHEAD) // scaling.original_positions
-    return (1 + scaling.beta * torch.log1p(times_P.float())).to(device)
+    return 1 + scaling.beta * torch.log1p((position_T // scaling.original_positions).float())
 
 
 def frequencies(rope: Rope, features: int) -> tuple[Tensor, float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
 from workers.models.attention.indexer import Indexed
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
-from workers.models.rope import softmax_scale
+from workers.models.rope import query_scale, softmax_scale
 from workers.models.token_wise import LayerOps, N
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
@@ -97,6 +98,8 @@ class LatentAttention:
                 Part(f"{prefix}q_b_proj.weight", rows, first, shard=Shard(0, "heads"), rope=query_rope)
             )
         self.down_FE = source.matrix(query, down)
+        self.query_scale = partial(query_scale, config.query_scaling)
+        """What the queries at some positions are multiplied by: whoever runs `project` hands it these factors."""
 
         norm_L = source.load(f"{prefix}kv_a_layernorm.weight", latent)
         # Its heads are taken apart, and its keys' half is used transposed: no stored format can be multiplied so.
