@@ -36,10 +36,9 @@ from workers.families.registry import parse_config
 from workers.parallel.group import Group
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
 from workers.weights.formats.format import Format
-from workers.weights.formats.fp8_blocks import FP8_DTYPE, FP8_SCALES
 from workers.weights.formats.int4_groups import INT4_SCALES, INT4_SHAPE
 from workers.weights.formats.registry import assumed_dtypes
-from workers.weights.wanted import Shape, Wanted
+from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, Shape, Wanted
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

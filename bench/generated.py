@@ -37,10 +37,9 @@ from shapes import SHAPES, V3
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 from workers.weights.formats.format import Format
-from workers.weights.formats.fp8_blocks import FP8_DTYPE, FP8_SCALES
 from workers.weights.formats.registry import assumed_dtypes
 from workers.weights.stored import PLAIN_DTYPES
-from workers.weights.wanted import Shape, Wanted
+from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, Shape, Wanted
 
 MARK = "generated.json"
 """The file that says that a folder's weights are generated, and how: the arguments of `numbers_of`."""
@@ -124,8 +123,8 @@ class GeneratedCheckpoint(Checkpoint):
         self._shapes: dict[str, Shape] = {}
 
     def has_any(self, prefix: str) -> bool:
-        """It has whatever is asked for."""
-        return True
+        """It has whatever is asked for, but no layer that drafts and is not declared, which this tensor tells."""
+        return not prefix.endswith(".eh_proj.weight")
 
     def dtype_of(self, name: str) -> str | None:
         """As such a checkpoint is published."""

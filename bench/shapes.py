@@ -176,9 +176,42 @@ GLM52_SLICE: dict[str, Any] = {
 }
 """GLM-5.2's layers 2 to 6, the last dense one and four of experts, three of which attend to what the dense one has
 selected; and its draft layer."""
+SMALL4: dict[str, Any] = {
+    "model_type": "mistral4",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 36,
+    "first_k_dense_replace": 0,
+    "num_attention_heads": 32,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000,
+        "factor": 128,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "max_position_embeddings": 32768,
+}
+"""Mistral Small 4, whole: 119 billion parameters."""
+SMALL4_SLICE: dict[str, Any] = {**SMALL4, "num_hidden_layers": 6}
+"""Six of its layers."""
 SHAPES = {
     "v2-lite": (V2_LITE, PLAIN),
     "v3-slice": (V3_SLICE, FP8_BLOCKS),
+    "small4": (SMALL4, FP8_BLOCKS),
+    "small4-slice": (SMALL4_SLICE, FP8_BLOCKS),
     "v32-slice": (V32_SLICE, FP8_BLOCKS),
     "glm52-slice": (GLM52_SLICE, FP8_BLOCKS),
     "k2-slice": (K2_SLICE, INT4_GROUPS),

@@ -32,7 +32,8 @@ class PendingNorm:
     """Rows that are normed but for the division by their root mean square."""
 
     x_TE: Tensor
-    """The rows times the norm's weight, in the dtype of the products."""
+    """The rows times the norm's weight, and a factor of each row where it is to be scaled, in the dtype of the
+    products."""
     square_TP: Tensor
     """fp32: sums of squares of 16 features each, of the rows without the weight. Who divides needs their sum alone, so
     a program that ends within 16 features may leave the squares of its part in a piece beside."""
@@ -92,9 +93,10 @@ def _enter(
     launch_enter(source_YE, id_T, residual_TE, norm_E, out, add=add, dependent=dependent)
 
 
-def write(residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
-    """The pending norm of rows, in plain torch."""
-    out.x_TE.copy_(residual_TE * norm_E.float())
+def write(residual_TE: Tensor, norm_E: Tensor, out: PendingNorm, scale_T: Tensor | None = None) -> None:
+    """The pending norm of rows, each times its `scale_T` if there is one, in plain torch."""
+    weighted_TE = residual_TE * norm_E.float()
+    out.x_TE.copy_(weighted_TE if scale_T is None else weighted_TE * scale_T.unsqueeze(1))
     out.square_TP.copy_(residual_TE.square().view(*out.square_TP.shape, PIECE).sum(-1))
 
 

@@ -28,17 +28,26 @@ class AddNorm:
     eps: float
 
 
-def rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, *, eps: float, dependent: bool = False) -> None:
-    """out = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 and rounded once (Zhang and Sennrich, 2019).
+def rms_norm(
+    x_TE: Tensor,
+    weight_E: Tensor,
+    out_TE: Tensor,
+    *,
+    eps: float,
+    scale_T: Tensor | None = None,
+    dependent: bool = False,
+) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 and rounded once (Zhang and Sennrich, 2019), each row
+    times its `scale_T` (fp32) if there is one.
 
     Any floating dtype (on a GPU up to fp32); the last dimension of every tensor is contiguous, rows may be strided.
     `out_TE` may be `x_TE`. `dependent`: programmatic dependent launch (compute capability 9.0 and above), which is
     always safe.
     """
     if x_TE.is_cuda:
-        launch_rms_norm(x_TE, weight_E, out_TE, eps, dependent=dependent)
+        launch_rms_norm(x_TE, weight_E, out_TE, eps, scale_T=scale_T, dependent=dependent)
     else:
-        rms_norm_reference(x_TE, weight_E, out_TE, eps)
+        rms_norm_reference(x_TE, weight_E, out_TE, eps, scale_T)
 
 
 def add_rms_norm(
@@ -56,10 +65,13 @@ def add_rms_norm(
         add_rms_norm_reference(x_TE, residual_TE, weight_E, out_TE, eps)
 
 
-def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None:
+def rms_norm_reference(
+    x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float, scale_T: Tensor | None = None
+) -> None:
     """`rms_norm` in plain torch."""
     compute = torch.promote_types(x_TE.dtype, torch.float32)
-    out_TE.copy_(F.rms_norm(x_TE.to(compute), weight_E.shape, weight_E.to(compute), eps))
+    normed_TE = F.rms_norm(x_TE.to(compute), weight_E.shape, weight_E.to(compute), eps)
+    out_TE.copy_(normed_TE if scale_T is None else normed_TE * scale_T.unsqueeze(1))
 
 
 def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float) -> None:
@@ -70,9 +82,17 @@ def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, 
     rms_norm_reference(residual_TE, weight_E, out_TE, eps)
 
 
-def launch_rms_norm(x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float, *, dependent: bool = False) -> None:
+def launch_rms_norm(
+    x_TE: Tensor,
+    weight_E: Tensor,
+    out_TE: Tensor,
+    eps: float,
+    *,
+    scale_T: Tensor | None = None,
+    dependent: bool = False,
+) -> None:
     """`rms_norm` as a Triton kernel."""
-    _launch(x_TE, None, weight_E, out_TE, eps, dependent)
+    _launch(x_TE, None, weight_E, out_TE, eps, dependent, scale_T)
 
 
 def launch_add_rms_norm(
@@ -83,7 +103,13 @@ def launch_add_rms_norm(
 
 
 def _launch(
-    x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, out_TE: Tensor, eps: float, dependent: bool
+    x_TE: Tensor,
+    residual_TE: Tensor | None,
+    weight_E: Tensor,
+    out_TE: Tensor,
+    eps: float,
+    dependent: bool,
+    scale_T: Tensor | None = None,
 ) -> None:
     tokens, *parts, features = x_TE.shape
     if not tokens:
@@ -97,6 +123,7 @@ def _launch(
         x_TE if residual_TE is None else residual_TE,
         weight_E,
         out_TE,
+        weight_E if scale_T is None else scale_T,
         eps,
         X_STRIDE=x_TE.stride(0),
         X_PART=x_TE.stride(1) if parts else 0,
@@ -106,6 +133,7 @@ def _launch(
         FEATURES=features,
         BLOCK=block,
         ADD=residual_TE is not None,
+        SCALED=scale_T is not None,
         DEPENDENT=dependent,
         num_warps=warps,
         **({"launch_pdl": True} if dependent else {}),
@@ -118,6 +146,7 @@ def rms_norm_kernel(
     residual,
     weight,
     out,
+    row_scale,
     eps,
     X_STRIDE: tl.constexpr,
     X_PART: tl.constexpr,
@@ -127,11 +156,12 @@ def rms_norm_kernel(
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A whole row, so that the order of the sum depends on the row's length alone. With ADD: residual += x first,
     rounded to its dtype, and the norm is of the rounded sum. With PARTS x is as many parts, whose sum is rounded
-    before. Then the residual is read before the wait."""
+    before. Then the residual is read before the wait. With SCALED a row is multiplied by its `row_scale`."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     inside = e < FEATURES
@@ -155,5 +185,7 @@ def rms_norm_kernel(
         tl.store(at, rounded, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
+    if SCALED:
+        scale *= tl.load(row_scale + row, cache_modifier=".cg")
     normed = (value * scale * w).to(out.dtype.element_ty)
     tl.store(out + row * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")

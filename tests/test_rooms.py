@@ -19,6 +19,7 @@ ROOMS = {
     "workers": (
         ("environment", "memory", "parallel", "vocabulary"),
         ("weights",),
+        ("model_folder",),
         ("config", "quantization"),
         ("protocol",),
         ("channel", "cache", "grammar", "scheduler"),

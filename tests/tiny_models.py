@@ -62,6 +62,20 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 0.707,
 }
 
+SCALED: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 8 / 24,
+}
+"""Rope of a Mistral 4, with borders of the query's scale at multiples of 16."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "v2": {"topk_method": "greedy", "n_shared_experts": 2, "routed_scaling_factor": 1.0},
     "v2-no-q-lora": {
@@ -92,12 +106,18 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN, "n_shared_experts": 2},
     "sarvam": {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "routed_scaling_factor": 2.5}
     | {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}},
+    "mistral4": {"num_experts_per_tok": 2, "kv_lora_rank": 16, "first_k_dense_replace": 0, "rope_parameters": SCALED},
+    "mistral4-dense": {"n_shared_experts": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False}
+    | {"rope_parameters": {**SCALED, "mscale": 0.0, "mscale_all_dim": 0.0, "factor": 2.0, "llama_4_scaling_beta": 0.5}}
+    | {"rope_interleave": False, "tie_word_embeddings": True},
+    "mistral3": {"num_experts_per_tok": 2, "rope_parameters": SCALED},
     "kimi": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_experts_per_tok": 4}
     | {"rope_parameters": {**YARN, "rope_theta": 50000.0, "mscale_all_dim": 1.0}},
 }
-"""Names beginning with v3 or glm have a multi-token-prediction layer. Kimi's is the text part of a model that sees."""
+"""Names beginning with v3 or glm have a multi-token-prediction layer. Those of Kimi and mistral3 are the text part of a
+model that sees."""
 
-WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "sarvam")
+WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "sarvam", "mistral4", "mistral3")
 """Families whose published models have no multi-token-prediction layer."""
 
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
@@ -188,6 +208,8 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         "youtu": "Youtu",
         "axk1": "AXK1",
         "sarvam": "DeepseekV3",
+        "mistral4": "Mistral4",
+        "mistral3": "Mistral4",
     }[family]
     config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
     values = {**_COMMON, **(KINDS | SPARSE_KINDS)[kind], **json.loads(overrides)}
@@ -228,6 +250,8 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
             written[name] = written[name][:layers]
     if family == "sarvam":
         written = _as_sarvam(written)
+    if family == "mistral3":
+        return _seeing_mistral(written, tensors)
     return _seeing(written, tensors) if family == "kimi" else (written, tensors)
 
 
@@ -293,6 +317,26 @@ def _seeing(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dic
         "tie_word_embeddings": False,
     }
     eyes = {"vision_tower.patch_embed.proj.bias": torch.zeros(32), "mm_projector.pre_norm.bias": torch.zeros(32)}
+    return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
+
+
+def _seeing_mistral(
+    text: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The checkpoint of a Mistral Small 4 that has this text part, with some of the tensors by which it would see."""
+    config = {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14},
+        "image_token_index": 10,
+        "spatial_merge_size": 2,
+    }
+    eyes = {
+        "vision_tower.ln_pre.weight": torch.ones(32),
+        "multi_modal_projector.norm.weight": torch.ones(32),
+    }
     return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
 
 

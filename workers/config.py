@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from workers.model_folder import config_file
 from workers.parallel.mesh import INVARIANT_RANKS, Mesh
 
 AUTO_WIDTH: Final = 4
@@ -206,7 +207,7 @@ class EngineConfig(BaseModel):
         path = DEMO_MODEL if self.model == "demo" else Path(self.model).expanduser()
         if path.is_file():
             raise FileNotFoundError(f"{path} is a file, not a model folder: give its folder, {path.parent}")
-        if not (path / "config.json").is_file():
+        if config_file(path) is None:
             raise FileNotFoundError(
                 f"{path} is not a model folder: it has no config.json. Give the folder that a model was downloaded to"
             )

@@ -99,9 +99,9 @@ def latency(
 
 def _context(folder: Path, needed: int) -> int | None:
     """Context to run with: `_LEAST_CONTEXT`, more where that is needed, never more than the model was made for."""
-    import json
+    from workers.model_folder import config_values
 
-    made_for = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    made_for = config_values(folder).get("max_position_embeddings")
     if made_for is None:
         return None  # it may be stated elsewhere: the engine finds it, and takes all of it
     if needed > made_for:

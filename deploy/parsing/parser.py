@@ -54,9 +54,11 @@ class CallParser:
     """Markers that end content."""
     control: ClassVar[re.Pattern[str]]
     """All that is no content whatever stands around it."""
+    close: ClassVar[str] = CLOSE
+    """The closing tag of the model's reasoning."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        self._markers = Markers(*self.ends_content, CLOSE)
+        self._markers = Markers(*self.ends_content, self.close)
         self._schemas = schemas
         self._make_id = make_id
         self._rest = ""
@@ -124,9 +126,9 @@ class CallParser:
             return False
         self._say(self._rest[: found.start()])
         self._rest = self._rest[found.end() :]
-        if found.group() == CLOSE:
+        if found.group() == self.close:
             if not self._drops_close:
-                self._say(CLOSE)
+                self._say(self.close)
             elif self._blank is None:
                 self._blank = []
             else:
@@ -158,7 +160,7 @@ class CallParser:
     def _cleaned(self, text: str) -> str:
         """`text` that was taken for a part of a call, as content."""
         text = self.control.sub("", text)
-        return text.replace(CLOSE, "") if self._drops_close else text
+        return text.replace(self.close, "") if self._drops_close else text
 
     def _take(self, count: int) -> str:
         """The next `count` characters, which now belong to a call."""

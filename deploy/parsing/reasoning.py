@@ -1,5 +1,5 @@
-"""A model's reasoning apart from its answer. All models served here write `<think>` ... `</think>` around it; they
-differ in who writes the first of the two, the model or its chat template at the end of the prompt."""
+"""A model's reasoning apart from its answer. Most models write `<think>` ... `</think>` around it; they differ in who
+writes the first of the two, the model or its chat template at the end of the prompt."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ class ReasoningFormat:
     """The answer begins inside of the reasoning wherever the prompt does not say otherwise."""
     also_closed_by: str | None = None
     """What ends the reasoning besides, and belongs to the answer: models forget the closing tag before it."""
+    open: str = OPEN
+    close: str = CLOSE
+    """The tags around it."""
 
     def begins(self, prompt: str) -> Where:
         """Where a prompt leaves the model: only its end matters."""
         end = prompt[-MOST_BLANK:].rstrip()
-        if end.endswith(CLOSE):
+        if end.endswith(self.close):
             return "outside"
-        return "inside" if self.always or end.endswith(OPEN) else "undecided"
+        return "inside" if self.always or end.endswith(self.open) else "undecided"
 
     def continues(self, message: str) -> Where:
         """Where a model is that goes on with `message`."""
-        return "inside" if message.rfind(OPEN) > message.rfind(CLOSE) else "outside"
+        return "inside" if message.rfind(self.open) > message.rfind(self.close) else "outside"
 
 
 class Probe(Protocol):
@@ -66,7 +69,7 @@ class ReasoningParser:
         """Whether an opening tag may still come."""
         self._first = True
         """Whether white space that comes now stands before everything else of its kind."""
-        self._ends = Markers(CLOSE, *(() if form.also_closed_by is None else (form.also_closed_by,)))
+        self._ends = Markers(form.close, *(() if form.also_closed_by is None else (form.also_closed_by,)))
         self._rest = ""
         self._after = False
         """Whether there was reasoning, so that white space may stand before the answer."""
@@ -82,7 +85,7 @@ class ReasoningParser:
         """End the reasoning where a call begins. `begins`: what calls begin with. `new_probe`: makes a parser whose
         first event tells whether one did."""
         own = self._form.also_closed_by
-        self._ends = Markers(CLOSE, *(() if own is None else (own,)), *begins)
+        self._ends = Markers(self._form.close, *(() if own is None else (own,)), *begins)
         self._new_probe = new_probe
 
     @property
@@ -125,11 +128,11 @@ class ReasoningParser:
     def _opening(self) -> bool:
         """Take the opening tag, if there is one, however often it is written; whether that is decided."""
         while len(self._rest) - len(text := self._rest.lstrip()) <= MOST_BLANK:
-            if OPEN.startswith(text) and text != OPEN:
+            if self._form.open.startswith(text) and text != self._form.open:
                 return False
-            if not text.startswith(OPEN):
+            if not text.startswith(self._form.open):
                 break
-            self._rest, self._where = text[len(OPEN) :], "inside"
+            self._rest, self._where = text[len(self._form.open) :], "inside"
         if self._where == "undecided":
             self._where = "outside"
         self._begin = False
@@ -154,16 +157,16 @@ class ReasoningParser:
         if end is None or not certain:
             self._rest = self._rest[len(shown) :]
             return
-        self._rest = self._rest[end.end() if end.group() == CLOSE else end.start() :]
+        self._rest = self._rest[end.end() if end.group() == self._form.close else end.start() :]
         self._where, self._after = "outside", True
-        self.ended_by_call = end.group() != CLOSE
+        self.ended_by_call = end.group() != self._form.close
 
     def _end(self, ended: bool) -> tuple[re.Match[str] | None, bool, int]:
         """The end of the reasoning in `_rest`, whether it is certain that it is one, and how many characters are none
         for certain."""
         passed = 0
         while (end := self._ends.search(self._rest, passed)) is not None:
-            if end.group() in (CLOSE, self._form.also_closed_by):
+            if end.group() in (self._form.close, self._form.also_closed_by):
                 break
             found = self._call_at(end.start())
             if found is None and not ended:
@@ -191,12 +194,12 @@ class ReasoningParser:
         text = self._rest
         while self._after:
             text = text.lstrip()
-            if CLOSE.startswith(text) and text != CLOSE:
+            if self._form.close.startswith(text) and text != self._form.close:
                 self._rest = text
                 return
-            if not text.startswith(CLOSE):
+            if not text.startswith(self._form.close):
                 break
-            text = text[len(CLOSE) :]  # written once more
+            text = text[len(self._form.close) :]  # written once more
         self._rest = ""
         if text:
             self._after = False

@@ -10,7 +10,10 @@ from deploy.parsing.deepseek_v3 import DeepSeekV3Calls
 from deploy.parsing.deepseek_v31 import DeepSeekV31Calls
 from deploy.parsing.deepseek_v32 import DeepSeekV32Calls
 from deploy.parsing.glm import GlmCalls
+from deploy.parsing.hermes import HermesCalls
 from deploy.parsing.kimi_k2 import SECTION_BEGIN, KimiK2Calls
+from deploy.parsing.mistral import CLOSE as MISTRAL_CLOSE
+from deploy.parsing.mistral import MistralCalls
 from deploy.parsing.parser import CallParser, MakeId, Schemas
 from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat
 
@@ -20,6 +23,8 @@ TOOL_PARSERS: Final[dict[str, Callable[[Schemas, MakeId], CallParser]]] = {
     "deepseek_v32": DeepSeekV32Calls,
     "kimi_k2": KimiK2Calls,
     "glm": GlmCalls,
+    "hermes": HermesCalls,
+    "mistral": MistralCalls,
 }
 MARKERS: Final[dict[str, tuple[str, ...]]] = {
     "deepseek_v3": DeepSeekV3Calls.markers,
@@ -27,6 +32,8 @@ MARKERS: Final[dict[str, tuple[str, ...]]] = {
     "deepseek_v32": DeepSeekV32Calls.markers,
     "kimi_k2": KimiK2Calls.markers,
     "glm": GlmCalls.markers,
+    "hermes": HermesCalls.markers,
+    "mistral": MistralCalls.markers,
 }
 """All that calls are written with besides text. Where these are special tokens, they must not be left out."""
 GrammarFor = Callable[[Sequence[AllowedTool], bool, bool], Tag]
@@ -37,6 +44,8 @@ CALL_GRAMMARS: Final[dict[str, GrammarFor]] = {
     "deepseek_v32": DeepSeekV32Calls.grammar_for,
     "kimi_k2": KimiK2Calls.grammar_for,
     "glm": GlmCalls.grammar_for,
+    "hermes": HermesCalls.grammar_for,
+    "mistral": MistralCalls.grammar_for,
 }
 """What a model is to be bound to that has to call tools, or to call them with valid arguments."""
 REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
@@ -44,6 +53,7 @@ REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "deepseek_v3": ReasoningFormat(),
     "kimi_k2": ReasoningFormat(also_closed_by=SECTION_BEGIN),
     "glm": ReasoningFormat(),
+    "mistral": ReasoningFormat(open="[THINK]", close=MISTRAL_CLOSE),
 }
 
 
@@ -57,19 +67,25 @@ def tool_parser_of(template: str) -> str | None:
         return "glm"
     if "<｜tool▁calls▁begin｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return "hermes"
     return None
 
 
 def reasoning_parser_of(template: str) -> str | None:
     """The name of the parser for reasoning as a chat template writes or expects it; None where it has none."""
+    if MISTRAL_CLOSE in template:
+        return "mistral"
     if OPEN not in template and CLOSE not in template:
         return None
     if "<|im_assistant|>" in template:
         return "kimi_k2"
     if "<|assistant|>" in template:
         return "glm"
-    if "<｜Assistant｜>" in template:
-        # V3.1 and later take a switch; R1 always reasons, and its template writes the opening tag. Templates without
-        # either only take reasoning out of earlier answers: what the model writes itself is looked for.
-        return "deepseek_r1" if OPEN in template and "thinking" not in template else "deepseek_v3"
-    return None
+    # V3.1 and later take a switch; R1 always reasons, and its template writes the opening tag. Templates without either
+    # only take reasoning out of earlier answers: what the model writes itself is looked for, as for all other models.
+    if "<｜Assistant｜>" in template and OPEN in template and "thinking" not in template:
+        return "deepseek_r1"
+    return "deepseek_v3"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from deploy.text.deepseek_chat import encode_v32
+from workers.model_folder import config_values
 
 
 class Encode(Protocol):
@@ -52,7 +52,7 @@ ENCODERS: Final[Mapping[str, Encoder]] = {
 def encoder_of(folder: Path) -> Encoder | None:
     """The encoder for a model folder by the `model_type` of its config.json; None where there is none."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = config_values(folder)
     except (OSError, ValueError):
         return None
     kind = config.get("model_type") if isinstance(config, dict) else None

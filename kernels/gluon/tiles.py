@@ -245,6 +245,15 @@ def inverse_rms(square_s, eps, FEATURES: gl.constexpr, ROWS: gl.constexpr, WARPS
 
 
 @gluon.jit
+def scaled_by_token(y, scale, f, t, tokens, FEATURES: gl.constexpr):
+    """The first FEATURES rows `f` of sums [rows, tokens] times a factor of each token, fp32, that a kernel before may
+    have written."""
+    # .cg: a dependent launch may find lines of an earlier kernel in L1.
+    factor = gl.load(scale + t, mask=t < tokens, other=1.0, cache_modifier=".cg")
+    return gl.where((f < FEATURES)[:, None], y * factor[None, :], y)
+
+
+@gluon.jit
 def residual_before(residual, f, t, inside, RESIDUAL_STRIDE: gl.constexpr):
     """16 columns of the residual: asked for before the products, they are there when the sums are."""
     place = residual + t.to(gl.int64)[None, :] * RESIDUAL_STRIDE + f[:, None]

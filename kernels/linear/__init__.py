@@ -151,10 +151,11 @@ def normed_linear(
     *,
     norm_A: Tensor | None = None,
     next: PendingNorm | None = None,
+    scale_T: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """out = norm(x) · weight^T. With `next`, the first A columns of out become a pending norm of weight `norm_A`, over
-    `out_TF` itself: `next.x_TE` is `out_TF[:, :A]`.
+    `out_TF` itself: `next.x_TE` is `out_TF[:, :A]`. `scale_T` (fp32): what that norm of each token is multiplied by.
 
     This and the functions below: at most MOST_STREAMED tokens; on a GPU tokens in bf16 and weights in bf16 or FP8, in
     rows of whole 16-byte pieces. Sums are in fp32 and in the same order for every number of tokens. On a CPU any
@@ -163,12 +164,16 @@ def normed_linear(
     _check_few(x.x_TE, weight_FE)
     if next is not None and next.x_TE.data_ptr() != out_TF.data_ptr():
         raise ValueError("the next norm lies over the first columns of the output")
+    if scale_T is not None and next is None:
+        raise ValueError("factors of the tokens are for the next norm, and there is none")
     if isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE, normed=True):
-        fp8_launch.fp8_whole(x, weight_FE, out_TF, norm=norm_A, next=next, dependent=dependent)
+        fp8_launch.fp8_whole(x, weight_FE, out_TF, norm=norm_A, next=next, scale_T=scale_T, dependent=dependent)
     elif x.x_TE.is_cuda:
-        launch.stream_linear(x.x_TE, weight_FE, out_TF, pending=x, norm=norm_A, next=next, dependent=dependent)
+        launch.stream_linear(
+            x.x_TE, weight_FE, out_TF, pending=x, norm=norm_A, next=next, scale_T=scale_T, dependent=dependent
+        )
     else:
-        reference.normed_linear(x, weight_FE, out_TF, norm_A, next)
+        reference.normed_linear(x, weight_FE, out_TF, norm_A, next, scale_T)
 
 
 def linear_to_residual(

@@ -177,6 +177,7 @@ def fp8_whole(
     residual_TF: Tensor | None = None,
     norm: Tensor | None = None,
     next: PendingNorm | None = None,
+    scale_T: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """One product with few tokens, where `whole` says so: as `kernels.linear.launch.stream_linear`, with the norm
@@ -190,7 +191,7 @@ def fp8_whole(
     if residual_TF is not None:
         epilogue = Epilogue(RESIDUAL, rows, square.shape[1])
     elif next is not None:
-        epilogue = Epilogue(NORMED, next.x_TE.shape[1], square.shape[1])
+        epilogue = Epilogue(NORMED, next.x_TE.shape[1], square.shape[1], scale_T is not None)
     warps = whole_warps(x_TE.shape[0], features)
     kernel.fp8_whole[(triton.cdiv(rows, ROWS),)](
         x_TE,
@@ -198,7 +199,7 @@ def fp8_whole(
         box(weight_FE.data, [features // BLOCK, rows, BLOCK], [BLOCK, features, 1], [warps, ROWS, BLOCK]),
         weight_FE.scales,
         out_TF,
-        out_TF if residual_TF is None else residual_TF,
+        residual_TF if residual_TF is not None else out_TF if scale_T is None else scale_T,
         out_TF if norm is None else norm,
         square,
         x_TE.shape[0],

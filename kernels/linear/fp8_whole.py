@@ -30,6 +30,7 @@ from kernels.gluon.tiles import (
     copy_squares,
     products_layout,
     residual_before,
+    scaled_by_token,
     share,
     store_squares,
     sums_layout,
@@ -142,7 +143,8 @@ def fp8_whole(
 ):  # fmt: skip
     """y = x · weight^T, divided by the root mean square of x if NORM.scaled. Grid: rows / 16.
 
-    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `kernels.gluon.tiles`.
+    EPILOGUE.kind: STORE, RESIDUAL or NORMED of `kernels.gluon.tiles`. `residual`: with EPILOGUE.token_scaled the
+    factors of the tokens.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
@@ -190,5 +192,7 @@ def fp8_whole(
             if program * _ROWS < NORM_FEATURES:
                 store_squares(y, f, t, inside, tokens, program, out_square, NORM_FEATURES, EPILOGUE.pieces)
             y = y * factor[:, None]
+            if EPILOGUE.token_scaled:
+                y = scaled_by_token(y, residual, f, t, tokens, NORM_FEATURES)
         to = out + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")

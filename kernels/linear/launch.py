@@ -110,6 +110,7 @@ def stream_linear(
     residual_TF: Tensor | None = None,
     norm: Tensor | None = None,
     next: PendingNorm | None = None,
+    scale_T: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
     """One product with few tokens; which of the options go together `kernels.linear` says."""
@@ -135,7 +136,7 @@ def stream_linear(
         data,
         scales,
         out_TF,
-        out_TF if residual_TF is None else residual_TF,
+        residual_TF if residual_TF is not None else out_TF if scale_T is None else scale_T,
         out_TF if norm is None else norm,
         square,
         tokens,
@@ -149,7 +150,7 @@ def stream_linear(
             residual=0 if residual_TF is None else residual_TF.stride(0),
         ),
         NORM=pieces(pending),
-        EPILOGUE=Epilogue(epilogue, norm_features, out_pieces),
+        EPILOGUE=Epilogue(epilogue, norm_features, out_pieces, scale_T is not None),
         EARLY=True,
         **cut_up(cut, tokens, dependent),
     )

@@ -46,6 +46,8 @@ class Epilogue(NamedTuple):
     """The first so many columns are multiplied by a norm's weight."""
     pieces: int = 1
     """Sums of squares of a token that are written for the next norm."""
+    token_scaled: bool = False
+    """Whether the same columns, in NORMED, are multiplied by a factor of the token as well."""
 
 
 class Streams(NamedTuple):

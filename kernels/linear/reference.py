@@ -46,14 +46,19 @@ def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, group: int) ->
 
 
 def normed_linear(
-    x: PendingNorm, weight_FE: Matrix, out_TF: Tensor, norm_A: Tensor | None, next: PendingNorm | None
+    x: PendingNorm,
+    weight_FE: Matrix,
+    out_TF: Tensor,
+    norm_A: Tensor | None,
+    next: PendingNorm | None,
+    scale_T: Tensor | None = None,
 ) -> None:
     """See `kernels.linear.normed_linear`."""
     y_TF = pending_norm.normed(x) @ weight_FE.float().t()
     if next is not None and norm_A is not None:
         size = norm_A.shape[0]
         out_TF[:, size:] = y_TF[:, size:].to(out_TF.dtype)
-        pending_norm.write(y_TF[:, :size], norm_A, next)
+        pending_norm.write(y_TF[:, :size], norm_A, next, scale_T)
     else:
         out_TF.copy_(y_TF)
 

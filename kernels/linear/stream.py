@@ -30,6 +30,7 @@ from kernels.gluon.tiles import (
     products,
     residual_before,
     scale_rows_layout,
+    scaled_by_token,
     scales_memory,
     store_squares,
     sums_layout,
@@ -71,7 +72,8 @@ def stream_linear(
     STREAMS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y = x · weight^T for some tokens, if NORM.scaled times each token's inverse root mean square. Grid: rows / 16,
-    heads. EARLY: the kernel after may start at once, else only after this one has waited for the kernel before."""
+    heads. EARLY: the kernel after may start at once, else only after this one has waited for the kernel before.
+    `residual`: with EPILOGUE.token_scaled the factors of the tokens."""
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
     TOKENS: gl.constexpr = STREAMS.tokens
@@ -134,6 +136,8 @@ def stream_linear(
             if program * _ROWS < NORM_FEATURES:
                 store_squares(y, f, t, inside, tokens, program, out_square, NORM_FEATURES, EPILOGUE.pieces)
             y = y * factor[:, None]
+            if EPILOGUE.token_scaled:
+                y = scaled_by_token(y, residual, f, t, tokens, NORM_FEATURES)
         to = out + head * STRIDES.out_head + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
         gl.store(to, y.to(out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
 

@@ -48,7 +48,14 @@ class Mtp(Drafter):
         if config.indexing is not None and config.indexing.shared_by_drafts:
             self.keeps = config.indexing.top_k
         self.segments = Segments(
-            self._join, model.paths, [layer], self.norm_E, model.rotation_PO, config.rms_norm_eps, len(model.cache)
+            self._join,
+            model.paths,
+            [layer],
+            self.norm_E,
+            model.rotation_PO,
+            config.rms_norm_eps,
+            len(model.cache),
+            query_scale_P=model.query_scale_P,
         )
 
     @override

@@ -34,6 +34,8 @@ class AXK1(DeepseekV3):
     with a bias of zeros.
     """
 
+    drafts = False
+
     @override
     def read(self, fields: Fields) -> ModelConfig:
         refuse_grouped_keys(fields)

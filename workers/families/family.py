@@ -25,6 +25,9 @@ class Family(ABC):
     layers of when it builds one.
     """
 
+    drafts = True
+    """Whether a layer of its checkpoints that drafts is served; else it stays on the disk, declared or not."""
+
     @abstractmethod
     def read(self, fields: Fields) -> ModelConfig:
         """What the values of a config.json mean. Every value that would change the computation is either understood or

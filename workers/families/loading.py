@@ -62,10 +62,10 @@ def load_model(
         told = LoadingProgress(dry_run.bytes, progress)
         if undeclared and group.mesh.world.first:
             names = ", ".join(f"{prefix}*" for prefix in undeclared)
-            told.note(
-                f"left out: the draft layer of the checkpoint ({names}), which its config.json does not declare "
-                "(num_nextn_predict_layers)"
-            )
+            why = "which its config.json does not declare (num_nextn_predict_layers)"
+            if not family.drafts:
+                why = f"which is not supported for model_type {config.model_type!r}"
+            told.note(f"left out: the draft layer of the checkpoint ({names}), {why}")
         if own and group.mesh.world.first:
             told.note(
                 f"the draft layer has weights of its own where others repeat the model's: {', '.join(sorted(own))}"

@@ -14,13 +14,16 @@ from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
 from workers.families.glm import Glm4MoeLite
 from workers.families.kimi import KimiK25
+from workers.families.mistral import Mistral3, Mistral4
 from workers.families.sarvam import SarvamMla
 from workers.families.sparse import DeepseekV32, GlmMoeDsa
 from workers.families.youtu import Youtu
+from workers.model_folder import config_file, config_values
 from workers.models.config import ConfigError, ModelConfig
 from workers.models.fields import Fields, all_ids
 
 FAMILIES: Final[dict[str, Family]] = {
+    "AXK1": AXK1(),
     "axk1": AXK1(),
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
@@ -29,19 +32,24 @@ FAMILIES: Final[dict[str, Family]] = {
     "glm_moe_dsa": GlmMoeDsa(),
     "kimi_k2": DeepseekV3(),
     "kimi_k25": KimiK25(),
+    "mistral3": Mistral3(),
+    "mistral4": Mistral4(),
     "sarvam_mla": SarvamMla(),
     "youtu": Youtu(),
 }
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-    """Read `folder`/config.json, and further end-of-sequence ids from a generation_config.json beside it: a text ends
-    with those of either, as Kimi K2 ends chats with one and texts with the other. `ConfigError` says what is wrong with
-    them."""
-    path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
-    if not path.exists():
+    """Read `folder`/config.json, or params.json where there is none, and further end-of-sequence ids from a
+    generation_config.json beside it: a text ends with those of either, as Kimi K2 ends chats with one and texts with
+    the other. `ConfigError` says what is wrong with them."""
+    path, generation = config_file(Path(folder)), Path(folder) / "generation_config.json"
+    if path is None:
         raise ConfigError(f"there is no config.json in {folder}: give the folder of a Hugging Face checkpoint")
-    values = _json_object(path)
+    try:
+        values = config_values(Path(folder))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
     if generation.exists() and (ids := _json_object(generation).get("eos_token_id")) is not None:
         values["eos_token_id"] = all_ids(values.get("eos_token_id"), ids)
     return parse_config(values)

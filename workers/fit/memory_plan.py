@@ -6,7 +6,6 @@ specs of its layers. Only the graphs' share is estimated, since a start measures
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
 from workers.fit.cache_budget import fp8_cache, gpu_cache_budget, longest_request, pages_within, rows_at
 from workers.fit.graph_memory import estimate
+from workers.model_folder import config_values
 from workers.parallel.group import Group
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
@@ -95,7 +95,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
             fp8_cache=fp8_cache(config, dtype),
         )
         from_files = has_any is not None
-    weights, roped = dry_run.bytes, model_config.qk_rope_head_dim
+    weights, roped = dry_run.bytes, model_config.qk_rope_head_dim + (model_config.query_scaling is not None)
     if (draft_folder := config.draft_folder) is not None:
         eagle3 = read_eagle3(draft_folder, model_config, group.mesh)
         model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
@@ -143,7 +143,7 @@ def _dtypes(
         with Checkpoint.open(config.folder) as checkpoint:
             yield checkpoint.dtype_of, checkpoint.has_any
         return
-    values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+    values = config_values(config.folder)
     text = values.get("text_config")
     given = values.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
     yield assumed_dtypes(given if isinstance(given, dict) else None), None

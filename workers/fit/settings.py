@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from workers.config import EngineConfig
 from workers.drafters.eagle3.misfits import misfits
+from workers.model_folder import config_values
 from workers.parallel.mesh import INVARIANT_RANKS, AxisName
 from workers.quantization import unsupported_quantization
 
@@ -32,13 +33,11 @@ class Unfit(ValueError):
 def check_fit(config: EngineConfig) -> None:
     """Unfit, a line per cause. FileNotFoundError where there is no config.json."""
     try:
-        values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+        values = config_values(config.folder)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise Unfit(f"cannot read {config.folder / 'config.json'}: {error}") from None
-    if not isinstance(values, dict):
-        raise Unfit(f"{config.folder / 'config.json'} does not hold a JSON object")
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]

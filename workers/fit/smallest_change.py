@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Final
 from workers.config import EngineConfig
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.fit.settings import SHARED
+from workers.model_folder import config_values
 from workers.parallel.mesh import INVARIANT_RANKS
 
 LEAST_CONTEXT: Final = 2048
@@ -52,7 +52,7 @@ def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, in
 
 def _more_ranks(config: EngineConfig) -> Iterator[int]:
     """Numbers of ranks that can share the model, more than there are."""
-    values = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+    values = config_values(config.folder)
     text = values.get("text_config")
     values = {**values, **text} if isinstance(text, dict) else values
     shared = math.gcd(*(values[name] for name in SHARED if type(values.get(name)) is int))

@@ -41,6 +41,15 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Queries at later positions are larger, so that attention over more tokens stays as sharp (Llama 4, 2025): the
+    query at position p times 1 + beta ln(1 + floor(p / original_positions))."""
+
+    beta: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
 class Routing:
     """The experts there are, and how tokens choose some."""
 
@@ -124,6 +133,8 @@ class ModelConfig:
     """End-of-sequence ids: of generation_config.json where that names some."""
     indexing: Indexing | None = None
     """None: every query attends to all tokens before it."""
+    query_scaling: QueryScaling | None = None
+    """None: queries are not scaled by their position. Else they have a latent, `q_lora_rank`."""
 
     @property
     def qk_head_dim(self) -> int:

@@ -47,6 +47,7 @@ def attention(
         q_TF = linear(norm(q_TF, layer.q_norm_A), layer.q_up_QA)  # (6)
     q_THN, q_THO = q_TF.view(len(x_TE), heads.count, -1).tensor_split([heads.nope], 2)  # (7)
     q_THD = torch.cat([q_THN, rope(q_THO, turn_TO.unsqueeze(1))], 2)  # (8), (9)
+    q_THD *= layer.query_scale(at.position_T).view(-1, 1, 1)  # 1, except in Mistral Small 4
     out_THV = x_TE.new_empty(len(x_TE), heads.count, heads.value)
     for own_T, found_SC, seen_TS in at.contexts(cache_PKC):
         entry_SC = latent_entry.entries(found_SC, heads.latent, heads.rope, dtype).float()

@@ -141,11 +141,18 @@ class GeneralOps(LayerOps[Tensor]):
 
     @override
     def latent_linear(
-        self, x: Tensor, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
+        self,
+        x: Tensor,
+        weight_FE: Weight,
+        norm_A: Tensor,
+        eps: float,
+        out_TF: Tensor,
+        scratch: Scratch,
+        scale_T: Tensor | None = None,
     ) -> Tensor:
         self.linear(x, weight_FE, out_TF, scratch)
         out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
-        rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps, dependent=dependent(x))
+        rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps, scale_T=scale_T, dependent=dependent(x))
         return out_TA
 
     @override

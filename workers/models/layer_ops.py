@@ -93,8 +93,18 @@ class LayerOps(ABC, Generic[N]):
         self.linear(x, weight_FE, out_TF, scratch)
 
     @abstractmethod
-    def latent_linear(self, x: N, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch) -> N:
-        """out = x · weight^T; returned is the norm of weight `norm_A` of its first A columns."""
+    def latent_linear(
+        self,
+        x: N,
+        weight_FE: Weight,
+        norm_A: Tensor,
+        eps: float,
+        out_TF: Tensor,
+        scratch: Scratch,
+        scale_T: Tensor | None = None,
+    ) -> N:
+        """out = x · weight^T; returned is the norm of weight `norm_A` of its first A columns, each token's times its
+        `scale_T` (fp32) if there is one."""
 
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """Parts, [T, P, F] in fp32, in which `linear` leaves sums where the kernel behind adds them up; 0 where it adds

@@ -20,7 +20,7 @@ from workers.models.drafter import Drafter
 from workers.models.execution_paths import ExecutionPaths
 from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
-from workers.models.rope import rotation_table
+from workers.models.rope import query_scale_table, rotation_table
 from workers.models.segments import Segments
 from workers.parallel.group import Group
 from workers.weights.source import WeightSource
@@ -54,7 +54,17 @@ class Model:
         self.cache: list[CacheSpec] = [spec for layer in self.layers for spec in layer.attention.caches]
         """Of its layers, one behind the other."""
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
-        self.segments = Segments(self._enter, paths, self.layers, self.norm_E, self.rotation_PO, config.rms_norm_eps, 0)
+        self.query_scale_P = query_scale_table(config.query_scaling, max_positions, source.device)
+        self.segments = Segments(
+            self._enter,
+            paths,
+            self.layers,
+            self.norm_E,
+            self.rotation_PO,
+            config.rms_norm_eps,
+            0,
+            query_scale_P=self.query_scale_P,
+        )
         self.drafter: Drafter | None = None
         """What proposes tokens to it, where there is something: whoever builds the model says."""
 

@@ -27,6 +27,8 @@ class PassBuffers(Generic[N]):
     residual_TE: Tensor
     rotation_TO: Tensor | None
     """None in passes of decode rows alone, whose attention rotates."""
+    query_scale_T: Tensor | None
+    """fp32: what each token's query is multiplied by, of models whose queries are scaled by their position."""
     projected: MlaInputs
     attended_THV: Tensor
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding with YaRN: the table of rotations and the softmax scale.
+"""What depends on positions: rotary position embedding with YaRN, the softmax scale, and the scale of queries.
 
 Shape legend: P positions, O rope features, I = O / 2 angles.
 """
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.models.config import ModelConfig, Rope, Yarn
+from workers.models.config import ModelConfig, QueryScaling, Rope, Yarn
 
 LOOKAHEAD: Final = 16
 """Positions past the longest context that may be looked up: drafts of a row that is about to end, and the draft layer,
@@ -27,6 +27,21 @@ def rotation_table(rope: Rope, features: int, positions: int, device: torch.devi
     angle_PI = torch.arange(positions + LOOKAHEAD, dtype=torch.float32).unsqueeze(-1) * frequency_I
     table_PI2 = torch.stack([angle_PI.cos(), angle_PI.sin()], dim=-1) * magnitude
     return table_PI2.flatten(1).to(device)
+
+
+def query_scale_table(scaling: QueryScaling | None, positions: int, device: torch.device) -> Tensor | None:
+    """What the query at each position is multiplied by, fp32 [positions + LOOKAHEAD]; None: nothing."""
+    if scaling is None:
+        return None
+    return query_scale(scaling, torch.arange(positions + LOOKAHEAD)).to(device)
+
+
+def query_scale(scaling: QueryScaling | None, position_T: Tensor) -> Tensor:
+    """What the queries at these positions (integers) are multiplied by, fp32 [T]; without a `scaling` 1."""
+    if scaling is None:
+        return torch.ones(position_T.shape, dtype=torch.float32, device=position_T.device)
+    # The quotient's floor is exact in integers; others take it of an fp32 quotient, which is the same below 2^24.
+    return 1 + scaling.beta * torch.log1p((position_T // scaling.original_positions).float())
 
 
 def frequencies(rope: Rope, features: int) -> tuple[Tensor, float]:

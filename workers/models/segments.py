@@ -51,13 +51,14 @@ class Segments:
         eps: float,
         cache_layer: int,
         caches: Sequence[slice] | None = None,
+        query_scale_P: Tensor | None = None,
     ) -> None:
         """`enter` says what enters the residual stream, of `token_T` and `source_TE` of `PassTensors`: rows of a matrix
         by their indices, or without those a matrix of T rows. The caches of `layers` are those from `cache_layer` on,
-        in their order, unless `caches` says which each has."""
+        in their order, unless `caches` says which each has. `query_scale_P`: see `query_scale_table`."""
         self.layers, self.paths = layers, paths
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
-        self._rotation_PO = rotation_PO
+        self._rotation_PO, self._query_scale_P = rotation_PO, query_scale_P
         ends = accumulate((len(layer.attention.caches) for layer in layers), initial=cache_layer)
         self._caches_of = caches or [slice(*bounds) for bounds in pairwise(ends)]
         self._layers_of: tuple[list[Tensor], Layers] | None = None
@@ -65,7 +66,7 @@ class Segments:
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
         """The segments of a pass over some of these layers."""
         caches = [self._caches_of[next(i for i, own in enumerate(self.layers) if own is layer)] for layer in layers]
-        where = self._rotation_PO, self._eps, self._cache_layer, caches
+        where = self._rotation_PO, self._eps, self._cache_layer, caches, self._query_scale_P
         return Segments(self._enter, self.paths, layers, self._norm_E, *where)
 
     def __len__(self) -> int:
@@ -85,6 +86,7 @@ class Segments:
                 if attention.rotates or not ops.decode_alone
                 else None
             ),
+            query_scale_T=None if self._query_scale_P is None else scratch.empty(tokens, dtype=torch.float32),
             projected=attention.allocate_projected(ops, tokens, scratch),
             attended_THV=attention.allocate_attended(tokens, scratch),
         )
@@ -103,7 +105,8 @@ class Segments:
         self._tap(index, tensors)
         with scratch.scope():
             where = buffers.rotation_TO, tensors.cache_slot_T, self._caches(index, cache)[0]
-            self.layers[index].attention.project(buffers.ops, buffers.normed, *where, buffers.projected, scratch)
+            into = buffers.projected, scratch, buffers.query_scale_T
+            self.layers[index].attention.project(buffers.ops, buffers.normed, *where, *into)
 
     def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
@@ -115,6 +118,9 @@ class Segments:
         buffers = tensors.buffers
         if buffers.rotation_TO is not None:
             torch.index_select(self._rotation_PO, 0, tensors.position_T, out=buffers.rotation_TO)
+        if buffers.query_scale_T is not None:
+            assert self._query_scale_P is not None
+            torch.index_select(self._query_scale_P, 0, tensors.position_T, out=buffers.query_scale_T)
         entering = self._enter(tensors.token_T, tensors.source_TE, scratch)
         buffers.ops.enter(*entering, norm, buffers.normed)
 
@@ -180,7 +186,8 @@ class Segments:
                 where = buffers.rotation_TO, batch.cache_slot_T, self._caches(index, cache)[0]
                 # Each of the two token-wise parts has all of the scratch's free memory.
                 with scratch.scope():
-                    layer.attention.project(ops, buffers.normed, *where, buffers.projected, scratch)
+                    into = buffers.projected, scratch, buffers.query_scale_T
+                    layer.attention.project(ops, buffers.normed, *where, *into)
                 attend(index)
                 norm = self._norm(index + 1, buffers)
                 if index + 1 == len(self.layers):

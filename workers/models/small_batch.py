@@ -96,12 +96,21 @@ class SmallBatchOps(LayerOps[PendingNorm]):
 
     @override
     def latent_linear(
-        self, x: PendingNorm, weight_FE: Weight, norm_A: Tensor, eps: float, out_TF: Tensor, scratch: Scratch
+        self,
+        x: PendingNorm,
+        weight_FE: Weight,
+        norm_A: Tensor,
+        eps: float,
+        out_TF: Tensor,
+        scratch: Scratch,
+        scale_T: Tensor | None = None,
     ) -> PendingNorm:
         tokens, features = out_TF.shape[0], norm_A.shape[0]
         square_TP = scratch.empty(tokens, features // PIECE, dtype=torch.float32)
         latent = PendingNorm(out_TF[:, :features], square_TP, eps)
-        normed_linear(x, weight_FE.matrix, out_TF, norm_A=norm_A, next=latent, dependent=self._dependent)
+        normed_linear(
+            x, weight_FE.matrix, out_TF, norm_A=norm_A, next=latent, scale_T=scale_T, dependent=self._dependent
+        )
         return latent
 
     @override

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from kernels import __version__
 from workers.config import EngineConfig
+from workers.model_folder import config_values
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import TOKEN_BYTES, pack_tokens
@@ -78,7 +79,7 @@ class Recording:
 
 def config_hash(folder: Path) -> str:
     """Names the `config.json` of a model folder, whatever its formatting."""
-    fields = json.loads((folder / "config.json").read_text())
+    fields = config_values(folder)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

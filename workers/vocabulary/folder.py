@@ -15,7 +15,9 @@ ADDS_BOS_BY_DEFAULT: Final = ("Llama", "CodeLlama", "Gemma")
 """How names of tokenizer classes begin that put the begin-of-sequence id before a text unless `add_bos_token` is false,
 as their documentation says."""
 
-TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
+TEKKEN: Final = "tekken.json"
+"""Of folders in Mistral's own layout."""
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model", TEKKEN)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
@@ -30,18 +32,22 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     try:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):
             return tiktoken.load(folder)
-        hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        add_declared_ids(hf, folder)
+        own = {}
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != TEKKEN):
+            own = {"bos_token": "<s>", "eos_token": "</s>"}  # which the file names nowhere
+        hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), **own)
+        add_declared_ids(hf, folder, adds_bos=bool(own))
         return hf
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def add_declared_ids(hf: PreTrainedTokenizerFast, folder: Path) -> None:
+def add_declared_ids(hf: PreTrainedTokenizerFast, folder: Path, *, adds_bos: bool = False) -> None:
     """Have `hf` put the begin-of-sequence id before a text, and the end-of-sequence id behind it, where the folder's
     tokenizer_config.json says so (`add_bos_token`, `add_eos_token`). tokenizer.json alone often does not, as that of
     DeepSeek R1, whose makers' tokenizer class adds what the fields name. An id that tokenizer.json adds already is
-    added once; one that a field rules out, no more. Without the fields tokenizer.json holds.
+    added once; one that a field rules out, no more. Without the fields tokenizer.json holds; with
+    `adds_bos` the begin-of-sequence id is put there all the same.
 
     ValueError where an id is asked for that the folder does not name.
     """
@@ -60,6 +66,8 @@ def add_declared_ids(hf: PreTrainedTokenizerFast, folder: Path) -> None:
         says = declared.get(f"add_{kind}_token")
         if says is None and kind == "bos" and str(declared.get("tokenizer_class")).startswith(ADDS_BOS_BY_DEFAULT):
             says = index is not None
+        if says is None and kind == "bos" and adds_bos:
+            says = True
         if says and index is None:
             raise ValueError(
                 f"tokenizer_config.json has add_{kind}_token, but no token of the vocabulary as {kind}_token: name one"

@@ -17,7 +17,8 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from workers.weights.wanted import Shape, Wanted
+from workers.weights.published import Entry, shown
+from workers.weights.wanted import Wanted
 
 _LIBC: Final = ctypes.CDLL(None)
 
@@ -26,19 +27,12 @@ class WeightsError(ValueError):
     """The checkpoint's files are missing, unreadable or do not hold what the model needs."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    shape: Shape
-    dtype: str
-
-
 @dataclass
 class Checkpoint:
     """The safetensors files of one folder, open for reading. Use as a context manager."""
 
     folder: Path
-    entries: dict[str, _Entry] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
     _files: dict[Path, Any] = field(default_factory=dict)
     _mapped: list[tuple[int, int]] = field(default_factory=list)
     """Where files lie in memory, first bytes and ends, in order."""
@@ -46,28 +40,37 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:
-        """Open model.safetensors.index.json and its files, or model.safetensors; `WeightsError` if that fails."""
+        """Open model.safetensors.index.json and its files, or model.safetensors, or where there are neither those of
+        Mistral's layout, consolidated*.safetensors; `WeightsError` if that fails. `entries` has what is in them as
+        `published.shown` shows it."""
         checkpoint = Checkpoint(Path(folder))
         try:
-            for file in checkpoint._file_names():
+            mistral, files = checkpoint._file_names()
+            for file in files:
                 checkpoint._open_file(checkpoint.folder / file)
+            checkpoint.entries = shown(checkpoint.entries, mistral=mistral)
             checkpoint._mapped = _mappings(set(checkpoint._files))
         except BaseException:
             checkpoint.close()
             raise
         return checkpoint
 
-    def _file_names(self) -> list[str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return sorted(set(weight_map.values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise WeightsError(f"cannot read {index}: {error!r}") from error
-        if (self.folder / "model.safetensors").exists():
-            return ["model.safetensors"]
-        raise WeightsError(f"there is neither model.safetensors.index.json nor model.safetensors in {self.folder}")
+    def _file_names(self) -> tuple[bool, list[str]]:
+        """Whether they are in Mistral's layout, and the files."""
+        for stem in ("model", "consolidated"):
+            index = self.folder / f"{stem}.safetensors.index.json"
+            if index.exists():
+                try:
+                    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                    return stem == "consolidated", sorted(set(weight_map.values()))
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise WeightsError(f"cannot read {index}: {error!r}") from error
+            if (self.folder / f"{stem}.safetensors").exists():
+                return stem == "consolidated", [f"{stem}.safetensors"]
+        raise WeightsError(
+            f"there is neither model.safetensors.index.json nor model.safetensors in {self.folder}, nor are there such "
+            "files whose names begin with consolidated"
+        )
 
     def _open_file(self, path: Path) -> None:
         try:
@@ -76,7 +79,8 @@ class Checkpoint:
             raise WeightsError(f"cannot read {path}, is the download complete? {error}") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
             tensor = file.get_slice(name)
-            self.entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
+            shape = tuple(tensor.get_shape())
+            self.entries[name] = Entry(path, shape, tensor.get_dtype(), name, stored=shape)
 
     def has_any(self, prefix: str) -> bool:
         """Whether any tensor's name begins so."""
@@ -116,11 +120,19 @@ class Checkpoint:
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """The part `index` of a tensor, on the CPU; `WeightsError` when the file cannot be read."""
         entry = self.entries[name]
+        index = (*index, *(slice(None),) * (len(entry.shape) - len(index)))
+        own = index if entry.repeated else (_moved(index[0], entry.row), *index[1:]) if index else index
+        whole = not entry.stored
         try:
-            tensor: Tensor = self._files[entry.file].get_slice(name)[index]
+            found = self._files[entry.file]
+            where = entry.outer if entry.repeated else (*entry.outer, *own)
+            tensor: Tensor = found.get_tensor(entry.name) if whole else found.get_slice(entry.name)[where]
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"cannot read {name} of {entry.file}, is the download complete? {error}") from error
-        return tensor
+        if not entry.repeated:
+            return tensor
+        sizes = [part.indices(size) for part, size in zip(index, entry.shape, strict=True)]
+        return tensor.reshape(()).expand(*(end - begin for begin, end, _ in sizes))
 
     def release(self, tensor: Tensor) -> None:
         """Nobody is going to read `tensor` again soon: whole pages of a file that it lies in are unmapped, and mapped
@@ -146,6 +158,11 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _moved(rows: slice, by: int) -> slice:
+    """These rows, counted from a row before them; all of them where none is said to be the first."""
+    return slice((rows.start or 0) + by, None if rows.stop is None else rows.stop + by) if by else rows
 
 
 def _mappings(files: Set[Path]) -> list[tuple[int, int]]:

@@ -8,6 +8,11 @@ from typing import Final
 Shape = tuple[int, ...]
 PLAIN_NAMES: Final = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes of numbers that are stored as they are."""
+FP8_DTYPE: Final = "F8_E4M3"
+FP8_SCALES: Final = "_scale_inv"
+"""What is added to the name of a matrix of FP8 numbers, of the tensor with its scales."""
+BLOCK: Final = 128
+"""Rows, and columns, of such a matrix that share a scale in a checkpoint."""
 
 
 @dataclass(frozen=True)

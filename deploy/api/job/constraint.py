@@ -16,7 +16,6 @@ from deploy.api.job.model import Reading
 from deploy.api.job.tool_binding import Bound, bind, opened, said, wrong_tools
 from deploy.api.job.tools import NamedTool
 from deploy.parsing.call_grammar import CannotBind, Tag, either, json_of, text
-from deploy.parsing.reasoning import CLOSE, OPEN
 from deploy.parsing.registry import CALL_GRAMMARS, REASONING_PARSERS
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
@@ -45,8 +44,8 @@ async def requested_grammar(
 
     Where the model may call tools and the answer has a form, it is calls or of that form; where a call must be made,
     it is calls."""
-    inside = reading is not None and reading.where == "inside"
-    form = await _form(body, tokenizer, info, CLOSE if inside else None)
+    close = reading.reasoning.close if reading is not None and reading.reasoning and reading.where == "inside" else None
+    form = await _form(body, tokenizer, info, close)
     if not isinstance(body, ChatBody):
         return Constraint(form)
     if (binding := bound_tools(body)) is None:
@@ -56,7 +55,7 @@ async def requested_grammar(
     check_possible("tools", tokenizer, info)
     assert tokenizer is not None
     assert reading is not None
-    begin_after = one_token(CLOSE, tokenizer, "tools") if inside else ()
+    begin_after = () if close is None else one_token(close, tokenizer, "tools")
     found = await asyncio.to_thread(call_grammar, body, binding, reading, tokenizer, begin_after, form)
     return replace(found, grammar=bounded(found.grammar, body, reading, tokenizer))
 
@@ -280,7 +279,7 @@ def bounded(
         )
     if reading.where == "outside":
         return grammar
-    close = one_token(CLOSE, tokenizer, name)
+    close = one_token(reading.reasoning.close, tokenizer, name)
     if reading.where == "inside":
         if grammar is not None and grammar.begin_after != close:
             raise invalid(f"{name}: does not go with guided_begin_after", name, "conflicting_parameters")
@@ -294,7 +293,7 @@ def bounded(
             "conflicting_parameters",
         )
     begun_by = also_begun_by(reading, tokenizer)
-    opened_by = one_token(OPEN, tokenizer, name)
+    opened_by = one_token(reading.reasoning.open, tokenizer, name)
     return Grammar("free", begin_after=close, begun_by=begun_by, most_before=most, opened_by=opened_by)
 
 

@@ -17,7 +17,7 @@ from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.tools import shown
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
-from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat, ReasoningParser, Where
+from deploy.parsing.reasoning import ReasoningFormat, ReasoningParser, Where
 from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
 from deploy.text.chat import joined, template_message
 from deploy.text.effort import SWITCHES
@@ -175,7 +175,8 @@ class Reader:
         self._tokenizer, self._template = tokenizer, config.chat_template
         self._stops_in_reasoning = config.stop_in_reasoning
         self._kept_of_tools = _kept(tokenizer, MARKERS[self.tools]) if self.tools else frozenset()
-        self._kept_of_reasoning = _kept(tokenizer, (OPEN, CLOSE)) if self.reasoning else frozenset()
+        form = REASONING_PARSERS[self.reasoning] if self.reasoning else None
+        self._kept_of_reasoning = frozenset() if form is None else _kept(tokenizer, (form.open, form.close))
 
     def check_thinking(self, body: ChatTemplateFields) -> None:
         """400 for what the model cannot do of what a request says of thinking."""

@@ -13,7 +13,7 @@ import openai
 import pytest
 from fake_engine import INFO, FakeEngine, out, say, serving
 from tiny_tokenizer import tiny, with_special
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI, MISTRAL
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
@@ -52,6 +52,11 @@ SAID = {
             f"<arg_key>days</arg_key><arg_value>{days}</arg_value></tool_call>\n"
             for days in (1, 2)
         ),
+    ),
+    "mistral": (
+        MISTRAL,
+        "[THINK]Two cities.[/THINK]I look."
+        + "".join(f'[TOOL_CALLS]get_weather[ARGS]{{"city": "Köln", "days": {days}}}' for days in (1, 2)),
     ),
 }
 
@@ -105,7 +110,8 @@ def streamed(client: openai.OpenAI, **body: Any) -> tuple[dict[str, Any], list[A
 def test_calls_and_reasoning_streamed_and_not(name: str, special: bool) -> None:
     """Also where the markers are special tokens, which are left out of texts otherwise."""
     template, text = SAID[name]
-    tokens = (*MARKERS[name], "<think>", "</think>") if special else ()
+    tags = ("[THINK]", "[/THINK]") if name == "mistral" else ("<think>", "</think>")
+    tokens = (*MARKERS[name], *tags) if special else ()
     served = Served(template, text, special=tokens)
     with served.client() as client:
         answer = client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], extra_body=THINK)
@@ -277,7 +283,7 @@ def test_parsers_by_name_and_none() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", [name for name in SAID if name != "mistral"])
 def test_stop_strings_are_looked_for_behind_the_reasoning(name: str, width: int) -> None:
     template, _ = SAID[name]
     text = "Is it END? END.\n\n</think>\n\nIt is the END of it."

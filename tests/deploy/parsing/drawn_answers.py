@@ -22,6 +22,8 @@ REASONING = {
     "deepseek_v32": "deepseek_v3",
     "kimi_k2": "kimi_k2",
     "glm": "glm",
+    "hermes": "deepseek_v3",
+    "mistral": "mistral",
 }
 
 
@@ -65,6 +67,14 @@ KINDS = {
         *TAGGED, *EVERYWHERE, "two key begins", "two value begins", "no key begin", "call begin for key", "no key end",
         "no value begin", "stray value end",
     ],
+    "hermes": [
+        *EVERYWHERE, "newlines", "no call end", "no last call end", "two call begins", "two call ends", "other fence",
+        "indented", "other order", "no brace",
+    ],
+    "mistral": [
+        *EVERYWHERE, "newlines", "two call begins", "two separators", "no separator", "space around heads", "indented",
+        "other fence", "own ids",
+    ],
     "deepseek_v32": [
         *TAGGED, *EVERYWHERE, "no section begin", "no section end", "no section", "other section", "two section begins",
         "empty section", "a section each", "no string", "other attributes", "closed tag", "bare parameters",
@@ -90,6 +100,8 @@ APART = [
     {"no value begin", "no last value end"},
     {"two call begins", "call begin for key", "no call end"},
     {"space around names", "no key begin", "call begin for key"},
+    {"no brace", "other order", "cut", "no call end", "no last call end", "other fence"},
+    {"other order", "cut"},
 ]  # fmt: skip
 """Of each of these sets an answer has one at most: together they would leave it open what was meant."""
 
@@ -132,7 +144,8 @@ class Writer:
             text += self.said() + self.stray() + self.said()
         if self.has("reasoning"):
             drawn.thought = thought.strip()
-            closing = "" if self.has("cut") else self.draw.choice(["", "</think>", "\n</think>\n\n", "</think>\n"])
+            close = "[/THINK]" if self.name == "mistral" else "</think>"
+            closing = "" if self.has("cut") else self.draw.choice(["", close, f"\n{close}\n\n", f"{close}\n"])
             text = thought + text + closing
         text += self.said("words behind")
         drawn.text = text
@@ -140,6 +153,8 @@ class Writer:
 
     def write(self, calls: Calls) -> str:
         """All calls."""
+        if self.name in OBJECTS:
+            return OBJECTS[self.name](self).write(calls)
         if self.name == "glm":
             return Glm(self).write(calls)
         return DeepSeekV32(self).write(calls) if self.name == "deepseek_v32" else JsonFormat(self).write(calls)
@@ -178,6 +193,8 @@ class Writer:
                 "glm": ["</tool_call>", "</arg_value>", "</arg_key>"],
                 "deepseek_v32": ["</｜DSML｜function_calls>", "</｜DSML｜invoke>", "</｜DSML｜parameter>"],
                 "kimi_k2": ["<|tool_call_end|>", "<|tool_calls_section_end|>"],
+                "hermes": ["</tool_call>"],
+                "mistral": ["[ARGS]", "[CALL_ID]"],
             }.get(self.name, ["<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"])
         )
 
@@ -201,6 +218,8 @@ class JsonFormat:
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.draw, self.has = writer, writer.draw, writer.has
+        if writer.name in OBJECTS:
+            return
         if writer.name == "kimi_k2":
             plural = "call" if self.has("singular") else "calls"
             self.section = (f"<|tool_{plural}_section_begin|>", f"<|tool_{plural}_section_end|>")
@@ -280,6 +299,50 @@ class JsonFormat:
         return self.draw.choice(others)
 
 
+class Hermes(JsonFormat):
+    """Youtu-LLM."""
+
+    def write(self, calls: Calls) -> str:
+        texts = []
+        for index, call in enumerate(calls):
+            texts.append((self.writer.said("words between") or "\n" + self.space()) if index else "")
+            texts.append(self.one(index, *call, index == len(calls) - 1))
+        return "".join(texts)
+
+    def one(self, index: int, name: str, arguments: dict[str, Any], last: bool) -> str:
+        begin = "<tool_call>" * (2 if self.has("two call begins") else 1)
+        end = "</tool_call>" * (2 if self.has("two call ends") else 1)
+        if self.has("no call end") or (last and self.has("no last call end")):
+            end = ""
+        call = {"name": name, "arguments": arguments}
+        if self.has("other order"):
+            call = self.draw.choice([{"arguments": arguments, "name": name}, {"id": 1, **call}, {**call, "id": "x"}])
+        body = json.dumps(call, ensure_ascii=False, indent=2 if self.has("indented") else None)
+        body = body[:-1].rstrip() if self.has("no brace") else body
+        return f"{begin}{self.space()}\n{self.fenced(body, False)}{self.space()}\n{end}"
+
+
+class Mistral(JsonFormat):
+    """Mistral Small 4 and Mistral Large 3."""
+
+    def write(self, calls: Calls) -> str:
+        texts = []
+        for index, call in enumerate(calls):
+            texts.append((self.writer.said("words between") or self.space()) if index else "")
+            texts.append(self.one(index, *call, index == len(calls) - 1))
+        return "".join(texts)
+
+    def one(self, index: int, name: str, arguments: dict[str, Any], last: bool) -> str:
+        begin = "[TOOL_CALLS]" * (2 if self.has("two call begins") else 1)
+        separator = "" if self.has("no separator") else "[ARGS]" * (2 if self.has("two separators") else 1)
+        if self.has("own ids"):
+            separator = f"[CALL_ID]{self.draw.choice(['aB3dE6g', 'no id', 'x'])}{index:02}{separator}"
+        body = json.dumps(arguments, ensure_ascii=False, indent=2 if self.has("indented") else None)
+        space = self.space("space around heads")
+        return begin + space + name + space + separator + self.space() + self.fenced(body, False)
+
+
+OBJECTS: dict[str, type[JsonFormat]] = {"hermes": Hermes, "mistral": Mistral}
 PYTHON = {True: "True", False: "False", None: "None"}
 
 

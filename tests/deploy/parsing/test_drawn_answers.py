@@ -30,6 +30,7 @@ def test_every_drawn_answer_is_read_as_it_was_meant(name: str) -> None:
         assert len(set(answer.ids)) == len(answer.ids), (drawn, answer)
         assert CONTROL[name].search(answer.content) is None, (drawn, answer)
         assert "</think>" not in answer.content
+        assert "[/THINK]" not in answer.content
         assert "DSML" not in answer.content
         assert answer.reasoning == (drawn.thought or "")
         if not drawn.cut:

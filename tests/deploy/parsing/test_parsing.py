@@ -147,6 +147,17 @@ BROKEN = [
     ("glm", "<tool_call>now"),
     ("glm", "<tool_call>now<arg_key>a</arg_key>b</tool_call>"),
     ("glm", '<tool_call>{"name": "now", "arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call>now"),
+    ("hermes", '<tool_call>{"name": "two words", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "no JSON"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1'),
+    ("mistral", "[TOOL_CALLS]now"),
+    ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]now[ARGS][1]"),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": 01}'),
+    ("mistral", "[TOOL_CALLS][CALL_ID]now"),
 ]
 
 
@@ -157,6 +168,47 @@ def test_what_is_no_call_is_content_without_its_markers(name: str, text: str) ->
 
 
 ODD: list[tuple[str, str, Found]] = [
+    # The arguments first, as a string, under another name or missing; other members; a call without its end.
+    (
+        "hermes",
+        'I look.\n<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "now"}</tool_call>\n<tool_call>'
+        '{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "now", "parameters": {"b": 2}, '
+        '"id": 7}</tool_call><tool_call>{"name": "now"}\n So.',
+        Found(
+            "I look.\nSo.",
+            calls=[("now", {"a": "</tool_call>"}), ("now", {"a": 1}), ("now", {"b": 2}), ("now", {})],
+            ids=["call_0", "call_1", "call_2", "call_3"],
+        ),
+    ),
+    # The brace of the object around the arguments is forgotten; a fence.
+    (
+        "hermes",
+        '<tool_call>\n{"name": "now", "arguments": {}\n</tool_call>\n<tool_call>```json\n{"name": "now", '
+        '"arguments": {"a": 1}}\n```</tool_call>',
+        Found(calls=[("now", {}), ("now", {"a": 1})], ids=["call_0", "call_1"]),
+    ),
+    # Ids, one of them twice and one that is none; a call without the marker of its arguments.
+    (
+        "mistral",
+        "Well.[TOOL_CALLS]now[CALL_ID]aB3dE6gH9[ARGS]{}[TOOL_CALLS]now[CALL_ID]aB3dE6gH9[ARGS]{}[TOOL_CALLS] now "
+        '[CALL_ID]short[ARGS] {"a": "[TOOL_CALLS]"} [TOOL_CALLS]now{"b": 1}',
+        Found(
+            "Well.",
+            calls=[("now", {}), ("now", {}), ("now", {"a": "[TOOL_CALLS]"}), ("now", {"b": 1})],
+            ids=["aB3dE6gH9", "call_0", "call_1", "call_2"],
+        ),
+    ),
+    # All calls in one array, as older templates have it.
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "now", "arguments": {"a": 1}}, {"arguments": {}, "name": "now", "id": 7}]</s>',
+        Found("</s>", calls=[("now", {"a": 1}), ("now", {})], ids=["call_0", "call_1"]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"na',
+        Found(' {"na', calls=[("now", {})], ids=["call_0"]),
+    ),
     # Markers in the arguments of a JSON format are text: agents write code about them.
     (
         "kimi_k2",
@@ -384,6 +436,9 @@ TEMPLATES = {
     "<|im_assistant|><|tool_calls_section_begin|>": ("kimi_k2", None),
     "<|im_assistant|><think></think><|tool_calls_section_begin|>": ("kimi_k2", "kimi_k2"),
     "[gMASK]<|assistant|></think><tool_call><arg_key>": ("glm", "glm"),
+    "{% if enable_thinking %}<think>{% endif %}<tool_call>{{ call }}</tool_call>": ("hermes", "deepseek_v3"),
+    "[INST][/INST][THINK]{{ t }}[/THINK][TOOL_CALLS]{{ name }}[ARGS]": ("mistral", "mistral"),
+    "[INST][/INST][TOOL_CALLS][{{ call }}]": ("mistral", None),
     "{% for m in messages %}{{ m.content }}{% endfor %}": (None, None),
 }
 

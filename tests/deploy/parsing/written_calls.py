@@ -80,12 +80,23 @@ def glm(calls: Calls, newline: str = "") -> str:
     )
 
 
+def hermes(calls: Calls) -> str:
+    one = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+    return "\n".join(one.format(name, dumps(arguments)) for name, arguments in calls)
+
+
+def mistral(calls: Calls) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
+
+
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
     "deepseek_v32": deepseek_v32,
     "kimi_k2": kimi_k2,
     "glm": glm,
+    "hermes": hermes,
+    "mistral": mistral,
 }
 MARKERS = {
     "deepseek_v3": [
@@ -107,12 +118,18 @@ MARKERS = {
         "<|tool_call_argument_begin|>", "functions.now:3", "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
     ],
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "now"', ', "arguments": ', '"}'],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "aB3dE6gH9", '[{"name": "now", "arguments": ', "[", "]"],
 }  # fmt: skip
 """What a format is made of; mutations throw these in."""
 
 _TAG = r"</?｜DSML｜[a-z_]+(?: [a-z]+=\"[^\"]*\")*>"
 CONTROL = {
-    name: re.compile(_TAG if name == "deepseek_v32" else "|".join(re.escape(m) for m in markers if m[0] == "<"))
+    name: re.compile(
+        _TAG
+        if name == "deepseek_v32"
+        else "|".join(re.escape(m) for m in markers if m[0] == "<" or (m[0] == "[" and m[-1] == "]"))
+    )
     for name, markers in MARKERS.items()
 }
 """What is never content."""

@@ -77,6 +77,15 @@ GLM = (
     "{%- if add_generation_prompt -%}<|assistant|>{{ '</think>' if enable_thinking is false else '<think>' }}"
     "{%- endif -%}"
 )
+MISTRAL = (
+    "{{ bos_token }}{%- if tools -%}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif -%}"
+    "[MODEL_SETTINGS]{{ reasoning_effort or 'none' }}[/MODEL_SETTINGS]{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{%- elif m.role == 'assistant' -%}{%- if m.reasoning_content -%}[THINK]{{ m.reasoning_content }}[/THINK]"
+    "{%- endif -%}{{ m.content }}{%- for tc in m.tool_calls or [] -%}[TOOL_CALLS]{{ tc.function.name }}[ARGS]"
+    "{{ tc.function.arguments if tc.function.arguments is string else tc.function.arguments | tojson }}{%- endfor -%}"
+    "{{ eos_token }}{%- else -%}[INST]{{ m.content }}[/INST]{%- endif -%}{%- endfor -%}"
+)
 DEEPSEEK_R1 = (
     "{%- for m in messages -%}{{ '<｜' + m['role'] + '｜>' + m['content'] }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"

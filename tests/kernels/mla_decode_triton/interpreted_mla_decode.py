@@ -52,6 +52,11 @@ def test_sizes_that_are_no_powers_of_two(latent: int, rope: int, invariant: bool
     check(Case([5, 0, 600, 64], 3, latent=latent, rope=rope, invariant=invariant))
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sizes_of_mistral_small_4(invariant: bool) -> None:
+    check(Case([5, 0, 130], 2, 32, latent=256, rope=64, dtype=torch.bfloat16, invariant=invariant))
+
+
 @pytest.mark.parametrize("first", [1, 5])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_first_entry(first: int, invariant: bool) -> None:
@@ -174,6 +179,7 @@ def test_the_plan_follows_lengths_and_tables_changed_in_place() -> None:
         (64, 16, torch.float32, False),
         (64, 16, torch.bfloat16, True),
         (512, 64, torch.bfloat16, True),
+        (256, 64, torch.bfloat16, False),
         (200, 12, torch.float16, False),
         (6, 8, torch.float32, True),
     ],

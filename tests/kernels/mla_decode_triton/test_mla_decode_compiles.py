@@ -104,7 +104,7 @@ def test_fp8(width: int, dependent: bool, early: bool) -> None:
 
 @pytest.mark.parametrize(
     ("latent", "rope", "heads", "width", "invariant"),
-    [(512, 64, 16, 2, True), (512, 64, 16, 1, False), (64, 16, 6, 2, False)],
+    [(512, 64, 16, 2, True), (512, 64, 16, 1, False), (64, 16, 6, 2, False), (256, 64, 32, 1, False)],
 )
 def test_portable_kernel_of_fp8_entries(latent: int, rope: int, heads: int, width: int, invariant: bool) -> None:
     case = Case([70, 3], width, heads, latent, rope, torch.bfloat16, invariant=invariant, fp8=True)
@@ -180,6 +180,13 @@ def test_either(width: int, heads: int, dependent: bool, early: bool) -> None:
 def test_portable_kernel_at_deepseek_sizes(width: int, heads: int) -> None:
     case = hopper_case(2, width, heads)
     compiled(case, portable_tiling(case.shape, PROCESSORS))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 32), (2, 8)])
+def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int) -> None:
+    """On one GPU and on four."""
+    case = Case([70, 3], width, heads, 256, 64, torch.bfloat16)
+    compiled(case, hopper_tiling(case.shape, PROCESSORS))
 
 
 @pytest.mark.parametrize("invariant", [False, True])

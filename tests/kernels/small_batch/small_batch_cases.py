@@ -208,6 +208,10 @@ def check_normed(
     multiply(norm=norm, next=after)
     close(out[:, :next_features], want[:, :next_features] * norm.double())
     close(out[:, next_features:], want[:, next_features:])
+    scale = place.normal(tokens, dtype=torch.float32).abs() + 1
+    multiply(norm=norm, next=after, scale_T=scale)
+    close(out[:, :next_features], want[:, :next_features] * norm.double() * scale.double().unsqueeze(1))
+    close(out[:, next_features:], want[:, next_features:])
     close(after.square_TP, want[:, :next_features].square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
 
 

@@ -52,12 +52,14 @@ class Model:
 V2_LITE_ROUTING = RoutingRule("softmax", 1, 1, False, 1.0)
 V2_ROUTING, V3_ROUTING = RoutingRule("softmax", 8, 3, False, 16.0), RoutingRule("sigmoid", 8, 4, True, 2.5)
 K2_ROUTING = RoutingRule("sigmoid", 1, 1, True, 2.827)
+SMALL4_ROUTING = RoutingRule("softmax", 1, 1, True, 1.0)
 MODELS = {
     "v2-lite": Model(2048, 16, None, 512, 64, 128, 128, 10944, 1408, 2, 64, 6, V2_LITE_ROUTING, 102400),
     "v2 on 8 ranks": Model(5120, 16, 1536, 512, 64, 128, 128, 1536, 192, 2, 160, 6, V2_ROUTING, 12800),
     "v3 on 4 ranks": Model(7168, 32, 1536, 512, 64, 128, 128, 4608, 512, 1, 256, 8, V3_ROUTING, 32320),
     "v3 on 8 ranks": Model(7168, 16, 1536, 512, 64, 128, 128, 2304, 256, 1, 256, 8, V3_ROUTING, 16160),
     "k2 on 8 ranks": Model(7168, 8, 1536, 512, 64, 128, 128, 2304, 256, 1, 384, 8, K2_ROUTING, 20480),
+    "small 4": Model(4096, 32, 1024, 256, 64, 64, 128, 12288, 2048, 1, 128, 4, SMALL4_ROUTING, 131072),
     "demo": Model(192, 8, 96, 64, 16, 32, 32, 640, 128, 1, 8, 2, K2_ROUTING, 4096),
 }  # fmt: skip
 V3 = Model(7168, 128, 1536, 512, 64, 128, 128, 18432, 2048, 1, 256, 8, V3_ROUTING, 129280)
@@ -107,7 +109,11 @@ def test_attention(name: str, tokens: int) -> None:
     else:
         q = PendingNorm(down[:, :first], empty(tokens, first // 16, dtype=FP32), 1e-6)
         weight, norm = empty(first + width, m.hidden), empty(first)
-        gate(lambda: launch.stream_linear(x.x_TE, weight, down, pending=x, norm=norm, next=q, dependent=True), two)
+        options = {"pending": x, "norm": norm, "next": q, "dependent": True}
+        gate(lambda: launch.stream_linear(x.x_TE, weight, down, **options), two)
+        if name == "small 4":
+            scale = empty(tokens, dtype=FP32)
+            gate(lambda: launch.stream_linear(x.x_TE, weight, down, scale_T=scale, **options))
         query = empty(tokens, m.heads * features)
         up = empty(m.heads * features, first)
         gate(lambda: launch.stream_linear(q.x_TE, up, query, pending=q, dependent=True), 128)

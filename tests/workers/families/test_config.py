@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from published_configs import AXK1, GLM, K2, K25, SARVAM, V2_LITE, V3, YOUTU
-from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, YoutuConfig
+from published_configs import AXK1, GLM, K2, K25, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
+from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
 
 from workers.families.registry import FAMILIES, load_config, parse_config
-from workers.models.config import ConfigError, Rope
-from workers.models.rope import frequencies, rotation_table, softmax_scale
+from workers.models.config import ConfigError, QueryScaling, Rope
+from workers.models.rope import frequencies, query_scale_table, rotation_table, softmax_scale
 
 
 def test_reads_deepseek_v3() -> None:
@@ -193,7 +195,10 @@ def test_written_back_by_transformers_it_reads_the_same(tmp_path: Path) -> None:
         ({"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]),
         ({"topk_method": "greedy"}, ["topk_method", "'greedy'", "'noaux_tc'"]),
         ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers", "2"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "FP8", "weight_block_size"]),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            ["quantization_config", "FP8", "weight_block_size"],
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.type", "'linear'", "'yarn'"]),
         ({"rope_scaling": {"type": "yarn"}}, ["rope_scaling.factor"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling", "object"]),
@@ -333,6 +338,97 @@ def test_errors_of_axk1_name_the_field(changes: dict[str, Any], words: list[str]
         parse_config({**AXK1, **changes})
     for word in words:
         assert word in str(error.value)
+
+
+def test_model_types_in_capitals() -> None:
+    """vLLM's class of A.X K1 writes its name so."""
+    assert replace(parse_config({**AXK1, "model_type": "AXK1"}), model_type="axk1") == parse_config(AXK1)
+
+
+def test_reads_mistral_small_4(tmp_path: Path) -> None:
+    config = parse_config(SMALL4)
+    assert (config.num_layers, config.num_dense_layers, config.draft_layers, config.cache_width) == (36, 0, 0, 320)
+    assert config.routing is not None
+    assert (config.routing.rule.scoring, config.routing.rule.normalize, config.routing.bias) == ("softmax", True, False)
+    assert config.query_scaling == QueryScaling(0.1, 8192)
+    assert softmax_scale(config) == pytest.approx(128**-0.5, rel=1e-12)
+    assert frequencies(config.rope, 64)[1] == 1.0
+    text = SMALL4["text_config"]
+    assert replace(parse_config({**text, "tie_word_embeddings": False}), model_type="mistral3") == config
+    bare = {
+        name: value for name, value in text.items() if name not in ("n_group", "norm_topk_prob", "n_shared_experts")
+    }
+    assert parse_config({**SMALL4, "text_config": bare}) == config
+    without = {**text, "rope_parameters": {**text["rope_parameters"], "llama_4_scaling_beta": None}}
+    assert parse_config(without).query_scaling is None
+    Mistral4Config().save_pretrained(tmp_path)
+    assert replace(load_config(tmp_path), model_type="mistral3") == config
+
+
+def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(SMALL4_PARAMS))
+    own = load_config(tmp_path)
+    assert own == replace(parse_config(SMALL4), model_type="mistral4")
+    scaling = {"beta": 0.2, "original_max_position_embeddings": 4096}
+    (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "llama_4_scaling": scaling}))
+    assert load_config(tmp_path).query_scaling == QueryScaling(0.2, 4096)
+    for changes, word in (
+        ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": True}}, "apply_scale"),
+        ({"yarn": None}, "rope_type"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"moe": {**SMALL4_PARAMS["moe"], "use_load_balancing_bias": True}}, "use_load_balancing_bias"),
+        ({"moe": {**SMALL4_PARAMS["moe"], "renorm_strategy": "LOGITS"}}, "renorm_strategy"),
+        ({"moe": {**SMALL4_PARAMS["moe"], "num_expert_groups": 8}}, "n_group"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"quantization": {"qformat_weight": "int8"}}, "quant_method"),
+    ):
+        (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, **changes}))
+        with pytest.raises(ConfigError, match=word):
+            load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(V3))  # counts where both are there
+    assert load_config(tmp_path) == parse_config(V3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "ministral3"}, ["text_config.model_type = 'ministral3'", "'mistral4'"]),
+        ({"q_lora_rank": None}, ["text_config.q_lora_rank = None", "'mistral4'"]),
+        ({"num_key_value_heads": 8}, ["num_key_value_heads = 8", "32"]),
+        ({"n_group": 4}, ["n_group (mistral4) = 4"]),
+        ({"topk_group": 2}, ["topk_group (mistral4) = 2"]),
+        ({"num_local_experts": 64}, ["num_local_experts = 64", "n_routed_experts = 128"]),
+        ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers (mistral4) = 1"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"rope_parameters": None}, ["rope_scaling (mistral4) = None", "yarn"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rope_parameters (mistral4)", "yarn"]),
+    ],
+)
+def test_errors_of_mistral_name_the_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({**SMALL4, "text_config": {**SMALL4["text_config"], **changes}})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"), [({"partial_rotary_factor": 1.0}, "partial_rotary_factor"), ({"mscale": 0.5}, "mscale = 0.5")]
+)
+def test_errors_of_the_rope_of_mistral_name_the_field(changes: dict[str, Any], word: str) -> None:
+    text = SMALL4["text_config"]
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        parse_config({**text, "rope_parameters": {**text["rope_parameters"], **changes}})
+
+
+def test_the_scale_of_queries_is_that_of_transformers() -> None:
+    """At the borders of the published model, and far behind them, in fp32."""
+    scaling = parse_config(SMALL4).query_scaling
+    table = query_scale_table(scaling, 1 << 20, torch.device("cpu"))
+    position = torch.tensor([0, 8191, 8192, 16383, 16384, 24575, 24576, 131071, 131072, (1 << 20) - 1])
+    theirs = get_llama_4_attn_scale(position.unsqueeze(0), 0.1, 8192).flatten()
+    assert table is not None
+    assert table[8191] == 1.0 < table[8192] == table[16383] < table[16384]
+    torch.testing.assert_close(table[position], theirs, atol=0, rtol=2e-7)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> N
     ("given", "kind", "why"),
     [
         ({}, "of unknown method", "quant_method = None"),
-        ({"quant_method": "fp8"}, "FP8", "weight_block_size = None"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "FP8", "weight_block_size = [64, 64]"),
         ({**FP8_CONFIG, "weight_block_size": [1, 128]}, "FP8", "weight_block_size = [1, 128]"),
         ({**FP8_CONFIG, "fmt": "e5m2"}, "FP8", "fmt = 'e5m2'"),
-        ({**FP8_CONFIG, "activation_scheme": "static"}, "FP8", "activation_scheme = 'static'"),
+        ({**FP8_CONFIG, "activation_scheme": "token"}, "FP8", "activation_scheme = 'token'"),
         ({"quant_method": "awq", "bits": 4}, "awq", "quant_method = 'awq'"),
         ({"quant_method": "gptq", "bits": 4}, "gptq", "quant_method = 'gptq'"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes", "quant_method"),
@@ -138,7 +138,7 @@ def test_others_are_refused_by_name(tmp_path: Path, given: dict, kind: str, why:
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
-    folder = model(tmp_path, quantization_config={"quant_method": "fp8"}, max_position_embeddings=8)
+    folder = model(tmp_path, quantization_config={"quant_method": "gptq"}, max_position_embeddings=8)
     assert len(fit(model=folder, tensor_parallel=977, max_context=9).splitlines()) == 3
 
 

@@ -20,7 +20,10 @@ from workers.parallel.mesh import Mesh
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
 OWN = "v3-one-group"
 """Its draft layer has an embedding and a head of its own, which only the last rank's rows show."""
-KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "glm5", "youtu", "sarvam", "axk1", "axk1-no-bias", OWN]
+KINDS = [
+    *("v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "glm5", "youtu", "sarvam", "axk1", "axk1-no-bias"),
+    *("mistral4", "mistral4-dense", OWN),
+]
 
 
 def written(folder: Path, kind: str) -> Path:
@@ -72,7 +75,7 @@ def rank_main(rank: int, size: int, folder: Path, kinds: list[str]) -> None:
 @pytest.mark.parametrize(
     ("size", "kinds"),
     [
-        pytest.param(2, ["v3-yarn", "glm5", "youtu", "axk1", OWN], marks=pytest.mark.long, id="2-quick"),
+        pytest.param(2, ["v3-yarn", "glm5", "youtu", "axk1", "mistral4", OWN], marks=pytest.mark.long, id="2-quick"),
         pytest.param(2, KINDS, marks=pytest.mark.soak, id="2"),
         pytest.param(4, KINDS, marks=pytest.mark.long, id="4"),
     ],

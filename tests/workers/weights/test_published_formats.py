@@ -16,7 +16,7 @@ from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 from workers.weights.loading_progress import LoadingProgress
-from workers.weights.part import Part
+from workers.weights.part import Part, Shard
 from workers.weights.reader import CheckpointReader
 from workers.weights.weight import Weight
 
@@ -39,6 +39,66 @@ def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype, tmp_path: Path
     assert torch.equal(kept.dequantized(dtype), theirs)
     assert torch.equal(plain.to(dtype), theirs)
     assert np.array_equal(kept.dequantized(torch.float32).numpy(), meant)
+
+
+def stored(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers with one scale, and the scale."""
+    scale = values.abs().max() / 448
+    return (values / scale).to(torch.float8_e4m3fn), scale
+
+
+SCALARS = {"no dimension": (), "one": (1,), "two": (1, 1)}
+
+
+@pytest.mark.parametrize("suffix", [".weight_scale_inv", ".weight_scale", ".qscale_weight"])
+@pytest.mark.parametrize("shape", SCALARS.values(), ids=SCALARS)
+def test_fp8_with_one_scale_for_a_matrix(shape: tuple[int, ...], suffix: str, tmp_path: Path) -> None:
+    """As Mistral publishes it in both layouts, and compressed-tensors stores it; on any rank's share of it."""
+    number, scale = stored(torch.randn(320, 384, generator=torch.Generator().manual_seed(3)))
+    tensors = {"a.weight": number, f"a{suffix}": scale.view(shape)}
+    meant = number.float() * scale
+    kept, plain = load(tmp_path, tensors, Part("a.weight", 320, 384))
+    assert kept.format is FP8_BLOCKS
+    assert torch.equal(kept.dequantized(torch.float32), meant)
+    assert torch.equal(plain, meant)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        reader = CheckpointReader(checkpoint, Mesh.of(1, 2), torch.float32, CPU, LoadingProgress(0, None))
+        own = reader.matrix(Part("a.weight", 320, 384, shard=Shard(1, "heads")))
+    assert torch.equal(own.dequantized(torch.float32), meant[:, 192:])
+
+
+@pytest.mark.parametrize("scales", ["an expert", "a projection", "all", "blocks"])
+def test_experts_in_one_tensor(scales: str, tmp_path: Path) -> None:
+    """Gate rows, then up rows, of each expert, as Mistral Small 4 has them for Hugging Face."""
+    experts, width, hidden = 3, 128, 256
+    generator = torch.Generator().manual_seed(4)
+    gate_up = torch.randn(experts, 2 * width, hidden, generator=generator).to(torch.float8_e4m3fn)
+    down = torch.randn(experts, hidden, width, generator=generator).to(torch.float8_e4m3fn)
+    shape = {"an expert": (experts, 1, 1), "a projection": (experts, 2, 1), "all": (1,), "blocks": (experts, 2, 2)}[
+        scales
+    ]
+    scale = torch.rand(shape, generator=generator) + 0.5
+    down_scale = torch.rand((experts, 2, 1) if scales == "blocks" else (experts, 1, 1), generator=generator) + 0.5
+    prefix = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{prefix}.gate_up_proj": gate_up,
+        f"{prefix}.gate_up_proj_scale_inv": scale,
+        f"{prefix}.gate_up_proj_activation_scale": torch.ones(experts),
+        f"{prefix}.down_proj": down,
+        f"{prefix}.down_proj_scale_inv": down_scale,
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    spread = scale.view(1, 1, 1) if scales == "all" else scale
+    wide = spread.repeat_interleave(2 * width // spread.shape[1], 1)
+    wide = wide.repeat_interleave(hidden // spread.shape[2], 2) * gate_up.float()
+    low = down_scale.repeat_interleave(hidden // down_scale.shape[1], 1) * down.float()
+    with Checkpoint.open(tmp_path) as checkpoint:
+        reader = CheckpointReader(checkpoint, Mesh(), torch.float32, CPU, LoadingProgress(0, None))
+        for expert in range(experts):
+            parts = [Part(f"{prefix}.{expert}.{name}_proj.weight", width, hidden) for name in ("gate", "up")]
+            assert torch.equal(reader.matrix(*parts).dequantized(torch.float32), wide[expert])
+            part = Part(f"{prefix}.{expert}.down_proj.weight", hidden, width)
+            assert torch.equal(reader.matrix(part).dequantized(torch.float32), low[expert])
 
 
 def test_int4_is_what_compressed_tensors_writes_and_reads(tmp_path: Path) -> None:

@@ -181,6 +181,20 @@ def test_a_draft_layer_that_is_not_declared_is_left_out_with_a_line(tmp_path: Pa
         load(folder)
 
 
+def test_a_draft_layer_that_is_not_supported_is_left_out_with_a_line(tmp_path: Path) -> None:
+    """Declared as it is, too."""
+    folder = write_tiny(tmp_path, "axk1")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(48, 96)}))
+    lines: list[str] = []
+    model = load_model(folder, group=Group(), dtype=torch.float32, device=CPU, max_positions=64, progress=lines.append)
+    assert model.drafter is None
+    [line] = [line for line in lines if "left out" in line]
+    assert "not supported for model_type 'axk1'" in line
+    assert "declare" not in line
+
+
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path)
     whole = (folder / "model.safetensors").read_bytes()

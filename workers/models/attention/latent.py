@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from workers.models.attention.indexer import Indexed
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.layer_ops import LayerOps, N
-from workers.models.rope import softmax_scale
+from workers.models.rope import query_scale, softmax_scale
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 
@@ -97,6 +98,8 @@ class LatentAttention:
                 Part(f"{prefix}q_b_proj.weight", rows, first, shard=Shard(0, "heads"), rope=query_rope)
             )
         self.down_FE = source.matrix(query, down)
+        self.query_scale = partial(query_scale, config.query_scaling)
+        """What the queries at some positions are multiplied by: whoever runs `project` hands it these factors."""
 
         norm_L = source.load(f"{prefix}kv_a_layernorm.weight", latent)
         # Its heads are taken apart, and its keys' half is used transposed: no stored format can be multiplied so.
@@ -185,15 +188,18 @@ class LatentAttention:
         cache_PKC: Tensor,
         out: MlaInputs,
         scratch: Scratch,
+        query_scale_T: Tensor | None = None,
     ) -> N | None:
         """Token-wise: queries [T, H, D] and latents [T, C], both roped; the latents are also written to the cache, and
         expanded to keys and values. In passes of decode rows alone the products alone, and attention does the rest.
-        Returns the query's latent, normed, where there is one."""
+        Returns the query's latent, normed, where there is one. `query_scale_T`: see `PassBuffers`; the factor is
+        applied to that latent, of which the whole query is linear, so that no kernel behind needs to know of it."""
         heads, latent = self.heads, None
         if self.q_norm_A is None or self.q_up_QA is None:
             ops.linear(x, self.down_FE, out.down_TF, scratch)
         else:
-            latent = ops.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, out.down_TF, scratch)
+            into = out.down_TF, scratch, query_scale_T
+            latent = ops.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, *into)
             ops.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
         if rotation_TO is None or out.latent_TC is None:
             return latent

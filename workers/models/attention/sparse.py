@@ -121,9 +121,10 @@ class SparseAttention(LatentAttention):
         cache_PKC: Tensor,
         out: MlaInputs,
         scratch: Scratch,
+        query_scale_T: Tensor | None = None,
     ) -> N | None:
         """See `LatentAttention`; the indexer's queries, keys and weights, too."""
-        latent = super().project(ops, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch)
+        latent = super().project(ops, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch, query_scale_T)
         if self.indexer is not None and out.indexed is not None:
             assert latent is not None
             assert rotation_TO is not None

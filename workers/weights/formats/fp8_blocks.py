@@ -1,5 +1,6 @@
 """FP8 with a scale for each block, as DeepSeek publishes it: `X.weight` in e4m3, and a scale for each block of 128 x
-128, `X.weight_scale_inv`. It is called an inverse, and numbers are multiplied by it all the same.
+128, `X.weight_scale_inv`. It is called an inverse, and numbers are multiplied by it all the same. One scale for a whole
+matrix is that of each of its blocks.
 
 Shape legend: N output features, K input features, B / C rows and columns of scales.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from typing_extensions import override
 
 from workers.weights.formats.format import Block, Format, Kept, StoredPart, check_scales, differences
-from workers.weights.wanted import Shape, Wanted
+from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, Shape, Wanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +24,8 @@ if TYPE_CHECKING:
     from workers.parallel.mesh import Mesh
     from workers.weights.part import Part
 
-BLOCK: Final = 128
-"""Rows, and columns, that share a scale in a checkpoint."""
 LEAST_BLOCK: Final = (16, 64)
 """Rows and columns of the smallest blocks that kernels read: see `kernels.matrix`."""
-FP8_DTYPE: Final = "F8_E4M3"
-FP8_SCALES: Final = "_scale_inv"
 MOST_FP8: Final = 8
 """Most tokens of the small-batch path in a model with FP8 weights: its kernels' tiles have 8 columns, and with more
 tokens the general path is faster (`bench/decode_step.py --shape v3-slice`)."""
@@ -41,7 +38,7 @@ class Fp8Blocks(Format):
 
     name: ClassVar = "FP8 in blocks"
     method: ClassVar = "fp8"
-    published: ClassVar = "FP8 (e4m3) in blocks of 128 x 128 with dynamic activation scales, as DeepSeek publishes it"
+    published: ClassVar = "FP8 (e4m3) in blocks of 128 x 128, as DeepSeek publishes it, or with one scale for a matrix"
     suffixes: ClassVar = {"": FP8_DTYPE, FP8_SCALES: "F32"}
     most_few: ClassVar = MOST_FP8
     w8a8: ClassVar = True
@@ -49,9 +46,9 @@ class Fp8Blocks(Format):
     @override
     def difference(self, given: Mapping[str, Any]) -> str:
         supported = {
-            "weight_block_size": ([BLOCK, BLOCK],),
+            "weight_block_size": (None, [BLOCK, BLOCK]),
             "fmt": (None, "e4m3"),
-            "activation_scheme": (None, "dynamic"),
+            "activation_scheme": (None, "static", "dynamic"),
         }
         return differences(given, "", supported)
 
@@ -192,4 +189,38 @@ def _numbers(data: Tensor, scales: Tensor, row_N: Tensor, column_K: Tensor) -> T
     return data.float() * scales.float().index_select(-2, row_N).index_select(-1, column_K)
 
 
+class Fp8CompressedTensors(Fp8Blocks):
+    """What compressed-tensors says of matrices that are stored in these blocks, or with one scale each. Their tensors
+    are shown under the names that DeepSeek has for them (`workers.weights.published`)."""
+
+    method: ClassVar = "compressed-tensors"
+    published: ClassVar = "FP8 (e4m3) so, as compressed-tensors stores it (float-quantized)"
+
+    @override
+    def difference(self, given: Mapping[str, Any]) -> str:
+        groups = given.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            return "config_groups has no group"
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            weights = weights if isinstance(weights, dict) else {}
+            block = ([BLOCK, BLOCK],) if weights.get("strategy") == "block" else (None,)
+            wanted = {
+                "num_bits": (8,),
+                "type": ("float",),
+                "strategy": ("tensor", "block"),
+                "block_structure": block,
+                "symmetric": (None, True),
+                "dynamic": (None, False),
+            }
+            if found := differences(weights, "weights.", wanted):
+                return found
+        return differences(given, "", {"format": ("float-quantized",), "kv_cache_scheme": (None,)})
+
+    @override
+    def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:
+        return False
+
+
 FP8_BLOCKS: Final = Fp8Blocks()
+FP8_COMPRESSED_TENSORS: Final = Fp8CompressedTensors()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from workers.weights.formats.format import Format
-from workers.weights.formats.fp8_blocks import FP8_BLOCKS
+from workers.weights.formats.fp8_blocks import FP8_BLOCKS, FP8_COMPRESSED_TENSORS
 from workers.weights.formats.int4_groups import INT4_GROUPS
 from workers.weights.formats.plain import PLAIN
 
-FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS]
+FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS]
 """At most one of them says of a matrix that it is stored so."""
 
 

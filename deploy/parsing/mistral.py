@@ -1,0 +1,186 @@
+"""Tool calls of Mistral's models since 2025, as their chat templates write them, one behind the other:
+
+[TOOL_CALLS]NAME[ARGS]ARGUMENTS
+
+Some versions write the call's id between, [CALL_ID]ID. Before, all calls of an answer were one JSON array of objects
+behind one marker, which is read as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from typing_extensions import override
+
+from deploy.parsing.call_grammar import (
+    AllowedTool,
+    Tag,
+    either,
+    json_object,
+    name_of,
+    sequence,
+    several,
+    text,
+    together,
+    within_text,
+)
+from deploy.parsing.object_calls import ObjectCalls
+from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
+
+CLOSE: Final = "[/THINK]"
+"""The end of the reasoning of these models."""
+_CALL, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_END_OF_NAME = re.compile(r"[\[{`]")
+_OWN_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""As these models write ids, and want to see them again."""
+
+
+class MistralCalls(ObjectCalls):
+    """Of one answer."""
+
+    markers = (_CALL, _ID, _ARGUMENTS)
+    ends_content = markers
+    begins = (_CALL,)
+    control = re.compile("|".join(map(re.escape, markers)))
+    close = CLOSE
+
+    def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
+        super().__init__(schemas, make_id)
+        self._name = self._id = ""
+        self._ids: set[str] = set()
+        """Of the calls so far."""
+        self._in_array = False
+
+    @classmethod
+    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
+        """See `JsonCalls`."""
+        rest = either([cls._behind_begin(tool) for tool in together(tools)])
+        if not must:
+            return within_text({_CALL: rest})
+        call = sequence(text(_CALL), rest)
+        return several(call, "") if parallel else call
+
+    @classmethod
+    def _behind_begin(cls, tool: AllowedTool) -> Tag:
+        return sequence(name_of(tool), text(_ARGUMENTS), json_object(tool))
+
+    @override
+    def _marker(self, marker: str) -> None:
+        self._fenced = self._in_array = False
+        self._state = self._head if marker == _CALL else self._content
+
+    def _head(self) -> bool:
+        """The name, which ends at a marker or where the arguments begin; or an object or an array of such."""
+        self._skip_space()
+        if self._rest.startswith("{"):
+            self._state = self._object_begun
+            return True
+        if self._rest.startswith("["):
+            marker = self._markers.at(self._rest)
+            if marker is None and self._markers.begun(self._rest):
+                return False
+            if marker in (_ID, _ARGUMENTS):
+                return self._give_up()
+            self._take(len(marker or "["))  # a marker that was written twice
+            self._in_array = marker is None
+            self._state = self._head if marker else self._item
+            return True
+        found = _END_OF_NAME.search(self._rest, 0, MOST_NAME + 1)
+        if found is None:
+            return len(self._rest) > MOST_NAME and self._give_up()
+        behind = self._rest[found.start() :]
+        marker = self._markers.at(behind)
+        if found.group() == "[" and marker is None and self._markers.begun(behind):
+            return False
+        name = self._rest[: found.start()].strip()
+        if not is_name(name) or (found.group() == "[" and marker is None):
+            return self._give_up()
+        self._name, self._id = name, ""
+        self._take(found.start() + len(marker if marker in (_ID, _ARGUMENTS) else ""))
+        self._state = self._in_id if marker == _ID else self._before
+        return True
+
+    def _in_id(self) -> bool:
+        """The id, which ends at a marker or where the arguments begin."""
+        found = _END_OF_NAME.search(self._rest, 0, MOST_NAME + 1)
+        if found is None:
+            return len(self._rest) > MOST_NAME and self._give_up()
+        behind = self._rest[found.start() :]
+        marker = self._markers.at(behind)
+        if found.group() == "[" and marker is None and self._markers.begun(behind):
+            return False
+        if found.group() == "[" and marker != _ARGUMENTS:
+            return self._give_up()
+        self._id = self._rest[: found.start()].strip()
+        self._take(found.start() + len(marker or ""))
+        self._state = self._before
+        return True
+
+    def _before(self) -> bool:
+        """Before the arguments, which a tool that takes none may be called without."""
+        self._skip_space()
+        marker = self._markers.at(self._rest)
+        if marker == _ARGUMENTS:
+            self._take(len(marker))
+            return True
+        begun = self._body_begun()
+        if begun == "yes":
+            self._begin(self._own_id(), self._name)
+            self._begin_body()
+            return True
+        if marker == _CALL and self._name in self._schemas:
+            self._begin(self._own_id(), self._name)
+            self._write("{}")
+            self._body_ended()
+            return True
+        if begun == "maybe" or (marker is None and self._markers.begun(self._rest)):
+            return False
+        return self._give_up()
+
+    def _own_id(self) -> str:
+        """The id that the model wrote, or a new one where there is none, or it was another call's."""
+        if _OWN_ID.fullmatch(self._id) is None or self._id in self._ids:
+            return self._make_id()
+        self._ids.add(self._id)
+        return self._id
+
+    @override
+    def _body_ended(self) -> None:
+        if self._in_array or not self._name:
+            super()._body_ended()
+            return
+        self._name = ""
+        self._end()
+        self._state = self._behind_object
+
+    def _item(self) -> bool:
+        """In an array of calls."""
+        self._skip_space()
+        if not self._rest:
+            return False
+        if self._rest[0] in ",]":
+            self._state = self._content if self._take(1) == "]" else self._item
+            self._raw = []
+            return True
+        if self._rest[0] != "{":
+            return self._give_up()
+        self._state = self._object_begun
+        return True
+
+    @override
+    def _behind_object(self) -> bool:
+        if not self._fence_end():
+            return False
+        if not self._rest:
+            return False
+        self._raw, self._state = [], self._item if self._in_array else self._content
+        return True
+
+    @override
+    def _ended(self) -> None:
+        if self._state == self._item and not "".join(self._raw).strip():  # the array's end is cut
+            self._raw, self._rest, self._state = [], "", self._content
+            return
+        super()._ended()

@@ -1,0 +1,116 @@
+"""Tool calls that are one JSON object each, with a name and arguments: what the parsers of such formats share."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from typing_extensions import override
+
+from deploy.parsing.json_body import JsonBody
+from deploy.parsing.json_object import JsonObject, State
+from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
+
+_SPACE: Final = r"[ \t\n\r]*"
+_HEAD = re.compile(
+    rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"(?P<name>[^"\\]*)"{_SPACE},{_SPACE}"(?:arguments|parameters)"{_SPACE}:{_SPACE}'
+    r"(?=\{)"
+)
+_MOST_HEAD: Final = MOST_NAME + 64
+"""Characters before the arguments."""
+
+
+def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of a call that is one JSON object; None if it is none. Models also write the arguments as a
+    string that holds the object, or leave them away."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not is_name(name):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return None
+    return (name, arguments) if isinstance(arguments, dict) else None
+
+
+class ObjectCalls(JsonBody):
+    """States that read such an object. Arguments are passed on as they come where the name stands right before them,
+    which is the order of every template; an object in another order is read when it is complete. Its other members mean
+    nothing."""
+
+    def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
+        super().__init__(schemas, make_id)
+        self._whole: list[str] = []
+        """Of a call whose object is read as one."""
+
+    def _behind_object(self) -> bool:
+        """The state behind the whole object, which held a call that is told."""
+        raise NotImplementedError
+
+    def _object_begun(self) -> bool:
+        """In an object, which `_rest` begins with, as far as the arguments."""
+        found = _HEAD.match(self._rest, 0, _MOST_HEAD)
+        if found is not None and is_name(found["name"]):
+            self._take(found.end())
+            self._begin(self._make_id(), found["name"])
+            self._begin_body()
+            return True
+        if found is None and len(self._rest) < _MOST_HEAD and not self._decided():
+            return False
+        self._json, self._whole, self._state = JsonObject(), [], self._object
+        return True
+
+    def _decided(self) -> bool:
+        """Whether the object is complete or broken, so that no head may come any more."""
+        one = JsonObject()
+        one.feed(self._rest)
+        return one.state is not State.OPEN
+
+    def _object(self) -> bool:
+        """A call that is told when all of it is there."""
+        used, text = self._json.feed(self._rest)
+        self._take(used)
+        self._whole.append(text)
+        if self._json.state is State.BROKEN:
+            return self._give_up()
+        if self._json.state is State.DONE:
+            call = call_of(json.loads("".join(self._whole)))
+            if call is None:
+                return self._give_up()
+            self._begin(self._make_id(), call[0])
+            self._write(json.dumps(call[1], ensure_ascii=False))
+            self._end()
+            self._state = self._behind_object
+        return True
+
+    @override
+    def _body_ended(self) -> None:
+        self._end()
+        self._state = self._behind_arguments
+
+    def _behind_arguments(self) -> bool:
+        """Up to the end of the object around them. Models forget its brace."""
+        self._skip_space()
+        if not self._rest:
+            return False
+        if self._rest[0] == ",":
+            marker, end = self._markers.search(self._rest), self._rest.find("}", 0, MOST_NAME)
+            stop = marker.start() if marker is not None else len(self._rest)
+            if marker is None and end < 0 and len(self._rest) < MOST_NAME:
+                return False
+            self._take(end + 1 if 0 <= end < stop else min(stop, MOST_NAME))
+        elif self._rest[0] == "}":
+            self._take(1)
+        self._state = self._behind_object
+        return True
+
+    @override
+    def _ended(self) -> None:
+        if self._state in (self._behind_arguments, self._behind_object):  # the call is complete; its end is cut
+            self._raw, self._rest, self._state = [], "", self._content
+        elif self._state == self._object_begun:
+            self._json, self._whole, self._state = JsonObject(), [], self._object
+        else:
+            super()._ended()

@@ -1,0 +1,138 @@
+"""Mistral Small 4 (2026) and Mistral Large 3 (2025): the architecture of DeepSeek V3 with softmax routing, whose
+queries are scaled by their position. Their text part is served; what sees is left on the disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from typing_extensions import override
+
+from kernels.routing_rule import RoutingRule
+from workers.families.deepseek import DeepseekV3, refuse_grouped_keys
+from workers.models.config import ConfigError, ModelConfig, QueryScaling, Rope, Yarn
+from workers.models.fields import Fields, all_ids, read_rope
+from workers.quantization import unsupported_quantization
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}
+"""Of fields that a config.json may leave away: those of transformers."""
+_BY_POSITION: Final = ("llama_4_scaling_beta", "llama_4_original_positions")
+_SCALES_OF_ACTIVATIONS: Final = r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$"
+"""Activations are rounded, if at all, with scales of their own."""
+_SEES: Final = r"^(vision_tower|multi_modal_projector|vision_encoder|vision_language_adapter|patch_merger)\."
+
+
+class Mistral4(DeepseekV3):
+    """No bias of the router, no layer that drafts, one group of experts.
+
+    The softmax scale has no correction for YaRN, though config.json has `mscale_all_dim`: the makers' params.json says
+    `apply_scale: false` of the same weights, and with the correction the model answers worse (SGLang, pull request
+    26203). transformers before 5.9 did not apply it, either.
+    """
+
+    bias = False
+
+    @override
+    def read(self, fields: Fields) -> ModelConfig:
+        refuse_grouped_keys(fields)
+        kind = fields.text("model_type")
+        given = {name: value for name, value in fields.values.items() if value is not None}
+        if given.get("q_lora_rank") is None:
+            raise ConfigError(
+                f"config.json: {fields.prefix}q_lora_rank = None is not supported for model_type {kind!r}, whose "
+                "queries have a latent; give a q_lora_rank of at least 2"
+            )
+        for name in ("num_nextn_predict_layers", "num_mtp_layers", "sliding_window"):
+            if given.get(name):
+                raise fields.unsupported(f"{name} ({kind})", given[name], (None, 0))
+        for name in ("n_group", "topk_group"):
+            if (groups := fields.count(name, 1)) != 1:
+                raise fields.unsupported(f"{name} ({kind})", groups, (1,))
+        if (ours := given.get("num_local_experts")) is not None and given.setdefault("n_routed_experts", ours) != ours:
+            raise ConfigError(
+                f"config.json: {fields.prefix}num_local_experts = {ours!r} and n_routed_experts = "
+                f"{given['n_routed_experts']!r} mean the same and must be equal"
+            )
+        if given.get("moe.use_load_balancing_bias"):
+            raise fields.unsupported("moe.use_load_balancing_bias", True, (False,))
+        if (norm := given.get("moe.renorm_strategy", "WEIGHTS")) != "WEIGHTS":
+            raise fields.unsupported("moe.renorm_strategy", norm, ("WEIGHTS",))
+        rope, scaling = self._positions(Fields(given, fields.prefix))
+        config = super().read(
+            Fields({**_DEFAULTS, **given, "rope_parameters": None, "rope_scaling": None}, fields.prefix)
+        )
+        return replace(config, rope=rope, query_scaling=scaling)
+
+    def _positions(self, fields: Fields) -> tuple[Rope, QueryScaling | None]:
+        """The rope, and how queries are scaled."""
+        where = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
+        given = fields.values.get(where)
+        if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) != "yarn":
+            raise fields.unsupported(f"{where} (mistral4)", given, ({"rope_type": "yarn"},))
+        rope = Fields(given, f"{fields.prefix}{where}.")
+        if rope.flag("apply_scale", False):
+            raise rope.unsupported("apply_scale", True, (False,))
+        roped = fields.count("qk_rope_head_dim")
+        part = roped / (fields.count("qk_nope_head_dim") + roped)
+        if (asked := rope.number("partial_rotary_factor", part)) != part:  # says the same once more
+            raise rope.unsupported("partial_rotary_factor", asked, (part,))
+        named = {"partial_rotary_factor", "apply_scale", *_BY_POSITION}
+        plain = {name: value for name, value in given.items() if name not in named}
+        read = read_rope(Fields({**fields.values, where: plain}, fields.prefix), interleaved=self.interleaved(fields))
+        assert read.yarn is not None
+        yarn = read.yarn
+        if "apply_scale" in given or (yarn.mscale and yarn.mscale == yarn.mscale_all_dim):
+            yarn = replace(yarn, attention_factor=1.0 if yarn.attention_factor is None else yarn.attention_factor)
+        elif yarn.mscale_all_dim:
+            raise rope.unsupported("mscale", yarn.mscale, (yarn.mscale_all_dim,))
+        return replace(read, yarn=replace(yarn, mscale=0.0, mscale_all_dim=0.0)), self._scaling(fields, rope, yarn)
+
+    def _scaling(self, fields: Fields, rope: Fields, yarn: Yarn) -> QueryScaling | None:
+        beta = rope.number("llama_4_scaling_beta", 0.0)
+        if not beta:
+            return None
+        return QueryScaling(beta, fields.count("llama_4_original_positions", yarn.original_positions))
+
+    @override
+    def rule(self, fields: Fields) -> RoutingRule:
+        return RoutingRule(
+            scoring="softmax",
+            groups=1,
+            top_groups=1,
+            normalize=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+        )
+
+    @override
+    def ignored(self, config: ModelConfig) -> list[str]:
+        return [*super().ignored(config), _SCALES_OF_ACTIVATIONS, _SEES, r"^pre_mm_projector_norm\."]
+
+
+class Mistral3(Mistral4):
+    """A model that sees, whose text part is a `mistral4`: the fields of that are in `text_config`, and the names of its
+    tensors begin with `language_model.`."""
+
+    @override
+    def read(self, fields: Fields) -> ModelConfig:
+        if said := unsupported_quantization(fields.values):
+            raise ConfigError(f"config.json: {said}")
+        given = fields.values.get("text_config")
+        if not isinstance(given, dict):
+            raise ConfigError(f"config.json: text_config must be an object, not {given!r}")
+        tied = fields.values.get("tie_word_embeddings")
+        ends = all_ids(given.get("eos_token_id"), fields.values.get("eos_token_id"))
+        text = Fields({**given, **({} if tied is None else {"tie_word_embeddings": tied})}, "text_config.")
+        text.values["eos_token_id"] = ends
+        if (kind := text.text("model_type")) != "mistral4":
+            raise text.unsupported("model_type", kind, ("mistral4",))
+        return replace(super().read(text), model_type=fields.text("model_type"))
+
+    @override
+    def tensor(self, name: str) -> str:
+        return f"language_model.{name}"

@@ -1,0 +1,97 @@
+"""What a model folder says of its model: config.json as Hugging Face lays it out, or params.json as Mistral does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+CONFIG: Final = "config.json"
+PARAMS: Final = "params.json"
+"""Of Mistral's own layout, beside consolidated*.safetensors. A folder that holds both is read as Hugging Face's."""
+
+_NAMES: Final = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tied_embeddings": "tie_word_embeddings",
+}
+_OF_EXPERTS: Final = {
+    "num_experts": "n_routed_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "num_shared_experts": "n_shared_experts",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "route_every_n": "moe_layer_freq",
+    "routed_scale": "routed_scaling_factor",
+    "num_expert_groups": "n_group",
+    "num_expert_groups_per_tok": "topk_group",
+}
+_OF_YARN: Final = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
+_POSITIONS: Final = 128_000
+"""Of a params.json that does not name them, as vLLM reads it."""
+_ENDS: Final = 2
+"""Mistral's end-of-sequence id, which params.json does not name."""
+
+
+def config_file(folder: Path) -> Path | None:
+    """The file that says what model a folder holds; None if there is none."""
+    return next((folder / name for name in (CONFIG, PARAMS) if (folder / name).is_file()), None)
+
+
+def config_values(folder: Path) -> dict[str, Any]:
+    """The values of its config.json, or those that one would have of the model of its params.json. OSError or
+    ValueError where it cannot be read."""
+    file = config_file(folder) or folder / CONFIG
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return of_params(values) if file.name == PARAMS else values
+
+
+def of_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that says what a params.json does, of model_type `mistral4`. What that model_type does not have
+    keeps its name, under which it is refused: `params.json` is not told from `config.json` behind this."""
+    given = dict(params)
+    values: dict[str, Any] = {"model_type": "mistral4", "eos_token_id": _ENDS}
+    moe, yarn, scaling = (given.pop(name, None) or {} for name in ("moe", "yarn", "llama_4_scaling"))
+    quantization = given.pop("quantization", None) or given.pop("quantization_config", None)
+    values |= {_OF_EXPERTS.get(name, f"moe.{name}"): value for name, value in dict(moe).items()}
+    values |= {_NAMES.get(name, name): value for name, value in given.items()}
+    rope = {_OF_YARN.get(name, name): value for name, value in dict(yarn).items()}
+    if yarn:
+        rope["rope_type"] = "yarn"
+    if "rope_theta" in values:
+        rope["rope_theta"] = values["rope_theta"]
+    if scaling:
+        rope["llama_4_scaling_beta"] = scaling.get("beta")
+        values["llama_4_original_positions"] = scaling.get("original_max_position_embeddings")
+    values["rope_parameters"] = rope
+    values.setdefault("max_position_embeddings", _POSITIONS)
+    if quantization is not None:
+        values["quantization_config"] = _quantization(quantization)
+    return values
+
+
+def _quantization(given: Any) -> Any:
+    """Mistral's own words for FP8 with a scale for each tensor; other libraries' as they are."""
+    if not isinstance(given, dict) or given.get("qformat_weight") != "fp8_e4m3":
+        return given
+    scheme = {"NO_SCALES": "dynamic", "TENSOR": "static", None: "static"}
+    activations = given.get("qscheme_act")
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": scheme.get(activations, activations),
+        "weight_block_size": None,
+    }

@@ -1,0 +1,137 @@
+"""Checkpoints that lay tensors out otherwise than DeepSeek's do, shown as these: Mistral's own names, scales under
+other names or one for a whole matrix, and experts that are stacked in one tensor.
+
+A checkpoint's entries are rewritten once, when its files have been opened. Whoever asks for a tensor behind that
+neither knows nor needs to know of it.
+
+Shape legend: X experts, N output features, K input features, I intermediate features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, Shape
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint, or a part of one that is shown as a tensor."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+    name: str
+    """What the file calls the tensor that holds it."""
+    outer: tuple[int, ...] = ()
+    """Which of that tensor's first dimensions' items it lies in."""
+    row: int = 0
+    """Where its rows begin there."""
+    repeated: bool = False
+    """Whether there is one number, which stands for all of `shape`."""
+    stored: Shape = field(default=())
+    """The shape of the tensor that holds it."""
+
+
+_OF_MISTRAL: Final = {
+    r"tok_embeddings\.": "model.embed_tokens.",
+    r"norm\.": "model.norm.",
+    r"output\.": "lm_head.",
+    r"layers\.(\d+)\.attention_norm\.": r"model.layers.\1.input_layernorm.",
+    r"layers\.(\d+)\.ffn_norm\.": r"model.layers.\1.post_attention_layernorm.",
+    r"layers\.(\d+)\.attention\.wq_a\.": r"model.layers.\1.self_attn.q_a_proj.",
+    r"layers\.(\d+)\.attention\.q_a_norm\.": r"model.layers.\1.self_attn.q_a_layernorm.",
+    r"layers\.(\d+)\.attention\.wq_b\.": r"model.layers.\1.self_attn.q_b_proj.",
+    r"layers\.(\d+)\.attention\.wkv_a_with_mqa\.": r"model.layers.\1.self_attn.kv_a_proj_with_mqa.",
+    r"layers\.(\d+)\.attention\.kv_a_norm\.": r"model.layers.\1.self_attn.kv_a_layernorm.",
+    r"layers\.(\d+)\.attention\.wkv_b\.": r"model.layers.\1.self_attn.kv_b_proj.",
+    r"layers\.(\d+)\.attention\.wo\.": r"model.layers.\1.self_attn.o_proj.",
+    r"layers\.(\d+)\.gate\.": r"model.layers.\1.mlp.gate.",
+    **{
+        rf"layers\.(\d+)\.{ours}w{number}\.": rf"model.layers.\1.mlp.{theirs}{name}_proj."
+        for ours, theirs in {
+            r"feed_forward\.": "",
+            r"shared_experts\.": "shared_experts.",
+            r"experts\.(\d+)\.": r"experts.\2.",
+        }.items()
+        for number, name in {1: "gate", 2: "down", 3: "up"}.items()
+    },
+}
+"""With what a name begins in files as Mistral publishes them (`consolidated*.safetensors`), and in DeepSeek's."""
+_STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)")
+
+
+def shown(entries: Mapping[str, Entry], *, mistral: bool) -> dict[str, Entry]:
+    """The entries under the names and in the shapes of DeepSeek's checkpoints. `mistral`: the files are Mistral's."""
+    found = {_renamed(name) if mistral else name: entry for name, entry in entries.items()}
+    found = _unstacked(found)
+    for name in [name for name, entry in found.items() if entry.dtype == FP8_DTYPE and len(entry.shape) == 2]:
+        _show_scales(found, name)
+    return found
+
+
+def _renamed(name: str) -> str:
+    for begin, instead in _OF_MISTRAL.items():
+        if (match := re.match(begin, name)) is not None:
+            return match.expand(instead) + name[match.end() :]
+    return name
+
+
+def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Each expert's matrices in place of [X, 2 I, K], gate rows then up rows, and [X, K, I]; scales likewise."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        match = _STACKED.fullmatch(name)
+        if match is None or len(entry.shape) != 3:
+            found[name] = entry
+            continue
+        experts, parts = match["experts"], ["down"]
+        if match["what"] == "gate_up_proj":
+            parts = ["gate", "up"]
+        scales = entries.get(name + FP8_SCALES)
+        rows, columns = entry.shape[1] // len(parts), entry.shape[2]
+        for expert in range(entry.shape[0]):
+            for place, part in enumerate(parts):
+                own = f"{experts}.{expert}.{part}_proj.weight"
+                found[own] = replace(entry, shape=(rows, columns), outer=(expert,), row=place * rows)
+                if scales is not None:
+                    found[own + FP8_SCALES] = _scales_of(scales, expert, place, len(parts))
+    return {name: entry for name, entry in found.items() if not _is_scales_of_stack(name, entries)}
+
+
+def _is_scales_of_stack(name: str, entries: Mapping[str, Entry]) -> bool:
+    of = name.removesuffix(FP8_SCALES)
+    return of != name and _STACKED.fullmatch(of) is not None and of in entries
+
+
+def _scales_of(scales: Entry, expert: int, place: int, parts: int) -> Entry:
+    """The scales of one expert's part, of scales [X, rows, columns], one a tensor, or one for all."""
+    if len(scales.shape) != 3 or scales.shape[0] == 1:
+        outer = (0,) * len(scales.shape) if scales.shape.count(1) == len(scales.shape) else (expert,)
+        return replace(scales, shape=(), outer=outer)
+    rows, columns = scales.shape[1:]
+    if rows == columns == 1:
+        return replace(scales, shape=(), outer=(expert, 0, 0))
+    if rows == parts and columns == 1:
+        return replace(scales, shape=(), outer=(expert, place, 0))
+    return replace(scales, shape=(rows // parts, columns), outer=(expert,), row=place * (rows // parts))
+
+
+def _show_scales(entries: dict[str, Entry], name: str) -> None:
+    """Have an FP8 matrix have the scales of its blocks, under the name that DeepSeek has for them."""
+    scales = name + FP8_SCALES
+    if scales not in entries:
+        others = (name.removesuffix(".weight") + end for end in (".weight_scale", ".qscale_weight"))
+        other = next((other for other in others if other in entries), None)
+        if other is None:
+            return
+        entries[scales] = entries.pop(other)
+    entry, (rows, columns) = entries[scales], entries[name].shape
+    if all(size == 1 for size in entry.shape):
+        outer = entry.outer or (0,) * len(entry.shape)
+        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+        entries[scales] = replace(entry, shape=blocks, outer=outer, repeated=True)
