@@ -214,12 +214,17 @@ def note_fault(cause: str | None) -> None:
     if note is None:
         return
     file, text = note
-    if cause is None:
-        file.unlink(missing_ok=True)
-    else:
-        fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(text)
-        fresh.replace(file)  # HAProxy may be reading the old one
+    import logging  # here: the command in HAProxy's place does without
+
+    try:
+        if cause is None:
+            file.unlink(missing_ok=True)
+        else:
+            fresh = file.with_suffix(f".{os.getpid()}")
+            fresh.write_text(text)
+            fresh.replace(file)  # HAProxy may be reading the old one
+    except OSError as error:  # a full disk, say: the replica has more to do than to note why it failed
+        logging.getLogger(__name__).warning("why the replica failed is not noted for HAProxy: %s", error)
 
 
 def find_binary() -> str | None:

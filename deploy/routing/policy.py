@@ -58,7 +58,8 @@ class Load:
     seen: Mapping[str, int] = field(default_factory=dict)
     """Highest sequence number received, by router: what these figures already include."""
     at: float = 0.0
-    """When they were taken, Unix time in seconds."""
+    """When they were taken, in seconds: as a replica reports it Unix time, and as a router reckons with it that of the
+    router's own clock."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class _Account:
     sent: list[Sent] = field(default_factory=list)
     recent: OrderedDict[int, float] = field(default_factory=OrderedDict)
     report_at: float | None = None
-    """When the newest report was taken, by the replica's clock."""
+    """When the newest report was taken."""
     report_known: float = 0.0
     """Since when it is known here, by this router's clock."""
 

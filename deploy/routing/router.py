@@ -13,6 +13,7 @@ import asyncio
 import re
 import time
 import uuid
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
 from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_from_report
-from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, choose
+from deploy.routing.policy import FORGET_S, InFlightAccounting, Load, RequestFeatures, choose
 from deploy.routing.request_features import BYTES_PER_TOKEN, FeatureReader
 from deploy.text.tokenizer import Tokenizer
 from kernels.private_api import PrivateApi
@@ -61,11 +62,11 @@ class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     ) -> list[list[RunningReplica]]:
         """One replica per rank: within a rank Serve would go by its own count of requests."""
         features = _features_of(pending_request)
-        now = time.time()
+        now = time.monotonic()
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         self.accounting.keep(list(replicas))
         self._reports = {key: value for key, value in self._reports.items() if key in replicas}
-        loads = {key: self._load(key, replica.routing_stats or {}) for key, replica in replicas.items()}
+        loads = {key: self._load(key, replica.routing_stats or {}, now) for key, replica in replicas.items()}
         order = choose(self.accounting, loads, features, now)
         if order and pending_request is not None:
             # What was sent counts at once: a burst arrives faster than any report.
@@ -77,10 +78,14 @@ class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
                 ).header()
         return [[replicas[key]] for key in order]
 
-    def _load(self, key: ReplicaID, report: dict[str, Any]) -> Load:
+    def _load(self, key: ReplicaID, report: dict[str, Any], now: float) -> Load:
         known = self._reports.get(key)
         if known is None or known[0] is not report:
-            known = self._reports[key] = (report, load_from_report(report))
+            load = load_from_report(report)
+            # By this process's own clock, which never jumps. A replica's may, and be another node's: a report counts as
+            # no older than what was sent is remembered.
+            age = min(max(time.time() - load.at, 0.0), FORGET_S)
+            known = self._reports[key] = (report, replace(load, at=now - age))
         return known[1]
 
 

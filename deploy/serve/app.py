@@ -5,6 +5,7 @@ Ray Serve reads its settings from the environment when it is imported, so nothin
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -43,8 +44,12 @@ SAME_S = 0.5
 
 
 def tell(line: str) -> None:
-    """Print a line at once, wherever it goes."""
-    print(line, flush=True)
+    """Print a line at once, wherever it goes. One for which a disk has no room is lost: what serves goes on."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 class StartFailed(RuntimeError):

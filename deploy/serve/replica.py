@@ -19,7 +19,7 @@ from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
 from deploy.observability import logs
-from deploy.observability.ray_metrics import RayEngineMetrics, RayFrontMetrics
+from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.key_status_store import KeyStatusStore
@@ -183,10 +183,8 @@ class EngineReplica:
             asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
 
     async def _report(self, client: EngineClient) -> None:
-        engine_metrics = RayEngineMetrics()
         while True:
-            engine_metrics.report(client.stats, client.fault)
-            self.metrics.report()
+            self.metrics.report(client.fault)
             await asyncio.sleep(self.config.metrics_period_s)
 
     @staticmethod

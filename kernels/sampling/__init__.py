@@ -9,7 +9,8 @@ contract, because it changes results):
 4. stop ids are masked while fewer than min_tokens tokens were generated
 5. temperature 0: argmax, the lowest id of equal ones; done
 6. logits / temperature, then the filters min_p (and others of `filters.FLOORS`), top_k, top_p, each on what the one
-   before it left
+   before it left. top_k keeps all ids that are as probable as the k-th. top_p keeps the smallest set that reaches
+   it: of equally probable ids at its border the lowest, as many as it takes
 7. argmax of (filtered logit + Gumbel noise), which is a draw from the softmax of the filtered logits
 
 Row i of a decode row's window counts the drafts before it as generated, in steps 2 and 4: those are the tokens it

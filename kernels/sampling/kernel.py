@@ -119,6 +119,7 @@ def draw(
     tables,
     peak_in,
     floor_in,
+    last_in,
     score_out,
     score_id_out,
     decode_tokens,
@@ -150,10 +151,12 @@ def draw(
             own = drafts + (slot if LAYOUT.by_slot else row.to(tl.int64)) * draft_stride
             mask = mask_of(n, tables, ADJUST)
             floor = slot_floor(tables.real, slot)
+            last = tl.full((), _NO_ID, tl.int32)
             if is_searched(
                 whole_value(tables.whole, slot, _TOP_K), real_value(tables.real, slot, _TOP_P), ADJUST.vocab
             ):
                 floor = tl.load(floor_in + n, cache_modifier=".cg")
+                last = tl.load(last_in + n, cache_modifier=".cg")
             floor = tl.maximum(floor, _HOPELESS)
             seed = whole_value(tables.whole, slot, _SEED)
             position = tl.load(positions + n) + ahead
@@ -175,7 +178,8 @@ def draw(
                     high = tl.zeros_like(counter) + (position >> 32).to(tl.int32)
                     w0, w1, w2, w3 = tl.philox(seed, counter, low, high, tl.zeros_like(counter))
                     word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // 4, 4)
-                    score = tl.where((scaled >= floor) & (v < ADJUST.vocab), scaled + gumbel(word), float("-inf"))
+                    kept = (scaled > floor) | ((scaled == floor) & (v <= last))
+                    score = tl.where(kept & (v < ADJUST.vocab), scaled + gumbel(word), float("-inf"))
                     better = score > best  # later blocks have higher ids: equal ones do not replace
                     best = tl.where(better, score, best)
                     best_id = tl.where(better, v, best_id)

@@ -55,7 +55,7 @@ def sample(
         scaled_NV = (logits_NV - peak_N.unsqueeze(1)) / divisor_N.unsqueeze(1)
         seed_N = tables.whole_SI[slot_N, column.SEED]
         if features & FILTERS:
-            kept_NV = scaled_NV >= filter_floor(scaled_NV, slot_N, tables, features).unsqueeze(1)
+            kept_NV = kept(scaled_NV, *filter_floor(scaled_NV, slot_N, tables, features))
             score_NV = _scores_of_kept(scaled_NV, kept_NV, seed_N, position_N)
         else:
             score_NV = scaled_NV + gumbel_noise(seed_N, position_N, logits_NV.shape[1])
@@ -149,30 +149,47 @@ def _apply_penalties(
     out_NV.sub_((count_NV != 0) * real_NF[:, column.PRESENCE : column.PRESENCE + 1])
 
 
-def filter_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables, features: Feature) -> torch.Tensor:
-    """float32 [N]: the smallest scaled logit that `FLOORS` (min_p), then top_k, then top_p keep. The maximum of a row
-    is 0.
+def kept(scaled_NV: torch.Tensor, floor_N: torch.Tensor, last_N: torch.Tensor) -> torch.Tensor:
+    """bool [N, V]: the ids that filters keep, by what `filter_floor` says."""
+    floor_N1 = floor_N.unsqueeze(1)
+    id_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
+    return (scaled_NV > floor_N1) | ((scaled_NV == floor_N1) & (id_V <= last_N.unsqueeze(1)))
 
-    Every filter keeps the ids at or above some value, so equal logits stand or fall together and no filter depends on
-    how ties are ordered: top_k keeps all ids tied with the k-th, top_p keeps an id if the more probable ones
-    (strictly) have less than top_p of what the filters before left.
+
+def filter_floor(
+    scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables, features: Feature
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [N] and int64 [N]: the smallest scaled logit that `FLOORS` (min_p), then top_k, then top_p keep, and the
+    highest id that is kept of those that have it. The maximum of a row is 0.
+
+    min_p and top_k keep the ids at or above some value, so equal logits stand or fall together: top_k keeps all ids
+    tied with the k-th. top_p keeps the smallest set that reaches top_p of what the filters before left. Where several
+    ids have the least logit of that set, the lowest ones of them belong to it, as many as it takes.
     """
     real_NF = tables.real_SF[slot_N]
     floor_N = _first_floor(scaled_NV, slot_N, tables)
-    if not features & (Feature.TOP_K | Feature.TOP_P):
-        return floor_N
     vocab = scaled_NV.shape[1]
+    last_N = torch.full_like(slot_N, vocab)
+    if not features & (Feature.TOP_K | Feature.TOP_P):
+        return floor_N, last_N
     if scaled_NV.device.type == "cpu" and vocab > 2 * _HEAD:
-        floor_N, settled_N = _prefix_floor(scaled_NV, scaled_NV.topk(_HEAD).values, floor_N, real_NF, slot_N, tables)
+        head_NH = scaled_NV.topk(_HEAD).values
+        floor_N, tied_N, settled_N = _prefix_floor(scaled_NV, head_NH, floor_N, real_NF, slot_N, tables)
         open_M = settled_N.logical_not().nonzero().squeeze(1)
         if len(open_M):
             rows_MV, slot_M, real_MF = scaled_NV[open_M], slot_N[open_M], real_NF[open_M]
             sorted_MV = rows_MV.sort(dim=-1, descending=True).values
             first_M = _first_floor(rows_MV, slot_M, tables)
-            floor_N[open_M] = _prefix_floor(rows_MV, sorted_MV, first_M, real_MF, slot_M, tables)[0]
-        return floor_N
-    sorted_NV = scaled_NV.sort(dim=-1, descending=True).values
-    return _prefix_floor(scaled_NV, sorted_NV, floor_N, real_NF, slot_N, tables)[0]
+            floor_N[open_M], tied_N[open_M], _ = _prefix_floor(rows_MV, sorted_MV, first_M, real_MF, slot_M, tables)
+    else:
+        sorted_NV = scaled_NV.sort(dim=-1, descending=True).values
+        floor_N, tied_N, _ = _prefix_floor(scaled_NV, sorted_NV, floor_N, real_NF, slot_N, tables)
+    tied_M = tied_N.nonzero().squeeze(1)
+    if len(tied_M):
+        equal_MV = scaled_NV[tied_M] == floor_N[tied_M].unsqueeze(1)
+        at_MV = equal_MV & (equal_MV.cumsum(1) == tied_N[tied_M].unsqueeze(1))
+        last_N[tied_M] = at_MV.to(torch.uint8).argmax(1)
+    return floor_N, last_N
 
 
 def _first_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables) -> torch.Tensor:
@@ -187,9 +204,10 @@ def _prefix_floor(
     real_NF: torch.Tensor,
     slot_N: torch.Tensor,
     tables: SlotTables,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The floor after top_k and top_p, from the H largest values of each row in descending order, and whether those H
-    were enough. All sums are sequential and in float64, so more columns give the same floor, bit for bit."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The floor after top_k and top_p, from the H largest values of each row in descending order; how many ids top_p
+    keeps of those at the floor, 0 for all; and whether those H were enough. All sums are sequential and in float64, so
+    more columns give the same result, bit for bit."""
     head = head_NH.shape[1]
     top_k_N, top_p_N = tables.whole_SI[slot_N, column.TOP_K], real_NF[:, column.TOP_P]
     kth_N = head_NH.gather(1, (top_k_N - 1).clamp(0, head - 1).unsqueeze(1)).squeeze(1)
@@ -200,10 +218,14 @@ def _prefix_floor(
     mass_NH = head_NH.double().exp().cumsum(dim=-1)
     nucleus_N = (mass_NH < (top_p_N.double() * total_N).unsqueeze(1)).sum(dim=-1)
     last_N = head_NH.gather(1, nucleus_N.clamp(max=head - 1).unsqueeze(1)).squeeze(1)
-    nucleus_floor_N = torch.maximum(floor_N, last_N)
     filtering_N = top_p_N < 1
-    settled_N = settled_N & (~filtering_N | (nucleus_N < head))
-    return torch.where(filtering_N, nucleus_floor_N, floor_N), settled_N
+    # The next value, in descending order, tells whether ids are left out that are as probable as the last one.
+    next_N = head_NH.gather(1, (nucleus_N + 1).clamp(max=head - 1).unsqueeze(1)).squeeze(1)
+    tied_N = filtering_N & (nucleus_N + 1 < head) & (next_N == last_N) & (last_N >= floor_N)
+    above_N = (head_NH > last_N.unsqueeze(1)).sum(dim=-1)
+    settled_N = settled_N & (~filtering_N | (nucleus_N + 1 < head))
+    floor_N = torch.where(filtering_N, torch.maximum(floor_N, last_N), floor_N)
+    return floor_N, torch.where(tied_N, nucleus_N + 1 - above_N, 0), settled_N
 
 
 def _owned(slot: torch.Tensor, tables: SlotTables) -> torch.Tensor:

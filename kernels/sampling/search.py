@@ -3,7 +3,9 @@
 Both filters have one form: the largest value t of the row at which the ids of logit >= t reach a weight, in number (k)
 or in mass (top_p of the total). Passes over the row (which the L2 cache holds) weigh it above two pivots at once,
 until few enough ids are left between two of them to be kept aside and searched bit by bit. Values are compared as they
-are, so ties stand or fall together and the k-th value is exact; masses are sums of fp32 exponentials in a fixed order.
+are, so the k-th value is exact; masses are sums of fp32 exponentials in a fixed order. top_k keeps all ids that have
+the k-th value. Where more ids have the least logit of top_p's set than it takes, one more pass finds the last of them
+that belongs to it; a row without such ties makes no such pass.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.sampling.kernel import _INTS, is_searched, row_peak, slot_floor
 from kernels.sampling.rows import (
+    _NO_ID,
     _TEMPERATURE,
     _TOP_K,
     _TOP_P,
@@ -94,12 +97,13 @@ def allowed(mine, slot, mask, window, own, tables, ADJUST: tl.constexpr, CUT: tl
 
 @triton.jit
 def largest_reaching(
-    target, low, number_low, top, rate, aside, mine, slot, mask, window, own, tables,
+    target, low, number_low, top, temperature, rate, aside, mine, slot, mask, window, own, tables,
     ADJUST: tl.constexpr, BY_MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Key of the largest logit of the row at which the ids of at least that logit reach `target`, in number or BY_MASS.
 
-    Those of at least the key `low`, `number_low` ids (or fewer, if that is all of them), are known to.
+    Those of at least the key `low`, `number_low` ids (or fewer, if that is all of them), are known to. The second
+    result is 0, or, BY_MASS, how many of the ids that have this logit it takes, if it takes fewer than there are.
     """
     LANES: tl.constexpr = CUT.lanes
     BLOCK: tl.constexpr = CUT.rows * LANES
@@ -157,6 +161,8 @@ def largest_reaching(
                     high = key
                     number_high = number
                     above = weight
+    # Ids that are scaled to the same as that logit, and the weight of those above them.
+    equal = number_low - number_high
     if low + 1 < high:
         # Keep the ids between aside and search them bit by bit.
         least = value_of(low)
@@ -180,7 +186,40 @@ def largest_reaching(
             enough = above + tl.sum(tl.where(x >= value_of(middle), weight, 0.0), 0) >= target
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
-    return low
+        if BY_MASS:
+            scaled = scaled_by(x, top, temperature)
+            least_scaled = scaled_by(value_of(low), top, temperature)
+            above += tl.sum(tl.where(scaled > least_scaled, weight, 0.0), 0)
+            equal = tl.sum(((scaled == least_scaled) & (lane < used)).to(tl.int32), 0)
+    taken = tl.full((), 0, tl.int32)
+    if BY_MASS:
+        # Of a mass that underflows to 0 none are enough: all stay.
+        needed = tl.maximum(tl.ceil(tl.div_rn(target - above, tl.exp2((value_of(low) - top) * rate))), 1.0)
+        taken = tl.where(needed < equal.to(tl.float32), needed, 0.0).to(tl.int32)
+    return low, taken
+
+
+@triton.jit
+def scaled_by(x, top, temperature):
+    """Logits below `top` over the temperature, as `kernel.draw` compares them with the floor."""
+    below = x - top
+    return tl.div_rn(below, tl.zeros_like(below) + temperature)
+
+
+@triton.jit
+def last_of_equal(
+    number, least, top, temperature, mine, slot, mask, window, own, tables, ADJUST: tl.constexpr, PIECE: tl.constexpr
+):
+    """The id of number `number`, from 1 on in ascending order, of those whose scaled logit is `least`."""
+    last = tl.full((), _NO_ID, tl.int32)
+    found = tl.full((), 0, tl.int32)
+    for first in range(0, ADJUST.vocab, PIECE):
+        v, x = row_block(first, tl.arange(0, PIECE), PIECE, mine, slot, mask, window, own, tables, ADJUST)
+        same = ((scaled_by(x, top, temperature) == least) & (v < ADJUST.vocab)).to(tl.int32)
+        here = (same != 0) & (found + tl.cumsum(same, 0) == number)
+        last = tl.minimum(last, tl.min(tl.where(here, v, _NO_ID), 0))
+        found += tl.sum(same, 0)
+    return last
 
 
 @triton.jit(do_not_specialize=_INTS)
@@ -192,6 +231,7 @@ def search(
     tables,
     peak_in,
     floor_out,
+    last_out,
     aside,
     decode_tokens,
     before,
@@ -203,7 +243,8 @@ def search(
     CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program per logits row: the least scaled logit that min_p, then top_k, then top_p keep, if it takes a search.
+    """One program per logits row: the least scaled logit that min_p, then top_k, then top_p keep, and the highest id
+    that is kept of those that have it, if it takes a search.
 
     `aside` has room for the values that are kept aside of every row.
     """
@@ -240,10 +281,11 @@ def search(
                     finite = allowed(mine, slot, mask, window, own, tables, ADJUST, CUT)
                     low = tl.where(top_k <= finite, _LOWEST_KEY + 1, low)
             if (top_k > 0) & (top_k < ADJUST.vocab) & (top_k <= finite):
-                low = largest_reaching(
-                    top_k.to(tl.float32), low, finite, top, rate, beside,
+                low, _ = largest_reaching(
+                    top_k.to(tl.float32), low, finite, top, temperature, rate, beside,
                     mine, slot, mask, window, own, tables, ADJUST, False, CUT,
                 )  # fmt: skip
+            taken = tl.full((), 0, tl.int32)
             if top_p < 1.0:
                 # What min_p and top_k left: its mass, and how many ids.
                 low = tl.maximum(low, key_of(top + temperature * floor))
@@ -256,8 +298,15 @@ def search(
                     kept = (x >= least) & (v < ADJUST.vocab)
                     mass += tl.sum(tl.where(kept, tl.exp2((x - top) * rate), 0.0), 0)
                     number += tl.sum(kept.to(tl.int32), 0)
-                low = largest_reaching(
-                    top_p * tl.sum(mass, 0), low, tl.sum(number, 0), top, rate, beside,
+                low, taken = largest_reaching(
+                    top_p * tl.sum(mass, 0), low, tl.sum(number, 0), top, temperature, rate, beside,
                     mine, slot, mask, window, own, tables, ADJUST, True, CUT,
                 )  # fmt: skip
-            tl.store(floor_out + n, tl.maximum(floor, tl.div_rn(value_of(low) - top, temperature)))
+            least_scaled = tl.div_rn(value_of(low) - top, temperature)
+            last = tl.full((), _NO_ID, tl.int32)
+            if (taken > 0) & (least_scaled >= floor):
+                last = last_of_equal(
+                    taken, least_scaled, top, temperature, mine, slot, mask, window, own, tables, ADJUST, BLOCK // 2
+                )
+            tl.store(floor_out + n, tl.maximum(floor, least_scaled))
+            tl.store(last_out + n, last)

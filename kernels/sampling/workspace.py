@@ -115,6 +115,7 @@ class SampleWorkspace:
     score_NP: Tensor
     score_id_NP: Tensor
     floor_N: Tensor
+    last_N: Tensor
     aside_NA: Tensor
 
     @staticmethod
@@ -131,5 +132,6 @@ class SampleWorkspace:
             score_NP=empty(rows, parts, dtype=torch.float32),
             score_id_NP=empty(rows, parts, dtype=torch.int32),
             floor_N=empty(rows, dtype=torch.float32),
+            last_N=empty(rows, dtype=torch.int32),
             aside_NA=empty(rows, ASIDE, dtype=torch.float32),
         )

@@ -69,8 +69,7 @@ def our_keeps(logits, temperature, top_k, top_p, min_p, features=FILTERS):
     real = {column.TEMPERATURE: temperature, column.TOP_P: top_p, column.MIN_P: min_p}
     tables = make_tables(rows, vocab, real, {column.TOP_K: top_k})
     scaled = (logits - logits.amax(1, keepdim=True)) / temperature
-    floor = reference.filter_floor(scaled, torch.arange(rows), tables, features)
-    return scaled >= floor.unsqueeze(1)
+    return reference.kept(scaled, *reference.filter_floor(scaled, torch.arange(rows), tables, features))
 
 
 def assert_same_nucleus(logits, ours, theirs, temperature, top_k, top_p, min_p):
@@ -117,11 +116,11 @@ def test_the_filters_see_each_other_in_order():
     assert our_keeps(logits, 1.0, 0, 0.81, 0.0).tolist() == [[True, True, True, False, False]]
 
 
-def test_ties_are_kept_or_cut_together():
+def test_top_k_and_min_p_keep_ties_or_cut_them_together():
     logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, 1.0]])
     assert our_keeps(logits, 1.0, 3, 1.0, 0.0).all()
     assert our_keeps(logits, 1.0, 2, 1.0, 0.0).tolist() == [[False, True, False, True, False]]
-    assert our_keeps(torch.zeros(1, 6), 1.0, 1, 0.5, 0.9).all()
+    assert our_keeps(torch.zeros(1, 6), 1.0, 1, 1.0, 0.9).all()
 
 
 def test_noise_for_kept_ids_alone_changes_nothing(monkeypatch):
@@ -148,7 +147,8 @@ def test_looking_at_the_head_first_changes_nothing(flat, monkeypatch):
     scaled = logits - logits.amax(1, keepdim=True)
     early = reference.filter_floor(scaled, torch.arange(rows), tables, FILTERS)
     monkeypatch.setattr(reference, "_HEAD", vocab)
-    assert torch.equal(early, reference.filter_floor(scaled, torch.arange(rows), tables, FILTERS))
+    whole = reference.filter_floor(scaled, torch.arange(rows), tables, FILTERS)
+    assert all(torch.equal(a, b) for a, b in zip(early, whole, strict=True))
 
 
 @settings(max_examples=40, deadline=None)
@@ -181,6 +181,24 @@ def test_penalties(seed, repetition, frequency, presence, prompt, generated, dra
         logits, torch.tensor([0]), tables, Feature.PENALTIES, torch.tensor([drafts]), torch.tensor([window])
     )
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_logits_are_adjusted_in_the_documented_order():
+    """By hand: repetition penalty, the two others, bias, min_tokens; the temperature comes behind them."""
+    logits = torch.tensor([[2.0, 1.2, -4.0, 0.0]])
+    real = {column.REPETITION: 2.0, column.FREQUENCY: 0.5, column.PRESENCE: 0.25}
+    tables = make_tables(1, 4, real, {column.MIN_TOKENS: 1, column.BIASED: 2})
+    tables.seen_SV[0] = torch.tensor([2 * 2, 1, 1, 0])  # id 0 generated twice, ids 1 and 2 in the prompt alone
+    tables.bias_id_SB[0, :2], tables.bias_SB[0, :2] = torch.tensor([0, 3]), torch.tensor([1.0, 50.0])
+    tables.stop_SK[0] = 3
+    expected = torch.tensor([[2.0 / 2 - 2 * 0.5 - 0.25 + 1.0, 1.2 / 2, -4.0 * 2, -math.inf]])
+    ours = reference.adjusted_logits(logits, torch.tensor([0]), tables, ALL_FEATURES, None, None)
+    torch.testing.assert_close(ours, expected)
+    tables.real_SF[0, column.TEMPERATURE], tables.real_SF[0, column.MIN_P] = 0.5, 0.8
+    # Scaled by the temperature first, id 1 has exp(-0.3) = 0.74 of the most probable one; unscaled it had 0.86.
+    assert {sample(logits, tables, positions=torch.tensor([p]))[0].item() for p in range(40)} == {0}
+    tables.real_SF[0, column.MIN_P] = 0.7
+    assert {sample(logits, tables, positions=torch.tensor([p]))[0].item() for p in range(40)} == {0, 1}
 
 
 def test_logits_are_read_only():
@@ -345,19 +363,19 @@ def test_filters_of_the_table_of_floors_hold_together(monkeypatch):
     value = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.2, 0.9])
     real = {column.TEMPERATURE: 1.0, column.MIN_P: [0.0, 0.1, 0.0, 0.1, 0.5, 0.1], column.TOP_P: [1, 1, 1, 1, 1, 0.9]}
     before = make_tables(6, 600, real, {column.TOP_K: [0, 5, 5, 0, 9, 0]})
-    floors = reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), before, FILTERS)
+    floors = reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), before, FILTERS)[0]
     monkeypatch.setitem(FLOORS, "toy", lambda share, scaled: share.log())
     tables = SlotTables.allocate(7, 4, 4, CPU, {"toy": 0.0})
     assert tables.real_SF[:, -1].tolist() == [0.0] * 7
     tables.real_SF[:6, :-1], tables.real_SF[:6, -1] = before.real_SF[:6], value
     tables.whole_SI[:6] = before.whole_SI[:6]
-    both = reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), tables, FILTERS)
+    both = reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), tables, FILTERS)[0]
     assert torch.equal(both[:2], floors[:2])
     most = {column.TEMPERATURE: 1.0, column.MIN_P: torch.maximum(value, torch.tensor(real[column.MIN_P]))}
     monkeypatch.delitem(FLOORS, "toy")
     alone = make_tables(6, 600, {**real, **most}, {column.TOP_K: [0, 5, 5, 0, 9, 0]})
     assert torch.equal(
-        both, reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), alone, FILTERS)
+        both, reference.filter_floor(logits - logits.amax(1, keepdim=True), torch.arange(6), alone, FILTERS)[0]
     )
 
 

@@ -179,10 +179,29 @@ def test_the_most_extreme_parameters_a_scheduler_takes_leave_logits_finite(
     assert len(tokens) == 20
 
 
-def test_logprobs_are_transformers_log_probabilities(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {
+            "temperature": 1.7,
+            "seed": 5,
+            "top_p": 0.9,
+            "min_p": 0.01,
+            "top_k": 200,
+            "repetition_penalty": 1.4,
+            "presence_penalty": 0.5,
+            "logit_bias": ((3, 2.0), (90, -7.0)),
+            "logprob_token_ids": (90, 3, 3, 0),
+        },
+    ],
+    ids=["greedy", "with every parameter"],
+)
+def test_logprobs_are_transformers_log_probabilities(folder: Path, sampling: dict[str, Any]) -> None:
+    """Whatever the tokens are sampled with: they are of the model's own distribution."""
     prompt = random_prompts(1, 50, seed=30)[0]
     run = engine(folder, width=3)
-    [tokens] = run.generate([prompt], [SamplingParams(12, temperature=0.0, logprobs=4)])
+    [tokens] = run.generate([prompt], [SamplingParams(12, logprobs=4, **sampling)])
     entries = [entry for record in run.finished.values() for output in record.outputs for entry in output.logprobs]
     assert len(entries) == 12
     with torch.inference_mode():
@@ -194,6 +213,8 @@ def test_logprobs_are_transformers_log_probabilities(folder: Path) -> None:
         top = row.topk(4)
         assert list(entry.ids) == top.indices.tolist()
         assert list(entry.logprobs) == pytest.approx(top.values.tolist(), abs=1e-4)
+        named = list(sampling.get("logprob_token_ids", ()))
+        assert list(entry.named) == pytest.approx(row[named].tolist(), abs=1e-4)
 
 
 def test_a_prompt_fed_in_many_chunks_beside_decode_rows_gives_the_same_tokens(folder: Path) -> None:

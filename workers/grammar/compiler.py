@@ -6,9 +6,10 @@ import logging
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,11 @@ CACHE_BYTES: Final = 1 << 28
 MOST_COMPILERS: Final = 4
 """One for text, one for JSON, and those for calls of tools, whose markers may be special tokens."""
 _KINDS: Final[tuple[Kind, ...]] = ("regex", "json")
+PROGRESS_PERIOD_S: Final = 0.5
+"""Between two reports of how long a grammar has been worked on."""
+_PREPARING_S: Final = 60.0
+"""A start waits no longer for the compilers of ordinary grammars."""
+_ORDINARY: Final = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}')
 TRIAL_TOKENS: Final = 48
 """Tokens of a text that is written on trial: some grammars compile at once and then take for ever."""
 
@@ -54,11 +60,18 @@ class Compiler:
     """The grammars of a replica, on rank 0."""
 
     def __init__(
-        self, folder: Path, vocab: int, eos_ids: tuple[int, ...], on_ready: Callable[[int, str], None]
+        self,
+        folder: Path,
+        vocab: int,
+        eos_ids: tuple[int, ...],
+        on_ready: Callable[[int, str], None],
+        on_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
     ) -> None:
         """`folder`: of the model, for its tokenizer. `on_ready` is told, mostly in some other thread, of every grammar
-        id, and why its grammar cannot be used, if it cannot. Nothing is read, and no thread begun, before it is
+        id, and why its grammar cannot be used, if it cannot; `on_progress` of every grammar that takes a while, again
+        and again, for how many seconds a processor has worked on it. Nothing is read, and no thread begun, before it is
         needed."""
+        self._on_progress = on_progress
         self._folder, self._vocab, self._eos_ids, self._on_ready = folder, vocab, eos_ids, on_ready
         self._asked: queue.SimpleQueue[tuple[int, Grammar] | None] = queue.SimpleQueue()
         self._ready: dict[int, Compiled] = {}
@@ -68,10 +81,22 @@ class Compiler:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        self._preparing: threading.Thread | None = None
+        self._under_way: dict[int, tuple[int, float]] = {}
+        """By grammar id the clock of the thread that compiles it, and what that said when it began."""
 
     def prepare(self) -> None:
         """Begin to read the vocabulary now, beside whatever happens."""
-        threading.Thread(target=self._open, name="grammar-vocabulary", daemon=True).start()
+        self._preparing = threading.Thread(target=self._open, name="grammar-vocabulary", daemon=True)
+        self._preparing.start()
+
+    def finish_preparing(self) -> None:
+        """Wait for what `prepare` has begun: the first request shall not."""
+        if self._preparing is not None:
+            self._preparing.join(_PREPARING_S)
+            if self._preparing.is_alive():
+                logger.warning("grammars: the vocabulary is not read after %g s; first requests may wait", _PREPARING_S)
 
     def heed(self, message: CompileGrammar | ForgetGrammar) -> None:
         """Do what the scheduler says."""
@@ -91,6 +116,7 @@ class Compiler:
             self._threads = [
                 threading.Thread(target=self._work, name="grammar", daemon=True) for _ in range(COMPILED_AT_ONCE)
             ]
+            self._threads.append(threading.Thread(target=self._report, name="grammar-progress", daemon=True))
             for thread in self._threads:
                 thread.start()
         self._asked.put((grammar_id, grammar))
@@ -107,15 +133,18 @@ class Compiler:
 
     def close(self) -> None:
         """Compile no more; what is under way goes on until the process ends."""
+        self._closed.set()
         for _ in self._threads:
             self._asked.put(None)
 
-    def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar here and now. NotCompiled."""
+    def compile(self, grammar: Grammar, begun: Callable[[], None] = lambda: None) -> Compiled:
+        """Compile a grammar here and now. `begun` is called once the vocabulary is read. NotCompiled."""
         from workers.grammar.build import GrammarError, build
 
         try:
-            handle = self._compiler(grammar).compile_grammar(build(grammar, quick=True))
+            compiler = self._compiler(grammar)
+            begun()
+            handle = compiler.compile_grammar(build(grammar, quick=True))
             compiled = Compiled(grammar, handle, self._vocabulary.split)
             self._try(compiled)
         except GrammarError as error:
@@ -131,7 +160,7 @@ class Compiler:
                     continue
             error = ""
             try:
-                compiled = self.compile(grammar)
+                compiled = self.compile(grammar, partial(self._begun, grammar_id))
             except NotCompiled as wrong:
                 error = str(wrong)
             except Exception as wrong:  # of whatever kind: it must not end the thread, and the request must hear
@@ -143,13 +172,32 @@ class Compiler:
                         self._ready[grammar_id] = compiled
             with self._lock:
                 self._forgotten.discard(grammar_id)
+                self._under_way.pop(grammar_id, None)
             self._on_ready(grammar_id, error)
+
+    def _begun(self, grammar_id: int) -> None:
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        with self._lock:
+            self._under_way[grammar_id] = clock, time.clock_gettime(clock)
+
+    def _report(self) -> None:
+        """Say for how long each grammar has been worked on. Time of a processor, not of the clock: what a machine is
+        busy with besides, and the reading of the vocabulary, is not the grammar's fault."""
+        while not self._closed.wait(PROGRESS_PERIOD_S):
+            with self._lock:
+                under_way = [
+                    (grammar_id, time.clock_gettime(clock) - begin)
+                    for grammar_id, (clock, begin) in self._under_way.items()
+                ]
+            for grammar_id, seconds in under_way:
+                self._on_progress(grammar_id, seconds)
 
     def _open(self) -> None:
         """Have the compilers of ordinary grammars ready: for text, and for JSON."""
         with suppress(NotCompiled):  # a request that asks for a grammar is told why it can have none
             for kind in _KINDS:
                 self._compiler(Grammar(kind))
+            self.compile(_ORDINARY)
 
     def _compiler(self, grammar: Grammar) -> Any:
         """xgrammar's compiler for the vocabulary of a grammar."""

@@ -17,7 +17,7 @@ from workers.channel.sockets import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.processes.inbox import Inbox
 from workers.processes.pulse import Pulse
-from workers.protocol.grammar import GrammarReady
+from workers.protocol.grammar import GrammarProgress, GrammarReady
 from workers.protocol.messages import (
     Cancel,
     Charges,
@@ -212,6 +212,8 @@ class SchedulerProcess:
                 return scheduler.apply(message)
             case GrammarReady():
                 return scheduler.grammar_ready(message)
+            case GrammarProgress():
+                scheduler.grammar_progress(message)
             case Heartbeat():
                 self._heard[message.rank] = time.monotonic()
                 if message.rank == 0:

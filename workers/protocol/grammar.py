@@ -59,3 +59,11 @@ class GrammarReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     grammar_id: int
     error: str = ""
     """Why it cannot be used; for whoever sent it."""
+
+
+class GrammarProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """From rank 0, once in a while: how long a grammar that is not ready has been worked on."""
+
+    grammar_id: int
+    seconds: float
+    """Of a processor. On a machine that is busy with other things they are fewer than went by."""

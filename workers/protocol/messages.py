@@ -3,7 +3,7 @@
 front -> scheduler: `Requests`, `Cancel`, `Charges`, `Shutdown`.
 scheduler -> front: `Outputs`, `EngineStats`, `Charges`, `Fault`, `Ready`.
 scheduler -> worker: `StepPlan`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
-worker -> scheduler: `StepResult`, `GrammarReady` (rank 0), `Heartbeat`, `Ready`, `Fault`.
+worker -> scheduler: `StepResult`, `GrammarReady` and `GrammarProgress` (rank 0), `Heartbeat`, `Ready`, `Fault`.
 While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
 """
 
@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import Prompt
 from workers.protocol.report import SelfTestReport, StepTime
@@ -266,4 +266,4 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 ToScheduler = Requests | Cancel | Charges | Shutdown
 ToFront = Outputs | EngineStats | Charges | Fault | Ready | Progress | SelfTestReport
 ToWorker = StepPlan | CompileGrammar | ForgetGrammar | Shutdown
-FromWorker = StepResult | GrammarReady | Heartbeat | Ready | Fault | Progress | SelfTestReport
+FromWorker = StepResult | GrammarReady | GrammarProgress | Heartbeat | Ready | Fault | Progress | SelfTestReport

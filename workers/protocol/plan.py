@@ -18,6 +18,8 @@ from workers.protocol.scores import Scores
 
 MAX_LOGIT_BIAS: Final = 1024
 """Most `SamplingParams.logit_bias` pairs of a request: what a slot's device state has room for."""
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+"""Most `SamplingParams.logprob_token_ids` of a request."""
 MAX_STOP_IDS: Final = 64
 """Most distinct `SamplingParams.stop_ids` of a request that asks for `min_tokens`, for the same reason."""
 
@@ -112,6 +114,8 @@ class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
     chosen: float
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    named: tuple[float, ...] = ()
+    """Of the ids that the request names (`SamplingParams.logprob_token_ids`), in their order."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -156,6 +156,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     complete allows nothing else; `min_tokens` yields to that."""
     prompt_logprobs: int = -1
     """The same as `logprobs`, of the prompt's tokens but the first."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With `logprobs`: ids whose log-probabilities are told at each position, too, whatever they are."""
 
     @property
     def has_penalties(self) -> bool:

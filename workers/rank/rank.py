@@ -87,11 +87,12 @@ class Rank:
         progress: Callable[[str], None] | None = None,
         on_selftest: Callable[[SelfTestReport], None] | None = None,
         on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
+        on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
-        hears there of every grammar that was asked for, see `Compiler`.
+        and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`.
         """
         self.selftest: SelfTestReport | None = None
         """What the self-test found on all ranks; None if it did not run."""
@@ -125,7 +126,7 @@ class Rank:
         """Of rank 0."""
         if group.mesh.heads.first:
             masks = StepMasks(config.max_rows * width, vocab, device)
-            self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar)
+            self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar, on_grammar_progress)
             constrained = ConstrainedRows(vocab, eos_ids, self.grammars.ready)
             if device.type == "cuda":
                 self.grammars.prepare()  # on a CPU a start would take longer for it

@@ -25,7 +25,7 @@ from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.grammar.compiler import Compiler
 from workers.parallel.group import Group, PeerLost
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
@@ -66,7 +66,8 @@ def _serve(
 
 
 class _GrammarNews:
-    """Tells the scheduler which grammars are ready, from the threads that compile them."""
+    """Tells the scheduler which grammars are ready, and how long others have been worked on, from the threads of their
+    compiler."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses, self._lock = addresses, threading.Lock()
@@ -74,12 +75,19 @@ class _GrammarNews:
         self._closed = False
 
     def __call__(self, grammar_id: int, error: str) -> None:
+        self._send(GrammarReady(grammar_id, error))
+
+    def progress(self, grammar_id: int, seconds: float) -> None:
+        """See `GrammarProgress`."""
+        self._send(GrammarProgress(grammar_id, seconds))
+
+    def _send(self, message: GrammarReady | GrammarProgress) -> None:
         with self._lock:
             if self._closed:
                 return
             if self._sender is None:
                 self._sender = connect_sender(self._addresses.results, self._addresses.keys)
-            self._sender.send(GrammarReady(grammar_id, error))
+            self._sender.send(message)
 
     def close(self) -> None:
         """Tell no more."""
@@ -165,7 +173,7 @@ def run_worker(
         mesh = config.mesh(rank)
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
-        built = Rank(config, group, device, progress, results.send, news)
+        built = Rank(config, group, device, progress, results.send, news, news.progress)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
@@ -173,6 +181,8 @@ def run_worker(
         gc.freeze()
         if mesh.world.first:
             heartbeat.figures = runner.stats.figures
+        if built.grammars is not None:
+            built.grammars.finish_preparing()
         results.send(built.ready)
         _serve(runner, plans, results, built.grammars, samples=mesh.heads.first)
     except BaseException as error:

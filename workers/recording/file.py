@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -29,6 +31,8 @@ from workers.model_folder import config_values
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import TOKEN_BYTES, pack_tokens
+
+logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"latentserve plans\n"
 FORMAT: Final = 1
@@ -124,7 +128,8 @@ class Concealed:
         bias = tuple([(index % self._vocab_size, value) for index, (_, value) in enumerate(sampling.logit_bias)])
         history = self._tokens(slot, 0, len(admission.history))
         tokens = pack_tokens(self._tokens(slot, 0, len(admission.tokens) // TOKEN_BYTES))
-        sampling = replace(sampling, logit_bias=bias, grammar=None)
+        named = tuple([index % self._vocab_size for index in range(len(sampling.logprob_token_ids))])
+        sampling = replace(sampling, logit_bias=bias, logprob_token_ids=named, grammar=None)
         return replace(admission, sampling=sampling, history=history, tokens=tokens)
 
 
@@ -137,6 +142,7 @@ class Recorder:
         assert config.record_plans is not None
         self._file, self.path = _created(Path(config.record_plans))
         self._concealed = None if config.record_prompts else Concealed(ready.vocab_size)
+        self._ended = False
         self._file.write(MAGIC)
         self._write(
             Header(
@@ -152,15 +158,26 @@ class Recorder:
 
     def plan(self, plan: StepPlan) -> None:
         """To be called before anybody runs it."""
-        self._write(plan if self._concealed is None else self._concealed.plan(plan))
+        self._add(plan if self._concealed is None else self._concealed.plan(plan))
 
     def result(self, result: StepResult) -> None:
         """In the order of the steps."""
-        self._write(result if self._concealed is None else self._concealed.result(result))
+        self._add(result if self._concealed is None else self._concealed.result(result))
 
     def close(self) -> None:
         """Nothing follows."""
-        self._file.close()
+        with suppress(OSError):  # what a full disk has not taken is lost
+            self._file.close()
+
+    def _add(self, frame: msgspec.Struct) -> None:
+        """Nobody is served the worse for a disk that is full: the recording ends there."""
+        if self._ended:
+            return
+        try:
+            self._write(frame)
+        except OSError as error:
+            self._ended = True
+            logger.error("step plans are recorded no more in %s: %s", self.path, error)
 
     def _write(self, frame: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(frame)

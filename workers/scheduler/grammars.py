@@ -10,9 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Final
 
-from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, GrammarReady
+from workers.protocol.grammar import (
+    COMPILED_AT_ONCE,
+    CompileGrammar,
+    ForgetGrammar,
+    Grammar,
+    GrammarProgress,
+    GrammarReady,
+)
 from workers.scheduler.sequence import Sequence
+
+_BLAMED_SHARE: Final = 0.5
+"""A grammar is to blame for being late if a processor has worked on it for this share of the time that it may take."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,8 @@ class _Use:
     ready: bool = False
     late: bool = False
     """It took longer than it may; it may still become ready."""
+    worked: float = 0.0
+    """Seconds of a processor that rank 0 has spent on it, by what it said last."""
     users: int = 0
     waiting: list[Sequence] = field(default_factory=list)
 
@@ -64,6 +77,14 @@ class Grammars:
         )
 
     @property
+    def busy_text(self) -> str:
+        """Why requests are refused whose grammar is late and not to blame for it."""
+        return (
+            f"the grammar was not compiled within {self._timeout_s:g} s, for most of which this replica was busy with "
+            "other things or still starting; try again later"
+        )
+
+    @property
     def stuck_text(self) -> str:
         """Why requests are refused whose grammars cannot even begin to be compiled."""
         return (
@@ -77,7 +98,13 @@ class Grammars:
         use = self._of.get(grammar)
         if use is None:
             return Refusal(self.stuck_text, unavailable=True) if self._stuck and grammar.kind != "free" else None
-        return Refusal(self.overdue_text) if use.late and not use.ready else None
+        return self._why_late(use) if use.late and not use.ready else None
+
+    def _why_late(self, use: _Use) -> Refusal:
+        """Why those are refused who want this grammar, which rank 0 has begun to compile."""
+        if use.worked >= _BLAMED_SHARE * self._timeout_s:
+            return Refusal(self.overdue_text)
+        return Refusal(self.busy_text, unavailable=True)
 
     @property
     def _stuck(self) -> bool:
@@ -118,6 +145,11 @@ class Grammars:
         if not use.users and use.ready:
             self._forget(use)
 
+    def progressed(self, message: GrammarProgress) -> None:
+        """Rank 0 says how long it has worked on a grammar."""
+        if (use := self._by_id.get(message.grammar_id)) is not None:
+            use.worked = message.seconds
+
     def answered(self, message: GrammarReady) -> list[Sequence]:
         """Rank 0 has a grammar ready, or cannot use it: who waited for it."""
         use = self._by_id.get(message.grammar_id)
@@ -138,7 +170,7 @@ class Grammars:
         for use in list(self._by_id.values()):
             if use.waiting and now > use.deadline:
                 use.late = use in compiling
-                why = Refusal(self.overdue_text) if use.late else Refusal(self.stuck_text, unavailable=True)
+                why = self._why_late(use) if use.late else Refusal(self.stuck_text, unavailable=True)
                 late += [(sequence, why) for sequence in use.waiting]
                 use.waiting = []
                 if not use.late:  # it never begun, and shall not

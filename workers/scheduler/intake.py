@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from workers.protocol.messages import Request
-from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_IDS, SamplingParams
 from workers.protocol.prompt import Prompt
 from workers.protocol.sampling import TABLE
 from workers.scheduler.config import SchedulerConfig
@@ -35,12 +35,16 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
         return f"logprobs must be between -1 and the {config.vocab_size} tokens there are, not {sampling.logprobs}"
     if not -1 <= sampling.prompt_logprobs <= config.vocab_size:
         return f"prompt_logprobs must be between -1 and the {config.vocab_size} tokens there are"
+    if (named := len(sampling.logprob_token_ids)) > MAX_LOGPROB_TOKEN_IDS or (named and sampling.logprobs < 0):
+        return f"{named} logprob_token_ids: with logprobs at most {MAX_LOGPROB_TOKEN_IDS}, without them none"
     if wrong := _out_of_range(sampling):
         return wrong
     if wrong := _outside(prompt, config.vocab_size):
         return f"the prompt has a token id outside 0 ... {config.vocab_size - 1}: {wrong}"
     if wrong := _outside([token for token, _ in sampling.logit_bias], config.vocab_size):
         return f"logit_bias names a token id outside 0 ... {config.vocab_size - 1}: {wrong}"
+    if wrong := _outside(sampling.logprob_token_ids, config.vocab_size):
+        return f"logprob_token_ids has a token id outside 0 ... {config.vocab_size - 1}: {wrong}"
     limit = min(len(prompt) + sampling.max_tokens, config.max_context)
     needed, pages = config.pages_at_most(limit), config.pages - 1
     if needed > pages:

@@ -217,4 +217,4 @@ def _first(entry: TopLogprobs, count: int) -> TopLogprobs:
     """The `count` most probable of what the step computed for the row that asked for most."""
     if len(entry.ids) <= count:
         return entry
-    return TopLogprobs(entry.chosen, entry.ids[:count], entry.logprobs[:count])
+    return TopLogprobs(entry.chosen, entry.ids[:count], entry.logprobs[:count], entry.named)

@@ -10,7 +10,7 @@ from itertools import chain, count
 from msgspec.structs import replace
 
 from kernels.page import pages_for
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarReady
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys
@@ -134,6 +134,10 @@ class Scheduler:
         """What rank 0 must be told about grammars before the next plan; each message is given once."""
         work, self._grammars.outbox = self._grammars.outbox, []
         return work
+
+    def grammar_progress(self, message: GrammarProgress) -> None:
+        """Take in how long a grammar has been worked on: whether it is to blame when it is late."""
+        self._grammars.progressed(message)
 
     def grammar_ready(self, message: GrammarReady) -> tuple[RequestOutput, ...]:
         """Take in what rank 0 says of a grammar: those who waited for it are queued at their old place, or refused."""

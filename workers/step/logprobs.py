@@ -48,14 +48,22 @@ class Taken:
     """float32: theirs."""
     rank_A: Tensor | None = None
     """int32: 1 + how many ids are more probable than each row's token, where that was asked."""
+    named_AJ: Tensor | None = None
+    """float32: of the ids that rows name, where any does; a row has its own first."""
+    names: tuple[int, ...] = ()
+    """How many ids each row names, where any does."""
 
     def entries(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[TopLogprobs, ...], ...]:
         """Those of the logits rows that are named for each sampled row; none where it did not ask."""
         chosen, ids, values = self.chosen_A.tolist(), self.ids_AK.tolist(), self.values_AK.tolist()
         index = self.index
+        named: list[tuple[float, ...]] = [()] * len(chosen)
+        if self.named_AJ is not None:
+            named = [tuple(row[:own]) for row, own in zip(self.named_AJ.tolist(), self.names, strict=True)]
         return tuple(
             tuple(
-                TopLogprobs(chosen[a], tuple(ids[a]), tuple(values[a])) for a in (index[n] for n in rows if n in index)
+                TopLogprobs(chosen[a], tuple(ids[a]), tuple(values[a]), named[a])
+                for a in (index[n] for n in rows if n in index)
             )
             for rows in wanted
         )
@@ -91,20 +99,29 @@ class Logprobs:
         # What is left of the largest id: of two equal logits the lower id has more.
         self._ids_V = torch.arange(0xFFFFFFFF, 0xFFFFFFFF - self.vocab, -1, device=self.device)
 
-    def take(self, logits_NV: Tensor, token_N: Tensor, rows: Sequence[int], k: int) -> Taken:
+    def take(
+        self, logits_NV: Tensor, token_N: Tensor, rows: Sequence[int], k: int, named: Sequence[Sequence[int]] = ()
+    ) -> Taken:
         """Natural log-probabilities of the unscaled model distribution, in fp32, in these logits rows: of the row's
-        token of `token_N` (int64 [N]), and of the `k` most probable ids. `logits_NV`: any float dtype of at most 32
-        bits. ValueError for a `k` that is no number of ids.
+        token of `token_N` (int64 [N]), of the `k` most probable ids, and of those that `named` has for each of `rows`,
+        if it is not empty. `logits_NV`: any float dtype of at most 32 bits. ValueError for a `k` that is no number of
+        ids.
 
         Nothing that is allocated here grows with the vocabulary, but for what a top-k takes on its way over a piece.
         """
-        taken = self.room({row: index for index, row in enumerate(rows)}, len(rows), k)
-        self.fill(taken, 0, logits_NV, token_N, rows)
+        most = max(map(len, named), default=0)
+        names = tuple(map(len, named)) if most else ()
+        taken = self.room({row: index for index, row in enumerate(rows)}, len(rows), k, names=names)
+        self.fill(
+            taken, 0, logits_NV, token_N, rows, [[*ids, *[0] * (most - len(ids))] for ids in named] if most else ()
+        )
         return taken
 
-    def room(self, index: dict[int, int], rows: int, k: int, *, ranks: bool = False) -> Taken:
-        """Room on the host for so many rows with `k` ids each, and with `ranks` for those of the rows' tokens, for
-        `fill` to fill. ValueError as in `take`."""
+    def room(
+        self, index: dict[int, int], rows: int, k: int, *, ranks: bool = False, names: tuple[int, ...] = ()
+    ) -> Taken:
+        """Room on the host for so many rows with `k` ids each, with `ranks` for those of the rows' tokens, and for as
+        many named ids as `names` has for each row, for `fill` to fill. ValueError as in `take`."""
         if not 0 <= k <= self.vocab:
             raise ValueError(f"{k} top logprobs of a vocabulary of {self.vocab}")
         return Taken(
@@ -113,10 +130,21 @@ class Logprobs:
             self._host(rows, k, dtype=torch.int64),
             self._host(rows, k, dtype=torch.float32),
             self._host(rows, dtype=torch.int32) if ranks else None,
+            self._host(rows, max(names), dtype=torch.float32) if names else None,
+            names,
         )
 
-    def fill(self, taken: Taken, first: int, logits_NV: Tensor, token_N: Tensor, rows: Sequence[int]) -> None:
-        """What `take` says of these logits rows, into `taken` from its row `first` on."""
+    def fill(
+        self,
+        taken: Taken,
+        first: int,
+        logits_NV: Tensor,
+        token_N: Tensor,
+        rows: Sequence[int],
+        named: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """What `take` says of these logits rows, into `taken` from its row `first` on. `named`: the ids that each
+        names, as many for each, if there is room for any."""
         self.allocate(len(rows))
         assert self._buffer is not None
         k = taken.ids_AK.shape[1]
@@ -124,9 +152,19 @@ class Logprobs:
         for begin in range(0, len(rows), piece):
             end = min(begin + piece, len(rows))
             row_P = on_device(rows[begin:end], torch.int64, self.device)
-            self._piece(logits_NV, token_N, row_P, taken, slice(first + begin, first + end), k)
+            part = slice(first + begin, first + end)
+            self._piece(logits_NV, token_N, row_P, taken, part, k, named[begin:end])
 
-    def _piece(self, logits_NV: Tensor, token_N: Tensor, row_P: Tensor, taken: Taken, part: slice, k: int) -> None:
+    def _piece(
+        self,
+        logits_NV: Tensor,
+        token_N: Tensor,
+        row_P: Tensor,
+        taken: Taken,
+        part: slice,
+        k: int,
+        named: Sequence[Sequence[int]],
+    ) -> None:
         rows, vocab, scratch = len(row_P), self.vocab, Scratch(self.device, self._buffer)
         logit_PV = scratch.empty(rows, vocab, dtype=torch.float32)
         logprob_PV = scratch.empty(rows, vocab, dtype=torch.float32)
@@ -143,6 +181,9 @@ class Logprobs:
         torch.log_softmax(logit_PV, -1, out=logprob_PV)
         torch.gather(logprob_PV, 1, token_P1, out=chosen_P1)
         taken.chosen_A[part].copy_(chosen_P1.squeeze(1), non_blocking=True)
+        if taken.named_AJ is not None:
+            named_PJ = logprob_PV.gather(1, on_device(named, torch.int64, self.device))
+            taken.named_AJ[part].copy_(named_PJ, non_blocking=True)
         if taken.rank_A is not None:
             above_PV = torch.gt(logprob_PV, chosen_P1, out=_head(key_PV, torch.bool))
             taken.rank_A[part].copy_(above_PV.sum(1, dtype=torch.int32).add_(1), non_blocking=True)

@@ -69,6 +69,7 @@ class SamplingState:
         """Launch with programmatic dependent launch."""
         self._logprobs = Logprobs(vocab, device)
         self._asked = [-1] * slots
+        self._named: list[tuple[int, ...]] = [()] * slots
         self._features = [Feature(0)] * slots
         self._reserved = False
 
@@ -96,6 +97,7 @@ class SamplingState:
         for admission in admissions:
             self._features[admission.slot] = needed_features(admission.sampling, self.vocab)
             self._asked[admission.slot] = admission.sampling.logprobs
+            self._named[admission.slot] = admission.sampling.logprob_token_ids
         sampling = [admission.sampling for admission in admissions]
         stops = [self._stop_ids(s) for s in sampling]
         tables, device = self.tables, self.device
@@ -196,7 +198,9 @@ class SamplingState:
         if not asked:
             return None
         most = max(self._asked[slots[row]] for row in asked)
-        return self._logprobs.take(logits_NV, token_N, [n for row in asked for n in layout.logits_rows_of(row)], most)
+        rows = [(row, n) for row in asked for n in layout.logits_rows_of(row)]
+        named = [self._named[slots[row]] for row, _ in rows]
+        return self._logprobs.take(logits_NV, token_N, [n for _, n in rows], most, named)
 
     @property
     def scorer(self) -> Logprobs:
@@ -304,7 +308,9 @@ class SamplingState:
             raise ValueError(f"{len(params.logit_bias)} biased ids; at most {MAX_LOGIT_BIAS} are supported")
         if len(self._stop_ids(params)) > MAX_STOP_IDS:
             raise ValueError(f"{len(params.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported")
-        for what, ids in (("logit_bias", [token for token, _ in params.logit_bias]), ("history", admission.history)):
+        biased = [token for token, _ in params.logit_bias]
+        named = params.logprob_token_ids
+        for what, ids in (("logit_bias", biased), ("logprob_token_ids", named), ("history", admission.history)):
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab:
                 raise ValueError(f"{what} names token ids outside the vocabulary of {self.vocab}")
         if not admission.generated >= 0 or (admission.history and admission.generated > len(admission.history)):

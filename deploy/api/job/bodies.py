@@ -32,7 +32,7 @@ from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
-from workers.protocol.plan import MAX_LOGIT_BIAS
+from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
 from workers.protocol.sampling import TABLE
 from workers.protocol.seeds import LEAST_SEED, MOST_SEED, NO_SEED
 
@@ -232,6 +232,12 @@ class GenerationBody(SamplingFields):
     return_token_ids: bool = False
     """Give every choice the ids it generated, as `token_ids`. Streams give them as they come, with the text that is
     certain by then; where log-probabilities are asked for too, with the text they belong to."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens in log-probabilities as `token_id:` and the id, so that different tokens never look the same. As in
+    vLLM."""
+    logprob_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, max_length=MAX_LOGPROB_TOKEN_IDS)
+    """With log-probabilities: ids whose own are told at each generated token, too, behind the most probable ones. As in
+    vLLM."""
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
     """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
 

@@ -73,6 +73,10 @@ class Job:
     echo: bool
     token_ids: bool
     accepted_drafts: bool
+    named: tuple[int, ...] = ()
+    """Ids whose log-probabilities are told at each generated token."""
+    tokens_as_ids: bool = False
+    """Write tokens in log-probabilities as `token_id:` and the id."""
     prompt_logprobs: int = -1
     """As in `SamplingParams`."""
     own_prompt_logprobs: int = -1
@@ -154,6 +158,8 @@ def requested_logprobs(body: CompletionBody | ChatBody, config: ApiConfig) -> in
             raise invalid("top_logprobs: only allowed when logprobs is true", "top_logprobs")
     if wanted > config.max_logprobs:
         raise invalid(f"{field}: must be at most {config.max_logprobs}, not {wanted}", field)
+    if body.logprob_token_ids and wanted < 0:
+        raise invalid("logprob_token_ids: only allowed together with logprobs", "logprob_token_ids")
     return wanted
 
 
@@ -196,6 +202,9 @@ def build_job(
     default = config.default_max_tokens or (None if chat else DEFAULT_COMPLETION_TOKENS)
     logprobs = requested_logprobs(body, config)
     sampling = sampling_params(body, logprobs, info, grammar)
+    check_ids(body.logprob_token_ids, info.vocab_size, "logprob_token_ids")
+    named = tuple(dict.fromkeys(body.logprob_token_ids))
+    sampling = msgspec.structs.replace(sampling, logprob_token_ids=named)
     asked = -1
     if isinstance(body, CompletionBody):
         check_scores(body, config.max_logprobs)
@@ -232,6 +241,8 @@ def build_job(
         echo=body.echo if isinstance(body, CompletionBody) else False,
         token_ids=body.return_token_ids or tokenizer is None,
         accepted_drafts=body.return_accepted_drafts,
+        named=named,
+        tokens_as_ids=body.return_tokens_as_token_ids,
         prompt_logprobs=asked,
         own_prompt_logprobs=-1 if isinstance(body, ChatBody) or body.prompt_logprobs is None else body.prompt_logprobs,
         silent=wanted == 0,

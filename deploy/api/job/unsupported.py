@@ -89,12 +89,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "n_probs": ("n_probs; use logprobs: this", _OFF),
     "num_return_sequences": ("num_return_sequences; use n: this", (1,)),
     # What the answer tells besides.
-    "return_tokens_as_token_ids": (
-        "ids in place of tokens (return_tokens_as_token_ids); use return_token_ids: this",
-        _OFF,
-    ),
-    "logprob_token_ids": ("log-probabilities of chosen ids (logprob_token_ids)", _OFF),
-    "token_ids_logprob": ("log-probabilities of chosen ids (token_ids_logprob)", _OFF),
+    "token_ids_logprob": ("token_ids_logprob; use logprob_token_ids: this", _OFF),
     "return_hidden_states": ("return_hidden_states", _OFF),
 }
 """By name: what is not supported, and the values, besides null, that ask for nothing."""
@@ -152,6 +147,8 @@ ELSEWHERE: Final[dict[str, tuple[str, tuple[Any, ...], Mapping[str, str]]]] = {
     ),
     "echo": ("the prompt in the answer (echo) outside of /v1/completions", (False,), {}),
     "return_token_ids": ("token ids of the answer (return_token_ids) here", (False,), {}),
+    "return_tokens_as_token_ids": ("ids in place of tokens (return_tokens_as_token_ids) here", (False,), {}),
+    "logprob_token_ids": ("log-probabilities of chosen ids (logprob_token_ids) here", _OFF, {}),
 }
 """Fields that some endpoints have, for the others: what is not supported, the values that ask for nothing, and by
 endpoints the field that is to be used instead."""

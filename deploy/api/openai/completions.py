@@ -16,7 +16,7 @@ from deploy.api.job.defaults import with_defaults
 from deploy.api.job.job import Job, Prompt, build_job, check_limits
 from deploy.api.job.model import ServedModel
 from deploy.api.limits.admission import Admission
-from deploy.api.openai.format import MARK, AnswerFormat, finite, usage
+from deploy.api.openai.format import MARK, AnswerFormat, finite, most_probable, usage
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.scores import Scores
@@ -149,7 +149,7 @@ class CompletionFormat(AnswerFormat):
         hidden = self._tokenizer.special_ids if self._tokenizer and self._job.skip_special_tokens else ()
         for token, logprob in entries:
             text, _ = self._token(token)
-            tokens.append(text)
+            tokens.append(self._listed_as(token))
             offsets.append(self._offset[choice.index])
             # A special token that the text leaves out takes no place in it.
             self._offset[choice.index] += 0 if token in hidden else len(text)
@@ -158,16 +158,16 @@ class CompletionFormat(AnswerFormat):
                 tops.append(None)
                 continue
             values.append(finite(logprob.chosen))
-            ranked = _ranked(token, logprob, self._job.logprobs)
+            ranked = _ranked(token, logprob, self._job.logprobs, self._job.named)
             # Tokens may share a text (parts of characters do): the most probable one keeps it.
-            top = {self._token(other)[0]: finite(p) for other, p in reversed(ranked)}
-            tops.append(top if self._job.logprobs > 0 else None)
+            top = {self._listed_as(other): finite(p) for other, p in reversed(ranked)}
+            tops.append(top if self._job.logprobs > 0 or logprob.named else None)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
-def _ranked(token: int, logprob: TopLogprobs, count: int) -> list[tuple[int, float]]:
-    """The `count` most probable tokens, and the chosen one if it is not among them."""
-    ranked = list(zip(logprob.ids, logprob.logprobs, strict=True))[:count]
+def _ranked(token: int, logprob: TopLogprobs, count: int, named: Sequence[int]) -> list[tuple[int, float]]:
+    """The `count` most probable tokens, those of `named`, and the chosen one if it is not among them."""
+    ranked = most_probable(logprob, count, named)
     return ranked if any(other == token for other, _ in ranked) else [*ranked, (token, logprob.chosen)]
 
 

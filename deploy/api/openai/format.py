@@ -17,6 +17,7 @@ from deploy.api.generation.generate import data_event
 from deploy.api.job.job import Job
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 from deploy.text.tokenizer import Tokenizer
+from workers.protocol.plan import TopLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -48,6 +49,20 @@ def finite(logprob: float) -> float:
     """The log-probability as JSON can have it."""
     # The comparison is false for NaN too.
     return logprob if logprob >= LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+def token_as_id(token: int) -> str:
+    """A token written by its id, as vLLM does."""
+    return f"token_id:{token}"
+
+
+def most_probable(logprob: TopLogprobs, count: int, named: Sequence[int]) -> list[tuple[int, float]]:
+    """The `count` most probable tokens with their log-probabilities, then those of `named` that are not among them."""
+    ranked = list(zip(logprob.ids[:count], logprob.logprobs[:count], strict=True))
+    if not logprob.named:
+        return ranked
+    listed = {token for token, _ in ranked}
+    return ranked + [entry for entry in zip(named, logprob.named, strict=True) if entry[0] not in listed]
 
 
 class AnswerFormat:
@@ -104,9 +119,13 @@ class AnswerFormat:
 
     def _token(self, token: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
-            return f"token_id:{token}", b""
+            return token_as_id(token), b""
         raw = self._tokenizer.token_bytes(token)
         return raw.decode("utf-8", "replace"), raw
+
+    def _listed_as(self, token: int) -> str:
+        """How a token is written in lists of log-probabilities."""
+        return token_as_id(token) if self._job.tokens_as_ids else self._token(token)[0]
 
 
 class ChatFormat(AnswerFormat):
@@ -165,17 +184,15 @@ class ChatFormat(AnswerFormat):
         return self._answer(bodies, counts)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._token(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+        _, raw = self._token(token)
+        return {"token": self._listed_as(token), "logprob": finite(logprob), "bytes": list(raw)}
 
     def _logprobs(self, choice: Choice) -> list[dict[str, Any]]:
         top = self._job.logprobs
         return [
             {
                 **self._entry(token, logprob.chosen),
-                "top_logprobs": [
-                    self._entry(other, p) for other, p in zip(logprob.ids[:top], logprob.logprobs[:top], strict=True)
-                ],
+                "top_logprobs": [self._entry(other, p) for other, p in most_probable(logprob, top, self._job.named)],
             }
             for token, logprob in zip(choice.token_ids, choice.logprobs, strict=False)
         ]

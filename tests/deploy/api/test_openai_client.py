@@ -337,6 +337,58 @@ def test_logprobs(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert engine.requests[-1].sampling.logprobs == 0
 
 
+def named(ids: list[int], *, chosen: int, values: tuple[float, ...]) -> object:
+    def script(request):
+        assert request.sampling.logprob_token_ids == tuple(ids)
+        top = TopLogprobs(-0.5, (chosen, 40)[: request.sampling.logprobs], (-0.5, -1.5)[: request.sampling.logprobs])
+        yield out(chosen, logprobs=[TopLogprobs(top.chosen, top.ids, top.logprobs, values)])
+        yield out(1, finish="stop", logprobs=[TopLogprobs(-0.1, top.ids, top.logprobs, values)])
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_named_ids(client: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
+    """They stand behind the most probable ones, each id once; by their ids, so that none looks like another."""
+    engine.script = named([40, 41, 7], chosen=60, values=(-1.5, -4.0, float("-inf")))
+    asked = {"logprob_token_ids": [40, 41, 7, 41], "return_tokens_as_token_ids": True}
+    messages = [{"role": "user", "content": "x"}]
+    given = client.chat.completions.create(
+        model="tiny", messages=messages, logprobs=True, top_logprobs=1, stream=stream, extra_body=asked
+    )
+    choices = [part.choices[0] for part in (given if stream else [given])]
+    content = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert [entry.token for entry in content] == ["token_id:60", "token_id:1"]
+    for entry in content:
+        tops = {top.token: top.logprob for top in entry.top_logprobs}
+        assert tops == {"token_id:60": -0.5, "token_id:40": -1.5, "token_id:41": -4.0, "token_id:7": -9999.0}
+    assert bytes(content[0].bytes) == tiny().token_bytes(60)
+
+    given = client.completions.create(model="tiny", prompt="x", logprobs=0, stream=stream, extra_body=asked)
+    lists = [part.choices[0].logprobs for part in (given if stream else [given])]
+    assert [token for each in lists for token in each.tokens] == ["token_id:60", "token_id:1"]
+    first, last = (top for each in lists for top in each.top_logprobs)
+    others = {"token_id:40": -1.5, "token_id:41": -4.0, "token_id:7": -9999.0}
+    assert (first, last) == ({**others, "token_id:60": -0.5}, {**others, "token_id:1": -0.1})
+    assert [at for each in lists for at in each.text_offset] == [0, len(tiny().token_bytes(60).decode())]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"logprob_token_ids": [7]}, "only allowed together with logprobs"),
+        ({"logprobs": 1, "logprob_token_ids": [-1]}, "token id -1 is outside"),
+        ({"logprobs": 1, "logprob_token_ids": [10**9]}, "is outside the vocabulary"),
+        ({"logprobs": 1, "logprob_token_ids": list(range(129))}, "128"),
+        ({"logprobs": 1, "logprob_token_ids": ["7"]}, "logprob_token_ids"),
+    ],
+)
+def test_what_cannot_be_named_is_refused(client: openai.OpenAI, more: dict, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as found:
+        client.completions.create(model="tiny", prompt="x", extra_body=more)
+    assert found.value.param.startswith("logprob_token_ids")
+
+
 def test_token_ids_on_request(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="x", max_tokens=100, extra_body={"return_token_ids": True})
     assert answer.choices[0].token_ids == [*IDS, 1]

@@ -21,6 +21,7 @@ from fake_engine import FakeEngine, PushEngine, Refused, RequestFailed, out, say
 from msgspec.structs import replace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from pydantic import ValidationError
@@ -338,6 +339,28 @@ def test_a_collector_that_is_away_harms_no_request() -> None:
     tracing = Tracing(exporter_for("http://127.0.0.1:9"))
     with serving(create_app(FakeEngine(say(IDS)), tiny(), ApiConfig(), tracing=tracing)) as port:
         assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_collector_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither requests, of which more spans come than are kept, nor the end of the replica."""
+    go_on, hung = threading.Event(), threading.Event()
+
+    class Hangs(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            hung.set()
+            go_on.wait(120)
+            return SpanExportResult.SUCCESS
+
+    monkeypatch.setattr("deploy.observability.tracing.CLOSE_S", 0.2)
+    tracing = Tracing(Hangs())
+    for _ in range(5000):
+        tracing.request("earlier", {}).end("earlier", {}, failed=False)
+    assert hung.wait(60)
+    with serving(create_app(FakeEngine(say(IDS)), tiny(), ApiConfig(), tracing=tracing)) as port:
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY).status_code == 200
+    tracing.close()
+    assert not go_on.is_set(), "it still hangs, and close has come back"
+    go_on.set()
 
 
 def test_without_an_endpoint_nothing_of_it_is_there() -> None:

@@ -49,8 +49,7 @@ ASKING: list[tuple[str, Any]] = [
     ("min_new_tokens", 2),
     ("max_new_tokens", 5),
     ("num_return_sequences", 2),
-    ("return_tokens_as_token_ids", True),
-    ("logprob_token_ids", [1]),
+    ("token_ids_logprob", [1]),
 ]
 HARMLESS: list[tuple[str, Any]] = [
     ("verbosity", "low"),

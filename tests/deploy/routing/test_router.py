@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.routing import router
 from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_to_report
-from deploy.routing.policy import Load, RequestFeatures
+from deploy.routing.policy import FORGET_S, REMEMBER_S, Load, RequestFeatures
 from deploy.routing.request_features import FeatureReader
 from deploy.routing.router import IngressRouter, LoadRouter
 
@@ -53,6 +53,26 @@ async def test_a_question_without_a_request_sends_nothing(policy: LoadRouter) ->
     assert sorted(await chosen(policy, [replica("a"), replica("b")], None)) == ["a", "b"]
     assert policy.accounting.sent == 0
     assert await chosen(policy, [], pending(features=RequestFeatures(5), receipt={})) == []
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+async def test_a_clock_that_jumps_changes_no_choice(
+    policy: LoadRouter, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """What was sent counts for a few seconds, not for a day, and no report is taken for one of another time."""
+    wall, own = [1.8e9], [1000.0]
+    monkeypatch.setattr(router, "time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: own[0]))
+    a, b = replica("a", Load(at=wall[0])), replica("b", Load(rows=1, at=wall[0]))
+    features = RequestFeatures(1000, keys=(1, 2, 3))
+    assert await chosen(policy, [a, b], pending(features=features, receipt={})) == ["a", "b"]
+    assert await chosen(policy, [a, b], None) == ["b", "a"]  # what was sent to a still counts
+    wall[0] += jump
+    own[0] += FORGET_S + 0.1
+    a.routing_stats, b.routing_stats = load_to_report(Load(at=wall[0])), load_to_report(Load(rows=1, at=wall[0]))
+    assert await chosen(policy, [a, b], None) == ["a", "b"]
+    own[0] += REMEMBER_S + 0.1
+    a.routing_stats = load_to_report(Load(rows=4, at=wall[0] + 1))
+    assert await chosen(policy, [a, b], pending(features=features)) == ["b", "a"]  # the prefix is forgotten, too
 
 
 async def test_reports_are_read_once_and_forgotten_with_their_replica(

@@ -126,13 +126,28 @@ def test_floors_are_those_of_the_reference(seed: int, flat: bool, aside: int) ->
         launch.sample(case.logits, case.rows, case.tables, token_N, fault_1, ALL_FEATURES, memory)
     peak_N1 = case.logits.amax(1, keepdim=True)
     scaled_NV = (case.logits - peak_N1) / case.tables.real_SF[:5, column.TEMPERATURE].unsqueeze(1)
-    floor_N = reference.filter_floor(scaled_NV, torch.arange(5), case.tables, ALL_FEATURES)
+    floor_N, last_N = reference.filter_floor(scaled_NV, torch.arange(5), case.tables, ALL_FEATURES)
+    ours_NV, wanted_NV = (
+        reference.kept(scaled_NV, *found) for found in ((memory.floor_N, memory.last_N), (floor_N, last_N))
+    )
     top_k, top_p = case.tables.whole_SI[:5, column.TOP_K], case.tables.real_SF[:5, column.TOP_P]
     for row in range(5):
         if 0 < top_k[row] < vocab or top_p[row] < 1:
-            kept_V, want_V = (scaled_NV[row] >= floor for floor in (memory.floor_N[row], floor_N[row]))
-            assert torch.equal(kept_V, want_V), row
+            assert torch.equal(ours_NV[row], wanted_NV[row]), row
             torch.testing.assert_close(memory.floor_N[row], floor_N[row], rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize(("vocab", "aside"), [(1, 16), (7, 16), (100, 16), (500, 1024)])
+def test_of_equal_ids_at_the_border_of_top_p_the_lowest_stay(
+    vocab: int, aside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More equal ids than are kept aside, and fewer; the border in the first, the last or no block of the row."""
+    for module in (workspace, launch):
+        monkeypatch.setattr(module, "ASIDE", aside)
+    monkeypatch.setattr(launch, "_SEARCH_LANES", 64)
+    case, kept_NV = Case.tied(vocab, seed=vocab)
+    assert torch.equal(case.kept(), kept_NV)
+    assert case.launched() == case.expected()
 
 
 @settings(max_examples=100, deadline=None)

@@ -123,6 +123,46 @@ class Case:
             rows = SampledRows(slot_R, rows.position_N, draft=draft, by_slot=True, before=1)
         return Case(tables, logits, rows)
 
+    @staticmethod
+    def tied(vocab: int, seed: int, levels: int = 5) -> tuple[Case, Tensor]:
+        """Rows whose logits are a few different numbers, so that the border of top_p falls among equal ones, and the
+        ids that stay (bool [N, V]) by an oracle in float64: from the most probable id on, the lowest first of equal
+        ones, until top_p of what top_k has left is reached. The bound lies halfway between two sums, so no rounding
+        decides."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = 8
+        logits = torch.randint(0, levels, (rows, vocab), generator=generator) * -0.75
+        logits[0], logits[1, 0] = 0.25, 3.0
+        tables = neutral_tables(rows, vocab)
+        tables.real_SF[:rows, column.TEMPERATURE] = torch.tensor([1, 1, 0.5, 2, 1, 0.3, 1, 1.7])
+        tables.whole_SI[:rows, column.TOP_K] = torch.tensor([0, 0, 0, 0, max(vocab // 3, 1), 0, max(vocab // 2, 1), 0])
+        tables.whole_SI[:rows, column.SEED] = torch.arange(rows) * 10**15 + seed
+        kept_NV = torch.zeros(rows, vocab, dtype=torch.bool)
+        for row in range(rows):
+            temperature = float(tables.real_SF[row, column.TEMPERATURE])
+            share_V = (logits[row].double() / temperature).exp()
+            top_k = int(tables.whole_SI[row, column.TOP_K]) or vocab
+            share_V *= share_V >= share_V.sort(descending=True).values[top_k - 1]
+            order_V = (-share_V).sort(stable=True).indices
+            sum_V = (share_V[order_V] / share_V.sum()).cumsum(0)
+            number = int(torch.randint(0, int((share_V > 0).sum()), (1,), generator=generator))
+            before = float(sum_V[number - 1]) if number else 0.0
+            tables.real_SF[row, column.TOP_P] = (before + float(sum_V[number])) / 2
+            kept_NV[row, order_V[: number + 1]] = True
+        position_N = torch.randint(0, 2**40, (rows,), generator=generator)
+        return Case(tables, logits, SampledRows(torch.arange(rows), position_N, ahead=1)), kept_NV
+
+    def kept(self) -> Tensor:
+        """The ids that the kernels' filters leave, bool [N, V], on the CPU; slot n is row n's."""
+        from kernels.sampling import reference
+
+        memory, token_N, fault_1 = self.buffers()
+        launch.sample(self.logits, self.rows, self.tables, token_N, fault_1, self.features, memory)
+        logits_NV, rows = self.logits.cpu(), len(self.logits)
+        temperature_N1 = self.tables.real_SF[:rows, column.TEMPERATURE].cpu().unsqueeze(1)
+        scaled_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1
+        return reference.kept(scaled_NV, memory.floor_N.cpu(), memory.last_N.cpu())
+
     def masked(self, seed: int) -> Case:
         """With masks that allow nearly all ids, few, one or none, for some rows, the masks in another order than the
         rows, and poison in those that are nobody's and in the bits behind the vocabulary."""

@@ -6,7 +6,8 @@ import json
 import queue
 import random
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_models import VOCAB
+from workers.grammar import compiler as compiler_module
 from workers.grammar import matcher as matcher_module
 from workers.grammar import rows as rows_module
 from workers.grammar.compiler import Compiled, Compiler, NotCompiled
@@ -240,7 +242,7 @@ def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monke
     compiler = Compiler(tmp_path, VOCAB, (EOS,), lambda grammar_id, error: answered.put(grammar_id))
     begun, go_on = threading.Semaphore(0), threading.Event()
 
-    def compile(grammar: Grammar) -> Compiled:
+    def compile(grammar: Grammar, started: Callable[[], None]) -> Compiled:
         begun.release()
         assert go_on.wait(60)
         return Compiled(grammar, None)
@@ -255,6 +257,38 @@ def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monke
     tickets = [answered.get(timeout=60) for _ in range(COMPILED_AT_ONCE + 1)]
     assert sorted(tickets) == [*range(1, COMPILED_AT_ONCE + 1), COMPILED_AT_ONCE + 2]
     compiler.close()
+
+
+def test_reports_say_how_long_a_processor_has_worked_on_a_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not how long it is under way: one waits, as on a machine that is busy, and one computes."""
+    worked: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+    over = threading.Event()
+    monkeypatch.setattr(compiler_module, "PROGRESS_PERIOD_S", 0.02)
+    compiler = Compiler(tmp_path, VOCAB, (EOS,), lambda *told: None, lambda *told: worked.put(told))
+
+    def compile(grammar: Grammar, started: Callable[[], None]) -> Compiled:
+        if grammar.text != "never begun":
+            started()
+        while grammar.text == "computes" and not over.is_set():
+            sum(range(1000))
+        assert over.wait(60)
+        return Compiled(grammar, None)
+
+    monkeypatch.setattr(compiler, "compile", compile)
+    for grammar_id, text in enumerate(("computes", "waits", "never begun"), 1):
+        compiler.ask(grammar_id, Grammar("regex", text))
+    most = {1: 0.0, 2: 0.0}
+    deadline = time.monotonic() + 60
+    while most[1] < 0.2 and time.monotonic() < deadline:
+        grammar_id, seconds = worked.get(timeout=60)
+        assert seconds >= most[grammar_id]
+        most[grammar_id] = seconds
+    over.set()
+    compiler.close()
+    assert most[1] >= 0.2
+    assert most[2] < 0.05
 
 
 @pytest.mark.parametrize("slow", [(), (1,), (5, 7), (1, 5, 7)])

@@ -17,7 +17,15 @@ from workers.recording.file import MAGIC, Recorder, Recording, RecordingError, c
 VOCAB = 50_000
 READY = Ready(0, pages=20, max_context=300, vocab_size=VOCAB, width=3)
 SECRET = tuple(range(40_000, 40_070))
-SAMPLING = SamplingParams(9, temperature=0.5, seed=7, logit_bias=((40_001, 1.5), (40_002, -2.0)), frequency_penalty=1.0)
+SAMPLING = SamplingParams(
+    9,
+    temperature=0.5,
+    seed=7,
+    logit_bias=((40_001, 1.5), (40_002, -2.0)),
+    frequency_penalty=1.0,
+    logprobs=0,
+    logprob_token_ids=(40_007, 40_008),
+)
 PLANS = (
     StepPlan(
         1,
@@ -121,6 +129,17 @@ def test_what_stands_for_a_prompt_does_not_depend_on_it(tmp_path: Path) -> None:
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
     names = [record(tmp_path / "plans.bin").name for _ in range(3)]
     assert names == ["plans.bin", "plans.bin.1", "plans.bin.2"]
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    recorder = Recorder(EngineConfig(model="demo", record_plans=str(tmp_path / "p")), READY)
+    recorder.plan(PLANS[0])
+    with recorder._file, Path("/dev/full").open("wb") as full:
+        recorder._file = full
+        recorder.plan(PLANS[1])
+        recorder.result(RESULTS[0])
+        recorder.close()
+    assert len(read_recording(recorder.path).steps) == 1
 
 
 def test_a_plan_is_in_the_file_before_it_runs(tmp_path: Path) -> None:

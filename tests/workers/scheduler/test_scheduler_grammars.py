@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from workers.protocol.grammar import COMPILED_AT_ONCE, CompileGrammar, ForgetGrammar, Grammar, GrammarReady
+from workers.protocol.grammar import (
+    COMPILED_AT_ONCE,
+    CompileGrammar,
+    ForgetGrammar,
+    Grammar,
+    GrammarProgress,
+    GrammarReady,
+)
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.scheduler import Scheduler, SchedulerConfig
@@ -89,9 +96,11 @@ def test_a_late_grammar_refuses_until_it_is_ready() -> None:
     clock.now += 9
     run.add(request("two", A))
     assert run.expire() == ()
+    run.grammar_progress(GrammarProgress(1, 8.5))
     clock.now += 2
     outputs = run.expire()
     assert [output.request_id for output in outputs] == ["one", "two"]
+    assert not any(output.unavailable for output in outputs)
     assert all("--grammar-compile-timeout" in output.refused for output in outputs)
     refused = run.add(request("three", A))
     assert refused is not None
@@ -103,6 +112,29 @@ def test_a_late_grammar_refuses_until_it_is_ready() -> None:
     assert run.grammar_work() == [CompileGrammar(3, A)]
 
 
+def test_a_grammar_is_not_blamed_for_a_busy_machine() -> None:
+    """Nor for a compiler that still reads the vocabulary: it is unavailable for now, and served once it is ready."""
+    clock = Clock()
+    run = scheduler(clock)
+    run.add(request("one", A))
+    run.grammar_progress(GrammarProgress(1, 0.4))
+    run.grammar_progress(GrammarProgress(77, 9.0))  # of one that is gone
+    clock.now += 11
+    (late,) = run.expire()
+    assert (late.request_id, late.unavailable) == ("one", True)
+    assert "busy" in late.refused
+    assert "try again later" in late.refused
+    again = run.add(request("two", A))
+    assert again is not None
+    assert again.unavailable
+    run.grammar_progress(GrammarProgress(1, 6.0))
+    blamed = run.add(request("three", A))
+    assert blamed is not None
+    assert not blamed.unavailable
+    assert run.grammar_ready(GrammarReady(1)) == ()
+    assert run.add(request("four", A)) is None
+
+
 def stuck_scheduler(clock: Clock) -> Scheduler:
     """As many grammars are compiled as can be at a time, B was in use before, and the time of all of them is over."""
     run = scheduler(clock)
@@ -110,6 +142,7 @@ def stuck_scheduler(clock: Clock) -> Scheduler:
     run.grammar_ready(GrammarReady(1))
     for number in range(COMPILED_AT_ONCE):
         assert run.add(request(f"stuck {number}", Grammar("regex", f"a{{{number}}}"))) is None
+        run.grammar_progress(GrammarProgress(2 + number, 9.0))
     clock.now += 11
     return run
 
@@ -139,6 +172,7 @@ def test_a_grammar_that_waits_behind_stuck_ones_is_not_blamed() -> None:
     run = scheduler(clock)
     for number in range(COMPILED_AT_ONCE):
         run.add(request(f"stuck {number}", Grammar("regex", f"a{{{number}}}")))
+        run.grammar_progress(GrammarProgress(1 + number, 9.0))
     assert run.add(request("behind", A)) is None
     run.grammar_work()
     clock.now += 11

@@ -68,6 +68,32 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("rows_at_once", [2, 9])
+def test_named_ids_of_each_row_that_names_any(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, token, layout = random_logits(4, 50), torch.arange(4), BatchLayout(width=2, decode_rows=2)
+    monkeypatch.setattr(logprobs, "MOST_BYTES", Logprobs(50, CPU)._row_bytes(20) * rows_at_once)
+    state = SamplingState(3, 50, CPU)
+    state.admit(
+        [
+            Admission(0, SamplingParams(9, logprobs=1, logprob_token_ids=(7, 49, 0))),
+            Admission(1, SamplingParams(9, logprobs=2)),
+            Admission(2, SamplingParams(9, logprobs=0, logprob_token_ids=(3,))),
+        ]
+    )
+    wanted = torch.log_softmax(logits.double(), 1)
+    for slots, names in (((0, 1), ((7, 49, 0), ())), ((1, 2), ((), (3,))), ((2, 0), ((3,), (7, 49, 0)))):
+        found = state.logprobs(logits, token, layout, slots)
+        entries = found.entries([[0, 1], [2, 3]])
+        for row, ids in enumerate(names):
+            for place, entry in enumerate(entries[row]):
+                assert entry.named == pytest.approx(wanted[2 * row + place, list(ids)].tolist(), abs=1e-5)
+    state.admit([Admission(0, SamplingParams(9, logprobs=0))])
+    found = state.logprobs(logits, token, layout, (0, 1))
+    assert found.named_AJ is None, "former tenants' names are forgotten"
+    with pytest.raises(ValueError, match="logprob_token_ids names token ids outside the vocabulary of 50"):
+        state.admit([Admission(0, SamplingParams(9, logprobs=0, logprob_token_ids=(50,)))])
+
+
 @pytest.mark.parametrize("rows_at_once", [1, 2, 3, 7])
 def test_pieces_change_nothing(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows picked in any order from logits that lie apart."""
