@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     try:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):
             return tiktoken.load(folder)
-        own = {}
+        own: dict[str, str] = {}
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != TEKKEN):
             own = {"bos_token": "<s>", "eos_token": "</s>"}  # which the file names nowhere
         hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), **own)

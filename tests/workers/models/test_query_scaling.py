@@ -36,10 +36,16 @@ class Shifted(Paged):
 @cache
 def models(invariant: bool, beta: float) -> tuple[Model, Any]:
     rope = {**ROPE, "llama_4_scaling_beta": beta}
-    sizes = {"rope_parameters": rope, "max_position_embeddings": 20_000, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"rope_parameters": rope, "max_position_embeddings": 20_000, "num_hidden_layers": 2}
     with TemporaryDirectory() as folder:
         write_tiny(folder, "mistral4", seed=4, **sizes)
-        own = {"group": ALONE, "dtype": torch.float32, "device": CPU, "max_positions": 20_000, "invariant": invariant}
+        own: dict[str, Any] = {
+            "group": ALONE,
+            "dtype": torch.float32,
+            "device": CPU,
+            "max_positions": 20_000,
+            "invariant": invariant,
+        }
         return load_model(Path(folder), **own), load_oracle(Path(folder))
 
 
