@@ -7,6 +7,8 @@ that Serve starts in HAProxy's place (see `install`) changes the configuration i
 - Serve's fallback proxy is left out: it holds requests until there is a replica, and its streams cannot be guarded.
   What it is there for, HAProxy knowing less than Serve until it is reloaded, is covered by those who still serve: a
   replica that drains counts as up while it can be reached, and when the router fails the replicas share the requests;
+- while Serve builds a changed application for `serve deploy` it knows of no replica of it, though all of them serve:
+  HAProxy goes on with those that it had, as long as they say that they are well (`keep_servers`);
 - every request has a connection of its own to a replica. What breaks on one that served before is no error to HAProxy:
   clients whose request met the end of a replica would find their own connection closed without a word;
 - what HAProxy itself answers is OpenAI's error envelope. While no replica is ready it is a 503 at once, with the cause
@@ -31,9 +33,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+SERVERS_FILE = "servers.json"
+"""Beside what `install` wrote: the servers of each backend that had any, when HAProxy was started last."""
 FAULT_FILE = "fault.txt"
 """Beside the configuration: why the last replica of this node failed; absent while one serves."""
 BODY_S = 60
@@ -55,8 +59,13 @@ _FALLBACK = re.compile(r"^\s*(?:use-)?server SERVE_PROXY_ACTOR-fallback\S* ")
 _ERROR_FILE = re.compile(r"^\s*errorfile (?:502|503|504) ")
 _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "Ingress request router failed')
 _NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
+_SERVER = re.compile(r"^\s*server ")
+_KEPT_PERIOD = "250ms"
+"""Between two checks of servers that are kept."""
 _POOL = re.compile(r"^(\s*)http-reuse always$")
 _HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
+_DRAINS = re.compile(r"^(\s*http-check expect) rstring \S+$")
+_SUCCESSOR = "successor"
 _KEEP_ALIVE = re.compile(r"^(\s*)timeout http-keep-alive ")
 _CHOICE = re.compile(r"^\s*(?:use|default)_backend ")
 _ROUTED = re.compile(r"^\s*http-request lua\.route_via_ingress_request_router if ")
@@ -95,7 +104,7 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S, both: bool = False) -
     as well where that is every interface, for which Serve writes `*`, IPv4's."""
     lines: list[str] = []
     section, successor, errors = "", "", _error_lines(folder)
-    choice = ["    use_backend successor if { stopping }"]
+    choice = [f"    use_backend {_SUCCESSOR} if {{ stopping }}"]
     for line in config.split("\n"):
         if found := _SECTION.match(line):
             section = found[2]
@@ -133,8 +142,35 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S, both: bool = False) -
             )
         if line == "global":
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
-    lines += ["backend successor", "    option http-server-close", f"    server successor {successor}", ""]
+    lines += [f"backend {_SUCCESSOR}", "    option http-server-close", f"    server successor {successor}", ""]
     return "\n".join(lines)
+
+
+def keep_servers(config: str, known: Mapping[str, list[str]]) -> tuple[str, dict[str, list[str]]]:
+    """An adapted configuration in which backends without a server have those that are `known` of them, and what is
+    known then. A backend that is not there any more is forgotten.
+
+    Serve forgets which deployment of an application takes requests while it builds that application anew, for seconds.
+    Of an application that is deleted it names no replicas either: those drain, and are used no more once they say so.
+    """
+    parts: list[list[str]] = [[]]
+    for line in config.split("\n"):
+        if _SECTION.match(line):
+            parts.append([])
+        parts[-1].append(line)
+    now: dict[str, list[str]] = {}
+    for part in parts:
+        found = _SECTION.match(part[0]) if part else None
+        if found is None or found[1] != "backend" or found[2] in (_SUCCESSOR, "default_backend"):
+            continue
+        if servers := [line for line in part if _SERVER.match(line)]:
+            now[found[2]] = servers
+        elif kept := known.get(found[2]):
+            now[found[2]] = kept
+            part[:] = [_DRAINS.sub(r"\g<1> string success", line) for line in part if line]
+            part.insert(1, "    timeout check 5s")  # a check that comes so often need not be answered as fast
+            part += [f"{line} inter {_KEPT_PERIOD}" for line in kept]
+    return "\n".join(line for part in parts for line in part), now
 
 
 _LOOKED_FOR = (
@@ -265,8 +301,11 @@ def become(binary: str, folder: str, body_s: int, both: bool, arguments: list[st
     """Replace this process by HAProxy. Never returns."""
     parent = os.getppid()
     if "-f" in arguments:
-        file = Path(arguments[arguments.index("-f") + 1])
-        file.write_text(adapt(file.read_text(), Path(folder), body_s, both))
+        file, servers = Path(arguments[arguments.index("-f") + 1]), Path(folder) / SERVERS_FILE
+        known = json.loads(servers.read_text()) if servers.exists() else {}
+        config, known = keep_servers(adapt(file.read_text(), Path(folder), body_s, both), known)
+        file.write_text(config)
+        servers.write_text(json.dumps(known))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it died before the kernel knew

@@ -1,20 +1,24 @@
 """The program of test_rolling_update: an application that is deployed again, with a change, on SIGUSR1."""
 
+import json
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 from deploy.config.application import ServeConfig
-from deploy.serve.app import APPLICATION, POLL_S, build_app, launch, tell
+from deploy.serve.app import APPLICATION, POLL_S, launch, tell
 
 
 def main() -> None:
-    """What `serve deploy` of a changed file does: a change among the `args` replaces every replica and the router."""
+    """What `serve deploy` of a changed file does: Serve builds the application anew, in a task of its own, and a change
+    among the `args` replaces every replica and the router."""
     # HAProxy checks replicas every 5 s, and only once in a while in the moment that matters: here more often.
     os.environ["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"] = "1s"
     config = ServeConfig.load(sys.argv[1])
+    arguments = json.loads(Path(sys.argv[1]).read_text())
     ended, changed = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -24,7 +28,8 @@ def main() -> None:
         signal.signal(number, on_signal)
     running = launch(config)
     from ray import serve
-    from ray.serve.api import RunTarget
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
 
     tell(f"serving {config.model_name} at {running.url}/v1")
     while not ended.wait(POLL_S):
@@ -32,9 +37,12 @@ def main() -> None:
             tell(line)
         if changed.is_set():
             changed.clear()
-            config = config.model_copy(update={"metrics_period_s": config.metrics_period_s + 1})
-            target = RunTarget(build_app(config), name=APPLICATION, route_prefix="/")
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=True)
+            arguments["engine"]["max_rows"] += 1
+            file = {"name": APPLICATION, "import_path": "deploy.serve.app:build", "args": arguments}
+            _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [file]}))
+            ended.wait(2.0)  # until Serve has begun
+            while serve.status().applications[APPLICATION].status != "RUNNING" and not ended.wait(POLL_S):
+                pass
             tell("updated")
     running.stop(tell)
 

@@ -182,6 +182,78 @@ def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> N
     assert f"server successor 127.0.0.1:{PORT}" in after
 
 
+def without_servers(config: str) -> str:
+    """As Serve renders it while it knows of no replica."""
+    lines = config.split("\n")
+    begin = next(n for n, line in enumerate(lines) if line.startswith("backend http-app-via-ingress"))
+    end = next(n for n in range(begin + 1, len(lines)) if re.match("[a-z]", lines[n]))
+    gone = [*lines[:begin], *lines[end:]]
+    wanted = ("    server SERVE_REPLICA", "    use_backend http-app-via-ingress", "    http-request lua.route_via_ing")
+    return "\n".join(line for line in gone if not line.startswith(wanted))
+
+
+def test_servers_are_kept_while_serve_names_none(rendered: Path) -> None:
+    whole = haproxy.adapt(rendered.read_text(), Path("/x"))
+    empty = haproxy.adapt(without_servers(rendered.read_text()), Path("/x"))
+    assert "server SERVE_REPLICA_x " not in empty
+    assert haproxy.keep_servers(empty, {}) == (empty, {})
+    same, known = haproxy.keep_servers(whole, {})
+    assert same == whole
+    assert list(known) == ["http-app", "http-app-via-ingress-request-router"]
+    kept, still = haproxy.keep_servers(empty, known)
+    assert list(still) == ["http-app"]
+    assert haproxy.keep_servers(empty, still)[0] == kept, "however often Serve renders it"
+    section = kept[kept.index("backend http-app\n") :].split("\nbackend ")[0]
+    assert f"server SERVE_REPLICA_x 127.0.0.1:{REPLICA} check " in section
+    assert "http-check expect string success\n" in section
+    gone = "\n".join(line for line in empty.split("\n") if line != "backend http-app")
+    assert haproxy.keep_servers(gone, still)[1] == {}, "an application that is gone is forgotten"
+
+
+@pytest.mark.long
+def test_no_client_notices_that_serve_names_no_replicas_for_a_while(
+    rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve
+) -> None:
+    """HAProxy is started again, as for a reload, on a configuration without servers. Those that drain are used no more:
+    then the application ends."""
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(tmp_path / "haproxy.cfg"))
+    binary = haproxy.find_binary()
+    assert binary is not None
+    command, config = haproxy.install(tmp_path, binary, BODY_TIMEOUT_S), rendered.read_text()
+    answers = {"/-/healthz": (200, "success")}
+    serve(REPLICA, answers)
+    serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
+
+    def until(status: int) -> None:
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if ask("/v1/completions", "POST").status_code == status:
+                    return
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    for servers in (True, False):
+        rendered.write_text(config if servers else without_servers(config))
+        process = subprocess.Popen([str(command), "-f", str(rendered)])
+        try:
+            until(200)
+            end = time.monotonic() + 1.5  # some checks
+            while time.monotonic() < end:
+                assert ask("/v1/completions", "POST").status_code == 200
+                assert ask("/v1/models").status_code == 200
+        finally:
+            if servers:
+                process.kill()
+                process.wait()
+        if not servers:
+            answers["/-/healthz"] = (503, "DRAINING")
+            until(503)
+            process.kill()
+            process.wait()
+            return
+
+
 def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> None:
     parent, pid = proxy
     parent.kill()
