@@ -46,6 +46,16 @@ def content_of(texts: Sequence[str]) -> Content:
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
+def spoken(parts: Sequence[Any]) -> list[Any]:
+    """The parts of what an assistant said, refusals as text."""
+    return [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, Mapping) and part.get("type") == "refusal"
+        else part
+        for part in parts
+    ]
+
+
 def joined(content: Content, separator: str = "\n") -> str:
     """Content as one text. What stands between parts is the chat template's choice where it takes them apart
     (`deploy.text.content_parts`)."""

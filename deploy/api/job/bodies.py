@@ -20,6 +20,7 @@ from pydantic import (
     FailFast,
     Field,
     GetJsonSchemaHandler,
+    PrivateAttr,
     WithJsonSchema,
     create_model,
     model_validator,
@@ -30,8 +31,9 @@ from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, tool_calls_of
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
+from workers.grammar.text_grammar import TextGrammar
 from workers.protocol.plan import MAX_LOGIT_BIAS
 from workers.protocol.sampling import TABLE
 from workers.protocol.seeds import LEAST_SEED, MOST_SEED, NO_SEED
@@ -407,6 +409,16 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     """false: an answer ends with its first call."""
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
+    _inputs: Mapping[str, TextGrammar] = PrivateAttr(default_factory=dict)
+
+    @property
+    def inputs(self) -> Mapping[str, TextGrammar]:
+        """What the one argument of functions is held to, by their names."""
+        return self._inputs
+
+    def hold_inputs(self, inputs: Mapping[str, TextGrammar]) -> None:
+        """Hold the one argument of these functions, which are strict, to grammars as far as the format of calls can."""
+        self._inputs = inputs
 
     @model_validator(mode="after")
     def _one_bound_of_reasoning(self) -> Self:

@@ -161,7 +161,7 @@ def call_grammar(
     assert reading.calls is not None, "a model whose calls cannot be read is given no tools"
     write, parallel = CALL_GRAMMARS[reading.calls], not binding.one
     choice = form is not None and not binding.must
-    bound = bind([*binding.functions], write, all_bound=binding.must or choice)
+    bound = bind([*binding.functions], write, all_bound=binding.must or choice, inputs=body.inputs)
     form_tag, form_left = form_as_tag(form, body.forms[0]) if form is not None and choice else (None, [])
 
     def grammar_of(bound: Bound) -> Grammar:
