@@ -1,8 +1,8 @@
 """Chats as DeepSeek's own code and model cards write them, where a model's folder has no chat template for it.
 
 V3.2 comes without any: DeepSeek publishes a program for it, `encoding/encoding_dsv32.py` beside the weights, with
-examples of what it writes. V3.1's template writes calls and their results but not the tools, which its model card puts
-at the end of the system message.
+examples of what it writes. The templates of V3, R1 and V3.1 write calls and their results but not the tools, which the
+model card of V3.1 puts at the end of the system message.
 
 The sentences that describe tools are part of the format: the models were trained on them.
 """
@@ -39,6 +39,9 @@ Where:
 - `tool_call_name` must be an exact match to one of the available tools
 - `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema
 - For multiple tool calls, chain them directly without separators or spaces"""
+
+_CALL_OF_V31: Final = "tool_call_name<｜tool▁sep｜>tool_call_arguments"
+_CALL_OF_V3: Final = "function<｜tool▁sep｜>tool_call_name\n```json\ntool_call_arguments\n```"
 
 _V32_TOOLS: Final = """\
 ## Tools
@@ -80,14 +83,18 @@ Here are the functions available in JSONSchema format:
 """
 
 
-def with_tools_in_system_message(messages: Messages, tools: Tools) -> list[dict[str, Any]]:
-    """Messages for V3.1 whose first system message ends with `tools`; one is put first where there is none."""
+def with_tools_in_system_message(
+    messages: Messages, tools: Tools, fences_arguments: bool = False
+) -> list[dict[str, Any]]:
+    """Messages for V3.1 whose first system message ends with `tools`; one is put first where there is none.
+    `fences_arguments`: for V3 and R1, of which nothing is published that describes tools: V3.1's words, with calls as
+    their templates write them."""
     described = "\n\n".join(
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
         f"Parameters: {_json(function.get('parameters') or {})}"
         for function in (tool["function"] for tool in tools)
     )
-    text = "\n\n" + _V31_TOOLS.format(tools=described)
+    text = "\n\n" + _TOOLS.format(tools=described, call=_CALL_OF_V3 if fences_arguments else _CALL_OF_V31)
     first = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)
     if first is None:
         return [{"role": "system", "content": text}, *map(dict, messages)]
