@@ -46,7 +46,7 @@ async def requested_grammar(
     Where the model may call tools and the answer has a form, it is calls or of that form; where a call must be made,
     it is calls."""
     inside = reading is not None and reading.where == "inside"
-    form = await _form(body, tokenizer, info, CLOSE if inside else None)
+    form = await _form(body, tokenizer, info, inside)
     if not isinstance(body, ChatBody):
         return Constraint(form)
     if (binding := bound_tools(body)) is None:
@@ -56,15 +56,13 @@ async def requested_grammar(
     check_possible("tools", tokenizer, info)
     assert tokenizer is not None
     assert reading is not None
-    begin_after = one_token(CLOSE, tokenizer, "tools") if inside else ()
+    begin_after = end_of_reasoning(tokenizer, "tool_choice" if binding.must else "tools") if inside else ()
     found = await asyncio.to_thread(call_grammar, body, binding, reading, tokenizer, begin_after, form)
     return replace(found, grammar=bounded(found.grammar, body, reading, tokenizer))
 
 
-async def _form(
-    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, behind: str | None
-) -> Grammar | None:
-    """The constraint that the fields about an answer's form say."""
+async def _form(body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, inside: bool) -> Grammar | None:
+    """The constraint that the fields about an answer's form say. `inside`: the answer begins with reasoning."""
     asked = body.forms
     if len(asked) > 1:
         raise invalid(f"{asked[0]} and {asked[1]}: only one of them can be given", asked[1], "conflicting_parameters")
@@ -79,8 +77,10 @@ async def _form(
         raise invalid(f"{name}: it is nested too deeply", name, "invalid_grammar") from None
     check_possible(name, tokenizer, info)
     assert tokenizer is not None
-    begin = body.guided_begin_after or behind
-    begin_after = () if begin is None else one_token(begin, tokenizer, "guided_begin_after")
+    if body.guided_begin_after:
+        begin_after = one_token(body.guided_begin_after, tokenizer, "guided_begin_after")
+    else:
+        begin_after = end_of_reasoning(tokenizer, name) if inside else ()
     if (problem := await asyncio.to_thread(problem_of, grammar)) is not None:
         raise invalid(f"{name}: {problem}", name, "invalid_grammar")
     return Grammar(grammar.kind, grammar.text, grammar.strict, begin_after)
@@ -214,15 +214,12 @@ def form_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
 def _schema_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
     from workers.grammar.build import MOST_NESTED
     from workers.grammar.loosen import loosened
-    from workers.grammar.schema import SchemaError, check_schema
 
     schema = json.loads(form.text)
     if form.strict:
-        try:
-            check_schema(schema, MOST_NESTED, within_text=True)
-        except SchemaError as error:
-            raise invalid(f"{name}: with tools that may be called, {error}", name, "invalid_grammar") from None
-        return _json_or_any(schema), []
+        # It was checked by itself. What is enforced there and not beside calls, as most formats, is left to the model.
+        found, left_out = loosened(schema, MOST_NESTED, within_text=True)
+        return _json_or_any(found), [said(name, path, keyword) for path, keyword in left_out]
     found, left_out = loosened(schema, MOST_NESTED, within_text=True)
     return _json_or_any(opened(found)), [said(name, path, keyword) for path, keyword in left_out]
 
@@ -265,6 +262,19 @@ def one_token(text: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def end_of_reasoning(tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
+    """The id of the token that ends reasoning; 400 where that is several, as the field `param` asks for something that
+    is enforced behind it."""
+    ids = tokenizer.encode(CLOSE, add_special_tokens=False)
+    if len(ids) != 1:
+        raise invalid(
+            f"{param}: is enforced from the end of the model's reasoning on, {CLOSE!r}, which has to be one token of "
+            f"its vocabulary and is {len(ids)}; ask it not to think (reasoning_effort: none), or leave {param} out",
+            param,
+        )
+    return tuple(ids)
+
+
 def bounded(
     grammar: Grammar | None, body: ChatBody, reading: Reading | None, tokenizer: Tokenizer | None
 ) -> Grammar | None:
@@ -280,7 +290,7 @@ def bounded(
         )
     if reading.where == "outside":
         return grammar
-    close = one_token(CLOSE, tokenizer, name)
+    close = end_of_reasoning(tokenizer, name)
     if reading.where == "inside":
         if grammar is not None and grammar.begin_after != close:
             raise invalid(f"{name}: does not go with guided_begin_after", name, "conflicting_parameters")
