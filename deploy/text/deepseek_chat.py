@@ -25,15 +25,14 @@ USER: Final = "<｜User｜>"
 ASSISTANT: Final = "<｜Assistant｜>"
 OPEN, CLOSE = "<think>", "</think>"
 
-_V31_TOOLS: Final = """\
+_TOOLS: Final = """\
 ## Tools
 You have access to the following tools:
 
 {tools}
 
 IMPORTANT: ALWAYS adhere to this exact format for tool use:
-<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>\
-{{additional_tool_calls}}<｜tool▁calls▁end｜>
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>{{additional_tool_calls}}<｜tool▁calls▁end｜>
 
 Where:
 - `tool_call_name` must be an exact match to one of the available tools
@@ -118,7 +117,8 @@ def encode_v32(
     question only. A `developer` turn that is answered, or is to be answered, is the turn of a user as V3.2 was trained
     on it for search agents: it holds the tools. Any other is a system message, as OpenAI's clients mean it.
 
-    ChatTemplateError for results without calls before them, and for a last message to go on with that is none.
+    Results without calls before them are the turn of a user. ChatTemplateError for a last message to go on with that is
+    none.
     """
     return _V32(messages, tools, variables or {}, add_generation_prompt, continue_final_message).written()
 
@@ -203,11 +203,12 @@ class _V32:
         while end < len(self._roles) and self._roles[end] == "tool":
             end += 1
         calls = self._messages[index - 1].get("tool_calls") if index else None
-        if not calls:
-            raise ChatTemplateError("a tool's message should follow the message of the assistant that called it")
-        results = tool_results_in_order(calls, self._messages[index:end])
+        results = tool_results_in_order(calls or (), self._messages[index:end])
         written = "".join(f"\n<result>{result['content']}</result>" for result in results)
-        return f"\n\n<function_results>{written}\n</function_results>" + self._turn(end - 1, "\n\n")
+        section = f"<function_results>{written}\n</function_results>"
+        if not calls:  # a client has left the calls out: what is left can be told by a user alone
+            return f"{USER}{section}{self._turn(end - 1, ASSISTANT)}"
+        return f"\n\n{section}" + self._turn(end - 1, "\n\n")
 
 
 def _call(function: Mapping[str, Any]) -> str:

@@ -287,7 +287,7 @@ class Message(Body):
 
     role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
     content: Annotated[Content, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
-    """A string, or a list of parts of type text. An assistant's message with tool calls needs none."""
+    """A string, or a list of parts of type text. An assistant's or a tool's message needs none."""
     reasoning_content: str | None = None
     """What the assistant thought before it answered."""
     reasoning: Annotated[Any, WithJsonSchema({})] = None
@@ -315,21 +315,22 @@ class Message(Body):
             raise ValueError("a tool's message should have the id of the call, a string, in its field tool_call_id")
         if value.get("tool_calls") and role != "assistant":
             raise ValueError("only an assistant's message can have tool_calls")
-        if value.get("tool_calls") and value.get("content") is None:
+        if role == "assistant" and isinstance(value.get("content"), list):
+            return {**value, "content": spoken(value["content"])}
+        if role in ("assistant", "tool") and value.get("content") is None:  # it said nothing
             return {**value, "content": ""}
         return value
 
     @override
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Calls of an assistant stand in for content."""
+        """Assistants and tools may say nothing."""
         schema = super().__get_pydantic_json_schema__(core, handler)
         described = handler.resolve_ref_schema(schema)
         described["required"].remove("content")
-        called = {"type": "array", "minItems": 1}
         described["anyOf"] = [
             {"required": ["content"]},
-            {"required": ["tool_calls"], "properties": {"role": {"const": "assistant"}, "tool_calls": called}},
+            {"properties": {"role": {"enum": ["assistant", "tool"]}}},
         ]
         content = described["properties"]["content"]
         described["properties"]["content"] = _or_null(content)

@@ -261,6 +261,20 @@ ITEMS: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
         ["ws_1"],
     ),
     ([{"type": "tool_search_call", "arguments": {}}], ["[The server called its tool tool_search.]"], []),
+    ([{"type": "ghost_snapshot", "ghost_commit": {"id": "abc123"}}], [], ["abc123"]),
+    ([{"type": "compaction_summary", "encrypted_content": "gAAA"}], ["[Earlier turns were left out here.]"], ["gAAA"]),
+    (
+        [
+            {"type": "computer_call", "call_id": "x", "action": {"type": "click", "x": 5}, "status": "completed"},
+            {
+                "type": "computer_call_output",
+                "call_id": "x",
+                "output": {"type": "computer_screenshot", "image_url": "u9"},
+            },
+        ],
+        ['"type": "click"', "[An image was here, which this model cannot see.]"],
+        ["u9"],
+    ),
     (
         [{"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function", "name": "send"}, 5]}],
         ["[Tools were found: send.]"],

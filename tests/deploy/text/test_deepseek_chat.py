@@ -153,10 +153,12 @@ def test_calls_and_results() -> None:
     )
 
 
-@pytest.mark.parametrize("messages", [[result("a", "A")], [user("q"), result("a", "A")]])
-def test_results_without_calls_are_refused(messages: list[dict[str, Any]]) -> None:
-    with pytest.raises(ChatTemplateError, match="should follow the message of the assistant"):
-        render(messages)
+@pytest.mark.parametrize("before", [[], [user("q"), answer("Hm.")]])
+def test_results_whose_calls_a_client_left_out_are_told_by_a_user(before: list[dict[str, Any]]) -> None:
+    section = "<function_results>\n<result>A</result>\n<result>B</result>\n</function_results>"
+    prompt = render([*before, result("a", "A"), result("b", "B")])
+    said = f"{USER}q{ASSISTANT}</think>Hm.{END}" if before else ""
+    assert prompt == f"{BEGIN}{said}{USER}{section}{ASSISTANT}</think>"
 
 
 def test_control_tokens_of_clients_are_text() -> None:
