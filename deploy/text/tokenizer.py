@@ -375,5 +375,6 @@ class Tokenizer:
 
         chat_template = self.template_for(template, tools=bool(tools))
         given = {**self._hf.special_tokens_map, **variables}
-        [text], _ = render_jinja_template([messages], tools=tools or None, chat_template=chat_template, **given)
+        rendered: Any = render_jinja_template([messages], tools=tools or None, chat_template=chat_template, **given)
+        [text], _ = rendered
         return str(text)
