@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from deploy.config.settings import settings_of
 from deploy.mistakes import CommandFailure, UsageMistake, explain
 from workers.config import EngineConfig
+from workers.environment import visible_gpus
 from workers.fit.settings import Unfit, check_fit
 from workers.processes.client import EngineClient
 from workers.processes.launch import local_engine
@@ -36,7 +37,7 @@ def engine_config(**given: Any) -> EngineConfig:
     flags = {setting.name: setting.option for setting in settings_of(EngineConfig)}
     try:
         config = EngineConfig(**values)
-        check_fit(config)
+        check_fit(config, gpus=visible_gpus())
     except ValidationError as error:
         raise UsageMistake(explain(error, lambda name: flags.get(name, name))) from None
     except (FileNotFoundError, Unfit) as error:

@@ -40,13 +40,14 @@ def selftest(
     """
     import asyncio
 
+    from workers.environment import visible_gpus
     from workers.fit.settings import Unfit, check_fit
 
     with reported():
         settings = serve_config(config, given)
         engine = settings.engine.model_copy(update={"selftest": True, "selftest_buckets": "all"})
         try:
-            check_fit(engine)
+            check_fit(engine, gpus=visible_gpus())
         except Unfit as error:
             raise UsageMistake(str(error)) from None
         check_interrupt()

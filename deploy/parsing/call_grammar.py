@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deploy.parsing.parser import is_name
+from workers.grammar.text_grammar import TextGrammar, TextGrammarError
 
 Tag = dict[str, Any]
 """A format of a structural tag."""
@@ -28,6 +29,8 @@ class AllowedTool:
     """Of its arguments, which are valid for it; None: they are any JSON object."""
     others: tuple[str, ...] = ()
     """Names of tools with the same arguments."""
+    held_to: TextGrammar | None = None
+    """What the text of its one argument is held to, which `schema` says is a string."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -95,8 +98,21 @@ def json_of(schema: Mapping[str, Any], without: Sequence[str] = ()) -> Tag:
 
 
 def json_object(tool: AllowedTool) -> Tag:
-    """The arguments of a tool as one JSON object."""
+    """The arguments of a tool as one JSON object. CannotBind."""
+    if tool.held_to is not None and tool.schema is not None:
+        [name] = tool.schema["properties"]
+        head, tail = rf'\{{ ?"{name}" ?: ?"', r'" ?\}'
+        return sequence({"type": "regex", "pattern": head}, text_of(tool.held_to), {"type": "regex", "pattern": tail})
     return json_of({"type": "object", "additionalProperties": True} if tool.schema is None else tool.schema)
+
+
+def text_of(held_to: TextGrammar, end: str | None = None) -> Tag:
+    """A text of a grammar: within a string in JSON, or as it is with `end` behind it. CannotBind."""
+    try:
+        ebnf = held_to.ebnf(in_json=end is None, never=(end or "")[:1])
+    except TextGrammarError as error:
+        raise CannotBind(f"the grammar of a text cannot be kept in the calls of this model: {error}") from None
+    return {"type": "grammar", "grammar": ebnf}
 
 
 def within_text(calls: Mapping[str, Tag], never: Sequence[str] = ()) -> Tag:

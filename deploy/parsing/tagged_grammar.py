@@ -18,6 +18,7 @@ from deploy.parsing.call_grammar import (
     optional,
     sequence,
     text,
+    text_of,
 )
 from deploy.parsing.schema_types import target_of, types_of, types_of_argument
 from workers.grammar.schema import SchemaError, form_as_text
@@ -56,7 +57,10 @@ def arguments(tool: AllowedTool, end: str, write: Write, says: bool) -> list[Tag
         if _KEY.fullmatch(name) is None:
             raise CannotBind(f"the argument's name {name[:64]!r} cannot be written in the calls of this model")
         types = types_of_argument(tool.schema, name)
-        ways = _values(_resolved(schema, tool.schema), types, around, end, says)
+        if tool.held_to is not None:
+            ways = [(sequence(text_of(tool.held_to, end), text(end)), True)]
+        else:
+            ways = _values(_resolved(schema, tool.schema), types, around, end, says)
         argument = either([write(text(name), value, raw) for value, raw in ways])
         written.append(argument if name in required else optional(argument))
     return written

@@ -17,7 +17,15 @@ from pydantic_core import from_json
 
 from deploy.routing.chat_shapes import as_chat
 from deploy.routing.policy import RequestFeatures
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, template_message, tools_of
+from deploy.text.chat import (
+    MOST_MESSAGES,
+    MOST_TEMPLATE_VARIABLES,
+    Content,
+    content_of,
+    spoken,
+    template_message,
+    tools_of,
+)
 from deploy.text.effort import thinking_of
 from deploy.text.errors import ChatTemplateError
 from deploy.text.lane import aside, at_once
@@ -143,5 +151,5 @@ def _rows(data: Mapping[str, Any]) -> int:
 
 def _content(content: Any) -> Content:
     if isinstance(content, list):
-        return content_of([part["text"] for part in content if isinstance(part, dict) and "text" in part])
+        return content_of([part["text"] for part in spoken(content) if isinstance(part, dict) and "text" in part])
     return content if isinstance(content, str) else ""

@@ -22,7 +22,7 @@ from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain
 from deploy.serve import entrance
 from workers.channel.ports import free_ports
-from workers.environment import check_environment
+from workers.environment import check_environment, visible_gpus
 from workers.families.registry import load_config
 from workers.fit.settings import Unfit, check_fit
 from workers.models.config import ConfigError
@@ -146,7 +146,7 @@ def launch(
     cause, and nothing is left running then.
     """
     check_environment()
-    _check_model(config)
+    _check_model(config, gpus=None if cluster_to_join(config) else visible_gpus())
     if config.port == 0:
         config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
     if not cluster_to_join(config):
@@ -213,9 +213,10 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
             signal.signal(number, handler)
 
 
-def _check_model(config: ServeConfig) -> None:
-    """Unfit, or FileNotFoundError, for all that the model's config.json decides."""
-    check_fit(config.engine)
+def _check_model(config: ServeConfig, gpus: int | None = None) -> None:
+    """Unfit, or FileNotFoundError, for all that the model's config.json decides. `gpus`: those that there will be for a
+    Ray of our own; None for another."""
+    check_fit(config.engine, gpus=gpus)
     try:
         load_config(config.engine.folder)
     except ConfigError as error:

@@ -46,6 +46,16 @@ def content_of(texts: Sequence[str]) -> Content:
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
+def spoken(parts: Sequence[Any]) -> list[Any]:
+    """The parts of what an assistant said, refusals as text."""
+    return [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, Mapping) and part.get("type") == "refusal"
+        else part
+        for part in parts
+    ]
+
+
 def joined(content: Content, separator: str = "\n") -> str:
     """Content as one text. What stands between parts is the chat template's choice where it takes them apart
     (`deploy.text.content_parts`)."""
@@ -100,17 +110,17 @@ def tool_calls_of(value: Any) -> list[dict[str, Any]]:
     calls = []
     for call in _list(value, "tool_calls"):
         function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        if not isinstance(function, Mapping) or call.get("type") not in (None, "function"):
             raise ValueError('a call should be {"id": ..., "type": "function", "function": {"name", "arguments"}}')
         arguments = function.get("arguments")
         if arguments is None:
             arguments = "{}"
-        if isinstance(arguments, Mapping | list):
+        if isinstance(arguments, Mapping | list | int | float):
             try:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             except RecursionError:
                 raise ValueError("a call's arguments are nested too deeply") from None
-        call_id = call.get("id", "")
+        call_id = "" if call.get("id") is None else call["id"]
         if not isinstance(arguments, str) or not isinstance(call_id, str):
             raise ValueError("a call's id and arguments should be strings")
         calls.append({"id": call_id, "type": "function", "function": {"name": _name(function), "arguments": arguments}})

@@ -1,8 +1,8 @@
 """Chats as DeepSeek's own code and model cards write them, where a model's folder has no chat template for it.
 
 V3.2 comes without any: DeepSeek publishes a program for it, `encoding/encoding_dsv32.py` beside the weights, with
-examples of what it writes. V3.1's template writes calls and their results but not the tools, which its model card puts
-at the end of the system message.
+examples of what it writes. The templates of V3, R1 and V3.1 write calls and their results but not the tools, which the
+model card of V3.1 puts at the end of the system message.
 
 The sentences that describe tools are part of the format: the models were trained on them.
 """
@@ -25,20 +25,22 @@ USER: Final = "<｜User｜>"
 ASSISTANT: Final = "<｜Assistant｜>"
 OPEN, CLOSE = "<think>", "</think>"
 
-_V31_TOOLS: Final = """\
+_TOOLS: Final = """\
 ## Tools
 You have access to the following tools:
 
 {tools}
 
 IMPORTANT: ALWAYS adhere to this exact format for tool use:
-<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>\
-{{additional_tool_calls}}<｜tool▁calls▁end｜>
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>{{additional_tool_calls}}<｜tool▁calls▁end｜>
 
 Where:
 - `tool_call_name` must be an exact match to one of the available tools
 - `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema
 - For multiple tool calls, chain them directly without separators or spaces"""
+
+_CALL_OF_V31: Final = "tool_call_name<｜tool▁sep｜>tool_call_arguments"
+_CALL_OF_V3: Final = "function<｜tool▁sep｜>tool_call_name\n```json\ntool_call_arguments\n```"
 
 _V32_TOOLS: Final = """\
 ## Tools
@@ -80,14 +82,18 @@ Here are the functions available in JSONSchema format:
 """
 
 
-def with_tools_in_system_message(messages: Messages, tools: Tools) -> list[dict[str, Any]]:
-    """Messages for V3.1 whose first system message ends with `tools`; one is put first where there is none."""
+def with_tools_in_system_message(
+    messages: Messages, tools: Tools, fences_arguments: bool = False
+) -> list[dict[str, Any]]:
+    """Messages for V3.1 whose first system message ends with `tools`; one is put first where there is none.
+    `fences_arguments`: for V3 and R1, of which nothing is published that describes tools: V3.1's words, with calls as
+    their templates write them."""
     described = "\n\n".join(
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
         f"Parameters: {_json(function.get('parameters') or {})}"
         for function in (tool["function"] for tool in tools)
     )
-    text = "\n\n" + _V31_TOOLS.format(tools=described)
+    text = "\n\n" + _TOOLS.format(tools=described, call=_CALL_OF_V3 if fences_arguments else _CALL_OF_V31)
     first = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)
     if first is None:
         return [{"role": "system", "content": text}, *map(dict, messages)]
@@ -111,7 +117,8 @@ def encode_v32(
     question only. A `developer` turn that is answered, or is to be answered, is the turn of a user as V3.2 was trained
     on it for search agents: it holds the tools. Any other is a system message, as OpenAI's clients mean it.
 
-    ChatTemplateError for results without calls before them, and for a last message to go on with that is none.
+    Results without calls before them are the turn of a user. ChatTemplateError for a last message to go on with that is
+    none.
     """
     return _V32(messages, tools, variables or {}, add_generation_prompt, continue_final_message).written()
 
@@ -196,11 +203,12 @@ class _V32:
         while end < len(self._roles) and self._roles[end] == "tool":
             end += 1
         calls = self._messages[index - 1].get("tool_calls") if index else None
-        if not calls:
-            raise ChatTemplateError("a tool's message should follow the message of the assistant that called it")
-        results = tool_results_in_order(calls, self._messages[index:end])
+        results = tool_results_in_order(calls or (), self._messages[index:end])
         written = "".join(f"\n<result>{result['content']}</result>" for result in results)
-        return f"\n\n<function_results>{written}\n</function_results>" + self._turn(end - 1, "\n\n")
+        section = f"<function_results>{written}\n</function_results>"
+        if not calls:  # a client has left the calls out: what is left can be told by a user alone
+            return f"{USER}{section}{self._turn(end - 1, ASSISTANT)}"
+        return f"\n\n{section}" + self._turn(end - 1, "\n\n")
 
 
 def _call(function: Mapping[str, Any]) -> str:

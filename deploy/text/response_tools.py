@@ -33,8 +33,8 @@ class AskedTools:
     """As chats have them."""
     origins: dict[str, Origin] = field(default_factory=dict)
     """By the name of the function, of those that another tool stands behind."""
-    patterns: dict[str, str] = field(default_factory=dict)
-    """The regular expressions that custom tools have as their grammar, by the names of the functions."""
+    grammars: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The syntax and the definition of the grammar that a custom tool has as its format, by the function's name."""
     left_out: list[str] = field(default_factory=list)
     """What the model is not told of or not held to: types of tools, and `NAME.format` of custom tools whose grammar
     is no more than described."""
@@ -84,12 +84,12 @@ def _add(asked: AskedTools, tool: Mapping[str, Any], namespace: Mapping[str, Any
     name, within = tool.get("name"), None if namespace is None else namespace["name"]
     if custom and not isinstance(name, str):
         raise ValueError("a custom tool should have a name")
-    function = _of_custom(asked, tool) if custom else {key: tool[key] for key in tool if key != "type"}
+    function = _of_custom(tool) if custom else {key: tool[key] for key in tool if key != "type"}
     if isinstance(name, str) and (custom or within is not None):
         function["name"] = qualified(name, within)
         asked.origins[function["name"]] = Origin(name, within, custom)
-        if custom and (pattern := _pattern_of(tool)) is not None:
-            asked.patterns[function["name"]] = pattern
+        if custom and (grammar := _grammar_of(tool)) is not None:
+            asked.grammars[function["name"]] = grammar
     asked.functions.append({"type": "function", "function": function})
 
 
@@ -106,22 +106,13 @@ def _grammar_of(tool: Mapping[str, Any]) -> tuple[str, str] | None:
     return syntax, definition
 
 
-def _pattern_of(tool: Mapping[str, Any]) -> str | None:
-    grammar = _grammar_of(tool)
-    return grammar[1] if grammar is not None and grammar[0] == "regex" else None
-
-
-def _of_custom(asked: AskedTools, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _of_custom(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The function whose one argument is the text that a custom tool takes."""
     described = [tool["description"]] if isinstance(tool.get("description"), str) else []
     text: dict[str, Any] = {"type": "string"}
     if (grammar := _grammar_of(tool)) is not None:
         syntax, definition = grammar
         described.append(f"The {INPUT} follows this grammar ({syntax[:64]}):\n{definition}")
-        if syntax == "regex":
-            text["pattern"] = f"^(?:{definition})$"
-        else:
-            asked.left_out.append(format_of(tool["name"]))
     parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     function: dict[str, Any] = {"name": tool["name"], "parameters": parameters}
     if described:

@@ -298,7 +298,7 @@ class Tokenizer:
         **ending: bool,
     ) -> str:
         """`render_chat` of messages whose content is text. RecursionError for what is nested too deeply."""
-        leaves_tools_to_system = False
+        leaves_tools_to_system = fences = False
         if tools or speaks_of_tools(messages):
             of_kimi = is_of_kimi(text := self.template_for(template, tools=bool(tools)))
             if of_kimi:
@@ -308,12 +308,13 @@ class Tokenizer:
             tool_template = self._tool_template(template)
             messages = tool_template.messages(messages)
             leaves_tools_to_system = bool(tools) and tool_template.leaves_tools_to_system
+            fences = tool_template.fences_arguments
         if not control_tokens_in_text:
             messages = self._control_tokens.messages(messages)
             tools = self._control_tokens.broken(tools)
             extra = {name: self._control_tokens.broken(value) for name, value in extra.items()}
         if leaves_tools_to_system:
-            messages, tools = with_tools_in_system_message(messages, tools), ()
+            messages, tools = with_tools_in_system_message(messages, tools, fences), ()
         return self._apply(messages, [dict(tool) for tool in tools], template, extra, **ending)
 
     def _separators_of(self, template: str | None) -> dict[str, str]:
@@ -353,9 +354,27 @@ class Tokenizer:
         if (encoder := self.encoder_for(template)) is not None:
             return encoder.encode(messages, tools, variables=variables, **ending)
         try:
+            if any(message.get("content", "") is None for message in messages):
+                return self._with_empty_fields(messages, tools, template, {**variables, **ending})
             text: str = self._hf.apply_chat_template(
                 messages, tools=tools or None, chat_template=template, tokenize=False, **ending, **variables
             )
         except Exception as error:  # templates are programs: they fail in any way they like
             raise ChatTemplateError(f"the chat template rejects these messages: {error}") from error
         return text
+
+    def _with_empty_fields(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        template: str | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """What `apply_chat_template` renders, which leaves fields out that are none; here templates find them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        chat_template = self.template_for(template, tools=bool(tools))
+        given = {**self._hf.special_tokens_map, **variables}
+        rendered: Any = render_jinja_template([messages], tools=tools or None, chat_template=chat_template, **given)
+        [text], _ = rendered
+        return str(text)

@@ -31,6 +31,7 @@ _CALLED: Final = (
 
 
 _CALL_OF_V31: Final = f"<｜tool▁call▁begin｜>probe<｜tool▁sep｜>{_ARGUMENTS}"
+_CALL_OF_V3: Final = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>probe\n```json\n{_ARGUMENTS}\n```"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ class ToolTemplate:
     arguments_as_text: bool
     """Whether it writes the arguments of earlier calls as the text that they were; else it wants objects."""
     leaves_tools_to_system: bool = False
-    """Whether it writes calls as DeepSeek V3.1 does and the tools not at all: they belong into the system message."""
+    """Whether it writes calls as DeepSeek V3 and V3.1 do and the tools not at all: they belong into the system
+    message."""
+    fences_arguments: bool = False
+    """Whether such calls are those of V3 and R1, with their arguments in a fence."""
+    calls_without_content: bool = False
+    """Whether it writes the calls of messages whose content is none, and leaves out those of all others."""
 
     @staticmethod
     def tried(render: Render) -> ToolTemplate:
@@ -55,19 +61,38 @@ class ToolTemplate:
             called = render(_CALLED, [_TOOL])
         except ChatTemplateError:
             called = ""
-        leaves = not knows and _CALL_OF_V31 in called
-        return ToolTemplate(knows, (knows or leaves) and _ARGUMENTS in called, leaves)
+        alone = False
+        if not knows and _CALL_OF_V3 not in called and _CALL_OF_V31 not in called:
+            try:
+                called = render([_USER, {**_CALLED[1], "content": None}, _CALLED[2]], [_TOOL])
+            except ChatTemplateError:
+                called = ""
+            alone = _CALL_OF_V3 in called
+        fences = not knows and _CALL_OF_V3 in called
+        leaves = fences or (not knows and _CALL_OF_V31 in called)
+        return ToolTemplate(knows, (knows or leaves) and _ARGUMENTS in called, leaves, fences, alone)
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages as the template wants them. ToolsUnknown where it knows no tools."""
         if not (self.knows_tools or self.leaves_tools_to_system):
             raise ToolsUnknown("tool calling, of which this model's chat template knows nothing,")
+        if self.calls_without_content:
+            return [part for message in messages for part in _calls_apart(message)]
         if self.arguments_as_text:
             return [*messages]
         return [
             message if not message.get("tool_calls") else {**message, "tool_calls": _as_objects(message["tool_calls"])}
             for message in messages
         ]
+
+
+def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message whose calls have a message of their own, without content."""
+    if not message.get("tool_calls"):
+        return [message]
+    called = {**message, "content": None}
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [said, called] if message["content"] else [called]
 
 
 def _as_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from deploy.text.chat import Content, content_of, joined, reasoning_of
+from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
 from deploy.text.effort import EFFORT, SWITCHES
 from deploy.text.response_tools import INPUT, qualified
 
@@ -127,6 +127,7 @@ _CALLS: Final[Mapping[str, tuple[str, str]]] = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),
     "apply_patch_call": ("apply_patch", "operation"),
+    "computer_call": ("computer", "action"),
 }
 """By types of items that are calls of a tool with a type of its own: the name that a model reads, and the field with
 what it was called with."""
@@ -138,7 +139,14 @@ _OF_RESPONSES_SERVER: Final = (
     "mcp_call",
     "tool_search_call",
 )
-_LEFT_OUT: Final = ("item_reference", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
+_LEFT_OUT: Final = (
+    "item_reference",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "ghost_snapshot",
+)
+_COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction")
 ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     "message": ("role",),
     "function_call": ("call_id", "name"),
@@ -150,7 +158,7 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **{f"{kind}_output": () for kind in _CALLS},
     **dict.fromkeys(_OF_RESPONSES_SERVER, ()),
     "tool_search_output": (),
-    "compaction": (),
+    **dict.fromkeys(_COMPACTIONS, ()),
     **dict.fromkeys(_LEFT_OUT, ()),
 }
 """By the types of items that are known the fields of each that must be strings."""
@@ -184,31 +192,28 @@ def _result(value: Any) -> Any:
     """The result of a tool as content: words in place of images and files, and JSON where it is no text at all."""
     if isinstance(value, str):
         return value
+    if value is None:
+        return ""
+    if isinstance(value, Mapping) and value.get("type") == "computer_screenshot":
+        return NOT_SHOWN["image"]
     parts = value if isinstance(value, list) else [value]
     if all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts) and parts:
         return [
             {"type": "input_text", "text": _PARTS_IN_WORDS[part["type"]]} if part["type"] in _PARTS_IN_WORDS else part
             for part in parts
         ]
-    return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _spoken(value: Any) -> Any:
     """What an assistant said as content, refusals among it."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {"type": "output_text", "text": part.get("refusal")}
-        if isinstance(part, Mapping) and part.get("type") == "refusal"
-        else part
-        for part in value
-    ]
+    return spoken(value) if isinstance(value, list) else value
 
 
 def _said_by_item(item: Mapping[str, Any]) -> str:
     """What a server did, in words that a model can read."""
     kind = item["type"]
-    if kind == "compaction":
+    if kind in _COMPACTIONS:
         return NOT_SHOWN["compaction"]
     if kind == "tool_search_output":
         tools = item.get("tools")
@@ -254,10 +259,8 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], 
             messages.append({"role": item["role"], "content": read(item.get("content"))})
         elif kind.endswith("_call_output"):
             answer = None
-            output = item.get("output")
-            if kind.removesuffix("_output") in _CALLS and not isinstance(output, str):
-                output = json.dumps(output, ensure_ascii=False)
-            messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": read(_result(output))})
+            content = read(_result(item.get("output")))
+            messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
         else:
             assistant("content", "tool_calls")["content"] = _said_by_item(item)
     return messages

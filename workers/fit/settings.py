@@ -30,8 +30,9 @@ class Unfit(ValueError):
     """The model cannot be served with these settings; the message names the values that work."""
 
 
-def check_fit(config: EngineConfig) -> None:
-    """Unfit, a line per cause. FileNotFoundError where there is no config.json."""
+def check_fit(config: EngineConfig, *, gpus: int | None = None) -> None:
+    """Unfit, a line per cause. FileNotFoundError where there is no config.json. `gpus`: how many there are where the
+    ranks will run; None if that is not known yet."""
     try:
         values = config_values(config.folder)
     except FileNotFoundError:
@@ -41,7 +42,7 @@ def check_fit(config: EngineConfig) -> None:
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
-    causes += [_cache_dtype(config), *_draft_model(config, model)]
+    causes += [_cache_dtype(config, gpus), *_draft_model(config, model)]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
@@ -81,9 +82,10 @@ def _context(config: EngineConfig, values: dict[str, Any]) -> str:
     )
 
 
-def _cache_dtype(config: EngineConfig) -> str:
+def _cache_dtype(config: EngineConfig, gpus: int | None) -> str:
     """bfloat16 is what ranks take by themselves on GPUs alone."""
-    named = config.dtype if config.dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
+    on_cpu = config.device == "cpu" or (config.device == "auto" and gpus == 0)
+    named = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     if config.kv_cache_dtype != "bf16" or named == "bfloat16":
         return ""
     return (

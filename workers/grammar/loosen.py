@@ -40,7 +40,6 @@ def loosened(
     found = reader.schema(schema, (), 0)
     if arguments and isinstance(found, dict):
         reader.make_object(found)
-    reader.cut_circles(found)
     for _ in range(MOST_LEFT_OUT):
         try:
             check_schema(found, most_nested, within_text=within_text)
@@ -123,22 +122,6 @@ class _Reader:
         named = schema.get("type")
         if ("type" not in schema and _WHOLE.isdisjoint(schema)) or (isinstance(named, list) and "object" in named):
             schema["type"] = "object"
-
-    def cut_circles(self, root: Any) -> None:
-        """References that lead to nothing but each other are no schema."""
-        for schema in self._made:
-            if "$ref" not in schema:
-                continue
-            seen, now = set[int](), schema
-            while isinstance(now, dict) and isinstance(reference := now.get("$ref"), str):
-                if id(now) in seen:
-                    self._drop(schema, "$ref")
-                    break
-                seen.add(id(now))
-                found: Any = root
-                for name in reference.split("/")[1:]:
-                    found = found.get(name) if isinstance(found, dict) else None
-                now = found
 
     def cut_work(self, most: int) -> None:
         """Leave out forms of strings that take more than that."""

@@ -27,6 +27,7 @@ __all__ = [
     "RegexError",
     "Repeat",
     "Run",
+    "both",
     "json_without",
     "of_length",
     "of_string",
@@ -91,10 +92,10 @@ Node = Chars | Run | Either | Repeat | Anchor
 _NOTHING: Final = Either(())
 
 
-def of_text(pattern: str) -> Node:
+def of_text(pattern: str, dot_is_any: bool = False) -> Node:
     """An expression that a text is to match as a whole: without anchors, and with sets of characters that have some.
-    RegexError."""
-    node = _reduced(_within(_parse(pattern), True, True, Run()), text_without(""))
+    `dot_is_any`: `.` matches ends of lines, too. RegexError."""
+    node = _reduced(_within(_parse(pattern, dot_is_any), True, True, Run()), text_without(""))
     if node == _NOTHING:
         raise RegexError("it matches no text")
     return node
@@ -153,7 +154,8 @@ def _without(ranges: Ranges) -> Ranges:
 
 
 @lru_cache(1024)
-def _both(one: Ranges, other: Ranges) -> Ranges:
+def both(one: Ranges, other: Ranges) -> Ranges:
+    """The characters that are in both sets."""
     return _without(_set((*_without(one), *_without(other))))
 
 
@@ -210,8 +212,8 @@ _GROUPS: Final = (
 """How a group can begin, the longer ones first, and what it is."""
 
 
-def _parse(pattern: str) -> Node:
-    parser = _Parser(pattern)
+def _parse(pattern: str, dot_is_any: bool = False) -> Node:
+    parser = _Parser(pattern, dot_is_any)
     node = parser.options()
     if not parser.at_end:
         raise parser.error("the parenthesis closes nothing; write \\)")
@@ -219,8 +221,9 @@ def _parse(pattern: str) -> Node:
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, dot_is_any: bool) -> None:
         self._text, self._at = text, 0
+        self._dot = _without(() if dot_is_any else _LINE_ENDS)
         self._depth, self._left = 0, len(text) + _MOST_RANGES
 
     @property
@@ -304,7 +307,7 @@ class _Parser:
             case "[":
                 return Chars(self._class(begin))
             case ".":
-                return Chars(_without(_LINE_ENDS))
+                return Chars(self._dot)
             case "^" | "$":
                 return Anchor(char)
             case "\\":
@@ -431,7 +434,7 @@ def _reduced(node: Node, allowed: Ranges) -> Node:
     """With the allowed characters alone; `_NOTHING` where none are left of what must be there."""
     match node:
         case Chars(ranges):
-            kept = _both(ranges, allowed)
+            kept = both(ranges, allowed)
             return Chars(kept) if kept else _NOTHING
         case Run(parts):
             left: list[Node] = []
@@ -481,7 +484,7 @@ _BEGIN_ALIKE: Final = (0, 0x800, 0x1000, 0xD000, 0xE000, 0x10000, 0x40000, 0x100
 
 
 def _sets_of(ranges: Ranges) -> str:
-    pieces = (_both(ranges, ((low, behind - 1),)) for low, behind in pairwise(_BEGIN_ALIKE))
+    pieces = (both(ranges, ((low, behind - 1),)) for low, behind in pairwise(_BEGIN_ALIKE))
     sets = [_set_of(piece) for piece in pieces if piece]
     return sets[0] if len(sets) == 1 else f"({'|'.join(sets)})"
 

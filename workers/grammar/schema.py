@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 from workers.grammar.automaton import work
+from workers.grammar.endings import endless
 from workers.grammar.regex import (
     Node,
     Ranges,
@@ -152,6 +153,10 @@ class _Walk:
     def __init__(self, root: Any, most_nested: int, within_text: bool) -> None:
         self._root, self._most_nested, self._within_text = root, most_nested, within_text
 
+    @cached_property
+    def _endless(self) -> frozenset[str]:
+        return endless(self._root, self._most_nested)
+
     def schema(self, schema: Any, place: str, depth: int) -> None:
         """One schema, and all within it."""
         if depth > self._most_nested:
@@ -197,6 +202,13 @@ class _Walk:
                 self.target(value, place)
             except SchemaError as error:
                 raise SchemaError(str(error), schema, name) from None
+            if value in self._endless:
+                raise SchemaError(
+                    f"{place}/$ref: {value[:64]} leads back to itself without an end; have it lead back in items, or "
+                    "in a property that is not required or may be null",
+                    schema,
+                    name,
+                )
         elif name in ("enum", "const"):
             self._values(schema, value if name == "enum" else [value], f"{place}/{name}")
         else:

@@ -22,6 +22,7 @@ from workers.vocabulary.spelling import byte_alphabet
 
 VOCABULARY: Final = "tiktoken.model"
 PATTERN: Final = "pat_str"
+_FURTHER_TEMPLATES: Final = "additional_chat_templates"
 _CONFIG: Final = "tokenizer_config.json"
 _OF_ITS_CLASS: Final = ("auto_map", "tokenizer_class", "added_tokens_decoder")
 """What tokenizer_config.json says of the folder's own class, which is not used."""
@@ -38,6 +39,8 @@ def load(folder: Path) -> PreTrainedTokenizerFast:
         (Path(made) / _CONFIG).write_text(json.dumps(kept), encoding="utf-8")
         for template in folder.glob("chat_template.*"):
             shutil.copy(template, made)
+        if (further := folder / _FURTHER_TEMPLATES).is_dir():
+            shutil.copytree(further, Path(made) / _FURTHER_TEMPLATES)
         hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(made)
     return hf
 

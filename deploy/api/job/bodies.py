@@ -20,6 +20,7 @@ from pydantic import (
     FailFast,
     Field,
     GetJsonSchemaHandler,
+    PrivateAttr,
     WithJsonSchema,
     create_model,
     model_validator,
@@ -30,8 +31,9 @@ from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, tool_calls_of
+from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
+from workers.grammar.text_grammar import TextGrammar
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
 from workers.protocol.sampling import TABLE
 from workers.protocol.seeds import LEAST_SEED, MOST_SEED, NO_SEED
@@ -291,7 +293,7 @@ class Message(Body):
 
     role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
     content: Annotated[Content, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
-    """A string, or a list of parts of type text. An assistant's message with tool calls needs none."""
+    """A string, or a list of parts of type text. An assistant's or a tool's message needs none."""
     reasoning_content: str | None = None
     """What the assistant thought before it answered."""
     reasoning: Annotated[Any, WithJsonSchema({})] = None
@@ -319,21 +321,22 @@ class Message(Body):
             raise ValueError("a tool's message should have the id of the call, a string, in its field tool_call_id")
         if value.get("tool_calls") and role != "assistant":
             raise ValueError("only an assistant's message can have tool_calls")
-        if value.get("tool_calls") and value.get("content") is None:
+        if role == "assistant" and isinstance(value.get("content"), list):
+            return {**value, "content": spoken(value["content"])}
+        if role in ("assistant", "tool") and value.get("content") is None:  # it said nothing
             return {**value, "content": ""}
         return value
 
     @override
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Calls of an assistant stand in for content."""
+        """Assistants and tools may say nothing."""
         schema = super().__get_pydantic_json_schema__(core, handler)
         described = handler.resolve_ref_schema(schema)
         described["required"].remove("content")
-        called = {"type": "array", "minItems": 1}
         described["anyOf"] = [
             {"required": ["content"]},
-            {"required": ["tool_calls"], "properties": {"role": {"const": "assistant"}, "tool_calls": called}},
+            {"properties": {"role": {"enum": ["assistant", "tool"]}}},
         ]
         content = described["properties"]["content"]
         described["properties"]["content"] = _or_null(content)
@@ -413,6 +416,16 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     """false: an answer ends with its first call."""
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the reasoning of an answer may have, tags included; it is closed then, and the answer follows."""
+    _inputs: Mapping[str, TextGrammar] = PrivateAttr(default_factory=dict)
+
+    @property
+    def inputs(self) -> Mapping[str, TextGrammar]:
+        """What the one argument of functions is held to, by their names."""
+        return self._inputs
+
+    def hold_inputs(self, inputs: Mapping[str, TextGrammar]) -> None:
+        """Hold the one argument of these functions, which are strict, to grammars as far as the format of calls can."""
+        self._inputs = inputs
 
     @model_validator(mode="after")
     def _one_bound_of_reasoning(self) -> Self:

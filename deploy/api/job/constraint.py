@@ -55,15 +55,17 @@ async def requested_grammar(
     check_possible("tools", tokenizer, info)
     assert tokenizer is not None
     assert reading is not None
-    begin_after = () if close is None else one_token(close, tokenizer, "tools")
+    param = "tool_choice" if binding.must else "tools"
+    begin_after = () if close is None else end_of_reasoning(close, tokenizer, param)
     found = await asyncio.to_thread(call_grammar, body, binding, reading, tokenizer, begin_after, form)
     return replace(found, grammar=bounded(found.grammar, body, reading, tokenizer))
 
 
 async def _form(
-    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, behind: str | None
+    body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, close: str | None
 ) -> Grammar | None:
-    """The constraint that the fields about an answer's form say."""
+    """The constraint that the fields about an answer's form say. `close`: what ends the reasoning that the answer begins
+    with; None where it begins with none."""
     asked = body.forms
     if len(asked) > 1:
         raise invalid(f"{asked[0]} and {asked[1]}: only one of them can be given", asked[1], "conflicting_parameters")
@@ -78,8 +80,10 @@ async def _form(
         raise invalid(f"{name}: it is nested too deeply", name, "invalid_grammar") from None
     check_possible(name, tokenizer, info)
     assert tokenizer is not None
-    begin = body.guided_begin_after or behind
-    begin_after = () if begin is None else one_token(begin, tokenizer, "guided_begin_after")
+    if body.guided_begin_after:
+        begin_after = one_token(body.guided_begin_after, tokenizer, "guided_begin_after")
+    else:
+        begin_after = () if close is None else end_of_reasoning(close, tokenizer, name)
     if (problem := await asyncio.to_thread(problem_of, grammar)) is not None:
         raise invalid(f"{name}: {problem}", name, "invalid_grammar")
     return Grammar(grammar.kind, grammar.text, grammar.strict, begin_after)
@@ -160,7 +164,7 @@ def call_grammar(
     assert reading.calls is not None, "a model whose calls cannot be read is given no tools"
     write, parallel = CALL_GRAMMARS[reading.calls], not binding.one
     choice = form is not None and not binding.must
-    bound = bind([*binding.functions], write, all_bound=binding.must or choice)
+    bound = bind([*binding.functions], write, all_bound=binding.must or choice, inputs=body.inputs)
     form_tag, form_left = form_as_tag(form, body.forms[0]) if form is not None and choice else (None, [])
 
     def grammar_of(bound: Bound) -> Grammar:
@@ -213,15 +217,12 @@ def form_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
 def _schema_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
     from workers.grammar.build import MOST_NESTED
     from workers.grammar.loosen import loosened
-    from workers.grammar.schema import SchemaError, check_schema
 
     schema = json.loads(form.text)
     if form.strict:
-        try:
-            check_schema(schema, MOST_NESTED, within_text=True)
-        except SchemaError as error:
-            raise invalid(f"{name}: with tools that may be called, {error}", name, "invalid_grammar") from None
-        return _json_or_any(schema), []
+        # It was checked by itself. What is enforced there and not beside calls, as most formats, is left to the model.
+        found, left_out = loosened(schema, MOST_NESTED, within_text=True)
+        return _json_or_any(found), [said(name, path, keyword) for path, keyword in left_out]
     found, left_out = loosened(schema, MOST_NESTED, within_text=True)
     return _json_or_any(opened(found)), [said(name, path, keyword) for path, keyword in left_out]
 
@@ -264,6 +265,19 @@ def one_token(text: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def end_of_reasoning(close: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
+    """The id of the token that ends reasoning, `close`; 400 where that is several, as the field `param` asks for something that
+    is enforced behind it."""
+    ids = tokenizer.encode(close, add_special_tokens=False)
+    if len(ids) != 1:
+        raise invalid(
+            f"{param}: is enforced from the end of the model's reasoning on, {close!r}, which has to be one token of "
+            f"its vocabulary and is {len(ids)}; ask it not to think (reasoning_effort: none), or leave {param} out",
+            param,
+        )
+    return tuple(ids)
+
+
 def bounded(
     grammar: Grammar | None, body: ChatBody, reading: Reading | None, tokenizer: Tokenizer | None
 ) -> Grammar | None:
@@ -279,7 +293,7 @@ def bounded(
         )
     if reading.where == "outside":
         return grammar
-    close = one_token(reading.reasoning.close, tokenizer, name)
+    close = end_of_reasoning(reading.reasoning.close, tokenizer, name)
     if reading.where == "inside":
         if grammar is not None and grammar.begin_after != close:
             raise invalid(f"{name}: does not go with guided_begin_after", name, "conflicting_parameters")

@@ -10,6 +10,7 @@ from typing import Any, Final
 from deploy.api.http.errors import ApiError, invalid
 from deploy.parsing.call_grammar import AllowedTool, CannotBind, Tag
 from deploy.parsing.schema_types import types_of
+from workers.grammar.text_grammar import TextGrammar
 
 NOTHING: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The arguments of a function that says nothing of them."""
@@ -44,11 +45,19 @@ class Bound:
         return Bound(tools, self.strict, (*kept, *(f"{name} parameters" for name in freed)))
 
 
-def bind(functions: list[dict[str, Any]], write: WriteCalls, *, all_bound: bool) -> Bound:
+def bind(
+    functions: list[dict[str, Any]],
+    write: WriteCalls,
+    *,
+    all_bound: bool,
+    inputs: Mapping[str, TextGrammar] | None = None,
+) -> Bound:
     """Functions of a request, of which the strict ones are bound to their schemas, and those that do not say whether
-    they are as well where `all_bound`. 400 for a strict one that cannot be."""
+    they are as well where `all_bound`. 400 for a strict one that cannot be. `inputs`: what the one argument of
+    functions is held to where calls can be, by name."""
     from workers.grammar.loosen import total_work
 
+    inputs = inputs or {}
     schemas = {function["name"]: _schema_of(function) for function in functions}
     held = [function["name"] for function in functions if function["strict"] is None] if all_bound else []
     parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -60,7 +69,9 @@ def bind(functions: list[dict[str, Any]], write: WriteCalls, *, all_bound: bool)
     for function in functions:
         name, left_out = function["name"], list[str]()
         try:
-            if function["strict"]:
+            if name in inputs:
+                tool, left_out = _held(name, schemas[name], inputs[name], write)
+            elif function["strict"]:
                 _check(name, schemas[name])
                 tool = AllowedTool(name, _without_annotations(schemas[name]))
             elif name in parts:
@@ -71,8 +82,18 @@ def bind(functions: list[dict[str, Any]], write: WriteCalls, *, all_bound: bool)
             raise wrong_tools(str(error)) from None
         tools.append(tool)
         not_enforced += left_out
-    strict = frozenset(function["name"] for function in functions if function["strict"])
+    strict = frozenset(function["name"] for function in functions if function["strict"]) - inputs.keys()
     return Bound(tools, strict, tuple(dict.fromkeys(not_enforced)))
+
+
+def _held(name: str, schema: dict[str, Any], held_to: TextGrammar, write: WriteCalls) -> tuple[AllowedTool, list[str]]:
+    """A tool whose one argument is a text of a grammar, or any text where that cannot be."""
+    tool = AllowedTool(name, schema, held_to=held_to)
+    try:
+        write([tool], True, False)
+    except CannotBind:
+        return AllowedTool(name, schema), [said(name, next(iter(schema["properties"])), "format")]
+    return tool, []
 
 
 def _schema_of(function: dict[str, Any]) -> dict[str, Any]:

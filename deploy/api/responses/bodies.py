@@ -16,6 +16,7 @@ from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
 from deploy.text.response_tools import AskedTools, format_of, qualified, read_tools
 from deploy.text.turns import ITEMS, Messages, messages_of_items, with_instructions
+from workers.grammar.text_grammar import TextGrammar, TextGrammarError
 
 Items = list[dict[str, Any]]
 
@@ -166,24 +167,23 @@ def chat_of(body: ResponsesBody, messages: Messages, tools: AskedTools) -> ChatB
     try:
         more = {name: getattr(body, name) for name in same if name in body.model_fields_set}
         more |= body.shared()
-        return validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
+        chat = validate(ChatBody, {**fields, **more, "chat_template_kwargs": body.chat_template_kwargs})
     except ApiError as error:
         raise named_here(error) from None
+    chat.hold_inputs({name: TextGrammar(*grammar) for name, grammar in tools.grammars.items()})
+    return chat
 
 
 def tools_of(body: ResponsesBody) -> AskedTools:
-    """The tools of a body. Calls of custom tools are held to regular expressions that grammars can enforce."""
-    from workers.grammar.build import MOST_NESTED
-    from workers.grammar.schema import SchemaError, check_schema
-
+    """The tools of a body, with the grammars that calls of custom tools are held to; others are left out by name."""
     asked = read_tools(body.tools)
     functions = {tool["function"].get("name"): tool["function"] for tool in asked.functions}
-    for name, pattern in asked.patterns.items():
+    for name, grammar in [*asked.grammars.items()]:
         try:
-            check_schema({"type": "string", "pattern": pattern}, MOST_NESTED, within_text=True)  # it is one by itself
-            check_schema(functions[name]["parameters"], MOST_NESTED, within_text=True)
-        except SchemaError:
+            TextGrammar(*grammar).ebnf(in_json=True)
+        except TextGrammarError:
             asked.left_out.append(format_of(asked.origins[name].name))
+            del asked.grammars[name]
         else:
             functions[name]["strict"] = True
     return asked

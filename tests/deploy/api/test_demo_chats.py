@@ -115,6 +115,37 @@ def test_fields_of_thinking_open_or_close_the_reasoning(fields: dict[str, Any], 
         assert getattr(said, "reasoning_content", None) == ("Hm." if thinks else None)
 
 
+BOUND: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"max_reasoning_tokens": 5}, "max_reasoning_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BOUND)
+def test_what_is_bound_behind_reasoning_says_that_it_cannot_be(fields: dict[str, Any], param: str) -> None:
+    """The end of reasoning is several tokens of this vocabulary."""
+    engine = FakeEngine(
+        say(TOKENIZER.encode("Hm.", add_special_tokens=False)),
+        replace(INFO, max_context=2048, vocab_size=TOKENIZER.size),
+    )
+    with (
+        serving(create_app(engine, TOKENIZER, ApiConfig())) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        def ask(effort: str) -> None:
+            more = {**fields, "reasoning_effort": effort}
+            client.chat.completions.create(model="tiny", messages=ASK, extra_body=more)
+
+        with pytest.raises(openai.BadRequestError, match=f"{param}: is enforced .*reasoning_effort: none") as found:
+            ask("high")
+        assert found.value.param == param
+        ask("none")
+
+
 @pytest.mark.long
 async def test_the_demo_model_calls_tools_as_it_is_served() -> None:
     """With no setting of a server, through OpenAI's client, and goes on behind the result."""

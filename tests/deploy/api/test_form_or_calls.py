@@ -274,3 +274,18 @@ def test_the_client_gets_either(stream: bool) -> None:
                 message = client.chat.completions.create(**given).choices[0].message
                 assert message.content == content
                 assert [call.function.name for call in message.tool_calls or ()] == called
+
+
+def test_formats_of_a_strict_form_that_are_not_enforced_beside_calls_are_named(
+    ports: dict[str, int], engine: FakeEngine
+) -> None:
+    """Alone the form is enforced; an agent's type of output is strict whether it has tools or not."""
+    schema = {**ANSWER, "properties": {**ANSWER["properties"], "link": {"type": "string", "format": "uri"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    body = {"model": "tiny", "messages": ASK, "response_format": form, "tools": TOOLS}
+    answer = httpx.post(f"http://127.0.0.1:{ports['kimi_k2']}/v1/chat/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-latentserve-not-enforced"] == "response_format.link format"
+    schema["properties"]["link"] = {"not": {}}
+    with pytest.raises(AssertionError, match="not is not supported"):
+        asked(ports["kimi_k2"], engine, response_format=form)

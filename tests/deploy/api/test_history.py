@@ -276,3 +276,42 @@ def test_a_model_without_any_way_to_chat_refuses_chats() -> None:
     with Server(without_template(None), None).clients() as server, pytest.raises(openai.BadRequestError) as found:
         server.chat([ASK])
     assert "this model has no chat template; use /v1/completions" in str(found.value)
+
+
+CALLED: Any = {"id": None, "type": None, "function": {"name": "f", "arguments": 5}}
+TURNS: list[tuple[list[Any], str]] = [
+    ([{"role": "assistant", "content": None}, ASK], "q"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}, ASK], "q"),
+    ([{"role": "assistant"}, ASK], "q"),
+    ([{"role": "assistant", "content": None, "reasoning_content": "Hm."}, ASK], "q"),
+    ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}, ASK], "I won't."),
+    ([{"role": "assistant", "content": None, "tool_calls": [CALLED]}, {"role": "tool", "tool_call_id": ""}], "f"),
+    ([{"role": "tool", "tool_call_id": "gone", "content": "Wet."}], "Wet."),
+]
+"""What chats hold behind the first question, and what the prompt has of it."""
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template"), [(tiny(), KIMI), (tiny(), GLM), (tiny(), DEEPSEEK_V31), (V32, None)]
+)
+def test_turns_that_say_nothing_or_lack_something_are_taken(tokenizer: Tokenizer, template: str | None) -> None:
+    with Server(tokenizer, template).clients() as server:
+        for turns, seen in TURNS:
+            assert seen in server.chat([ASK, *turns], tools=[TOOL]), turns
+
+
+RESULTS: list[tuple[Any, str]] = [
+    (None, "functions.f:0\n<|im_end|>"),
+    ({"wet": True}, '{"wet": true}'),
+    ([1, 2], "[1, 2]"),
+    ([], "[]"),
+    ({"type": "computer_screenshot", "image_url": "data:image/png"}, "[An image was here"),
+]
+
+
+@pytest.mark.parametrize(("output", "seen"), RESULTS)
+def test_results_that_are_no_text_are_read(output: Any, seen: str) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    given = {"type": "function_call_output", "call_id": "c", "output": output}
+    with Server(tiny(), KIMI).clients() as server:
+        assert seen in server.items([ASK, call, given])

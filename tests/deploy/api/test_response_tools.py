@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseCustomToolCall, ResponseFunctionToolCall
 from test_responses import TOKENIZER, TOOL, Served, ask, streamed
-from tool_templates import KIMI
+from tool_templates import GLM, KIMI
 
 from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
@@ -20,15 +20,15 @@ from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from deploy.text.response_tools import InputStream
 from tests.workers.grammar.grammar_walk import takes
+from tests.workers.grammar.test_text_grammar import APPLY_PATCH as PATCHES
 from workers.protocol.prompt import page_keys
 
 PATCH = '*** Begin Patch\n*** Add File: a "b".py\n+x = 1\n*** End Patch'
-GRAMMAR = 'start: begin_patch hunk+ end_patch\nbegin_patch: "*** Begin Patch" LF\n'
 APPLY_PATCH: dict[str, Any] = {
     "type": "custom",
     "name": "apply_patch",
     "description": "Edits files.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
+    "format": {"type": "grammar", "syntax": "lark", "definition": PATCHES},
 }
 SHELL = {
     "type": "function",
@@ -169,6 +169,53 @@ def test_a_regular_expression_binds_the_input_of_a_custom_tool() -> None:
         assert takes(grammar, written("dial", {"input": text})) == allowed, text
 
 
+LARK = 'start: NUMBER ("+" NUMBER)*\n%import common.NUMBER'
+
+
+def custom_tool(definition: str) -> Any:
+    return {
+        "type": "custom", "name": "dial", "format": {"type": "grammar", "syntax": "lark", "definition": definition},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "name": "apply_patch"}])
+def test_a_grammar_binds_the_input_of_a_custom_tool(choice: Any) -> None:
+    served = Served()
+    with served.client() as client:
+        raw = client.responses.with_raw_response.create(
+            model="tiny", input="Hi", tools=[APPLY_PATCH, TOOL], tool_choice=choice
+        )
+        assert "x-latentserve-ignored-tools" not in raw.headers
+    grammar = served.engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    for text, allowed in ((PATCH, True), (PATCH + "\n", True), ("rm -r /", False), (PATCH[:-1], False)):
+        assert takes(grammar, written("apply_patch", {"input": text})) == allowed, text
+    assert not takes(grammar, written("apply_patch", {"patch": PATCH}))
+
+
+def test_a_grammar_that_cannot_be_expressed_is_named_in_a_header() -> None:
+    served = Served()
+    with served.client() as client:
+        for definition, held in [(LARK, True), ("start: /(?=a)a/", False), ("start: a", False), ("", False)]:
+            raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[custom_tool(definition)])
+            assert raw.headers.get("x-latentserve-ignored-tools") == (None if held else "dial.format")
+            assert (served.engine.requests[-1].sampling.grammar is not None) == held
+            assert json.dumps(definition)[1:-1] in served.prompt
+
+
+def test_values_between_tags_are_held_to_grammars_without_the_sign_of_a_tag() -> None:
+    served = Served(template=GLM)
+    with served.client() as client:
+        for tool, left_out in ((custom_tool(LARK), None), (APPLY_PATCH, "apply_patch.input format")):
+            raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[tool])
+            assert raw.headers.get("x-latentserve-not-enforced") == left_out
+            grammar = served.engine.requests[-1].sampling.grammar
+            assert grammar is not None
+            for text, allowed in (("1+2", True), ("1+", left_out is not None)):
+                arguments = f"<arg_key>input</arg_key><arg_value>{text}</arg_value>"
+                assert takes(grammar, f"<tool_call>{tool['name']}{arguments}</tool_call>") == allowed, text
+
+
 def test_a_name_says_which_tool_is_meant() -> None:
     custom: Any = {"type": "custom", "name": "mail__send"}
     with Served().client() as client:
@@ -186,10 +233,10 @@ def test_a_coding_agent_s_request() -> None:
     served = Served(f"Hm.</think>I write.{written('apply_patch', {'input': PATCH})}")
     with served.client() as client:
         raw = client.responses.with_raw_response.create(**CODEX)
-        assert raw.headers["x-latentserve-ignored-tools"] == "apply_patch.format, web_search, local_shell"
+        assert raw.headers["x-latentserve-ignored-tools"] == "web_search, local_shell"
         events = list(raw.parse())
         assert "You are a coding agent running in a terminal.\n\n<permissions>" in served.prompt
-        assert json.dumps(GRAMMAR)[1:-1] in served.prompt
+        assert json.dumps(PATCHES)[1:-1] in served.prompt
         assert [event.type for event in events][-1] == "response.completed"
         response = events[-1].response
         assert [item.type for item in response.output] == ["reasoning", "message", "custom_tool_call"]
@@ -214,6 +261,20 @@ ITEMS: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
         ["ws_1"],
     ),
     ([{"type": "tool_search_call", "arguments": {}}], ["[The server called its tool tool_search.]"], []),
+    ([{"type": "ghost_snapshot", "ghost_commit": {"id": "abc123"}}], [], ["abc123"]),
+    ([{"type": "compaction_summary", "encrypted_content": "gAAA"}], ["[Earlier turns were left out here.]"], ["gAAA"]),
+    (
+        [
+            {"type": "computer_call", "call_id": "x", "action": {"type": "click", "x": 5}, "status": "completed"},
+            {
+                "type": "computer_call_output",
+                "call_id": "x",
+                "output": {"type": "computer_screenshot", "image_url": "u9"},
+            },
+        ],
+        ['"type": "click"', "[An image was here, which this model cannot see.]"],
+        ["u9"],
+    ),
     (
         [{"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function", "name": "send"}, 5]}],
         ["[Tools were found: send.]"],

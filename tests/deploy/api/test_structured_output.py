@@ -151,7 +151,7 @@ def test_behind_reasoning(engine: FakeEngine) -> None:
         if len(close) == 1:
             assert engine.requests[-1].sampling.grammar == Grammar("regex", "a", begin_after=tuple(close))
         else:
-            assert (said.status_code, said.json()["error"]["param"]) == (400, "guided_begin_after")
+            assert (said.status_code, said.json()["error"]["param"]) == (400, "guided_regex")
 
 
 async def test_it_holds_alone_where_no_tool_may_be_called() -> None:

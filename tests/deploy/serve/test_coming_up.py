@@ -110,6 +110,24 @@ def test_nothing_is_started_for_a_model_that_cannot_be_served(
         app.build(arguments)
 
 
+@pytest.mark.parametrize(("address", "gpus"), [("local", 0), ("local", 1), ("10.0.0.1:6379", 0)])
+def test_a_cache_that_needs_gpus_is_refused_where_a_ray_of_our_own_would_have_none(
+    monkeypatch: pytest.MonkeyPatch, address: str, gpus: int
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(app, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(app, "RayConnection", start)
+    arguments = {"engine": {"model": "demo", "kv_cache_dtype": "bf16"}, "port": 0, "ray_address": address}
+    refused = address == "local" and gpus == 0
+    with pytest.raises(Unfit if refused else Started, match="--kv-cache-dtype" if refused else None):
+        app.launch(ServeConfig.model_validate(arguments), lambda line: None)
+
+
 def test_mistakes_in_the_args_of_a_serve_config_file_are_said_plainly() -> None:
     with pytest.raises(ValueError, match=r"unknown setting engin in args, did you mean engine\?$") as error:
         app.build({"engin": {"model": "demo"}})

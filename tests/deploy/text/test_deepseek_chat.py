@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiny_tokenizer import backend, without_template
-from tool_templates import DEEPSEEK_V31_WITHOUT_TOOLS
+from tool_templates import DEEPSEEK_R1_CALLS, DEEPSEEK_V31_WITHOUT_TOOLS
 
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
@@ -153,10 +153,12 @@ def test_calls_and_results() -> None:
     )
 
 
-@pytest.mark.parametrize("messages", [[result("a", "A")], [user("q"), result("a", "A")]])
-def test_results_without_calls_are_refused(messages: list[dict[str, Any]]) -> None:
-    with pytest.raises(ChatTemplateError, match="should follow the message of the assistant"):
-        render(messages)
+@pytest.mark.parametrize("before", [[], [user("q"), answer("Hm.")]])
+def test_results_whose_calls_a_client_left_out_are_told_by_a_user(before: list[dict[str, Any]]) -> None:
+    section = "<function_results>\n<result>A</result>\n<result>B</result>\n</function_results>"
+    prompt = render([*before, result("a", "A"), result("b", "B")])
+    said = f"{USER}q{ASSISTANT}</think>Hm.{END}" if before else ""
+    assert prompt == f"{BEGIN}{said}{USER}{section}{ASSISTANT}</think>"
 
 
 def test_control_tokens_of_clients_are_text() -> None:
@@ -264,6 +266,34 @@ def test_the_tools_of_v31_stand_in_the_system_message() -> None:
     ids = tokenizer.encode(tokenizer.render_chat([user("q")], tools=[spelled], template=template))
     [separator] = tokenizer.encode("<｜tool▁sep｜>", add_special_tokens=False)
     assert ids.count(separator) == 1
+
+
+def test_the_tools_of_r1_stand_in_the_system_message() -> None:
+    tokenizer = without_template(None)
+
+    def written(*messages: dict[str, Any], **options: Any) -> str:
+        return tokenizer.render_chat(messages, template=DEEPSEEK_R1_CALLS, control_tokens_in_text=True, **options)
+
+    section = V31_SECTION.replace(
+        "tool_call_name<｜tool▁sep｜>tool_call_arguments",
+        "function<｜tool▁sep｜>tool_call_name\n```json\ntool_call_arguments\n```",
+    )
+    tools = [TOOL, {"type": "function", "function": {"name": "g"}}]
+    asked = f"<|bos|>{section}{USER}q{ASSISTANT}"
+    assert written(user("q"), tools=tools) == f"{asked}<think>\n"
+    fenced = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{,\n```<｜tool▁call▁end｜>"
+        f"<｜tool▁calls▁end｜>{END}"
+    )
+    output = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>A<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    end = f"{output}{ASSISTANT}<think>\n"
+    called = answer("", None, call("a", "{,"))
+    assert written(user("q"), called, result("a", "A"), tools=tools) == f"{asked}{fenced}{end}"
+    said = answer("I look.", None, call("a", "{,"))
+    text = f"{asked}I look.{END}{ASSISTANT}{fenced}{end}"
+    assert written(user("q"), said, result("a", "A"), tools=tools) == text
+    reader = Reader(tokenizer, ApiConfig(chat_template=DEEPSEEK_R1_CALLS))
+    assert (reader.tools, reader.reasoning) == ("deepseek_v3", "deepseek_r1")
 
 
 def test_templates_that_know_nothing_of_tools_still_say_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -144,6 +145,16 @@ def test_tokens_are_bytes_that_streams_show(tokenizer: Tokenizer) -> None:
 def test_the_chat_template_comes_along(tokenizer: Tokenizer) -> None:
     text = tokenizer.render_chat([{"role": "user", "content": "the"}])
     assert tokenizer.encode(text, add_special_tokens=False) == [FIRST + 4, *defined("the"), FIRST + 5]
+
+
+def test_so_do_further_chat_templates(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "several")
+    (tmp_path / "several" / "additional_chat_templates").mkdir()
+    (tmp_path / "several" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | tojson }}")
+    loaded = Tokenizer.load(tmp_path / "several")
+    assert loaded is not None
+    assert loaded.template_for(None, tools=True) == "{{ tools | tojson }}"
+    assert loaded.template_for(None, tools=False) == TEMPLATE
 
 
 def test_role_tokens_that_a_message_spells_are_text(tokenizer: Tokenizer) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tiny_tokenizer import TEMPLATE, tiny
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_R1_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI
 
 from deploy.text.errors import ToolsUnknown
 from deploy.text.tokenizer import Tokenizer
@@ -19,6 +19,10 @@ KNOWN = {
     DEEPSEEK_V31: ToolTemplate(knows_tools=True, arguments_as_text=True),
     DEEPSEEK_V3: ToolTemplate(knows_tools=True, arguments_as_text=False),
     GLM: ToolTemplate(knows_tools=True, arguments_as_text=False),
+    DEEPSEEK_R1_CALLS: ToolTemplate(False, True, True, fences_arguments=True, calls_without_content=True),
+    DEEPSEEK_R1_CALLS.replace("m['content'] is none", "m['tool_calls']").replace("['type'] +", "['type'] + ''"): (
+        ToolTemplate(False, True, True, fences_arguments=True)
+    ),
     DEEPSEEK_R1: ToolTemplate(knows_tools=False, arguments_as_text=False),
     TEMPLATE: ToolTemplate(knows_tools=False, arguments_as_text=False),
     "{% if tools %}{{ raise_exception('no') }}{% endif %}": ToolTemplate(knows_tools=False, arguments_as_text=False),

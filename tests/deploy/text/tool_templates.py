@@ -90,3 +90,22 @@ DEEPSEEK_R1 = (
     "{%- for m in messages -%}{{ '<｜' + m['role'] + '｜>' + m['content'] }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"
 )
+DEEPSEEK_R1_CALLS = (
+    "{% set ns = namespace(system='', first=true) %}{%- for m in messages if m['role'] == 'system' -%}"
+    "{% set ns.system = ns.system + ('' if ns.first else '\\n\\n') + m['content'] %}{% set ns.first = false %}"
+    "{%- endfor -%}{{ bos_token }}{{ ns.system }}"
+    "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{ '<｜User｜>' + m['content'] }}"
+    "{%- elif m['role'] == 'assistant' and m['content'] is none -%}{{ '<｜Assistant｜><｜tool▁calls▁begin｜>' }}"
+    "{%- for call in m['tool_calls'] -%}{{ '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>'"
+    " + call['function']['name'] + '\\n```json\\n' + call['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}"
+    "{%- endfor -%}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}"
+    "{%- elif m['role'] == 'assistant' -%}"
+    "{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+    "{%- elif m['role'] == 'tool' -%}"
+    "{{ '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>' + m['content'] }}"
+    "{{ '<｜tool▁output▁end｜><｜tool▁outputs▁end｜>' }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"
+)
+"""As R1's own, and V3's but for the end: of tools it writes the calls and their results alone, and calls of messages
+that say nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ def test_a_cache_in_another_type_than_the_model(settings: dict[str, Any]) -> Non
         fp8_cache(EngineConfig(model="demo", kv_cache_dtype="bf16", **settings), dtype)
     assert not fit(model="demo", kv_cache_dtype="bf16", dtype="bfloat16")
     assert not fit(model="demo", kv_cache_dtype="bf16")
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(0, False), (1, True), (None, True)])
+def test_a_cache_in_another_type_than_the_model_has_without_a_gpu(gpus: int | None, fits: bool) -> None:
+    config = EngineConfig(model="demo", kv_cache_dtype="bf16")
+    with nullcontext() if fits else pytest.raises(Unfit, match=r"--kv-cache-dtype.*the model runs in float32"):
+        check_fit(config, gpus=gpus)
+    check_fit(EngineConfig(model="demo", kv_cache_dtype="bf16", dtype="bfloat16"), gpus=gpus)
+    check_fit(EngineConfig(model="demo", kv_cache_dtype="fp8"), gpus=gpus)
 
 
 @pytest.mark.parametrize("place", ["", "text_config"])

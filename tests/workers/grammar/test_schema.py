@@ -20,6 +20,10 @@ from workers.protocol.grammar import Grammar
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 INT, STR = {"type": "integer"}, {"type": "string"}
 
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"v": INT, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+}
 ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     # schema, valid values that can be written, and values that are not valid
     (True, [1, "a", None, {"x": [1]}], []),
@@ -79,6 +83,12 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
         [{}, {"c": [{}, {"c": []}]}],
         [{"c": [1]}],
     ),
+    (
+        {"$defs": {"node": {**NODE, "required": ["v", "next"]}}, "$ref": "#/$defs/node"},
+        [{"v": 1, "next": None}, {"v": 1, "next": {"v": 2, "next": None}}],
+        [{"v": 1}, {"v": 1, "next": {"v": 2}}],
+    ),
+    ({"type": "array", "items": {"$ref": "#"}}, [[], [[], [[]]]], [1, [1]]),
     ({"type": "integer", "title": "T", "description": "d", "default": 1, "x-order": 2, "$id": "u"}, [1], ["a"]),
 ]
 
@@ -151,6 +161,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "other.json"}, "references within the schema"),
     ({"$ref": "#/$defs/x"}, "leads nowhere"),
     ({"type": "array", "items": {"$ref": "#/items"}}, "references to $defs"),
+    ({"$ref": "#"}, "#/$ref: # leads back to itself"),
+    ({"anyOf": [{"$ref": "#"}, INT]}, "#/anyOf/0/$ref: # leads back to itself"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "$ref: #/$defs/b leads back"),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#/properties/a/$ref: # leads back"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#/items/$ref: # leads back"),
+    ({"type": "array", "prefixItems": [INT, {"$ref": "#"}], "minItems": 2}, "#/prefixItems/1/$ref: # leads back"),
+    ({"$defs": {"n": {"allOf": [{"$ref": "#/$defs/n"}]}}, **INT}, "#/$defs/n/allOf/0/$ref: #/$defs/n leads back"),
     ({"$defs": {"a": {"$id": "u", "type": "integer"}}, "type": "integer"}, "$id"),
     ({"anyOf": [INT], "type": "integer"}, "type beside anyOf"),
     ({"allOf": [INT, {"minimum": 4}]}, "minimum"),
