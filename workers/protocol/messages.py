@@ -274,6 +274,8 @@ class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A collective failed, which most often means that another rank died first: its own report is the first cause."""
     lasting: bool = False
     """It is in the model, the settings or the machine: another start would end the same."""
+    in_step: bool = False
+    """An error in a step, or a step that never ends: what was asked of the replica may have caused it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
