@@ -25,6 +25,7 @@ from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
+from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
 from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog
 from deploy.serve.under_serve import UnderServe
@@ -91,6 +92,7 @@ class EngineReplica:
 
     processes_class: type[ReplicaProcesses] = ReplicaProcesses
     key_status_store: KeyStatusStore | None = None
+    neighbor_store: NeighborStore | None = None
     tracing: Tracing | None = None
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -110,6 +112,9 @@ class EngineReplica:
         self.key_status_store = KeyStatusStore(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
         self.engine: FailoverEngine | None = None
+        if config.replicas > 1 and config.health.patience_s > 0:
+            place = Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+            self.neighbor_store = NeighborStore(context.app_name, self.name, config, place)
         self.watchdog: StreamWatchdog | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -139,6 +144,9 @@ class EngineReplica:
         self.live.serving(self.engine)
         if self.key_status_store is not None:
             self.key_status_store.serving(self.engine)
+        if self.neighbor_store is not None:
+            self.neighbor_store.on_folder.append(self.watchdog.remove_at_end)
+            self.neighbor_store.open(self.engine)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.status_store.say("serving")
@@ -157,7 +165,8 @@ class EngineReplica:
         self.sampling_defaults = sampling_defaults(config)
         await client.ready(config.engine.start_timeout_s)
         await client.health_check()
-        engine = FailoverEngine(client, self._start_again, config.health.patience_s)
+        neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
+        engine = FailoverEngine(client, self._start_again, config.health.patience_s, neighbors=neighbors)
         engine.on_loss.append(self._lost)
         engine.on_return.append(self._returned)
         engine.on_fault.append(self._failed)
@@ -203,8 +212,6 @@ class EngineReplica:
         logger.info("engine serves again", extra={logs.FIELDS: {"seconds": seconds, "continued": self.engine.streams}})
         self.live.serving(self.engine)
         self.status_store.say(f"serving again after {seconds:.1f} s")
-        gc.collect()
-        gc.freeze()
 
     def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
         """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
@@ -278,6 +285,8 @@ class EngineReplica:
         self.live.close()
         if self.key_status_store is not None:
             self.key_status_store.close()
+        if self.neighbor_store is not None:
+            self.neighbor_store.close()
         if self.tracing is not None:
             self.tracing.close()
 

@@ -31,7 +31,7 @@ async def test_streams_go_on_with_the_tokens_that_they_would_have_had(server: Se
     old = server.pids("ray::SchedulerActor") + server.pids("ray::WorkerActor")
     [victim] = server.pids(title)
     async with client(300.0) as http:
-        ask = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+        ask = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
         undisturbed = await asyncio.gather(*await begin(http, server.url, 2, **ask))
         tasks = await begin(http, server.url, 2, **ask)
         os.kill(victim, signal.SIGKILL)

@@ -77,6 +77,11 @@ class EngineClient:
             raise RuntimeError("the replica is not ready yet")
         return self._ready.result()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it is ready and lives."""
+        return self._ready.done() and self.fault is None
+
     async def ready(self, timeout_s: float | None = None) -> ModelInfo:
         """Wait until every rank is ready; EngineFault when one fails, TimeoutError after `timeout_s`."""
         # Messages may have arrived before the reader was added: the descriptor is edge-triggered.
