@@ -32,7 +32,7 @@ from deploy.serve.under_serve import UnderServe
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
 from workers.processes.client import EngineClient
-from workers.processes.failover import FailoverEngine
+from workers.processes.failover import FailoverEngine, Neighbors
 from workers.protocol.front import Engine, EngineFault
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
@@ -165,7 +165,7 @@ class EngineReplica:
         self.sampling_defaults = sampling_defaults(config)
         await client.ready(config.engine.start_timeout_s)
         await client.health_check()
-        neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
+        neighbors: Neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
         engine = FailoverEngine(client, self._start_again, config.health.patience_s, neighbors=neighbors)
         engine.on_loss.append(self._lost)
         engine.on_return.append(self._returned)
