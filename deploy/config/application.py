@@ -58,6 +58,11 @@ class HealthConfig(BaseModel):
     """Until a health check without an answer counts as failed; three in a row replace the replica.
 
     A front that hangs for as long, and at least for a second, is ended."""
+    patience_s: Annotated[float, Field(ge=0)] = 60.0
+    """How long streams wait for an engine after theirs died; then they end with an error.
+
+    Scheduler and ranks are started again in place. Streams go on there, or before that at another replica, with the
+    tokens that they would have had. 0: streams end at once, and the whole replica is replaced."""
     flush_s: Annotated[float, Field(ge=0)] = 0.25
     """Between the error event on every stream of a failed replica and its exit."""
     start_attempts: Annotated[int, Field(ge=1)] = 3

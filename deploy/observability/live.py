@@ -122,6 +122,8 @@ class Window:
     def sample(self, stats: EngineStats) -> None:
         """Keep the figures of now. Samples that are older than the window go, but for the one before this."""
         now = self._clock()
+        if self._samples and stats.steps < self._samples[-1][1].steps:
+            self._samples.clear()  # another scheduler, which counts from its own start
         if self._samples and now - self._samples[-1][0] < PERIOD_S / 2:
             return
         self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=b"")))
@@ -130,7 +132,9 @@ class Window:
 
     def figures(self, stats: EngineStats) -> ReplicaFigures:
         """What to show now: `stats` against the oldest sample."""
-        then, old = self._samples[0] if self._samples else (self._clock(), stats)
+        # Not against samples of the scheduler before this one.
+        known = self._samples and self._samples[-1][1].steps <= stats.steps
+        then, old = self._samples[0] if known else (self._clock(), stats)
         seconds = self._clock() - then
         return replica_figures(old, stats, seconds if seconds >= SHORTEST_S else 0.0)
 

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.routing.policy import Load
@@ -127,6 +127,16 @@ class Arrivals:
             seen=dict(self._seen),
             at=time.time(),
         )
+
+
+OUT_OF_SERVICE_TOKENS = 10**9
+"""What a replica whose engine is away adds to the prompt tokens that it has to compute: more than any other has."""
+
+
+def out_of_service(load: Load) -> Load:
+    """The load to report while requests would wait for an engine that is being started: whoever has another replica to
+    choose chooses that, and no prefix is cached."""
+    return replace(load, backlog=load.backlog + OUT_OF_SERVICE_TOKENS, pages_free=0, keys=frozenset())
 
 
 def load_to_report(load: Load) -> dict[str, Any]:

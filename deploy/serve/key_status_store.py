@@ -15,7 +15,7 @@ import msgspec
 
 from deploy.api.limits.keys import KeyRing, Spent
 from deploy.serve.progress import others, store
-from workers.processes.client import EngineClient
+from workers.processes.failover import FailoverEngine
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -40,10 +40,10 @@ class KeyStatusStore:
         """In the running event loop."""
         self._prefix, self._own = f"keys/{application}/".encode(), replica
         self._keys = keys
-        self._client: EngineClient | None = None
+        self._client: FailoverEngine | None = None
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
-    def serving(self, client: EngineClient) -> None:
+    def serving(self, client: FailoverEngine) -> None:
         """From now on the scheduler of `client` says what it gives to keys, and hears what others give them."""
         client.on_charges.append(self._keys.charged)
         self._client = client

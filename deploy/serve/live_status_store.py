@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from deploy.observability.live import PERIOD_S, ReplicaState, Window
 from deploy.serve.progress import others, store
-from workers.processes.client import EngineClient
+from workers.processes.failover import FailoverEngine
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -36,7 +36,7 @@ class LiveStatusStore:
         self._prefix = f"live/{application}/".encode()
         self._state: Literal["starting", "serving", "failed"] = "starting"
         self._cause = ""
-        self._client: EngineClient | None = None
+        self._client: FailoverEngine | None = None
         self._window = Window()
         self._lock = threading.Lock()
         self._closed = False
@@ -44,9 +44,13 @@ class LiveStatusStore:
         self._reading: asyncio.Task[None] | None = None
         self._telling = asyncio.ensure_future(self._keep_telling())
 
-    def serving(self, client: EngineClient) -> None:
+    def serving(self, client: FailoverEngine) -> None:
         """From now on the figures of `client` are told."""
-        self._client, self._state = client, "serving"
+        self._client, self._state, self._cause = client, "serving", ""
+
+    def starting_again(self, cause: str) -> None:
+        """The engine died of `cause`, and is started again."""
+        self._state, self._cause = "starting", cause
 
     def failed(self, cause: str) -> None:
         """Tell the cause of the replica's end at once, and wait for nothing: streams are to be told, too."""

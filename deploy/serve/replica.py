@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,17 +21,19 @@ from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
 from deploy.observability import logs
 from deploy.observability.ray_metrics import RayFrontMetrics
-from deploy.routing.arrivals import Arrivals, load_to_report
+from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
+from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
 from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog
 from deploy.serve.under_serve import UnderServe
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
 from workers.processes.client import EngineClient
-from workers.protocol.front import EngineFault
+from workers.processes.failover import FailoverEngine, Neighbors
+from workers.protocol.front import Engine, EngineFault
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
     from deploy.observability.tracing import Tracing
@@ -81,12 +84,15 @@ def _tracing_to(endpoint: str | None, replica: str) -> Tracing | None:
 class EngineReplica:
     """The engine deployment.
 
-    On the first fault every stream ends with an error event, new requests are refused, and the process exits once the
-    events are flushed: Serve replaces a dead replica at once, an unhealthy one only after several health checks.
+    Where its engine dies, scheduler and ranks are started again in their places, and the streams go on with them
+    (`workers.processes.failover`). When that fails, or `health.patience_s` is 0, every stream ends with an error event,
+    new requests are refused, and the process exits once the events are flushed: Serve replaces a dead replica at once,
+    an unhealthy one only after several health checks.
     """
 
     processes_class: type[ReplicaProcesses] = ReplicaProcesses
     key_status_store: KeyStatusStore | None = None
+    neighbor_store: NeighborStore | None = None
     tracing: Tracing | None = None
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -105,15 +111,19 @@ class EngineReplica:
         self.keys = KeyRing(config.api.api_keys)
         self.key_status_store = KeyStatusStore(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
-        self.client: EngineClient | None = None
+        self.engine: FailoverEngine | None = None
+        if config.replicas > 1 and config.health.patience_s > 0:
+            place = Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+            self.neighbor_store = NeighborStore(context.app_name, self.name, config, place)
         self.watchdog: StreamWatchdog | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._serving = False
         self._forgetting: asyncio.TimerHandle | None = None
-        self.processes = self.processes_class(config, group, labels)
+        self._new_processes = partial(self.processes_class, config, group, labels)
+        self.processes = self._new_processes()
         try:
-            self.client = await self._bring_up()
+            self.engine = await self._bring_up()
         except Exception as error:
             cause = str(error) or type(error).__name__
             # Last the status store: who reads there that it is hopeless may end this process at once.
@@ -131,34 +141,77 @@ class EngineReplica:
         gc.collect()
         gc.freeze()
         self._serving = True
-        self.live.serving(self.client)
+        self.live.serving(self.engine)
         if self.key_status_store is not None:
-            self.key_status_store.serving(self.client)
+            self.key_status_store.serving(self.engine)
+        if self.neighbor_store is not None:
+            self.neighbor_store.on_folder.append(self.watchdog.remove_at_end)
+            self.neighbor_store.open(self.engine)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.status_store.say("serving")
         placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
         logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
 
-    async def _bring_up(self) -> EngineClient:
+    async def _bring_up(self) -> FailoverEngine:
         config = self.config
         self.status_store.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
-        addresses = await self.processes.start()
+        client = await self._start_processes()
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
-        client = EngineClient(config.engine, addresses, config.model_name)
-        client.on_progress.append(self.status_store.say)
-        client.on_fault.append(self._failed)
-        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
         if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
             self.status_store.say(why)
         self.sampling_defaults = sampling_defaults(config)
         await client.ready(config.engine.start_timeout_s)
         await client.health_check()
+        neighbors: Neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
+        engine = FailoverEngine(client, self._start_again, config.health.patience_s, neighbors=neighbors)
+        engine.on_loss.append(self._lost)
+        engine.on_return.append(self._returned)
+        engine.on_fault.append(self._failed)
         self.metrics = RayFrontMetrics(self.arrivals)
-        self._reporter = asyncio.ensure_future(self._report(client))
+        self._reporter = asyncio.ensure_future(self._report(engine))
+        return engine
+
+    async def _start_processes(self) -> EngineClient:
+        """Place scheduler and ranks and set them to work; the client of them, before they are ready."""
+        config = self.config
+        addresses = await self.processes.start()
+        client = EngineClient(config.engine, addresses, config.model_name)
+        client.on_progress.append(self.status_store.say)
+        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
         return client
+
+    async def _start_again(self) -> EngineClient:
+        """Another scheduler and other ranks in the places of those that died, ready to serve."""
+        if not self._serving:
+            raise EngineFault("the replica is ending")
+        self.processes.kill()
+        self.processes = self._new_processes()
+        client = await self._start_processes()
+        try:
+            assert self.watchdog is not None
+            self.watchdog.remove_at_end(self.processes.folder)
+            await client.ready(self.config.engine.start_timeout_s)
+            await client.health_check()
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    def _lost(self, cause: str) -> None:
+        """The engine died, and another one is about to be started in its place."""
+        assert self.engine is not None
+        logger.error("engine lost", extra={logs.FIELDS: {"cause": cause, "waiting": self.engine.streams}})
+        self.live.starting_again(cause)
+        self.status_store.say(f"{cause}; its engine is started again, and {self.engine.streams} streams wait for it")
+
+    def _returned(self, seconds: float) -> None:
+        assert self.engine is not None
+        logger.info("engine serves again", extra={logs.FIELDS: {"seconds": seconds, "continued": self.engine.streams}})
+        self.live.serving(self.engine)
+        self.status_store.say(f"serving again after {seconds:.1f} s")
 
     def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
         """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
@@ -166,7 +219,7 @@ class EngineReplica:
         asyncio.get_running_loop().call_later(wait, client.fail, cause)
 
     def _failed(self, cause: str) -> None:
-        """The engine's first fault. By now every stream has been told."""
+        """The engine died, and none takes its place. By now every stream has been told."""
         if not self._serving:
             return  # the constructor raises it
         try:
@@ -182,9 +235,9 @@ class EngineReplica:
             # the streams' events wait for it.
             asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
 
-    async def _report(self, client: EngineClient) -> None:
+    async def _report(self, engine: FailoverEngine) -> None:
         while True:
-            self.metrics.report(client.fault)
+            self.metrics.report(engine.down or None)
             await asyncio.sleep(self.config.metrics_period_s)
 
     @staticmethod
@@ -193,29 +246,30 @@ class EngineReplica:
             watchdog.beat()
             await asyncio.sleep(BEAT_S)
 
-    def front(self, client: EngineClient) -> ASGIApp:
+    def front(self, engine: Engine) -> ASGIApp:
         """The HTTP application."""
         from deploy.api.app import create_app
 
         numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
         known = (self.metrics, numerics, self.live, self.keys, self.tracing, self.sampling_defaults)
-        return create_app(client, self.tokenizer, self.config.api, *known)
+        return create_app(engine, self.tokenizer, self.config.api, *known)
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts, called once the constructor is through."""
-        client = self.client
-        assert client is not None
-        return UnderServe(self.front(client), self.name, self.arrivals, self.watchdog)
+        assert self.engine is not None
+        return UnderServe(self.front(self.engine), self.name, self.arrivals, self.watchdog)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve; routers find it with the replica."""
-        assert self.client is not None
-        return load_to_report(self.arrivals.load(self.client.stats))
+        assert self.engine is not None
+        load = self.arrivals.load(self.engine.stats)
+        return load_to_report(out_of_service(load) if self.engine.down else load)
 
     async def check_health(self) -> None:
-        """Called by Serve. The exit after a fault makes this the second line of defence."""
-        if self.client is not None and self.client.fault is not None:
-            raise EngineFault(self.client.fault)
+        """Called by Serve. The exit after a fault makes this the second line of defence. A replica whose engine is
+        being started again is well: it has streams that wait."""
+        if self.engine is not None and self.engine.over:
+            raise EngineFault(self.engine.down)
 
     def __del__(self) -> None:
         """Called by Serve once every request is through."""
@@ -229,6 +283,8 @@ class EngineReplica:
         self.live.close()
         if self.key_status_store is not None:
             self.key_status_store.close()
+        if self.neighbor_store is not None:
+            self.neighbor_store.close()
         if self.tracing is not None:
             self.tracing.close()
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MESSAGE = struct.Struct("<BQ")
-_RELEASE, _BEAT, _HOLD = 1, 2, 3
+_FOLDER, _RELEASE, _BEAT, _HOLD = 0, 1, 2, 3
 """Kinds of messages. Behind `_HOLD` each number says which last words a connection gets."""
 BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
@@ -104,6 +104,17 @@ class StreamWatchdog:
         elif self._unsent or not self._send(_RELEASE, held):
             self._keep(held, _RELEASE, None)
 
+    def remove_at_end(self, folder: Path | None) -> None:
+        """From now on the replica's socket files are in this folder; None: in none."""
+        if folder is None:
+            return
+        self._next += 1
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if self._unsent or not self._send(_FOLDER, self._next, descriptor):
+            self._keep(self._next, _FOLDER, descriptor)
+        else:
+            os.close(descriptor)
+
     def beat(self) -> None:
         """The front's loop turns; to be called every `BEAT_S`."""
         self._send(_BEAT, 0)
@@ -149,9 +160,11 @@ class StreamWatchdog:
         self._socket.close()
 
 
-def keep(channel: socket.socket, silence_s: float = math.inf) -> list[tuple[socket.socket, int]]:
+def keep(
+    channel: socket.socket, silence_s: float = math.inf, folders: list[str] | None = None
+) -> list[tuple[socket.socket, int]]:
     """The watchdog's life: keep connections while the front lives; returns those that are left, and which words each
-    gets."""
+    gets. `folders` become those that are to be removed then."""
     held: dict[int, tuple[socket.socket, int]] = {}
     front, beats, quiet = os.getppid(), False, 0.0
     while True:
@@ -169,6 +182,10 @@ def keep(channel: socket.socket, silence_s: float = math.inf) -> list[tuple[sock
         kind, number = _MESSAGE.unpack(data)
         if kind >= _HOLD and descriptors:
             held[number] = socket.socket(fileno=descriptors[0]), kind - _HOLD
+        elif kind == _FOLDER and descriptors:
+            if folders is not None:
+                folders.append(os.readlink(f"/proc/self/fd/{descriptors[0]}"))
+            os.close(descriptors[0])
         elif kind == _RELEASE and number in held:
             held.pop(number)[0].close()
         beats |= kind == _BEAT
@@ -218,9 +235,10 @@ if __name__ == "__main__":
     number = int(sys.argv[1])
     os.closerange(3, number)
     os.closerange(number + 1, 1024)
-    left = keep(socket.socket(fileno=number), float(sys.argv[2]))
+    folders = [sys.argv[4]] if sys.argv[4] else []
+    left = keep(socket.socket(fileno=number), float(sys.argv[2]), folders)
     if sys.argv[5:]:  # first, for clients that ask why their stream ended
         note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
     end(left, _unpacked(sys.argv[3]))
-    if sys.argv[4]:
-        shutil.rmtree(sys.argv[4], ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

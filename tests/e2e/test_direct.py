@@ -25,6 +25,7 @@ CONFIG = {
     "port": 0,
     "ingress": "direct",
     "drain": {"deregister_s": 0.5, "timeout_s": 60},
+    "health": {"patience_s": 0},
     "log": {"access": True},
 }
 

@@ -18,6 +18,7 @@ CONFIG = {
     "ingress": "proxy",
     "dashboard": False,
     "drain": {"deregister_s": 0.5, "timeout_s": 60},
+    "health": {"patience_s": 0},
 }
 
 

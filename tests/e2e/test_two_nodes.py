@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CONFIG = {
     "name": "demo",
+    "health": {"patience_s": 0},
     "gpus_per_rank": 1,
     "port": 0,
     "ingress": "direct",

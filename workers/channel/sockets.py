@@ -87,6 +87,10 @@ class Sender:
             ) from None
         self._flags = zmq.NOBLOCK
 
+    def never_wait(self) -> None:
+        """From now on a peer that is not there is gone, though it never came."""
+        self._flags = zmq.NOBLOCK
+
     def close(self, linger_ms: int = 500) -> None:
         """Close after at most `linger_ms` spent on what is still queued."""
         self._socket.close(linger=linger_ms)

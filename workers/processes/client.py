@@ -39,7 +39,8 @@ WATCH_PERIOD_S = 0.25
 
 
 class EngineClient:
-    """Implements `workers.protocol.front.Engine` over the channel. Single use: after a fault it only reports that."""
+    """Implements `workers.protocol.front.Engine` over the channel. Single use: after a fault it only reports that
+    (`workers.processes.failover` goes on with the next one)."""
 
     def __init__(self, config: EngineConfig, addresses: Addresses, name: str) -> None:
         """Connects in the running event loop; `ready` tells when the replica can serve."""
@@ -49,11 +50,14 @@ class EngineClient:
         self._outputs = connect_receiver(addresses.outputs, ToFront, addresses.keys)
         self._pulse = connect_subscriber(addresses.pulse, Heartbeat, addresses.keys)
         self._streams: dict[str, OutputMailbox] = {}
+        self._closed = False
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._heard = time.monotonic()
         self.stats = EngineStats()
         self.selftest: SelfTestReport | None = None
         self.fault: str | None = None
+        self.died_of_an_error = False
+        """The fault is an error in a step, which what was asked of the engine may have caused."""
         self.on_fault: list[Callable[[str], None]] = []
         """Called once, with the first cause."""
         self.on_progress: list[Callable[[str], None]] = []
@@ -73,20 +77,26 @@ class EngineClient:
             raise RuntimeError("the replica is not ready yet")
         return self._ready.result()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it is ready and lives."""
+        return self._ready.done() and self.fault is None
+
     async def ready(self, timeout_s: float | None = None) -> ModelInfo:
         """Wait until every rank is ready; EngineFault when one fails, TimeoutError after `timeout_s`."""
         # Messages may have arrived before the reader was added: the descriptor is edge-triggered.
         self._drain()
         return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
 
-    def generate(self, request: Request) -> OutputMailbox:
-        """Outputs of one request until it finishes. Closing the iterator early cancels the request.
+    def generate(self, request: Request, mailbox: OutputMailbox | None = None) -> OutputMailbox:
+        """Outputs of one request until it finishes, in `mailbox` if one is given: then whoever made that calls
+        `abandon` when its reader leaves. Closing the iterator early cancels the request.
 
         Iterating raises Refused if the scheduler does not take it, RequestFailed if it cannot be computed, EngineFault
         if the replica fails meanwhile.
         """
         request_id = request.request_id
-        mailbox = OutputMailbox(on_abandon=lambda: self._abandon(request_id))
+        mailbox = mailbox or OutputMailbox(on_abandon=lambda: self.abandon(request_id))
         if self.fault is not None:
             mailbox.fail(EngineFault(self.fault))
         else:
@@ -94,7 +104,8 @@ class EngineClient:
             self._outbox.ask(request)
         return mailbox
 
-    def _abandon(self, request_id: str) -> None:
+    def abandon(self, request_id: str) -> None:
+        """Nobody reads the outputs of this request any more: cancel it, unless it has ended."""
         if self._streams.pop(request_id, None) is not None and self.fault is None:
             self._outbox.cancel(request_id)
 
@@ -116,21 +127,25 @@ class EngineClient:
         finally:
             await stream.aclose()  # who no longer waits must not leave it in the queue
 
-    def fail(self, cause: str, lasting: bool = False) -> None:
-        """Declare the replica failed: every stream ends with EngineFault. Only the first cause counts."""
+    def fail(self, cause: str, lasting: bool = False, of_an_error: bool = False) -> None:
+        """Declare the replica failed: every stream ends with EngineFault. Only the first cause counts. `lasting`,
+        `of_an_error`: see `Fault`."""
         if self.fault is not None:
             return
-        self.fault = cause
+        self.fault, self.died_of_an_error = cause, of_an_error
         for mailbox in self._streams.values():
             mailbox.fail(EngineFault(cause))
         self._streams.clear()
         if not self._ready.done():
             self._ready.set_exception(EngineFault(cause, lasting))
             self._ready.exception()  # read here, so that nobody waiting is no warning
-        _tell(self.on_fault, cause)
+        tell(self.on_fault, cause)
 
     async def close(self) -> None:
-        """Tell the replica to stop and leave the channel."""
+        """Tell the replica to stop and leave the channel; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
         self._watcher.cancel()
         for fd in self._fds:
             self._loop.remove_reader(fd)
@@ -172,15 +187,15 @@ class EngineClient:
                         )
                     )
             case Charges():
-                _tell(self.on_charges, message)
+                tell(self.on_charges, message)
             case Progress():
                 who = f"rank {message.rank}" if message.rank >= 0 else "scheduler"
-                _tell(self.on_progress, f"{who}: {message.text}")
+                tell(self.on_progress, f"{who}: {message.text}")
             case SelfTestReport():
                 self.selftest = message
-                _tell(self.on_selftest, message)
+                tell(self.on_selftest, message)
             case Fault():
-                self.fail(message.cause, message.lasting)
+                self.fail(message.cause, message.lasting, message.in_step)
 
     def _deliver(self, item: RequestOutput) -> None:
         mailbox = self._streams.get(item.request_id)
@@ -193,7 +208,7 @@ class EngineClient:
         else:
             mailbox.put(item)
         if item.refused or item.failed or item.finish is not None:
-            del self._streams[item.request_id]
+            self._streams.pop(item.request_id, None)  # it may have been abandoned for what it got
 
     async def _watch(self) -> None:
         """The scheduler gives a sign of life several times a second; silence means it is gone, stopped or stuck."""
@@ -206,8 +221,9 @@ class EngineClient:
                 return
 
 
-def _tell(callbacks: Sequence[Callable[[T], None]], news: T) -> None:
-    """One that fails keeps nobody from the messages behind this one, nor from the watch over the scheduler."""
+def tell(callbacks: Sequence[Callable[[T], None]], news: T) -> None:
+    """Call each with the news. One that fails keeps nobody from the messages behind this one, nor from the watch over
+    the scheduler."""
     for callback in callbacks:
         try:
             callback(news)

@@ -79,6 +79,7 @@ class Inbox:
             match message:
                 case Requests():
                     read += len(message.prompt) + REQUEST_TOKENS * TOKEN_BYTES * len(message.choices)
+                    read += sum(len(done) for done, _ in message.continued)
                     for request in message.unpack():
                         if request.request_id in self._waiting:
                             passing.append(request)  # the scheduler refuses one of the two
@@ -94,6 +95,6 @@ class Inbox:
 
     def _cost(self, request: Request) -> int:
         sampling = request.sampling
-        own = REQUEST_TOKENS + len(sampling.logit_bias) + len(sampling.stop_ids)
+        own = REQUEST_TOKENS + len(sampling.logit_bias) + len(sampling.stop_ids) + len(request.done) // TOKEN_BYTES
         shared, self._last = request.prompt is self._last, request.prompt
         return own if shared else own + len(request.prompt)

@@ -20,6 +20,7 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         prompt=outputs[0].prompt,
         queued=max(output.queued for output in outputs),
         offered=sum(output.offered for output in outputs),
+        at=outputs[0].at,
     )
 
 

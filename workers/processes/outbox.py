@@ -11,14 +11,14 @@ from workers.channel.sockets import Sender
 from workers.protocol.messages import Cancel, Request, Requests
 from workers.protocol.plan import SamplingParams
 
-Group = tuple[int, int, str, SamplingParams]
-"""Identity of the prompt, priority, name of the API key, and sampling but for the seed."""
+Group = tuple[int, int, str, SamplingParams, bool]
+"""Identity of the prompt, priority, name of the API key, sampling but for the seed, and whether it is continued."""
 
 
 class Outbox:
-    """Collects the requests of one iteration of the event loop and sends those that differ in their ids and seeds
-    alone, as the choices of a request do, as one message: their prompts are one object. Packing a prompt takes a
-    millisecond for some hundred thousand tokens, so the loop turns between two prompts."""
+    """Collects the requests of one iteration of the event loop and sends those that differ in their ids, their seeds
+    and what is done of them alone, as the choices of a request do, as one message: their prompts are one object.
+    Packing a prompt takes a millisecond for some hundred thousand tokens, so the loop turns between two prompts."""
 
     def __init__(self, sender: Sender, refuse: Callable[[Request, str], None]) -> None:
         """In the running event loop. `refuse` is told of a request that cannot be sent, and why."""
@@ -32,7 +32,8 @@ class Outbox:
         if not self._groups:
             self._loop.call_soon(self._send)
         # The request keeps its prompt alive, so no other prompt has this identity meanwhile.
-        group = (id(request.prompt), request.priority, request.key, replace(request.sampling, seed=0))
+        continued, shared = request.age_s is not None, replace(request.sampling, seed=0)
+        group = (id(request.prompt), request.priority, request.key, shared, continued)
         self._groups.setdefault(group, {})[request.request_id] = request
         self._group_of[request.request_id] = group
 

@@ -84,7 +84,7 @@ class SchedulerProcess:
             self._tell_front(failure.fault)
             raise
         except Unsound as unsound:
-            fault = Fault(str(unsound))
+            fault = Fault(str(unsound), in_step=True)
             self._tell_front(fault)
             raise EngineFailed(fault) from None
         except PeerGone as gone:
@@ -92,7 +92,7 @@ class SchedulerProcess:
             self._tell_front(fault)
             raise EngineFailed(fault) from None
         except Exception as error:
-            self._tell_front(Fault(f"scheduler: {type(error).__name__}: {error}"))
+            self._tell_front(Fault(f"scheduler: {type(error).__name__}: {error}", in_step=True))
             raise
         finally:
             pulse.close()
@@ -239,7 +239,8 @@ class SchedulerProcess:
         if self._launched:
             waited = now - self._launched[min(self._launched)]
             if waited > config.step_timeout_s:
-                raise EngineFailed(Fault(f"step {min(self._launched)} made no progress for {waited:.0f} s"))
+                cause = f"step {min(self._launched)} made no progress for {waited:.0f} s"
+                raise EngineFailed(Fault(cause, in_step=True))
 
 
 def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:

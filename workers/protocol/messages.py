@@ -37,6 +37,13 @@ class Request(msgspec.Struct, frozen=True):
     """Name of the API key that it came with, never the key itself; empty where no key has a name."""
     weight: float = 1.0
     """Of that key, in shares among keys; positive."""
+    done: bytes = b""
+    """Tokens that an engine before this one generated for the request and that were delivered, as
+    `workers.protocol.prompt.pack_tokens` packs them. The request goes on behind them as after a preemption: prompt and
+    sampling are those with which it began."""
+    age_s: float | None = None
+    """Seconds since it arrived, where an engine before this one had it: its place in the queue follows from that, and
+    it waits however long the queue is. None: it arrives now."""
 
 
 class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -52,20 +59,28 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """As in `Request`, of each of them, like the next two."""
     key: str = ""
     weight: float = 1.0
+    continued: tuple[tuple[bytes, float], ...] = ()
+    """`Request.done` and `Request.age_s` of each; empty where all of them arrive now."""
 
     @staticmethod
     def of(requests: Sequence[Request]) -> Requests:
-        """Of requests that differ in their ids and seeds alone. OverflowError for a token id outside 0 ... 2^32 - 1."""
+        """Of requests that differ in their ids, their seeds and what was done of them alone; all of them arrive now, or
+        none does. OverflowError for a token id outside 0 ... 2^32 - 1."""
         first = requests[0]
         choices = tuple((request.request_id, request.sampling.seed) for request in requests)
         packed = Prompt.of(first.prompt).packed
-        return Requests(packed, first.sampling, choices, first.priority, first.key, first.weight)
+        continued = tuple((request.done, request.age_s) for request in requests if request.age_s is not None)
+        return Requests(packed, first.sampling, choices, first.priority, first.key, first.weight, continued)
 
     def unpack(self) -> tuple[Request, ...]:
         """The requests, which share one `Prompt`."""
         prompt, replace = Prompt(self.prompt), msgspec.structs.replace
         shared = (self.priority, self.key, self.weight)
-        return tuple(Request(name, prompt, replace(self.sampling, seed=seed), *shared) for name, seed in self.choices)
+        continued = self.continued or ((b"", None),) * len(self.choices)
+        return tuple(
+            Request(name, prompt, replace(self.sampling, seed=seed), *shared, done, age_s)
+            for (name, seed), (done, age_s) in zip(self.choices, continued, strict=True)
+        )
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -119,6 +134,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Seconds that the request waited in the scheduler for its slot and pages (given with the first output)."""
     offered: int = 0
     """Drafts that the step verified for the request, whether they stood or not."""
+    at: int = 0
+    """Index of the first of `tokens` among all that are generated for the request."""
 
     @property
     def drafts(self) -> tuple[bool, ...]:
@@ -257,6 +274,8 @@ class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A collective failed, which most often means that another rank died first: its own report is the first cause."""
     lasting: bool = False
     """It is in the model, the settings or the machine: another start would end the same."""
+    in_step: bool = False
+    """An error in a step, or a step that never ends: what was asked of the replica may have caused it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -39,6 +39,14 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return _packed("I", TOKEN_BYTES, tokens)
 
 
+def unpack_tokens(packed: bytes) -> array[int]:
+    """The inverse. ValueError if that is no whole number of ids."""
+    tokens = array("I", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
 def chain_key(parent: int, page: bytes) -> int:
     """64-bit key of a page of packed tokens that continues the page of key `parent`; equal in every process."""
     return int.from_bytes(blake2b(parent.to_bytes(8, "little") + page, digest_size=8).digest(), "little")

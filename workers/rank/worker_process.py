@@ -149,7 +149,7 @@ def run_worker(
     heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
     device: torch.device | None = None
     runner: Runner | None = None
-    loading = False
+    loading = serving = False
 
     def hang_up() -> None:
         heartbeat.close()
@@ -184,12 +184,13 @@ def run_worker(
         if built.grammars is not None:
             built.grammars.finish_preparing()
         results.send(built.ready)
+        serving = True
         _serve(runner, plans, results, built.grammars, samples=mesh.heads.first)
     except BaseException as error:
         lost = isinstance(error, PeerLost)
         speaks = loading and isinstance(error, _SPEAK) and str(error)
         cause = str(error) if speaks else f"{type(error).__name__}: {error}"
-        results.send(Fault(f"rank {rank}: {cause}", rank, lost, loading and not lost))
+        results.send(Fault(f"rank {rank}: {cause}", rank, lost, loading and not lost, serving and not lost))
         hang_up()
         last_words_have_left()  # before anything that could end this process
         _close(rank, runner, device, error)

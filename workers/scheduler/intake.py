@@ -7,7 +7,7 @@ from typing import Final
 
 from workers.protocol.messages import Request
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_IDS, SamplingParams
-from workers.protocol.prompt import Prompt
+from workers.protocol.prompt import TOKEN_BYTES, Prompt, unpack_tokens
 from workers.protocol.sampling import TABLE
 from workers.scheduler.config import SchedulerConfig
 
@@ -46,6 +46,14 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
     if wrong := _outside(sampling.logprob_token_ids, config.vocab_size):
         return f"logprob_token_ids has a token id outside 0 ... {config.vocab_size - 1}: {wrong}"
     limit = min(len(prompt) + sampling.max_tokens, config.max_context)
+    if request.done:
+        if len(request.done) % TOKEN_BYTES:
+            return f"{len(request.done)} bytes of tokens that were generated before are no whole number of ids"
+        done = unpack_tokens(request.done)
+        if len(prompt) + len(done) >= limit:
+            return f"of {limit - len(prompt)} tokens to generate all were generated before: nothing is left to do"
+        if wrong := _outside(done, config.vocab_size):
+            return f"a token that was generated before has an id outside 0 ... {config.vocab_size - 1}: {wrong}"
     needed, pages = config.pages_at_most(limit), config.pages - 1
     if needed > pages:
         return (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import FinishReason, RequestOutput
 from workers.protocol.plan import PrefillRow, StepResult, TopLogprobs
 from workers.protocol.scores import Scores
+from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.counters import Counters
 from workers.scheduler.live import Live
 from workers.scheduler.rows import Rows
@@ -21,7 +20,7 @@ class Results:
     It changes the scheduler's `live` requests and `rows`; the scheduler itself only plans with what is left.
     """
 
-    def __init__(self, live: Live, rows: Rows, counters: Counters, arrivals: Iterator[int], *, drafting: bool) -> None:
+    def __init__(self, live: Live, rows: Rows, counters: Counters, arrivals: Arrivals, *, drafting: bool) -> None:
         """`arrivals` numbers requests, the replica's own canary request among them; `drafting`: there is a draft
         layer."""
         self._live, self._rows, self._counters = live, rows, counters
@@ -126,7 +125,8 @@ class Results:
         if finish is not None:
             self._live.end(sequence)
         name = sequence.request.request_id
-        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued, offered=offered)
+        at = known - mine.prompt.length
+        return RequestOutput(name, kept, finish, logprobs, cached, prompt=prompt, queued=queued, offered=offered, at=at)
 
     def _nonfinite_rows(self, flight: Flight, result: StepResult) -> dict[int, RequestOutput | None]:
         """The sampled rows of a step that are bad, of requests that live, are ended or start again. The last output of
@@ -175,7 +175,7 @@ class Results:
         ended = [output for output in nonfinite.values() if output is not None]
         canary_was_nonfinite = any(output.request_id == CANARY_ID for output in ended)
         if self._soundness.observe(len(outputs), len(nonfinite), canary_was_nonfinite):
-            sequence = canary(next(self._arrivals))
+            sequence = canary(self._arrivals.number())
             self._live[CANARY_ID] = sequence
             self._rows.enqueue(sequence)
         if any(output.request_id == CANARY_ID for output in outputs):

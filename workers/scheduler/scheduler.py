@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import chain, count
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -14,6 +14,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgr
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys
+from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
@@ -64,7 +65,7 @@ class Scheduler:
         self._counters = Counters()
         self._grammars = Grammars(config.grammar_timeout_s)
         self._shares = Shares(clock)
-        self._arrivals = count()
+        self._arrivals = Arrivals(clock)
         self._live = Live(self._rows, self._grammars)
         self._results = Results(self._live, self._rows, self._counters, self._arrivals, drafting=config.drafting)
         self._flights: deque[Flight] = deque()
@@ -80,14 +81,18 @@ class Scheduler:
     def add(self, request: Request) -> RequestOutput | None:
         """Queue a request, or return the output that refuses one: this one, or where no more may wait, one that waits
         and whose key has more than its share of the line. Nothing a user can send raises. Requests whose prompt is one
-        `Prompt` share it: its ids are looked at and its pages hashed for the first of them."""
+        `Prompt` share it: its ids are looked at and its pages hashed for the first of them.
+
+        A request that another engine had before (`Request.age_s`) is never refused for the length of the queue. What
+        was done of it stands: it goes on as if it had been preempted here, and its prompt is neither counted nor
+        charged to its key nor scored again."""
         prompt, sampling, config = request.prompt, request.sampling, self.config
         if request.request_id in self._live:
             return _refusal(request, f"request id {request.request_id!r} is in use by a request that has not ended")
         if reason := why_impossible(request, config):
             return _refusal(request, reason)
         share = self._shares.of(request.key, request.weight)
-        full = len(self._live) >= config.slots + config.queue_limit
+        full = request.age_s is None and len(self._live) >= config.slots + config.queue_limit
         victim = self._rows.queue.gives_way(request.priority, share) if full and share is not None else None
         if full and victim is None:
             why_full = f"queue full: {config.slots} requests can run and {config.queue_limit} wait, and all do"
@@ -95,18 +100,21 @@ class Scheduler:
         grammar = sampling.grammar
         if grammar is not None and (why := self._grammars.why_refused(grammar)):
             return _refusal(request, why.reason, unavailable=why.unavailable)
+        arrived = self._clock() - (request.age_s or 0.0)
         sequence = Sequence(
             request=request,
-            rank=(request.priority, 0.0 if share is None else NOT_SERVED, next(self._arrivals)),
+            rank=(request.priority, 0.0 if share is None else NOT_SERVED, self._arrivals.number(arrived)),
             limit=min(len(prompt) + sampling.max_tokens, config.max_context),
-            tokens=Tokens(Prompt.of(prompt)),
+            tokens=Tokens(Prompt.of(prompt), request.done),
             stop_ids=frozenset(sampling.stop_ids),
             # A grammar's masks allow a stop id before min_tokens only where nothing else is allowed.
             min_total=len(prompt) + (sampling.min_tokens if grammar is None else 0),
             logprobs=sampling.logprobs,
             share=share,
-            arrived=self._clock(),
+            arrived=arrived,
         )
+        if request.done:
+            sequence.go_on()
         self._live[request.request_id] = sequence
         if grammar is None or self._grammars.take(sequence, grammar):
             self._rows.enqueue(sequence)

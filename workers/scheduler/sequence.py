@@ -13,7 +13,8 @@ from workers.scheduler.shares import Share
 from workers.scheduler.tokens import Tokens
 
 Rank = tuple[int, float, int]
-"""Priority; what its API key had paid when the request was first served, 0 without keys; arrival number."""
+"""Priority; what its API key had paid when the request was first served, 0 without keys; arrival number
+(`workers.scheduler.arrivals`)."""
 
 
 class Phase(Enum):
@@ -99,6 +100,14 @@ class Sequence:
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0
     """Id of its grammar (`workers.scheduler.grammars`), 0 without one."""
+
+    def go_on(self) -> None:
+        """It has tokens that an engine before this one generated: that one counted, charged and scored its prompt, and
+        its first output is out. Its key served it before, so it waits as one that was preempted."""
+        self.cached, self.paid_to, self.reported = 0, self.tokens.prompt.length, True
+        self.scored = self.tokens.prompt.length - 1
+        if self.share is not None:
+            self.rank = (self.rank[0], self.share.paid, self.rank[2])
 
     def pay(self, start: int) -> None:
         """Charge its key for the chunk from `start` to the cursor, but for what a preemption makes it compute again."""

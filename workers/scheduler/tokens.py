@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import PAGE_BYTES, ROOT_KEY, TOKEN_BYTES, Prompt, chain_keys, pack_tokens
+from workers.protocol.prompt import PAGE_BYTES, ROOT_KEY, TOKEN_BYTES, Prompt, chain_keys, pack_tokens, unpack_tokens
 
 
 class Tokens:
@@ -16,10 +14,11 @@ class Tokens:
 
     __slots__ = ("generated", "length", "prompt")
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: Prompt, done: bytes = b"") -> None:
+        """`done`: what was generated before, as `pack_tokens` packs it."""
         self.prompt = prompt
-        self.generated = array("I")
-        self.length = prompt.length
+        self.generated = unpack_tokens(done)
+        self.length = prompt.length + len(self.generated)
         """Of the prompt's and the generated ones together."""
 
     def __getitem__(self, index: int) -> int:

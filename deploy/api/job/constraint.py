@@ -64,8 +64,8 @@ async def requested_grammar(
 async def _form(
     body: GenerationBody, tokenizer: Tokenizer | None, info: ModelInfo, close: str | None
 ) -> Grammar | None:
-    """The constraint that the fields about an answer's form say. `close`: what ends the reasoning that the answer begins
-    with; None where it begins with none."""
+    """The constraint that the fields about an answer's form say. `close`: what ends the reasoning that the answer
+    begins with; None where it begins with none."""
     asked = body.forms
     if len(asked) > 1:
         raise invalid(f"{asked[0]} and {asked[1]}: only one of them can be given", asked[1], "conflicting_parameters")
@@ -266,8 +266,8 @@ def one_token(text: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
 
 
 def end_of_reasoning(close: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
-    """The id of the token that ends reasoning, `close`; 400 where that is several, as the field `param` asks for something that
-    is enforced behind it."""
+    """The id of the token that ends reasoning, `close`; 400 where that is several, as the field `param` asks
+    for something that is enforced behind it."""
     ids = tokenizer.encode(close, add_special_tokens=False)
     if len(ids) != 1:
         raise invalid(

@@ -105,6 +105,21 @@ def test_a_window_keeps_a_few_seconds_and_the_sample_before_a_pause() -> None:
     assert window.figures(EngineStats(generated_tokens=1000)).window_s > 100  # rather than none
 
 
+def test_a_window_begins_anew_with_another_scheduler() -> None:
+    """Which counts from its own start: nothing fell, and nothing grew by what it has counted since."""
+    now = [100.0]
+    window = Window(lambda: now[0])
+    for steps in range(0, 1000, 100):
+        window.sample(EngineStats(generated_tokens=steps, step_seconds={"decode": Distribution((steps,), 1.0)}))
+        now[0] += 1.0
+    restarted = EngineStats(generated_tokens=20, step_seconds={"decode": Distribution((20,), 1.0)})
+    assert window.figures(restarted).window_s == 0
+    window.sample(restarted)
+    now[0] += 2.0
+    later = EngineStats(generated_tokens=40, step_seconds={"decode": Distribution((40,), 2.0)})
+    assert window.figures(later).generated_tokens_per_s == pytest.approx(10.0)
+
+
 def get(app: Any, path: str = "/live", **headers: str) -> httpx.Response:
     with serving(app) as port:
         return httpx.get(f"http://127.0.0.1:{port}{path}", headers=headers)

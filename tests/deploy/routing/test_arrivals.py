@@ -11,8 +11,9 @@ from deploy.routing.arrivals import (
     RoutingRecord,
     load_from_report,
     load_to_report,
+    out_of_service,
 )
-from deploy.routing.policy import Load
+from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, choose
 from workers.protocol.messages import EngineStats
 
 
@@ -180,3 +181,14 @@ def test_a_load_survives_its_report() -> None:
     load = Load(1, 2, 3, frozenset({5, 2**63}), {"r": 4}, 6.0)
     assert load_from_report(load_to_report(load)) == load
     assert load_from_report({}) == Load()
+
+
+def test_a_replica_whose_engine_is_away_gets_a_request_only_where_there_is_no_other() -> None:
+    """Whatever the others have to do, and however much of the prompt it has had."""
+    features = RequestFeatures(640, (1, 2, 3))
+    away = out_of_service(Load(backlog=0, rows=0, pages_free=100, keys=frozenset((1, 2, 3)), seen={"r": 4}, at=1.0))
+    assert load_from_report(load_to_report(away)).seen == {"r": 4}
+    busy = Load(backlog=500_000, rows=900, pages_free=0, keys=frozenset(), seen={}, at=1.0)
+    accounting: InFlightAccounting[str] = InFlightAccounting("r", 32.0)
+    assert choose(accounting, {"away": away, "busy": busy}, features, 1.0)[0] == "busy"
+    assert choose(accounting, {"away": away}, features, 1.0) == ["away"]

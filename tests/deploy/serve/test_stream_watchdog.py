@@ -272,3 +272,16 @@ def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() 
     assert time.monotonic() - begun < WRITE_TIMEOUT_S + 0.5
     assert streams[1][1].recv(4096) == b"a\r\n" + words + b"\r\n0\r\n\r\n"
     assert streams[1][1].recv(1) == b""
+
+
+def test_the_sockets_of_an_engine_that_was_started_again_are_removed_too(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "socket").touch()
+    watchdog = StreamWatchdog([b"words"], folders[0])
+    watchdog.remove_at_end(None)
+    watchdog.remove_at_end(folders[1])
+    watchdog._socket.close()  # as the kernel does it for a front that was killed
+    watchdog._process.wait(20)
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ class Client:
 
     def __init__(self, *_: Any) -> None:
         self.on_progress: list[Any] = []
-        self.on_fault: list[Any] = []
 
     async def ready(self, timeout_s: float) -> None:
         raise Stop
@@ -59,8 +59,8 @@ async def test_the_start_says_that_chats_are_refused(
         config=ServeConfig.model_validate({"engine": {"model": str(tmp_path)}, "api": {"chat_template": template}}),
         status_store=SimpleNamespace(say=said.append),
         processes=SimpleNamespace(start=start, placements=[], run=lambda *_: None),
-        _failed=None,
     )
+    made._start_processes = partial(replica.EngineReplica._start_processes, made)
     with pytest.raises(Stop):
         await replica.EngineReplica._bring_up(made)
     refused = [line for line in said if line.startswith("chats are refused")]

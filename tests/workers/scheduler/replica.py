@@ -138,7 +138,8 @@ class Replica:
         for name, request in self.requests.items():
             first, *others = [output for output in self.outputs[name] if output.tokens] or [None]
             assert all(output.prompt is None for output in others)
-            if first is None or request.sampling.prompt_logprobs < 0:
+            # Of a continued request they came with an output of the engine before.
+            if first is None or request.sampling.prompt_logprobs < 0 or request.done:
                 assert first is None or first.prompt is None
                 continue
             assert first.prompt is not None

@@ -1,0 +1,155 @@
+"""Where each replica's streams can go on when its engine is away: the replicas of an application tell each other once a
+second, through Ray's key-value store, what serves there and where to connect.
+
+A front binds a channel for each neighbor and connects to the one that each neighbor has bound for it, before any of
+them is needed (`workers.processes.guests`). A store that hangs holds up one thread and no stream: what is connected
+stays so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from deploy.config.application import ServeConfig
+from deploy.serve.progress import others, store
+from workers.channel.sockets import Addresses
+from workers.processes.client import EngineClient
+from workers.processes.failover import FailoverEngine
+from workers.processes.guests import GuestChannel
+
+logger = logging.getLogger("latentserve.replica")
+
+PERIOD_S: Final = 1.0
+"""Seconds between two reports."""
+FORGET_S: Final = 10.0
+"""Seconds without a report after which a replica is no neighbor any more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a front runs."""
+
+    node: str
+    """Ray's node id."""
+    ip: str
+
+
+class Offer(msgspec.Struct):
+    """What a replica tells its neighbors."""
+
+    at: float
+    """Unix time, seconds."""
+    fingerprint: str
+    node: str
+    channels: dict[str, Addresses]
+    """By the name of the neighbor that each is for."""
+
+
+def fingerprint(config: ServeConfig) -> str:
+    """Of all that decides which tokens follow: equal where one replica may continue what another one began."""
+    numerics = config.engine.model_dump_json(exclude={"record_plans", "record_prompts"})
+    parts = (config.model_name, numerics, version("latentserve"), version("torch"))
+    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+class NeighborStore:
+    """A replica's own offer, and what follows from those of all others."""
+
+    def __init__(self, application: str, replica: str, config: ServeConfig, place: Place) -> None:
+        """Nothing is told yet."""
+        self._prefix, self._own = f"neighbors/{application}/".encode(), replica
+        self._config, self._place, self._fingerprint = config, place, fingerprint(config)
+        self._engine: FailoverEngine | None = None
+        self._channels: dict[str, GuestChannel] = {}
+        self._clients: dict[str, tuple[Addresses, EngineClient]] = {}
+        self._exchanging: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.on_folder: list[Callable[[Path | None], None]] = []
+        """Told of the folder of each channel that is bound."""
+
+    def open(self, engine: FailoverEngine) -> None:
+        """In the running event loop: from now on streams of neighbors may go on at `engine`."""
+        self._engine = engine
+        self._exchanging = asyncio.ensure_future(self._keep_exchanging())
+
+    def neighbors(self) -> Sequence[EngineClient]:
+        """The engines of other replicas that can be used now."""
+        return [client for _, client in self._clients.values() if client.serves]
+
+    def close(self) -> None:
+        """Use no neighbor any more, and let none in; the last offer is forgotten by the others."""
+        if self._exchanging is not None:
+            self._exchanging.cancel()
+        for name in {*self._channels, *self._clients}:
+            self._forget(name)
+
+    async def _keep_exchanging(self) -> None:
+        assert self._engine is not None
+        while True:
+            try:
+                # Awaited: while the store hangs no more threads wait for it.
+                self.heed(await asyncio.to_thread(self._exchange, msgspec.msgpack.encode(self.offer())))
+                self._engine.place_waiting()
+            except Exception:  # Ray's, of many kinds: its head may be away for a while
+                logger.debug("neighbors could not be found", exc_info=True)
+            await asyncio.sleep(PERIOD_S)
+
+    def offer(self) -> Offer:
+        """Of this replica, now."""
+        channels = {name: channel.addresses for name, channel in self._channels.items()}
+        return Offer(time.time(), self._fingerprint, self._place.node, channels)
+
+    def heed(self, offers: dict[str, Offer]) -> None:
+        """Bind a channel for each neighbor, and connect to those that neighbors bound for this replica."""
+        assert self._engine is not None
+        wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == self._fingerprint}
+        for name in {*self._channels, *self._clients} - wanted.keys():
+            self._forget(name)
+        for name, offer in wanted.items():
+            if name not in self._channels:
+                host = None if offer.node == self._place.node else self._place.ip
+                channel = self._channels[name] = GuestChannel(self._engine, host)
+                for callback in self.on_folder:
+                    callback(channel.addresses.folder)
+            addresses = offer.channels.get(self._own)
+            known = self._clients.get(name)
+            if addresses is None or (known is not None and known[0] == addresses and known[1].fault is None):
+                continue
+            if known is not None:
+                self._leave(known[1])
+            self._clients[name] = addresses, EngineClient(self._config.engine, addresses, self._config.model_name)
+
+    def _forget(self, name: str) -> None:
+        if (channel := self._channels.pop(name, None)) is not None:
+            channel.close()
+        if (known := self._clients.pop(name, None)) is not None:
+            self._leave(known[1])
+
+    def _leave(self, client: EngineClient) -> None:
+        task = asyncio.ensure_future(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _exchange(self, mine: bytes) -> dict[str, Offer]:
+        store("put", self._prefix + self._own.encode(), mine, overwrite=True)
+        found = {}
+        for key, name, value in others(self._prefix, self._own):
+            try:
+                offer = msgspec.msgpack.decode(value, type=Offer)
+            except msgspec.MsgspecError:  # of another version, during an update
+                continue
+            if time.time() - offer.at < FORGET_S:
+                found[name] = offer
+            else:
+                store("del", key)
+        return found

@@ -1,0 +1,156 @@
+"""A replica whose engine dies starts scheduler and ranks again in their places, without Ray and without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from deploy.routing.arrivals import OUT_OF_SERVICE_TOKENS, Arrivals
+from deploy.serve import replica
+from deploy.serve.replica import EngineReplica
+from workers.processes.failover import FailoverEngine
+from workers.protocol.front import EngineFault, ModelInfo
+from workers.protocol.messages import EngineStats
+
+
+class Client:
+    """In place of the engine's."""
+
+    def __init__(self, *_: Any) -> None:
+        self.info = ModelInfo("tiny", 200, 50, (1,), 3, 0)
+        self.stats, self.fault, self.died_of_an_error = EngineStats(), None, False
+        self.on_fault: list[Any] = []
+        self.on_progress: list[Any] = []
+        self.on_charges: list[Any] = []
+        self.closed = False
+
+    async def ready(self, timeout_s: float) -> None:
+        pass
+
+    async def health_check(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def fail(self, cause: str) -> None:
+        if self.fault is None:
+            self.fault = cause  # type: ignore[assignment]
+            for callback in self.on_fault:
+                callback(cause)
+
+
+class Processes:
+    """In place of a scheduler and ranks under Ray."""
+
+    made: ClassVar[list[Processes]] = []
+
+    def __init__(self, *_: Any) -> None:
+        self.killed = False
+        self.folder, self.placements = Path(f"/sockets/{len(self.made)}"), []
+        self.made.append(self)
+
+    async def start(self) -> str:
+        if not all(other.killed for other in self.made if other is not self):
+            raise EngineFault("the processes before these still hold their places")
+        return "addresses"
+
+    def run(self, addresses: str, on_end: Any) -> None:
+        self.on_end = on_end
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@asynccontextmanager
+async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setattr(replica, "EngineClient", Client)
+    monkeypatch.setattr(Processes, "made", [])
+    made: Any = object.__new__(EngineReplica)
+    made.said, made.states, made.folders, made.ended = [], [], [], []
+    health = SimpleNamespace(flush_s=0.0, patience_s=30.0)
+    made.config = SimpleNamespace(engine=SimpleNamespace(start_timeout_s=9.0), model_name="tiny", health=health)
+    made.status_store = SimpleNamespace(say=made.said.append, fail=made.said.append)
+    made.live = SimpleNamespace(
+        starting_again=lambda cause: made.states.append(("starting", cause)),
+        serving=lambda engine: made.states.append("serving"),
+        failed=lambda cause: made.states.append(("failed", cause)),
+        close=lambda: None,
+    )
+    made.watchdog = SimpleNamespace(remove_at_end=made.folders.append, close=lambda: None)
+    made.arrivals, made.key_status_store, made.tracing = Arrivals(), None, None
+    made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
+    made._new_processes = Processes
+    made.processes = Processes()
+    monkeypatch.setattr(replica.os, "_exit", made.ended.append)
+    client: Any = await made._start_processes()
+    made.engine = FailoverEngine(client, made._start_again, health.patience_s)
+    made.engine.on_loss.append(made._lost)
+    made.engine.on_return.append(made._returned)
+    made.engine.on_fault.append(made._failed)
+    try:
+        yield made
+    finally:
+        await made.engine.close()
+
+
+async def test_scheduler_and_ranks_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as made:
+        first = Processes.made[0]
+        assert made.record_routing_stats()["backlog"] == 0
+        first.on_end("rank 0 died", False)
+        async with asyncio.timeout(5):
+            while not made.engine.down:
+                await asyncio.sleep(0)
+        assert made.record_routing_stats()["backlog"] >= OUT_OF_SERVICE_TOKENS
+        await made.check_health()  # it is well, and must not be replaced
+        async with asyncio.timeout(5):
+            while made.engine.down:
+                await asyncio.sleep(0)
+        assert [one.killed for one in Processes.made] == [True, False]
+        assert made.processes is Processes.made[1]
+        assert made.folders == [Path("/sockets/1")]
+        assert made.states == [("starting", "rank 0 died"), "serving"]
+        assert made.said[0] == "rank 0 died; its engine is started again, and 0 streams wait for it"
+        assert made.said[1].startswith("serving again after ")
+        assert made.record_routing_stats()["backlog"] == 0
+        # What is still told of those that died concerns nobody.
+        first.on_end("scheduler died", False)
+        await asyncio.sleep(0.01)
+        assert not made.engine.down
+        assert not made.ended
+
+
+async def test_a_replica_that_cannot_start_them_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as made:
+
+        async def ready(client: Client, timeout_s: float) -> None:
+            raise EngineFault("no room")
+
+        monkeypatch.setattr(Client, "ready", ready)
+        Processes.made[0].on_end("rank 0 died", False)
+        async with asyncio.timeout(5):
+            while not made.ended:
+                await asyncio.sleep(0.001)
+        cause = "rank 0 died; it could not be started again: no room"
+        assert made.states == [("starting", "rank 0 died"), ("failed", cause)]
+        assert [one.killed for one in Processes.made] == [True, True]
+        with pytest.raises(EngineFault, match="no room"):
+            await made.check_health()
+
+
+async def test_a_replica_that_ends_starts_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as made:
+        made.__del__()
+        made.engine._alive.fail("the scheduler has been silent for 3.0 s")
+        async with asyncio.timeout(5):
+            while not made.engine.over:
+                await asyncio.sleep(0)
+        assert len(Processes.made) == 1
+        assert not made.ended

@@ -1,0 +1,158 @@
+"""Replicas find each other, so that streams of one can go on at another: with a store in place of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from test_live_status_store import Store
+
+from deploy.config.application import ServeConfig
+from deploy.serve import neighbor_store, progress
+from deploy.serve.neighbor_store import NeighborStore, Offer, Place, fingerprint
+from workers.processes.mailbox import OutputMailbox
+from workers.protocol.front import EngineFault, ModelInfo
+from workers.protocol.messages import EngineStats, Request, RequestOutput
+from workers.protocol.plan import SamplingParams
+
+CONFIG = ServeConfig.model_validate({"engine": {"model": "demo"}, "replicas": 3})
+HERE = Place("node", "127.0.0.1")
+
+
+class Engine:
+    """Says one token to all who ask."""
+
+    down, died_of_an_error = "", False
+    info = ModelInfo("demo", 200, 50, (1,), 3, 0)
+
+    def __init__(self, running: int) -> None:
+        self.stats = EngineStats(running=running)
+
+    def host(self, request: Request, mailbox: OutputMailbox) -> None:
+        mailbox.put(RequestOutput(request.request_id, (self.stats.running,), "length"))
+
+    def leave(self, request_id: str) -> None:
+        pass
+
+    def place_waiting(self) -> None:
+        pass
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    for module in (neighbor_store, progress):
+        monkeypatch.setattr(module, "store", store)
+    monkeypatch.setattr(neighbor_store, "PERIOD_S", 0.01)
+    return store
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def opened(name: str, running: int = 0, config: ServeConfig = CONFIG, place: Place = HERE) -> NeighborStore:
+    made = NeighborStore("app", name, config, place)
+    made.open(Engine(running))  # type: ignore[arg-type]
+    return made
+
+
+async def test_every_replica_can_use_every_other(store: Store) -> None:
+    stores = [opened(name, number) for number, name in enumerate("abc")]
+    await until(lambda: all(len(one.neighbors()) == 2 for one in stores))
+    for number, one in enumerate(stores):
+        found = set()
+        for client in one.neighbors():
+            async for output in client.generate(Request("r", (1, 2), SamplingParams(1))):
+                found |= {*output.tokens}
+        assert found == {0, 1, 2} - {number}
+        assert {client.stats.running for client in one.neighbors()} == found
+    for one in stores:
+        one.close()
+
+
+async def test_the_folder_of_every_channel_is_told_and_goes_with_it(store: Store) -> None:
+    one, other = NeighborStore("app", "a", CONFIG, HERE), opened("b")
+    folders: list[Path | None] = []
+    one.on_folder.append(folders.append)
+    one.open(Engine(0))  # type: ignore[arg-type]
+    await until(lambda: one.neighbors() and other.neighbors())
+    [folder] = folders
+    assert folder is not None
+    assert folder.is_dir()
+    one.close()
+    assert not folder.exists()
+    other.close()
+
+
+async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
+    """Another model, or numbers that are computed otherwise: the next token might be another one."""
+    changed = ServeConfig.model_validate({"engine": {"model": "demo", "invariant": True}, "replicas": 3})
+    assert fingerprint(changed) != fingerprint(CONFIG) == fingerprint(CONFIG.model_copy(update={"port": 1}))
+    stores = [opened("a"), opened("b"), opened("c", config=changed)]
+    await until(lambda: all(one.neighbors() for one in stores[:2]))
+    await asyncio.sleep(0.1)
+    assert [len(one.neighbors()) for one in stores] == [1, 1, 0]
+    for one in stores:
+        one.close()
+
+
+async def test_replicas_of_other_nodes_are_reached_over_tcp_with_keys(store: Store) -> None:
+    stores = [opened("a"), opened("b", place=Place("another", "127.0.0.1"))]
+    await until(lambda: all(one.neighbors() for one in stores))
+    offers = [msgspec.msgpack.decode(value, type=Offer) for value in store.values.values()]
+    for offer in offers:
+        for addresses in offer.channels.values():
+            assert addresses.requests.startswith("tcp://127.0.0.1:")
+            assert addresses.keys is not None
+    for one in stores:
+        one.close()
+
+
+async def test_who_is_silent_for_long_is_forgotten_and_who_comes_back_is_found(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[Any] = [opened("a"), opened("b")]
+    await until(lambda: all(one.neighbors() for one in stores))
+    stores[1]._exchanging.cancel()
+    now = neighbor_store.time.time()
+    monkeypatch.setattr(neighbor_store, "time", SimpleNamespace(time=lambda: now + neighbor_store.FORGET_S + 1))
+    await until(lambda: not stores[0].neighbors())
+    assert not stores[0]._channels
+    stores[1]._exchanging = asyncio.ensure_future(stores[1]._keep_exchanging())
+    await until(lambda: all(one.neighbors() for one in stores))
+    for one in stores:
+        one.close()
+
+
+async def test_a_neighbor_whose_engine_died_is_used_again_once_it_serves(store: Store) -> None:
+    stores: list[Any] = [opened("a"), opened("b")]
+    await until(lambda: all(one.neighbors() for one in stores))
+    [client] = stores[0].neighbors()
+    stores[1]._engine.down = "rank 0 died"
+    stream = client.generate(Request("r", (1, 2), SamplingParams(1)))
+    with pytest.raises(EngineFault, match="rank 0 died"):
+        await anext(stream)
+    assert not stores[0].neighbors()
+    stores[1]._engine.down = ""
+    await until(lambda: stores[0].neighbors())
+    assert stores[0].neighbors() != [client]
+    for one in stores:
+        one.close()
+
+
+async def test_a_store_that_fails_keeps_what_is_connected(store: Store) -> None:
+    stores = [opened("a"), opened("b")]
+    await until(lambda: all(one.neighbors() for one in stores))
+    store.broken = True
+    await asyncio.sleep(0.1)
+    assert all(one.neighbors() for one in stores)
+    for one in stores:
+        one.close()

@@ -1,0 +1,50 @@
+"""Two replicas, of which one loses its engine: its streams go on at the other."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from served_application import Server
+from timed_client import begin, client, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
+
+CONFIG = {
+    "engine": {"model": "demo", "max_rows": 16, "token_budget": 512},
+    "replicas": 2,
+    "port": 0,
+    "dashboard": False,
+    "drain": {"deregister_s": 0.5, "timeout_s": 60},
+    "health": {"patience_s": 300},
+}
+
+
+@pytest.fixture(scope="module")
+def server(launch) -> Server:
+    return launch(CONFIG).wait()
+
+
+async def test_streams_of_a_replica_without_an_engine_go_on_at_the_other(server: Server) -> None:
+    await asyncio.sleep(3.0)  # in which the two find each other
+    fronts = sorted(server.pids("ray::ServeReplica:latentserve:engine"))
+    ranks = server.pids("ray::WorkerActor")
+    assert len(fronts) == len(ranks) == 2
+    async with client(300.0) as http:
+        ask = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+        undisturbed = await asyncio.gather(*await begin(http, server.url, 4, **ask))
+        tasks = await begin(http, server.url, 4, **ask)
+        os.kill(ranks[0], signal.SIGKILL)
+        begun = time.monotonic()
+        disturbed = await asyncio.gather(*tasks)
+        print(f"all streams had ended after {time.monotonic() - begun:.1f} s")
+        assert all(result.done for result in disturbed), [result.error or result.broken for result in disturbed]
+        assert [result.text for result in disturbed] == [result.text for result in undisturbed]
+        assert len({result.replica for result in disturbed}) == 2
+
+        async def repaired() -> bool:
+            return len(server.pids("ray::WorkerActor")) == 2
+
+        await until(repaired, 60.0)
+    assert sorted(server.pids("ray::ServeReplica:latentserve:engine")) == fronts

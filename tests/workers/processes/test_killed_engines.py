@@ -1,0 +1,108 @@
+"""A replica of real processes that are killed in the middle of their streams, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_replica_processes import config
+
+from tests.tiny_models import write_tiny
+from tests.workers.test_engine import engine, random_prompts
+from workers.config import EngineConfig
+from workers.processes.client import EngineClient
+from workers.processes.failover import FailoverEngine
+from workers.processes.launch import LocalReplica
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
+
+
+class Engines:
+    """Starts one set of processes after the other, as a front does it under Ray."""
+
+    def __init__(self, settings: EngineConfig) -> None:
+        self._settings = settings
+        self._watcher: asyncio.Task[None] | None = None
+        self.replica: LocalReplica | None = None
+
+    async def start(self) -> EngineClient:
+        self.kill()
+        replica = self.replica = LocalReplica(self._settings)
+        client = EngineClient(self._settings, await asyncio.to_thread(replica.connect), "tiny")
+        self._watcher = asyncio.create_task(self._watch(replica, client))
+        await client.ready(300)
+        return client
+
+    @staticmethod
+    async def _watch(replica: LocalReplica, client: EngineClient) -> None:
+        while not (dead := replica.dead()):
+            await asyncio.sleep(0.05)
+        client.fail(dead)
+
+    def kill(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.replica is not None:
+            self.replica.kill()
+
+
+@asynccontextmanager
+async def failing_over(settings: EngineConfig) -> AsyncIterator[tuple[FailoverEngine, Engines]]:
+    engines = Engines(settings)
+    try:
+        made = FailoverEngine(await engines.start(), engines.start, 300.0)
+        yield made, engines
+        await made.close()
+    finally:
+        engines.kill()
+
+
+SAMPLINGS = [
+    SamplingParams(60, temperature=0.0),
+    SamplingParams(60, temperature=1.0, seed=7, top_p=0.9, frequency_penalty=0.4, repetition_penalty=1.2),
+    SamplingParams(60, temperature=1.2, seed=8, top_k=20, presence_penalty=0.5, min_tokens=50, stop_ids=(3, 4, 5)),
+    SamplingParams(60, temperature=0.8, seed=9, logprobs=2, prompt_logprobs=0),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["rank 0", pytest.param("scheduler", marks=pytest.mark.soak)])
+async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_death(folder: Path, victim: str) -> None:
+    prompts = random_prompts(4, 120, seed=77)
+    expected = engine(folder, width=1).generate(prompts, SAMPLINGS)
+    killing = asyncio.Event()
+
+    async def read(made: FailoverEngine, number: int) -> list[Any]:
+        request = Request(f"r{number}", tuple(prompts[number]), SAMPLINGS[number])
+        outputs = []
+        async for output in made.generate(request):
+            outputs.append(output)
+            if sum(len(one.tokens) for one in outputs) > 5:
+                killing.set()
+        return outputs
+
+    async with failing_over(config(folder, heartbeat_timeout_s=5.0)) as (made, engines):
+        readers = [asyncio.create_task(read(made, number)) for number in range(4)]
+        await killing.wait()
+        assert engines.replica is not None
+        [pid] = [process.pid for process in engines.replica.processes if process.name == victim]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        found = await asyncio.wait_for(asyncio.gather(*readers), 400)
+        assert made.fault is None
+        assert made.streams == 0
+    assert [[token for output in one for token in output.tokens] for one in found] == expected
+    assert sum(len(output.logprobs) for output in found[3]) == 60
+    assert [output.prompt is not None for output in found[3]] == [True] + [False] * (len(found[3]) - 1)
+    assert max(process.exitcode is None for process in engines.replica.processes) is False
