@@ -115,10 +115,12 @@ class PrefixCache:
         """`count` more pages for the row, evicting cached ones if need be; they must be available."""
         if count > self.available:
             raise RuntimeError(f"{count} pages wanted, {self.available} available: the scheduler must ask first")
+        evicted: list[Entry] = []
         while self._pool.free_count < count:
             page, entry = self._unheld.popitem(last=False)
-            self._forget(entry)
+            evicted.append(entry)
             self._pool.free(page)
+        self._forget(evicted)
         taken = tuple(self._pool.take() for _ in range(count))
         row.pages.extend(taken)
         return taken
@@ -127,6 +129,7 @@ class PrefixCache:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""
         if not self._enabled or (row.chain and row.chain[-1].doubted):
             return
+        cached: list[Entry] = []
         while len(row.chain) < full:
             index = len(row.chain)
             parent = row.chain[-1] if row.chain else None
@@ -135,12 +138,15 @@ class PrefixCache:
             entry = self._entries.get(key)
             if entry is None:
                 entry = Entry(key, packed, parent, row.pages[index])
-                self._remember(entry, index)
+                self._remember(entry)
+                cached.append(entry)
             elif entry.parent is not parent or entry.tokens != packed:
-                return  # a key collided: nothing behind it can be cached while the other is
+                break  # a key collided: nothing behind it can be cached while the other is
             else:
                 row.duplicates = True
             row.chain.append(entry)
+        # What continues a new entry is new, too.
+        self._summary.add(cached, len(row.chain) - len(cached) + 1)
 
     def vouch(self, row: RowPages, first: int = 0, unread: int | None = None) -> None:
         """The row has sampled from finite logits: so the complete pages that it reads, from its `first` on, are. It has
@@ -189,9 +195,10 @@ class PrefixCache:
                 path.append(at)
                 at = at.parent
             (doubted if at is not None and id(at) in doubted else kept).update(map(id, path))
-        for one in [one for one in self._entries.values() if id(one) in doubted]:
+        found = [one for one in self._entries.values() if id(one) in doubted]
+        self._forget(found)
+        for one in found:
             one.doubted = True
-            self._forget(one)
             self._pool.mark_suspect(one.page)
             if self._unheld.pop(one.page, None) is not None:
                 self._pool.free(one.page)
@@ -225,23 +232,23 @@ class PrefixCache:
             entry = self._entries.get(known.key)
             if entry is None:
                 entry = Entry(known.key, known.tokens, parent, row.pages[index])
-                self._remember(entry, index)
+                self._remember(entry)
+                self._summary.add([entry], index + 1)
             elif entry.tokens != known.tokens or (entry.parent is not parent and entry.page != row.pages[index]):
                 break  # a collision took the place: what lies behind is unreachable
             self._summary.move(entry, parent)
             chain.append(entry)
             parent = entry
-        for page in row.pages[len(chain) :]:
-            if (entry := self._of_page.get(page)) is not None:
-                self._forget(entry)
+        behind = map(self._of_page.get, reversed(row.pages[len(chain) :]))
+        self._forget([entry for entry in behind if entry is not None])
         row.chain = chain
 
-    def _remember(self, entry: Entry, index: int) -> None:
+    def _remember(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._of_page[entry.page] = entry
-        self._summary.add(entry, index + 1)
 
-    def _forget(self, entry: Entry) -> None:
-        del self._entries[entry.key]
-        del self._of_page[entry.page]
-        self._summary.remove(entry)
+    def _forget(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            del self._entries[entry.key]
+            del self._of_page[entry.page]
+        self._summary.remove(entries)

@@ -58,25 +58,37 @@ class PrefixSummary:
         self._ends: OrderedDict[int, None] = OrderedDict()  # and branch points; most recently used last
         self._grid: list[dict[int, None]] = []  # by level
 
-    def add(self, entry: Entry, number: int) -> None:
-        """An entry was cached: page `number` of its prompt, the first being 1."""
-        if entry.parent is not None:
-            self._continued(entry.parent)
-        self._ends[entry.key] = None
-        steps, off = divmod(number, self._stride)
-        if not off:
+    def add(self, entries: Sequence[Entry], number: int) -> None:
+        """These were cached, each of which continues the one before it: the first as page `number` of its prompt, where
+        1 is the first. Of many at once only the last becomes an end."""
+        if not entries:
+            return
+        if (parent := entries[0].parent) is not None:
+            self._continued(parent)
+        for entry in entries[:-1]:
+            entry.children = 1
+        self._ends[entries[-1].key] = None
+        for index in range(-number % self._stride, len(entries), self._stride):
+            entry, steps = entries[index], (number + index) // self._stride
             entry.level = (steps & -steps).bit_length() - 1
             while len(self._grid) <= entry.level:
                 self._grid.append({})
             self._grid[entry.level][entry.key] = None
 
-    def remove(self, entry: Entry) -> None:
-        """An entry is not cached any more."""
-        self._ends.pop(entry.key, None)
-        if entry.level >= 0:
-            del self._grid[entry.level][entry.key]
-        if entry.parent is not None:
-            self._left(entry.parent)
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """These are not cached any more. A chain is quickest from its end to its beginning."""
+        beginning: list[Entry] = []  # continued by one that was removed
+        for entry in entries:
+            if beginning and beginning[-1] is entry:
+                beginning.pop()
+            if entry.children != 1:
+                self._ends.pop(entry.key, None)
+            if entry.level >= 0:
+                del self._grid[entry.level][entry.key]
+            if (parent := entry.parent) is not None:
+                beginning.append(parent)
+        for entry in beginning:
+            self._left(entry)
 
     def move(self, entry: Entry, parent: Entry | None) -> None:
         """A cached entry continues another one of the same key from now on: the one that it continued is gone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -217,9 +217,9 @@ def stale_ends(patch: pytest.MonkeyPatch) -> None:
     """An evicted end is still reported."""
     honest = PrefixSummary.remove
 
-    def remove(summary: PrefixSummary, entry: Entry) -> None:
-        honest(summary, entry)
-        summary._ends[entry.key] = None
+    def remove(summary: PrefixSummary, entries: Sequence[Entry]) -> None:
+        honest(summary, entries)
+        summary._ends |= {entry.key: None for entry in entries}
 
     patch.setattr(PrefixSummary, "remove", remove)
 
@@ -228,10 +228,11 @@ def stale_grid(patch: pytest.MonkeyPatch) -> None:
     """Pages inside of an evicted chain are still reported."""
     honest = PrefixSummary.remove
 
-    def remove(summary: PrefixSummary, entry: Entry) -> None:
-        honest(summary, entry)
-        if entry.level >= 0:
-            summary._grid[entry.level][entry.key] = None
+    def remove(summary: PrefixSummary, entries: Sequence[Entry]) -> None:
+        honest(summary, entries)
+        for entry in entries:
+            if entry.level >= 0:
+                summary._grid[entry.level][entry.key] = None
 
     patch.setattr(PrefixSummary, "remove", remove)
 
