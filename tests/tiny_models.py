@@ -65,7 +65,7 @@ YARN: dict[str, Any] = {
 SCALED: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
-    "factor": 32.0,
+    "factor": 8.0,
     "original_max_position_embeddings": 16,
     "beta_fast": 32,
     "beta_slow": 1,

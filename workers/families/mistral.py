@@ -31,9 +31,8 @@ _SEES: Final = r"^(vision_tower|multi_modal_projector|vision_encoder|vision_lang
 class Mistral4(DeepseekV3):
     """No bias of the router, no layer that drafts, one group of experts.
 
-    The softmax scale has no correction for YaRN, though config.json has `mscale_all_dim`: the makers' params.json says
-    `apply_scale: false` of the same weights, and with the correction the model answers worse (SGLang, pull request
-    26203). transformers before 5.9 did not apply it, either.
+    The softmax scale has YaRN's correction where config.json has `mscale_all_dim`, as transformers computes it, and not
+    where the rope has `apply_scale: false`, as the makers' params.json says it and vLLM and SGLang read that.
     """
 
     bias = False
@@ -87,11 +86,10 @@ class Mistral4(DeepseekV3):
         read = read_rope(Fields({**fields.values, where: plain}, fields.prefix), interleaved=self.interleaved(fields))
         assert read.yarn is not None
         yarn = read.yarn
-        if "apply_scale" in given or (yarn.mscale and yarn.mscale == yarn.mscale_all_dim):
-            yarn = replace(yarn, attention_factor=1.0 if yarn.attention_factor is None else yarn.attention_factor)
-        elif yarn.mscale_all_dim:
-            raise rope.unsupported("mscale", yarn.mscale, (yarn.mscale_all_dim,))
-        return replace(read, yarn=replace(yarn, mscale=0.0, mscale_all_dim=0.0)), self._scaling(fields, rope, yarn)
+        if "apply_scale" in given:
+            factor = 1.0 if yarn.attention_factor is None else yarn.attention_factor
+            yarn = replace(yarn, attention_factor=factor, mscale=0.0, mscale_all_dim=0.0)
+        return replace(read, yarn=yarn), self._scaling(fields, rope, yarn)
 
     def _scaling(self, fields: Fields, rope: Fields, yarn: Yarn) -> QueryScaling | None:
         beta = rope.number("llama_4_scaling_beta", 0.0)

@@ -14,7 +14,7 @@ from published_configs import AXK1, GLM, K2, K25, SARVAM, SMALL4, SMALL4_PARAMS,
 from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
-from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
+from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention, get_llama_4_attn_scale
 
 from workers.families.registry import FAMILIES, load_config, parse_config
 from workers.models.config import ConfigError, QueryScaling, Rope
@@ -351,7 +351,7 @@ def test_reads_mistral_small_4(tmp_path: Path) -> None:
     assert config.routing is not None
     assert (config.routing.rule.scoring, config.routing.rule.normalize, config.routing.bias) == ("softmax", True, False)
     assert config.query_scaling == QueryScaling(0.1, 8192)
-    assert softmax_scale(config) == pytest.approx(128**-0.5, rel=1e-12)
+    assert softmax_scale(config) == pytest.approx(Mistral4Attention(Mistral4Config(), 0).scaling, rel=1e-12)
     assert frequencies(config.rope, 64)[1] == 1.0
     text = SMALL4["text_config"]
     assert replace(parse_config({**text, "tie_word_embeddings": False}), model_type="mistral3") == config
@@ -368,7 +368,10 @@ def test_reads_mistral_small_4(tmp_path: Path) -> None:
 def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text(json.dumps(SMALL4_PARAMS))
     own = load_config(tmp_path)
-    assert own == replace(parse_config(SMALL4), model_type="mistral4")
+    assert softmax_scale(own) == pytest.approx(128**-0.5, rel=1e-12)
+    text = SMALL4["text_config"]
+    said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": False}}
+    assert own == parse_config({**said, "tie_word_embeddings": False})
     scaling = {"beta": 0.2, "original_max_position_embeddings": 4096}
     (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "llama_4_scaling": scaling}))
     assert load_config(tmp_path).query_scaling == QueryScaling(0.2, 4096)
@@ -412,7 +415,8 @@ def test_errors_of_mistral_name_the_field(changes: dict[str, Any], words: list[s
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"), [({"partial_rotary_factor": 1.0}, "partial_rotary_factor"), ({"mscale": 0.5}, "mscale = 0.5")]
+    ("changes", "word"),
+    [({"partial_rotary_factor": 1.0}, "partial_rotary_factor"), ({"apply_scale": True}, "apply_scale")],
 )
 def test_errors_of_the_rope_of_mistral_name_the_field(changes: dict[str, Any], word: str) -> None:
     text = SMALL4["text_config"]

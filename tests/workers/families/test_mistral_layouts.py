@@ -119,6 +119,9 @@ def test_both_layouts_are_one_model(fp8: bool, tmp_path: Path) -> None:
     theirs, ours, plain = (tmp_path / name for name in ("hugging face", "mistral", "plain"))
     write_tiny(plain, "mistral4", seed=6, first_k_dense_replace=1)
     config, tensors = json.loads((plain / "config.json").read_text()), load_file(plain / "model.safetensors")
+    # As `apply_scale: false` has it, in words of transformers.
+    config["rope_parameters"] |= {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}
+    (plain / "config.json").write_text(json.dumps(config))
     if fp8:
         tensors, meant = quantized(tensors)
         save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})

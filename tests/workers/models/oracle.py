@@ -19,16 +19,7 @@ def load_oracle(folder: Path) -> Any:
     """transformers' model of a checkpoint folder, fp32. Of one that sees the whole, whose eyes are random."""
     config = _sarvam(folder) or AutoConfig.from_pretrained(folder)
     kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    return _without_mscale(kind.from_pretrained(folder, config=config, dtype=torch.float32).eval())
-
-
-def _without_mscale(model: Any) -> Any:
-    """The model, with the softmax scale of a Mistral 4 as its makers have it (params.json: `apply_scale: false`):
-    transformers applies YaRN's correction since 5.9, which these models were not trained with."""
-    for module in model.modules():
-        if type(module).__name__ == "Mistral4Attention":
-            module.scaling = module.qk_head_dim**-0.5
-    return model
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
 def _sarvam(folder: Path) -> Any:
