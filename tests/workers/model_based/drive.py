@@ -30,6 +30,8 @@ DRAFT_MODELS: dict[str, dict[str, Any]] = {
     "mla": {"eagle_aux_hidden_state_layer_ids": [1, 0, 1]},
 }
 """EAGLE-3 in both layouts."""
+Begun = tuple[Request, Finished]
+"""A request, and what an engine gave of it before it died."""
 MOST_STEPS = 5000
 """A schedule that takes more does not end."""
 
@@ -103,24 +105,28 @@ class Bench:
 
         drafter.logits = logits  # type: ignore[method-assign]
 
-    def run(self, schedule: Schedule) -> Outcome:
-        """Drive an engine through a schedule and judge it. An error that the engine raises is a problem, too."""
+    def run(self, schedule: Schedule, before: dict[str, Begun] | None = None) -> Outcome:
+        """Drive an engine through a schedule and judge it. An error that the engine raises is a problem, too. `before`:
+        the
+        requests that the schedule continues, and what an engine before this one gave of them."""
         outcome = Outcome()
-        settings = schedule.engine
-        drafter = settings.get("draft_model") or settings.get("drafter") or "the model"
-        driven = Driven(self.engine(schedule), random.Random(schedule.seed), drafter)
+        driven = self.driven(schedule, before)
         try:
             driven.through(schedule)
         except Exception as error:
             outcome.problem = f"{type(error).__name__}: {error}"
         finally:
-            grammars = driven.engine.replica.grammars
-            assert grammars is not None
-            grammars.close()  # its threads would keep the whole engine
+            driven.close()
         outcome.steps = len(driven.engine.plans)
         outcome.problem = outcome.problem or self._judge(driven)
         outcome.seen = driven.seen
         return outcome
+
+    def driven(self, schedule: Schedule, before: dict[str, Begun] | None = None) -> Driven:
+        """A fresh engine for a schedule; see `run`."""
+        settings = schedule.engine
+        drafter = settings.get("draft_model") or settings.get("drafter") or "the model"
+        return Driven(self.engine(schedule), random.Random(schedule.seed), drafter, before or {})
 
     def _judge(self, driven: Driven) -> str:
         failed = 0
@@ -128,6 +134,7 @@ class Bench:
             record = driven.engine.finished[name]
             logprobs = [entry for output in record.outputs for entry in output.logprobs]
             problem = self.reference.judge(request.prompt, request.sampling, record.tokens, record.finish, logprobs)
+            problem = problem or misplaced(record)
             prompt = next((output.prompt for output in record.outputs if output.prompt), None)
             if record.tokens and not problem:
                 problem = self.reference.judge_scores(request.prompt, request.sampling, prompt)
@@ -146,17 +153,36 @@ class Bench:
         return ""
 
 
+def misplaced(record: Finished) -> str:
+    """Which output of a request does not say where its tokens stand; empty if none."""
+    at = 0
+    for output in record.outputs:
+        if output.tokens and output.at != at:
+            return f"tokens from number {at} on are said to be those from {output.at} on"
+        at += len(output.tokens)
+    return ""
+
+
 class Driven:
     """An engine on its way through a schedule."""
 
-    def __init__(self, engine: InlineEngine, rng: random.Random, drafter: str) -> None:
+    def __init__(
+        self, engine: InlineEngine, rng: random.Random, drafter: str, before: dict[str, Begun] | None = None
+    ) -> None:
         self.engine, self.rng, self.drafter = engine, rng, drafter
+        self.before = before or {}
         self.requests: dict[str, Request] = {}
         self.planned: list[StepPlan] = []
         self.forgotten: deque[tuple[int, ForgetGrammar]] = deque()
         """And behind which plan that was said."""
         self.mishaps = 0
         self.seen: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """The threads that compile grammars would keep the whole engine."""
+        grammars = self.engine.replica.grammars
+        assert grammars is not None
+        grammars.close()
 
     def through(self, schedule: Schedule) -> None:
         """All events, then whatever is left to do."""
@@ -183,13 +209,15 @@ class Driven:
         self._count_steps()
 
     def _add(self, event: Add) -> None:
-        request = Request(event.name, event.prompt, event.sampling, event.priority)
+        request = Request(event.name, event.prompt, event.sampling, event.priority, done=event.done, age_s=event.age_s)
         if refusal := self.engine.scheduler.add(request):
             if "pages of cache" not in refusal.refused and "no room for output" not in refusal.refused:
                 raise RuntimeError(f"refused without need: {refusal.refused}")
             self.seen["refused"] += 1
             return
-        self.requests[event.name], self.engine.finished[event.name] = request, Finished()
+        # A continued one is held against what was asked for at first.
+        begun = self.before.get(event.name) or (request, Finished())
+        self.requests[event.name], self.engine.finished[event.name] = begun
         self.seen["with a grammar"] += event.sampling.grammar is not None
 
     def _plan(self) -> bool:

@@ -38,6 +38,9 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    done: bytes = b""
+    """As in `Request`, as the next one."""
+    age_s: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
