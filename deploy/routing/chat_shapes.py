@@ -21,7 +21,13 @@ from deploy.text.turns import (
 )
 
 _BLOCKS: Final = {"tool_use", "tool_result", "thinking", "redacted_thinking"}
-_OF_CHATS: Final = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "response_format")
+_OF_CHATS: Final = (
+    "add_generation_prompt",
+    "add_special_tokens",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "response_format",
+)
 """Fields that Anthropic's clients do not send."""
 
 

@@ -161,7 +161,7 @@ class Choice:
 class ParsedChoice(Choice):
     """A choice whose text is told apart: its pieces are events of reasoning, content and tool calls."""
 
-    __slots__ = ("_calls", "_one_call", "_parser")
+    __slots__ = ("_calls", "_one_call", "_parser", "_undecided")
 
     def __init__(self, job: Job, branch: Branch, tokenizer: Tokenizer | None, reading: Reading) -> None:
         super().__init__(job, branch, tokenizer)
@@ -169,6 +169,8 @@ class ParsedChoice(Choice):
         if job.stops and not reading.stops_in_reasoning:
             self._parser.watch(StopMatcher(job.stops, job.include_stop))
         self._one_call = reading.one_call
+        self._undecided = 0
+        """Tokens that may be the beginning of an opening tag: they count as reasoning once it is there."""
         self._calls = 0
         """Complete ones."""
 
@@ -212,8 +214,12 @@ class ParsedChoice(Choice):
         text = super().feed(output)
         assert isinstance(text, str)
         events = parser.push(text, self.generated >= self._min_tokens) if text else []
-        if output.tokens and (reasoning or parser.reasoning):
-            self.reasoning_tokens += 1
+        if output.tokens:
+            self._undecided += 1
+            if reasoning or parser.reasoning:
+                self.reasoning_tokens += self._undecided
+            if reasoning or parser.reasoning or events:
+                self._undecided = 0
         if self.finish is not None or parser.stop is not None:
             stopped = self._stream is not None and self._stream.stop is not None
             events += parser.finish(cut=stopped or self.finish != "stop")

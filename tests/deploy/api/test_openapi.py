@@ -84,6 +84,7 @@ def check_answer(described: dict[str, Any], method: str, path: str, answer: http
 
 
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": []}]}),
     *[(COMPLETIONS, {**BASE, "prompt": prompt}) for prompt in ("x", ["x", "y"], [5, 6], [[5], [6, 7]])],
     *[(COMPLETIONS, {**BASE, "stop": stop}) for stop in ("x", ["x", "y"], [], None)],
     *[(COMPLETIONS, {**BASE, "logprobs": count}) for count in (0, 1, 2)],
@@ -137,7 +138,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": None}]}),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     (CHATS, {**CHAT, "messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}),
-    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": []}]}),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
     (CHATS, {**CHAT, "tools": [{"type": "function"}]}),
     (CHATS, {**CHAT, "tool_choice": "any"}),

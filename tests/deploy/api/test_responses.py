@@ -285,7 +285,7 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": 5}, "input"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "computer_call"}]}, "input"),
+    ({"input": [{"type": "wizard_call"}]}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
     ({"input": [{"role": "user", "content": 5}]}, "input"),
     ({"input": [{"role": "wizard", "content": "x"}]}, "input.0"),

@@ -135,7 +135,7 @@ def test_calls_and_reasoning_streamed_and_not(name: str, special: bool) -> None:
             assert len({*ids, *(call[0] for call in message["calls"].values())}) == 4
         assert max(len(event.choices[0].delta.tool_calls or ()) for event in events[:-1]) == 1
         assert answer.usage == events[-1].usage
-        reasoning = served.tokenizer.encode(text[: text.index("</think>") + 8], add_special_tokens=False)
+        reasoning = served.tokenizer.encode(text[: text.index(tags[1]) + len(tags[1])], add_special_tokens=False)
         assert answer.usage.completion_tokens_details.reasoning_tokens == len(reasoning)
         assert answer.usage.completion_tokens == len(served.ids) + 1
 

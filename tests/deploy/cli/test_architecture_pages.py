@@ -83,8 +83,8 @@ def without_code(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them: headings of the same text are numbered."""
-    found: set[str] = set()
+    """The anchors of a page, those of its headings as GitHub makes them: headings of the same text are numbered."""
+    found = set(re.findall(r'<a id="([^"]+)">', page.read_text()))
     for heading in re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE):
         text = re.sub(LINK, "", heading)  # of a link the text alone counts
         slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")

@@ -93,7 +93,7 @@ def test_an_application_that_somebody_deletes(serve) -> None:
         ({}, {"tensor_parallel": 3}, "values that work: 1, 2, 4"),
         ({}, {"max_context": 10**6}, "or less"),
         ({"model_type": "llama"}, {}, "model_type = 'llama' is not supported; supported: '"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "docs/models.md"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, "docs/models.md"),
     ],
 )
 def test_nothing_is_started_for_a_model_that_cannot_be_served(

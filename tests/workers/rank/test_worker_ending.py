@@ -73,7 +73,7 @@ def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -
     world.Rank.return_value.runner.launch.side_effect = ValueError("the cause")
     run(ValueError)
     told = [told.args[0] for told in world.connect_sender.return_value.send.call_args_list]
-    assert told[-1] == Fault("rank 1: ValueError: the cause", 1)
+    assert told[-1] == Fault("rank 1: ValueError: the cause", 1, in_step=True)
     sent, flushed = "connect_sender().close", "last_words_have_left"
     assert order(world, sent, flushed, GRAPHS, GROUP) == [sent, flushed, GRAPHS, GROUP]
     assert world.Group.close.call_args == call(abort=True)  # the peers may never come to what is under way
@@ -238,7 +238,7 @@ def test_a_rank_that_failed_tells_why_and_ends(tmp_path: Path, closing: str) -> 
         for step in (1, 2):
             for plans in binding.plans:
                 plans.send(StepPlan(step, 2, 1, (0,)))
-        assert receive(binding, Fault) == Fault("rank 1: ValueError: the cause", 1)
+        assert receive(binding, Fault) == Fault("rank 1: ValueError: the cause", 1, in_step=True)
         (tmp_path / "heard").touch()
         begin = time.monotonic()
         ranks[1].join(20)
