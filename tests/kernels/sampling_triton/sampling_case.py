@@ -163,6 +163,16 @@ class Case:
         scaled_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1
         return reference.kept(scaled_NV, memory.floor_N.cpu(), memory.last_N.cpu())
 
+    def left_out(self, kept_NV: Tensor, want_NV: Tensor) -> float:
+        """How probable what two nuclei differ in is at the most, of any row, in float64. Ids must be kept from the most
+        probable one on, of equal ones the lowest first."""
+        temperature_N1 = self.tables.real_SF[: len(kept_NV), column.TEMPERATURE].unsqueeze(1)
+        share_NV = (self.logits.double() / temperature_N1).softmax(1)
+        order_NV = (-self.logits).sort(dim=1, stable=True).indices
+        ours_NV, theirs_NV = kept_NV.gather(1, order_NV), want_NV.gather(1, order_NV)
+        assert (ours_NV.long().diff(dim=1) <= 0).all()
+        return float((share_NV.gather(1, order_NV) * (ours_NV != theirs_NV)).sum(1).max())
+
     def masked(self, seed: int) -> Case:
         """With masks that allow nearly all ids, few, one or none, for some rows, the masks in another order than the
         rows, and poison in those that are nobody's and in the bits behind the vocabulary."""

@@ -64,11 +64,10 @@ def test_floors_are_those_of_the_reference(spread: float) -> None:
 def test_of_equal_ids_at_the_border_of_top_p_the_lowest_stay(vocab: int, levels: int) -> None:
     for seed in range(3):
         case, kept_NV = Case.tied(vocab, seed, levels)
-        # The masses that are compared are sums in fp32 of up to the whole vocabulary: of a hundred thousand ids that
-        # are as probable as each other one more or one less may stay, and of those that stay it is the last.
-        differ_NV = case.to("cuda").kept() != kept_NV
-        assert int(differ_NV.sum(1).max()) <= (0 if vocab < 10000 else 2 + vocab // 20000)
-        if vocab < 10000:
+        # top_p is a number in fp32, and the mass a sum in it: between the border here and there may lie ids that are
+        # as improbable, all together, as such a number is inexact.
+        assert case.left_out(case.to("cuda").kept(), kept_NV) < 4e-6
+        if vocab < 100:
             assert case.to("cuda").launched() == case.expected()
 
 
