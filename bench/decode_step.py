@@ -10,6 +10,7 @@ verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of 
     python bench/decode_step.py --shape glm52-slice   # one dense layer and four of GLM-5.2's, which share indices
     python bench/decode_step.py --fp8-cache           # latents in FP8, keys of indexers in INT8
     python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
+    python bench/decode_step.py --shape small4        # Mistral Small 4, whole, in FP8; small4-slice: six of its layers
     python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
 One line per number of rows: the small-batch path, the general path beside it, and the time in which the bytes can be
