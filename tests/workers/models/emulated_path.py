@@ -51,8 +51,8 @@ def planned(own: LatentAttention, batch: Batch, scratch: Scratch) -> Batch:
     return replace(batch, decode=replace(rows, workspace=workspace))
 
 
-def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None, dependent: bool) -> None:
-    products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, next=next, dependent=dependent)
+def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, dependent: bool, **after: Any) -> None:
+    products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, **after, dependent=dependent)
 
 
 def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm, *, dependent: bool) -> None:
@@ -93,7 +93,7 @@ def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Call
 
 
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the way launches for tensors on a GPU, for tensors on a CPU."""
+    """What the path launches for tensors on a GPU, for tensors on a CPU."""
     replaced = {
         "normed_linear": normed,
         "linear_to_residual": to_residual,
@@ -108,7 +108,7 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = small_batch.SmallBatchOps.chosen
 
     def chosen(self: small_batch.SmallBatchOps, *given: Any, **options: Any) -> Any:
-        with monkeypatch.context() as patch:  # other ways choose as ever
+        with monkeypatch.context() as patch:  # other paths choose as ever
             patch.setattr(layer_ops, "moe", SimpleNamespace(route=moe.route))
             return choose(self, *given, **options)
 

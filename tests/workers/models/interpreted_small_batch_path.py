@@ -117,10 +117,10 @@ def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Call
 
 @pytest.fixture(autouse=True)
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the way launches for tensors on a GPU, for tensors on a CPU."""
+    """What the path launches for tensors on a GPU, for tensors on a CPU."""
 
-    def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, next: Any = None) -> None:
-        products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, next=next)
+    def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, **after: Any) -> None:
+        products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, **after)
 
     def to_residual(x: Any, weight: Any, residual: Any, norm: Any, out: PendingNorm) -> None:
         products.stream_linear(x, weight, out.x_TE, residual_TF=residual, norm=norm, next=out)
