@@ -9,7 +9,7 @@ import pytest
 from served_application import Server, wait_gone
 from timed_client import begin, client, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.long, pytest.mark.soak]
 
 CONFIG = {
     "engine": {"model": "demo", "max_rows": 16, "token_budget": 512},
