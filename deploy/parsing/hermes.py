@@ -8,22 +8,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from typing_extensions import override
 
-from deploy.parsing.call_grammar import (
-    AllowedTool,
-    Tag,
-    either,
-    json_object,
-    name_of,
-    sequence,
-    several,
-    text,
-    together,
-    within_text,
-)
+from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.object_calls import ObjectCalls
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -35,18 +23,11 @@ class HermesCalls(ObjectCalls):
     markers = (_BEGIN, _END)
     ends_content = markers
     begins = (_BEGIN,)
+    begin, between = _BEGIN, "\n"
     control = re.compile("|".join(map(re.escape, markers)))
 
     @classmethod
-    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
-        """See `JsonCalls`."""
-        rest = either([cls._behind_begin(tool) for tool in together(tools)])
-        if not must:
-            return within_text({_BEGIN: rest})
-        call = sequence(text(_BEGIN), rest)
-        return several(call, "\n") if parallel else call
-
-    @classmethod
+    @override
     def _behind_begin(cls, tool: AllowedTool) -> Tag:
         head = (text('\n{"name": "'), name_of(tool), text('", "arguments": '))
         return sequence(*head, json_object(tool), text(f"}}\n{_END}"))

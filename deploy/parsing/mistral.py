@@ -9,23 +9,11 @@ behind one marker, which is read as well.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from typing_extensions import override
 
-from deploy.parsing.call_grammar import (
-    AllowedTool,
-    Tag,
-    either,
-    json_object,
-    name_of,
-    sequence,
-    several,
-    text,
-    together,
-    within_text,
-)
+from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.object_calls import ObjectCalls
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 
@@ -43,6 +31,7 @@ class MistralCalls(ObjectCalls):
     markers = (_CALL, _ID, _ARGUMENTS)
     ends_content = markers
     begins = (_CALL,)
+    begin, between = _CALL, ""
     control = re.compile("|".join(map(re.escape, markers)))
     close = CLOSE
 
@@ -54,15 +43,7 @@ class MistralCalls(ObjectCalls):
         self._in_array = False
 
     @classmethod
-    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
-        """See `JsonCalls`."""
-        rest = either([cls._behind_begin(tool) for tool in together(tools)])
-        if not must:
-            return within_text({_CALL: rest})
-        call = sequence(text(_CALL), rest)
-        return several(call, "") if parallel else call
-
-    @classmethod
+    @override
     def _behind_begin(cls, tool: AllowedTool) -> Tag:
         return sequence(name_of(tool), text(_ARGUMENTS), json_object(tool))
 

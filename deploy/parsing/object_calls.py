@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
+from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, together, within_text
 from deploy.parsing.json_body import JsonBody
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
@@ -39,6 +41,25 @@ class ObjectCalls(JsonBody):
     """States that read such an object. Arguments are passed on as they come where the name stands right before them,
     which is the order of every template; an object in another order is read when it is complete. Its other members mean
     nothing."""
+
+    begin: ClassVar[str]
+    """What stands before a call."""
+    between: ClassVar[str]
+    """What the chat template writes between two calls."""
+
+    @classmethod
+    def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
+        """See `JsonCalls`."""
+        rest = either([cls._behind_begin(tool) for tool in together(tools)])
+        if not must:
+            return within_text({cls.begin: rest})
+        call = sequence(text(cls.begin), rest)
+        return several(call, cls.between) if parallel else call
+
+    @classmethod
+    def _behind_begin(cls, tool: AllowedTool) -> Tag:
+        """The rest of a call."""
+        raise NotImplementedError
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
