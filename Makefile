@@ -36,6 +36,10 @@ marked = $(shell grep -rl --include='test_*.py' 'pytest.mark.$(1)\b' tests)
 
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
+# Hypothesis draws the same cases in every run of what a change must pass, so that a change is not refused for a draw that
+# has nothing to do with it. `make soak` draws anew every time.
+SAME_DRAWS := --hypothesis-profile=ci
+
 # The files of the longer lane that take a minute or more, the longest first. They begin before the others: one that begins
 # at the end leaves a core without work.
 LONGEST := $(addprefix tests/, e2e/test_two_nodes.py e2e/test_rolling_update.py e2e/test_failing_start.py \
@@ -47,13 +51,13 @@ LONGEST := $(addprefix tests/, e2e/test_two_nodes.py e2e/test_rolling_update.py 
 
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not alone and not gate and not long and not soak" $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -m "alone and not long and not soak" $(call marked,alone)
+	$(BIN)/python -m pytest $(SAME_DRAWS) -m "not alone and not gate and not long and not soak" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SAME_DRAWS) -m "alone and not long and not soak" $(call marked,alone)
 
 # The tests that take long: clusters that come and go, kernels in the interpreter and the emulator.
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not alone and not soak" $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(call marked,long))
-	$(BIN)/python -m pytest -m "long and alone and not soak" $(filter $(call marked,long),$(call marked,alone))
+	$(BIN)/python -m pytest $(SAME_DRAWS) -m "long and not alone and not soak" $(SIDE_BY_SIDE) $(LONGEST) $(filter-out $(LONGEST),$(call marked,long))
+	$(BIN)/python -m pytest $(SAME_DRAWS) -m "long and alone and not soak" $(filter $(call marked,long),$(call marked,alone))
 
 # Registers, spills, shared memory and instructions of every kernel at the sizes of published models: compilation alone.
 # The plugin fails the run if a kernel was left out.
@@ -63,6 +67,7 @@ gates: $(READY)
 # Cases whose settings occur in other cases, too, more seeds, the programs under bench: not part of what a change must pass.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak $(SIDE_BY_SIDE) $(sort $(call marked,soak) $(shell grep -o "^tests[^:]*/test_[^:]*" tests/soaked_cases.txt))
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(shell grep -rlE --include='test_*.py' '^ *@given' tests)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,10 @@ from workers.models.model import Model
 
 LONGEST = 200
 TOLERANCE = 1e-4
+ROUNDINGS = 4
+"""Our fp32 logits may be this many times as far from fp64 as transformers' own, where these are so far that `TOLERANCE`
+is within the rounding of fp32. Large attention scores do that: those of Mistral 4, whose softmax scale is more than
+doubled, and of V2 with groups."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class Pair:
     oracle: Any
     sequences: list[list[int]]
     logits: list[Tensor]
+    """Of transformers' model in fp64."""
+    tolerance: float
+    """How far fp32 logits may be from these."""
 
 
 @cache
@@ -46,7 +54,14 @@ def pair(kind: str) -> Pair:
             path = plain = write_tiny(folder, kind, seed=1)
         ours, oracle = load_fp32(path), load_oracle(plain)
     sequences = [random_tokens(LONGEST, seed, VOCAB) for seed in range(3)]
-    return Pair(ours, oracle, sequences, [oracle_logits(oracle, tokens) for tokens in sequences])
+    exact = deepcopy(oracle).double()
+    exact.set_experts_implementation("eager")  # grouped products take no fp64
+    logits = [oracle_logits(exact, tokens) for tokens in sequences]
+    rounding = max(
+        float((oracle_logits(oracle, tokens) - want).abs().max())
+        for tokens, want in zip(sequences, logits, strict=True)
+    )
+    return Pair(ours, oracle, sequences, logits, max(TOLERANCE, ROUNDINGS * rounding))
 
 
 QUICK = ("v3", "v2-groups", "glm5", "int4")
@@ -93,7 +108,7 @@ def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
                 for row, hidden in paged.forward(paged.plan(decode, width, chunks)).items():
                     got[row].append(both.ours.logits(hidden))
     for parts, want, length in zip(got, both.logits, lengths, strict=False):
-        torch.testing.assert_close(torch.cat(parts), want[:length], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.cat(parts).double(), want[:length], atol=both.tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
