@@ -30,6 +30,7 @@ from deploy.config.api import ApiConfig
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.live import OwnReplica, Replicas
 from deploy.page import INDEX, PageFile, page_files
+from deploy.text.handed import HandedPrompts
 from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine
@@ -73,6 +74,7 @@ def create_app(
     keys: KeyRing | None = None,
     tracing: Tracing | None = None,
     sampling_defaults: SamplingDefaults | None = None,
+    handed: HandedPrompts | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible application in front of `engine`.
 
@@ -81,7 +83,7 @@ def create_app(
     `system_fingerprint` of answers. `replicas`: what `/live` shows; by default this one alone. `keys`: those of the
     settings, which somebody tells what other replicas let them take.
     `tracing`: where spans of requests go; without it there are none. `sampling_defaults`: how requests are sampled that
-    do not say so, where that is not OpenAI's way.
+    do not say so, where that is not OpenAI's way. `handed`: where a router leaves prompts that it has encoded.
     `app.state.model` is the `ServedModel`.
     """
     config = config or ApiConfig()
@@ -93,7 +95,7 @@ def create_app(
         endpoints = Endpoints(keyed.authorize, keyed.enter)
     else:
         admission, endpoints = Admission(engine, config.retry_after_s), Endpoints()
-    model = ServedModel(engine, tokenizer, config, numerics or {}, sampling_defaults or {})
+    model = ServedModel(engine, tokenizer, config, numerics or {}, sampling_defaults or {}, handed)
     intake, generator = Intake(config), Generator(engine, tokenizer, metrics, admission, Lanes())
     app = FastAPI(
         title="latentserve",

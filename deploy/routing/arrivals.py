@@ -39,6 +39,11 @@ class RoutingRecord:
     tokens: int
     rows: int
 
+    @property
+    def ticket(self) -> str:
+        """Names the request."""
+        return f"{self.router}/{self.number}"
+
     def header(self) -> str:
         """As a header value."""
         return f"{self.router}/{self.number}/{self.tokens}/{self.rows}"

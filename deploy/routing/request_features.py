@@ -7,7 +7,7 @@ that was cut off at the router's limit, the head gives the page hashes, its toke
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -26,13 +26,15 @@ from deploy.text.chat import (
     template_message,
     tools_of,
 )
+from deploy.text.chat_prompt import ChatPrompts
 from deploy.text.effort import thinking_of
 from deploy.text.errors import ChatTemplateError
+from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
 from deploy.text.lane import aside, at_once
 from deploy.text.mending import with_whole_escapes
 from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import page_keys
+from workers.protocol.prompt import Prompt, pack_tokens
 
 BYTES_PER_TOKEN = 4
 """Where nothing better is known."""
@@ -51,47 +53,58 @@ class FeatureReader:
     ) -> None:
         """`tokenizer` and settings: the same as the replicas', so that page hashes agree; None for a model without a
         tokenizer."""
-        self._tokenizer, self._template = tokenizer, chat_template
-        self._control_tokens = control_tokens_in_text
+        self._tokenizer = tokenizer
+        self._chats = ChatPrompts(tokenizer, chat_template, control_tokens_in_text) if tokenizer else None
         self._recent: OrderedDict[bytes, RequestFeatures] = OrderedDict()
 
     async def read(self, body: bytes, full_length: int | None = None) -> RequestFeatures:
         """`full_length`: bytes of the whole body when `body` is only its head."""
+        features, _ = await self.read_prompt(body, full_length)
+        return features
+
+    async def read_prompt(
+        self, body: bytes, full_length: int | None = None
+    ) -> tuple[RequestFeatures, EncodedPrompt | None]:
+        """`read`, and the prompt where it is worth handing over: a long one, the only one of its request, all of which
+        is here and was encoded now. Bodies that come again are remembered by their features alone, as prompts would
+        take too much memory."""
         whole = full_length or len(body)
         digest = blake2b(body, digest_size=16, key=whole.to_bytes(8, "little")).digest()
         if (known := self._recent.get(digest)) is not None:
             self._recent.move_to_end(digest)
-            return known
+            return known, None
+        prompt = None
         try:
-            features = await self._read(body, whole)
+            features, prompt = await self._read(body, whole)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
             features = RequestFeatures(whole // BYTES_PER_TOKEN)
         self._recent[digest] = features
         if len(self._recent) > REMEMBERED:
             self._recent.popitem(last=False)
-        return features
+        return features, prompt
 
-    async def _read(self, body: bytes, whole: int) -> RequestFeatures:
+    async def _read(self, body: bytes, whole: int) -> tuple[RequestFeatures, EncodedPrompt | None]:
         cut = whole > len(body)
         data = _loaded(body, cut)
         if not isinstance(data, dict):
             raise TypeError("not an object")
         prompts = await self._prompts(data)
-        lengths = [len(prompt) for prompt in prompts]
+        lengths = [prompt.length for prompt in prompts]
         if not sum(lengths):
-            return RequestFeatures(whole // BYTES_PER_TOKEN)
+            return RequestFeatures(whole // BYTES_PER_TOKEN), None
         # Pages are looked up for the first prompt only: the others of one request mostly share what it shares.
         first = prompts[0]
-        features = RequestFeatures(sum(lengths), tuple(page_keys(first)), min(_rows(data) * len(prompts), MOST_ROWS))
+        features = RequestFeatures(sum(lengths), tuple(first.keys), min(_rows(data) * len(prompts), MOST_ROWS))
         if cut:
             # The last word was cut: it may be other tokens in the whole text.
-            keys = features.keys[: max(len(first) - 1, 0) // PAGE_TOKENS]
+            keys = features.keys[: max(first.length - 1, 0) // PAGE_TOKENS]
             features = replace(
                 features, tokens=max(round(features.tokens * whole / len(body)), features.tokens), keys=keys
             )
-        return features
+        alone = len(prompts) == 1 and first.length >= HAND_OVER_TOKENS and not cut
+        return features, EncodedPrompt(first.digest, first.packed) if alone and first.digest else None
 
-    async def _prompts(self, data: Mapping[str, Any]) -> list[Sequence[int]]:
+    async def _prompts(self, data: Mapping[str, Any]) -> list[_Encoded]:
         if "messages" in data or "input" in data:
             return [await self._chat(as_chat(data))]
         prompt = data.get("prompt")
@@ -100,12 +113,15 @@ class FeatureReader:
         if not isinstance(prompt, list) or not prompt:
             raise TypeError("no prompt")
         if all(type(item) is int for item in prompt):
-            return [prompt]
+            return [_Encoded(pack_tokens(prompt))]
         special = data.get("add_special_tokens") is not False
-        return [item if isinstance(item, list) else await self._encode(item, special) for item in prompt]
+        return [
+            _Encoded(pack_tokens(item)) if isinstance(item, list) else await self._encode(item, special)
+            for item in prompt
+        ]
 
-    async def _chat(self, data: Mapping[str, Any]) -> Sequence[int]:
-        if self._tokenizer is None:
+    async def _chat(self, data: Mapping[str, Any]) -> _Encoded:
+        if self._chats is None:
             raise TypeError("no tokenizer")
         given, extra = data["messages"], data.get("chat_template_kwargs") or {}
         if len(given) > MOST_MESSAGES or len(extra) > MOST_TEMPLATE_VARIABLES:
@@ -116,24 +132,31 @@ class FeatureReader:
             if isinstance(message, dict) and "role" in message
         ]
         tools = tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else []
-        told = self._tokenizer.thinking_variables(thinking_of(data), self._template, bool(tools))
         render = partial(
-            self._tokenizer.render_chat,
+            self._chats.text,
             messages,
             tools=tools,
-            template=self._template,
+            thinking=thinking_of(data),
+            variables=extra,
             add_generation_prompt=data.get("add_generation_prompt") is not False,
             continue_final_message=data.get("continue_final_message") is True,
-            extra=told | extra,
-            control_tokens_in_text=self._control_tokens,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
         return await self._encode(text, data.get("add_special_tokens") is True)
 
-    async def _encode(self, text: Any, special: bool) -> Sequence[int]:
+    async def _encode(self, text: Any, special: bool) -> _Encoded:
         if self._tokenizer is None or not isinstance(text, str):
             raise TypeError("no tokenizer, or no text")
-        return await self._tokenizer.encode_async(text, special)
+        ids = await self._tokenizer.encode_async(text, special)
+        return _Encoded(pack_tokens(ids), text_digest(text, special) if len(ids) >= HAND_OVER_TOKENS else b"")
+
+
+class _Encoded(Prompt):
+    """A prompt of a body, and the digest of its text where it is a long text."""
+
+    def __init__(self, packed: bytes, digest: bytes = b"") -> None:
+        super().__init__(packed)
+        self.digest = digest
 
 
 def _loaded(body: bytes, cut: bool) -> Any:

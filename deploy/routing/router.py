@@ -10,6 +10,7 @@ among replicas by itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -28,6 +29,7 @@ from deploy.config.application import ServeConfig
 from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_from_report
 from deploy.routing.policy import FORGET_S, InFlightAccounting, Load, RequestFeatures, choose
 from deploy.routing.request_features import BYTES_PER_TOKEN, FeatureReader
+from deploy.text.handed import EncodedPrompt
 from deploy.text.tokenizer import Tokenizer
 from kernels.private_api import PrivateApi
 
@@ -48,6 +50,15 @@ PICK_TIMEOUT_S = 0.5
 """Seconds to wait for a replica where there is none; HAProxy would wait longer, and the client with it."""
 
 
+HAND_OVER_TIMEOUT_S = 0.25
+"""Seconds that a request waits at most for its prompt to be at its replica before it; it could be encoded again in as
+much."""
+TAKE_PROMPT = "take_prompt"
+"""The replica's method to which prompts are handed, with the replica's id as `to`."""
+
+logger = logging.getLogger("latentserve.router")
+
+
 class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     """Ranks replicas by `deploy.routing.policy`. Runs where requests are handed out: a `IngressRouter`, or Serve's
     proxy."""
@@ -64,6 +75,9 @@ class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         features = _features_of(pending_request)
         now = time.monotonic()
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        to = None if pending_request is None else pending_request.kwargs.get("to")
+        if to is not None:  # no request of its own, but what belongs to one that was sent there
+            return [[replicas[to]]] if to in replicas else [[replica] for replica in candidate_replicas]
         self.accounting.keep(list(replicas))
         self._reports = {key: value for key, value in self._reports.items() if key in replicas}
         loads = {key: self._load(key, replica.routing_stats or {}, now) for key, replica in replicas.items()}
@@ -113,6 +127,8 @@ class IngressRouter:
         self._reader = FeatureReader(tokenizer, config.api.chat_template, config.api.control_tokens_in_text)
         self._engine = engine
         self._engine._init()
+        self._prompts = engine.options(method_name=TAKE_PROMPT)
+        self._handing = True
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts."""
@@ -130,17 +146,30 @@ class IngressRouter:
             await _reply(send, 404, b"{}")
             return
         body = await _body(receive)
-        features = await self._reader.read(body, _full_length(scope))
+        features, prompt = await self._reader.read_prompt(body, _full_length(scope))
         receipt: dict[str, str] = {}
         picking = self._engine.choose_replica(features=features, receipt=receipt, _reserve=False)
         try:
             async with asyncio.timeout(PICK_TIMEOUT_S), picking as selection:
-                replica = selection._replica.replica_id.to_full_id_str()
+                replica = selection._replica.replica_id
         except (TimeoutError, DeploymentUnavailableError):
             await _reply(send, 503, b"{}")  # HAProxy has its own words for this
             return
-        payload = {"replica_id": replica, "request_headers": {ROUTING_HEADER: receipt.get("routing_record", "")}}
+        header = receipt.get("routing_record", "")
+        if prompt is not None and (record := RoutingRecord.parse(header)) is not None:
+            await self._hand_over(prompt, record.ticket, replica)
+        payload = {"replica_id": replica.to_full_id_str(), "request_headers": {ROUTING_HEADER: header}}
         await _reply(send, 200, msgspec.json.encode(payload))
+
+    async def _hand_over(self, prompt: EncodedPrompt, ticket: str, replica: ReplicaID) -> None:
+        """Have the prompt at its replica before its request. Where that fails the replica encodes it again."""
+        try:
+            async with asyncio.timeout(HAND_OVER_TIMEOUT_S):
+                await self._prompts.remote(ticket, prompt.digest, prompt.packed, to=replica)
+        except Exception as error:  # of Serve, of Ray, of a replica of an earlier version
+            if self._handing:
+                self._handing = False
+                logger.warning("a prompt was not handed to its replica, which encodes it again: %r", error)
 
 
 def _full_length(scope: Scope) -> int | None:

@@ -29,6 +29,7 @@ from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
 from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog
 from deploy.serve.under_serve import UnderServe
+from deploy.text.handed import EncodedPrompt, HandedPrompts
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
 from workers.processes.client import EngineClient
@@ -107,7 +108,7 @@ class EngineReplica:
             raise RuntimeError("the engine deployment needs a placement group; build it with deploy.serve.app")
         self.status_store = StatusStore(context.app_name, self.name)
         self.live = LiveStatusStore(context.app_name, self.name)
-        self.arrivals = Arrivals()
+        self.arrivals, self.handed = Arrivals(), HandedPrompts()
         self.keys = KeyRing(config.api.api_keys)
         self.key_status_store = KeyStatusStore(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
@@ -252,12 +253,17 @@ class EngineReplica:
 
         numerics = self.config.engine.model_dump(mode="json", include=NUMERIC)
         known = (self.metrics, numerics, self.live, self.keys, self.tracing, self.sampling_defaults)
-        return create_app(engine, self.tokenizer, self.config.api, *known)
+        return create_app(engine, self.tokenizer, self.config.api, *known, self.handed)
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Serve mounts, called once the constructor is through."""
         assert self.engine is not None
-        return UnderServe(self.front(self.engine), self.name, self.arrivals, self.watchdog)
+        return UnderServe(self.front(self.engine), self.name, self.arrivals, self.watchdog, self.handed)
+
+    async def take_prompt(self, ticket: str, digest: bytes, packed: bytes, to: object) -> None:
+        """Called by a router, before the request with this ticket comes: its prompt, as an `EncodedPrompt` has it.
+        `to`: this replica, for Serve to find it."""
+        self.handed.give(ticket, EncodedPrompt(digest, packed))
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve; routers find it with the replica."""

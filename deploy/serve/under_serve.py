@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.api.http.errors import failure_of
 from deploy.routing.arrivals import ROUTING_HEADER, Arrivals, RoutingRecord
 from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.text.handed import HandedPrompts
 from kernels.private_api import PrivateApi
 
 REPLICA_HEADER = "x-latentserve-replica"
@@ -28,9 +29,16 @@ _CONNECTION: Final = PrivateApi(
 class UnderServe:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, replica: str, arrivals: Arrivals, watchdog: StreamWatchdog | None) -> None:
-        """`replica`: its name, which every answer carries."""
-        self._app, self._arrivals, self._watchdog = app, arrivals, watchdog
+    def __init__(
+        self,
+        app: ASGIApp,
+        replica: str,
+        arrivals: Arrivals,
+        watchdog: StreamWatchdog | None,
+        handed: HandedPrompts | None = None,
+    ) -> None:
+        """`replica`: its name, which every answer carries. `handed`: prompts that routers encoded."""
+        self._app, self._arrivals, self._watchdog, self._handed = app, arrivals, watchdog, handed
         self._replica = (REPLICA_HEADER.encode(), replica.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +46,10 @@ class UnderServe:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = self._arrivals.arrive(_routing_record_of(scope))
+        record = _routing_record_of(scope)
+        arrival = self._arrivals.arrive(record)
+        if self._handed is not None:
+            self._handed.arrive(None if record is None else record.ticket)
         held: int | None = None
 
         async def watched(message: Message) -> None:

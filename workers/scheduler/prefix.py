@@ -186,16 +186,7 @@ class PrefixCache:
 
     def _doubt(self, entry: Entry) -> None:
         """Forget an entry and all that continue it."""
-        doubted = {id(entry)}
-        kept: set[int] = set()
-        for one in [*self._entries.values()]:
-            path: list[Entry] = []
-            at: Entry | None = one
-            while at is not None and id(at) not in doubted and id(at) not in kept:
-                path.append(at)
-                at = at.parent
-            (doubted if at is not None and id(at) in doubted else kept).update(map(id, path))
-        found = [one for one in self._entries.values() if id(one) in doubted]
+        found = self._summary.behind(entry)
         self._forget(found)
         for one in found:
             one.doubted = True

@@ -22,9 +22,9 @@ All of it is kept up to date entry by entry: no report looks at more keys than i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +41,20 @@ class Entry:
     """It was forgotten because a non-finite row had written or read it. Rows that had it before still have it."""
     children: int = 0
     """Cached entries that continue it."""
+    child: Entry | None = None
+    """One of them."""
+    others: dict[Entry, None] | None = None
+    """The rest, where there were several."""
     level: int = -1
     """Of the grid: how often its page number, in units of the finest stride, can be halved; -1 off the grid."""
 
 
 class PrefixSummary:
-    """Knows the ends, the branch points and the grid of the entries of a cache."""
+    """Knows the ends, the branch points and the grid of the entries of a cache, and what continues each of them.
+
+    Entries refer to those that continue them only while these are cached, so that no entry that is gone waits for the
+    collector of cyclic garbage.
+    """
 
     def __init__(self, entries: Mapping[int, Entry], pages: int, most: int) -> None:
         """`entries`: those of the cache, by key, which it keeps up to date itself. `pages`: as many as there can be.
@@ -57,6 +65,7 @@ class PrefixSummary:
         """The finest: it puts no more than two times `most` of `pages` entries on the grid."""
         self._ends: OrderedDict[int, None] = OrderedDict()  # and branch points; most recently used last
         self._grid: list[dict[int, None]] = []  # by level
+        self._orphans: dict[Entry, None] = {}  # cached, and what they continue is not: pages of rows with twins
 
     def add(self, entries: Sequence[Entry], number: int) -> None:
         """These were cached, each of which continues the one before it: the first as page `number` of its prompt, where
@@ -64,9 +73,12 @@ class PrefixSummary:
         if not entries:
             return
         if (parent := entries[0].parent) is not None:
-            self._continued(parent)
-        for entry in entries[:-1]:
+            self._continued(parent, entries[0])
+            if self._entries.get(parent.key) is not parent:
+                self._orphans[entries[0]] = None
+        for entry, after in pairwise(entries):
             entry.children = 1
+            entry.child = after
         self._ends[entries[-1].key] = None
         for index in range(-number % self._stride, len(entries), self._stride):
             entry, steps = entries[index], (number + index) // self._stride
@@ -77,27 +89,48 @@ class PrefixSummary:
 
     def remove(self, entries: Sequence[Entry]) -> None:
         """These are not cached any more. A chain is quickest from its end to its beginning."""
-        beginning: list[Entry] = []  # continued by one that was removed
+        first: list[Entry] = []  # those removed of which the one before was not, so far
         for entry in entries:
-            if beginning and beginning[-1] is entry:
-                beginning.pop()
+            if first and first[-1].parent is entry:
+                _unlink(entry, first.pop())
             if entry.children != 1:
                 self._ends.pop(entry.key, None)
             if entry.level >= 0:
                 del self._grid[entry.level][entry.key]
-            if (parent := entry.parent) is not None:
-                beginning.append(parent)
-        for entry in beginning:
-            self._left(entry)
+            if entry.parent is not None:
+                first.append(entry)
+        for entry in first:
+            assert entry.parent is not None
+            self._left(entry.parent, entry)
+        if self._orphans:
+            for entry in entries:
+                self._orphans.pop(entry, None)
+        for entry in entries:
+            if entry.child is not None:
+                self._orphans.update(dict.fromkeys(_after(entry)))
+
+    def behind(self, entry: Entry) -> list[Entry]:
+        """This cached entry and all that continue it, each before the one that it continues. Takes no more time than
+        there are such, but for entries whose beginning was evicted before them."""
+        found = _tree(entry)
+        if self._orphans:
+            inside = set(found)
+            for orphan in [*self._orphans]:
+                if orphan not in inside and any(one in inside for one in _before(orphan)):
+                    more = _tree(orphan)
+                    inside.update(more)
+                    found += more
+        return found[::-1]
 
     def move(self, entry: Entry, parent: Entry | None) -> None:
         """A cached entry continues another one of the same key from now on: the one that it continued is gone."""
         if entry.parent is not parent:
             if entry.parent is not None:
-                self._left(entry.parent)
+                self._left(entry.parent, entry)
+            self._orphans.pop(entry, None)
             entry.parent = parent
             if parent is not None:
-                self._continued(parent)
+                self._continued(parent, entry)
 
     def use(self, found: Sequence[Entry]) -> None:
         """A prompt begins with these cached entries."""
@@ -118,7 +151,8 @@ class PrefixSummary:
             keys[key] = None
         return list(keys)
 
-    def _continued(self, parent: Entry) -> None:
+    def _continued(self, parent: Entry, entry: Entry) -> None:
+        _link(parent, entry)
         parent.children += 1
         if parent.children <= 2 and self._entries.get(parent.key) is parent:
             if parent.children == 1:
@@ -126,7 +160,8 @@ class PrefixSummary:
             else:
                 self._ends[parent.key] = None
 
-    def _left(self, parent: Entry) -> None:
+    def _left(self, parent: Entry, entry: Entry) -> None:
+        _unlink(parent, entry)
         parent.children -= 1
         if parent.children <= 1 and self._entries.get(parent.key) is parent:
             if parent.children == 1:
@@ -135,3 +170,44 @@ class PrefixSummary:
                 # Entries are evicted least recently used first, so this end is older than all others.
                 self._ends[parent.key] = None
                 self._ends.move_to_end(parent.key, last=False)
+
+
+def _link(parent: Entry, entry: Entry) -> None:
+    if parent.child is None:
+        parent.child = entry
+    elif parent.others is None:
+        parent.others = {entry: None}
+    else:
+        parent.others[entry] = None
+
+
+def _unlink(parent: Entry, entry: Entry) -> None:
+    if parent.child is not entry:
+        assert parent.others is not None
+        del parent.others[entry]
+    elif parent.others:
+        parent.child, _ = parent.others.popitem()
+    else:
+        parent.child = None
+
+
+def _after(entry: Entry) -> Iterator[Entry]:
+    """The cached entries that continue it."""
+    if entry.child is not None:
+        yield entry.child
+    yield from entry.others or ()
+
+
+def _before(entry: Entry) -> Iterator[Entry]:
+    """The entries that it continues, cached or not, the last one first."""
+    while (parent := entry.parent) is not None:
+        yield parent
+        entry = parent
+
+
+def _tree(entry: Entry) -> list[Entry]:
+    """An entry and all that continue it, each behind the one that it continues."""
+    found = [entry]
+    for one in found:
+        found.extend(_after(one))
+    return found

@@ -20,8 +20,10 @@ from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.reasoning import ReasoningFormat, ReasoningParser, Where
 from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
 from deploy.text.chat import joined, template_message
+from deploy.text.chat_prompt import ChatPrompts
 from deploy.text.effort import SWITCHES
 from deploy.text.errors import ChatTemplateError, ToolsUnknown
+from deploy.text.handed import HandedPrompts
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import Engine, ModelInfo
 
@@ -39,11 +41,12 @@ class ServedModel:
         config: ApiConfig,
         numerics: Mapping[str, object],
         sampling_defaults: SamplingDefaults,
+        handed: HandedPrompts | None = None,
     ) -> None:
-        """`numerics`: the engine's settings that decide how it rounds."""
+        """`numerics`: the engine's settings that decide how it rounds. `handed`: prompts that routers have encoded."""
         self.tokenizer, self.config, self.sampling_defaults = tokenizer, config, sampling_defaults
         self.reader = Reader(tokenizer, config)
-        self._engine, self._numerics = engine, dict(numerics)
+        self._engine, self._numerics, self._handed = engine, dict(numerics), handed
 
     def info(self) -> ModelInfo:
         """What the engine says of it; 503 while there is none or no more."""
@@ -92,6 +95,10 @@ class ServedModel:
         floor = max((len(text) for text in texts), default=0) // tokenizer.longest_token
         if floor >= info.max_context:
             raise too_long(floor, 1, info, param, at_least=True)
+        if self._handed is not None and len(texts) == 1:
+            ids = self._handed.ids(texts[0], add_special_tokens)
+            if ids:
+                return [ids]
         most = self.most_tokens()
         try:
             prompts = await tokenizer.encode_all_async(texts, add_special_tokens, most)
@@ -124,16 +131,14 @@ def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateF
             "continue_final_message",
         )
     tools = shown(body.tools) if body.tools and body.tool_choice != "none" else ()
-    told = tokenizer.thinking_variables(body.asked_thinking(), config.chat_template, bool(tools))
     try:
-        return tokenizer.render_chat(
+        return ChatPrompts(tokenizer, config.chat_template, config.control_tokens_in_text).text(
             [template_message(message.role, message.content, message.model_dump()) for message in body.messages],
             tools=tools,
-            template=config.chat_template,
+            thinking=body.asked_thinking(),
+            variables=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            extra=told | body.chat_template_kwargs,
-            control_tokens_in_text=config.control_tokens_in_text,
         )
     except ToolsUnknown as error:
         raise unsupported(str(error), "tools" if body.tools else "messages") from None

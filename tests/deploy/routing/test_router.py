@@ -16,6 +16,9 @@ from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_to_repor
 from deploy.routing.policy import FORGET_S, REMEMBER_S, Load, RequestFeatures
 from deploy.routing.request_features import FeatureReader
 from deploy.routing.router import IngressRouter, LoadRouter
+from deploy.text.handed import EncodedPrompt
+from deploy.text.tokenizer import Tokenizer
+from workers.config import DEMO_MODEL
 
 
 @pytest.fixture
@@ -118,7 +121,11 @@ class Engine:
     """A handle of the engine deployment that answers with `replica`, an error, or never."""
 
     def __init__(self, replica: str | Exception | None) -> None:
-        self.replica, self.asks = replica, []
+        self.replica, self.asks, self.handed = replica, [], []
+
+    async def remote(self, ticket: str, digest: bytes, packed: bytes, to: Any) -> None:
+        """As `take_prompt` of the replica."""
+        self.handed.append((ticket, digest, packed, to.to_full_id_str()))
 
     @asynccontextmanager
     async def choose_replica(self, features: RequestFeatures, receipt: dict[str, str], _reserve: bool):
@@ -134,10 +141,15 @@ class Engine:
 
 
 async def answer(
-    engine: Engine, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (), path: str = "/internal/route"
+    engine: Engine,
+    body: bytes,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    path: str = "/internal/route",
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[int, Any]:
     ingress_router = object.__new__(IngressRouter)
-    ingress_router._reader, ingress_router._engine = FeatureReader(None), engine
+    ingress_router._reader, ingress_router._engine = FeatureReader(tokenizer), engine
+    ingress_router._prompts, ingress_router._handing = engine, True
     parts = [body[:10], body[10:]]
     sent: list[dict[str, Any]] = []
 
@@ -183,6 +195,64 @@ async def test_a_body_that_haproxy_cut_counts_whole(header: bytes, factor: int) 
 async def test_without_a_replica_haproxy_is_told_soon(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "PICK_TIMEOUT_S", 0.01)
     assert await answer(engine, b'{"prompt": [1]}') == (503, {})
+
+
+WORDS = "def read_lines(path): return open(path).readlines() " * 200
+
+
+async def test_a_long_prompt_is_at_its_replica_before_haproxy_has_its_answer() -> None:
+    tokenizer, engine = Tokenizer.load(DEMO_MODEL), Engine("the one")
+    assert tokenizer is not None
+    body = json.dumps({"prompt": WORDS}).encode()
+    assert (await answer(engine, body, tokenizer=tokenizer))[0] == 200
+    prompt = EncodedPrompt.of(WORDS, True, tokenizer.encode(WORDS))
+    assert engine.handed == [("r/1", prompt.digest, prompt.packed, "the one")]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": WORDS[:1000]},
+        {"prompt": [WORDS, WORDS]},
+        {"prompt": [7] * 5000},
+    ],
+)
+async def test_what_is_not_worth_it_is_not_handed_over(asked: dict[str, Any]) -> None:
+    engine = Engine("the one")
+    assert (await answer(engine, json.dumps(asked).encode(), tokenizer=Tokenizer.load(DEMO_MODEL)))[0] == 200
+    assert not engine.handed
+
+
+async def test_a_cut_prompt_is_not_handed_over() -> None:
+    engine, body = Engine("the one"), b'{"prompt": "' + WORDS.encode()
+    header = (b"x-body-truncated", b"%d/%d" % (len(body), 2 * len(body)))
+    assert (await answer(engine, body, (header,), tokenizer=Tokenizer.load(DEMO_MODEL)))[0] == 200
+    assert not engine.handed
+
+
+@pytest.mark.parametrize("never", [True, False])
+async def test_a_replica_that_takes_no_prompts_is_named_all_the_same(
+    never: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Deaf(Engine):
+        async def remote(self, *given: Any, to: Any) -> None:
+            if never:
+                await asyncio.sleep(3600)
+            raise AttributeError("take_prompt")
+
+    monkeypatch.setattr(router, "HAND_OVER_TIMEOUT_S", 0.01)
+    body = json.dumps({"prompt": WORDS}).encode()
+    status, told = await answer(Deaf("the one"), body, tokenizer=Tokenizer.load(DEMO_MODEL))
+    assert (status, told["replica_id"]) == (200, "the one")
+    assert "was not handed" in caplog.text
+
+
+async def test_what_belongs_to_a_request_goes_where_that_went(policy: LoadRouter) -> None:
+    replicas = [replica("a"), replica("b"), replica("c")]
+    for name in "abc":
+        assert await chosen(policy, replicas, pending("r/1", b"", b"", to=name)) == [name]
+    assert sorted(await chosen(policy, replicas, pending("r/1", b"", b"", to="gone"))) == ["a", "b", "c"]
+    assert policy.accounting.sent == 0
 
 
 async def test_any_other_question_is_unknown() -> None:

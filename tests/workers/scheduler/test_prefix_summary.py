@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import KEY_BYTES, Prompt, pack_keys, unpack_keys
+from workers.scheduler import prefix_summary
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache, RowPages
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
@@ -169,6 +172,14 @@ def happens(cache: PrefixCache, steps: list[Step]) -> Iterator[list[RowPages]]:
         yield rows
 
 
+def path(entry: Entry) -> Iterator[Entry]:
+    """It and all that it continues, cached or not."""
+    at: Entry | None = entry
+    while at is not None:
+        yield at
+        at = at.parent
+
+
 def number_of(entry: Entry) -> int:
     return 1 + (number_of(entry.parent) if entry.parent else 0)
 
@@ -183,6 +194,18 @@ def check(cache: PrefixCache, at_rest: bool) -> None:
         assert set(keys) == set(entries)
     children = Counter(id(entry.parent) for entry in entries.values() if entry.parent)
     assert all(entry.children == children[id(entry)] for entry in entries.values())
+    paths = {one: {id(other) for other in path(one)} for one in entries.values()}
+    for entry in [*entries.values()][::4]:
+        behind = summary.behind(entry)
+        places = {id(one): place for place, one in enumerate(behind)}
+        assert {*behind} == {one for one, its in paths.items() if id(entry) in its}, "not all that is behind it"
+        assert all(places[id(one)] < places[id(one.parent)] for one in behind if id(one.parent) in places)
+        linked = [*(entry.others or ()), *([entry.child] if entry.child else [])]
+        assert len(linked) == len({*linked}) == entry.children
+        assert all(one.parent is entry and entries[one.key] is one for one in linked)
+    assert {*summary._orphans} == {
+        one for one in entries.values() if one.parent and entries.get(one.parent.key) is not one.parent
+    }
     assert set(summary._ends) == {key for key, entry in entries.items() if children[id(entry)] != 1}
     grid = [{key: number_of(entries[key]) for key in level} for level in summary._grid]
     for level, numbers in enumerate(grid):
@@ -213,6 +236,63 @@ def test_the_report_agrees_with_the_cache_whatever_happens_to_it(pages: int, rep
     driven(pages, reported, steps)
 
 
+def garbage_of(pages: int, steps: list[Step]) -> int:
+    """Entries that only the collector of cyclic garbage frees, while the cache lives."""
+    cache = cache_of(pages, 8)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in happens(cache, steps):
+            pass
+        gc.collect()
+        return sum(isinstance(one, Entry) for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+TWINS: list[Step] = [
+    *[("open", what, 3, 9) for what in range(4)],
+    *[("twin", what, 3, 14) for what in range(3)],
+    *[("close", what, 0, 1) for what in range(3)],
+    *[("open", what, 2, 12) for what in range(4)],
+    *[("doubt", what, 1, 1) for what in range(3)],
+    *[("open", what, 0, 14) for what in range(4)],
+]
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.sampled_from([14, 40, 100]), STEPS)
+def test_entries_that_are_gone_need_no_collector(pages: int, steps: list[Step]) -> None:
+    assert garbage_of(pages, TWINS + steps) == 0
+
+
+def test_links_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = PrefixSummary.remove
+
+    def remove(summary: PrefixSummary, entries: Sequence[Entry]) -> None:
+        honest(summary, entries)
+        gone = set(entries)
+        for entry in entries:
+            if entry.parent in gone:
+                entry.parent.child = entry
+
+    monkeypatch.setattr(PrefixSummary, "remove", remove)
+    assert garbage_of(100, TWINS) > 0
+
+
+@pytest.mark.alone
+def test_doubt_takes_no_longer_for_what_else_is_cached() -> None:
+    cache = cache_of(60_000, reported=1024)
+    cached(cache, *(prompt((number, 500)) for number in range(110)))
+    row = opened(cache, prompt((1, 500), (1000, 20)))
+    begin = time.thread_time()
+    cache.mark_suspect(row)
+    assert time.thread_time() - begin < 0.005
+    cache.close(row)
+    assert held(cache, prompt((2, 500))) == 500
+
+
 def stale_ends(patch: pytest.MonkeyPatch) -> None:
     """An evicted end is still reported."""
     honest = PrefixSummary.remove
@@ -239,7 +319,23 @@ def stale_grid(patch: pytest.MonkeyPatch) -> None:
 
 def ends_that_stay_away(patch: pytest.MonkeyPatch) -> None:
     """When an end is evicted, what it continued does not become one."""
-    patch.setattr(PrefixSummary, "_left", lambda summary, parent: setattr(parent, "children", parent.children - 1))
+
+    def left(summary: PrefixSummary, parent: Entry, entry: Entry) -> None:
+        prefix_summary._unlink(parent, entry)
+        parent.children -= 1
+
+    patch.setattr(PrefixSummary, "_left", left)
+
+
+def forgotten_orphans(patch: pytest.MonkeyPatch) -> None:
+    """Of entries whose beginning was evicted nobody knows any more that they continue what came before it."""
+    patch.setattr(PrefixSummary, "behind", lambda summary, entry: prefix_summary._tree(entry)[::-1])
+
+
+def doubt_of_ends_first(patch: pytest.MonkeyPatch) -> None:
+    """What continues an entry is found behind it."""
+    honest = PrefixSummary.behind
+    patch.setattr(PrefixSummary, "behind", lambda summary, entry: honest(summary, entry)[::-1])
 
 
 def forgotten_moves(patch: pytest.MonkeyPatch) -> None:
@@ -256,10 +352,20 @@ MENDED: list[Step] = [
     ("close", 0, 0, 1),
 ]
 
+ORPHANED: list[Step] = [("twin", 0, 0, 4), ("twin", 0, 0, 5), ("close", 0, 0, 1), ("twin", 1, 0, 6)]
+"""Page 5 is cached and page 4, which another row had, is not; pages 1 to 3 are."""
+
 
 @pytest.mark.parametrize(
     ("plant", "steps"),
-    [(stale_ends, TOLD), (stale_grid, TOLD), (ends_that_stay_away, TOLD), (forgotten_moves, MENDED)],
+    [
+        (stale_ends, TOLD),
+        (stale_grid, TOLD),
+        (ends_that_stay_away, TOLD),
+        (forgotten_moves, MENDED),
+        (forgotten_orphans, ORPHANED),
+        (doubt_of_ends_first, TOLD),
+    ],
 )
 def test_a_planted_fault_is_found(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], steps: list[Step]
