@@ -23,7 +23,7 @@ ROOMS = {
         ("config", "quantization"),
         ("protocol",),
         ("channel", "cache", "grammar", "scheduler"),
-        ("models",),
+        ("models", "tiers"),
         ("drafters", "step"),
         ("families",),
         ("graphs",),

@@ -104,6 +104,11 @@ class EngineConfig(BaseModel):
     """Share of a GPU's memory that weights, graphs and cache may take together."""
     cpu_cache_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Latent cache of a rank on a CPU, where `cache_pages` is not given."""
+    host_cache_bytes: Annotated[int, Field(ge=0), Flag()] = 0
+    """Host memory for pages that leave the latent cache, so that sessions that return find them. 0: none.
+
+    The ranks of a node share it; a replica on several nodes takes so much on each. Pages are copied there when they are
+    complete, and back when a prompt begins with them (docs/tune.md)."""
     mixed_step_target_ms: Annotated[
         float | None, Field(ge=0, allow_inf_nan=False), Flag(default="2 x a decode step")
     ] = None
@@ -164,6 +169,17 @@ class EngineConfig(BaseModel):
     def _prompts_go_somewhere(self) -> Self:
         if self.record_prompts and self.record_plans is None:
             raise ValueError("record_prompts needs a file: give record_plans, too")
+        return self
+
+    @model_validator(mode="after")
+    def _host_cache_is_of_use(self) -> Self:
+        if self.host_cache_bytes and not self.prefix_cache:
+            raise ValueError("host_cache_bytes keeps pages of the prefix cache, and prefix_cache is off: give 0")
+        if self.host_cache_bytes and self.record_plans is not None:
+            raise ValueError(
+                "a recording has no pages that come from host memory, and could not be replayed: leave out "
+                "record_plans, or give host_cache_bytes 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.grammar import CompileGrammar, GrammarReady
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
+from workers.protocol.tiers import Moves
 from workers.rank.rank import Rank
 from workers.scheduler import Scheduler
 
@@ -35,12 +36,13 @@ class InlineEngine:
             Group(),
             device or torch.device("cpu"),
             on_grammar=lambda *news: self._compiled.put(news),
+            on_moved=lambda moved: self.scheduler.moved(moved),
         )
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
         self.finished: dict[str, Finished] = {}
         self.plans: list[StepPlan] = []
-        self._queue: deque[StepPlan] = deque()
+        self._queue: deque[StepPlan | Moves] = deque()
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> None:
         refusal = self.scheduler.add(Request(request_id, tuple(prompt), sampling, priority))
@@ -50,14 +52,25 @@ class InlineEngine:
     def step(self) -> bool:
         """Plan as far ahead as the scheduler allows, execute the oldest plan; False when nothing is left to do."""
         self.compile_grammars()
-        while (plan := self.scheduler.plan()) is not None:
-            self._queue.append(plan)
+        while (plan := self.plan()) is not None:
             self.plans.append(plan)
         if not self._queue:
             return False
-        outputs = self.scheduler.apply(self.runner.execute(self._queue.popleft()))
-        self.deliver(outputs)
+        item = self._queue.popleft()
+        if isinstance(item, StepPlan):
+            self.deliver(self.scheduler.apply(self.runner.execute(item)))
+        else:
+            assert self.replica.mover is not None
+            self.replica.mover.move(item)
         return True
+
+    def plan(self) -> StepPlan | None:
+        """The next plan, behind what is to be copied before it; both are queued."""
+        plan = self.scheduler.plan()
+        self._queue += self.scheduler.moves()
+        if plan is not None:
+            self._queue.append(plan)
+        return plan
 
     def compile_grammars(self) -> None:
         """Do what the scheduler says of grammars, and wait for it."""

@@ -28,6 +28,7 @@ from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
+from workers.tiers.mover import record_layout
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats.registry import assumed_dtypes
 
@@ -58,6 +59,8 @@ class MemoryPlan:
     asked_context: int
     rows: int
     """Requests of `asked_context` tokens at once."""
+    host_pages: int
+    """Pages in host memory behind the cache; 0 where none is asked for."""
 
     @property
     def fits(self) -> bool:
@@ -68,6 +71,11 @@ class MemoryPlan:
     def tokens(self) -> int:
         """That the cache holds."""
         return max(0, self.pages - 1) * PAGE_TOKENS
+
+    @property
+    def host_tokens(self) -> int:
+        """That host memory holds besides."""
+        return self.host_pages * PAGE_TOKENS
 
 
 @torch.inference_mode()
@@ -131,6 +139,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         context=max(0, longest_request(pages, context, width)),
         asked_context=context,
         rows=rows_at(pages, config.max_rows, context, width),
+        host_pages=config.host_cache_bytes // record_layout(model.caches)[-1],
     )
 
 

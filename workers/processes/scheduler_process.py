@@ -33,8 +33,9 @@ from workers.protocol.messages import (
     Shutdown,
     ToScheduler,
 )
-from workers.protocol.plan import StepResult
+from workers.protocol.plan import StepPlan, StepResult
 from workers.protocol.report import SelfTestReport
+from workers.protocol.tiers import Moved
 from workers.recording.file import Recorder
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
 from workers.step.buckets import token_buckets
@@ -70,6 +71,8 @@ class SchedulerProcess:
         self.addresses = self._binding.addresses
         self._heard = [time.monotonic()] * self._ranks
         self._launched: dict[int, float] = {}
+        self._moving: dict[int, tuple[float, int]] = {}
+        """By ticket: since when pages are copied, and how many ranks have not answered."""
         self._figures: Figures = {}
         self._recorder: Recorder | None = None
 
@@ -182,7 +185,7 @@ class SchedulerProcess:
             for work in scheduler.grammar_work():
                 self._binding.plans[0].send(work)
             # Plans first: workers start on them while the outputs are encoded.
-            while (plan := scheduler.plan()) is not None:
+            while (plan := self._planned(scheduler)) is not None:
                 if self._recorder is not None:
                     self._recorder.plan(plan)
                 payload = encode(plan)
@@ -198,6 +201,16 @@ class SchedulerProcess:
                     self._binding.outputs.send(charges)
                 stats_due = now + STATS_PERIOD_S
 
+    def _planned(self, scheduler: Scheduler) -> StepPlan | None:
+        """The next plan. Ranks are told before it of pages to copy, which it may give to others."""
+        plan = scheduler.plan()
+        for moves in scheduler.moves():
+            payload = encode(moves)
+            for sender in self._binding.plans:
+                sender.send_encoded(payload)
+            self._moving[moves.ticket] = (time.monotonic(), self._ranks)
+        return plan
+
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
         match message:
             case StepResult():
@@ -210,6 +223,12 @@ class SchedulerProcess:
                 if self._recorder is not None:
                     self._recorder.result(message)
                 return scheduler.apply(message)
+            case Moved():
+                self._heard[message.rank] = time.monotonic()
+                begun, left = self._moving.pop(message.ticket)
+                if left > 1:
+                    self._moving[message.ticket] = (begun, left - 1)
+                scheduler.moved(message)
             case GrammarReady():
                 return scheduler.grammar_ready(message)
             case GrammarProgress():
@@ -241,6 +260,11 @@ class SchedulerProcess:
             if waited > config.step_timeout_s:
                 cause = f"step {min(self._launched)} made no progress for {waited:.0f} s"
                 raise EngineFailed(Fault(cause, in_step=True))
+        if self._moving:
+            ticket = min(self._moving)
+            waited = now - self._moving[ticket][0]
+            if waited > config.step_timeout_s:
+                raise EngineFailed(Fault(f"a copy of cached pages (ticket {ticket}) has not ended for {waited:.0f} s"))
 
 
 def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
@@ -261,4 +285,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         grammar_timeout_s=config.grammar_compile_timeout_s,
         draft_cache=ready.draft_cache,
         reads_tokens=ready.reads_tokens,
+        host_pages=ready.host_pages,
+        save_batch=ready.save_batch,
+        ranks=config.mesh().world.size,
     )

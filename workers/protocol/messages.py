@@ -2,8 +2,9 @@
 
 front -> scheduler: `Requests`, `Cancel`, `Charges`, `Shutdown`.
 scheduler -> front: `Outputs`, `EngineStats`, `Charges`, `Fault`, `Ready`.
-scheduler -> worker: `StepPlan`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
-worker -> scheduler: `StepResult`, `GrammarReady` and `GrammarProgress` (rank 0), `Heartbeat`, `Ready`, `Fault`.
+scheduler -> worker: `StepPlan`, `Moves`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
+worker -> scheduler: `StepResult`, `GrammarReady` and `GrammarProgress` (rank 0), `Moved`, `Heartbeat`, `Ready`,
+`Fault`.
 While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
 """
 
@@ -19,6 +20,7 @@ from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogpr
 from workers.protocol.prompt import Prompt
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.scores import Scores
+from workers.protocol.tiers import Moved, Moves
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -219,7 +221,20 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Of rank 0, half a second old at the most."""
     prefix_keys: bytes = b""
     """Keys of pages in the prefix cache, for routing, as `pack_keys` packs them: a bounded choice
-    (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
+    (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it. So many of pages in host memory
+    besides."""
+    host_pages_total: int = 0
+    """Pages that host memory holds behind those of the device."""
+    host_pages: int = 0
+    """Of these, pages in use."""
+    host_saved_pages: int = 0
+    """Copied to host memory."""
+    host_loaded_pages: int = 0
+    """Copied back."""
+    host_dropped_pages: int = 0
+    """Not saved: they, or what they continue, had left the device before, or all of host memory was in use."""
+    host_lost_pages: int = 0
+    """Forgotten because a copy of them failed."""
 
     @property
     def steps(self) -> int:
@@ -247,6 +262,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Whether the drafter has a cache of its own."""
     reads_tokens: bool = False
     """Whether the drafter reads rows' tokens on the device."""
+    host_pages: int = 0
+    """Pages of host memory behind those of the device; all ranks agree on it."""
+    save_batch: int = 1
+    """Pages that this rank copies to host memory at once."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -284,5 +303,5 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToScheduler = Requests | Cancel | Charges | Shutdown
 ToFront = Outputs | EngineStats | Charges | Fault | Ready | Progress | SelfTestReport
-ToWorker = StepPlan | CompileGrammar | ForgetGrammar | Shutdown
-FromWorker = StepResult | GrammarReady | GrammarProgress | Heartbeat | Ready | Fault | Progress | SelfTestReport
+ToWorker = StepPlan | Moves | CompileGrammar | ForgetGrammar | Shutdown
+FromWorker = StepResult | Moved | GrammarReady | GrammarProgress | Heartbeat | Ready | Fault | Progress | SelfTestReport

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import psutil
 import torch
+from msgspec.structs import replace
 
-from kernels.page import pages_for
+from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
@@ -25,10 +26,13 @@ from workers.parallel.group import Group
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
+from workers.protocol.tiers import Moved
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
+from workers.tiers.host_memory import HostMemory
+from workers.tiers.mover import PageMover, Staging, batch_of, record_layout
 
 
 def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
@@ -88,11 +92,13 @@ class Rank:
         on_selftest: Callable[[SelfTestReport], None] | None = None,
         on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
+        on_moved: Callable[[Moved], None] = lambda moved: None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
-        and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`.
+        and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`. `on_moved` hears of
+        pages that were copied to host memory or back, see `PageMover`.
         """
         self.selftest: SelfTestReport | None = None
         """What the self-test found on all ranks; None if it did not run."""
@@ -141,6 +147,11 @@ class Rank:
                 model, cache, *sizes, group, sampling, adaptive=adaptive, masks=masks, constrained=constrained
             )
 
+        record_bytes = record_layout(model.caches)[-1]
+        memory = staging = None
+        if config.host_cache_bytes:
+            memory = HostMemory.shared(config.host_cache_bytes, record_bytes, group, device)
+            staging = Staging.allocate(record_bytes, device) if device.type == "cuda" else None
         graph_bytes = 0
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
@@ -155,6 +166,10 @@ class Rank:
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
         self.runner = runner(pages, context)
+        self.mover: PageMover | None = None
+        """Where there is host memory behind the cache."""
+        if memory is not None:
+            self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         if wants_graphs:
             self.runner.capture(progress)
         if config.selftest:
@@ -164,6 +179,8 @@ class Rank:
         self.ready = Ready(
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
+        if memory is not None:
+            self.ready = replace(self.ready, host_pages=memory.slots, save_batch=batch_of(record_bytes))
         self.model: Model = model
         if progress:
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
@@ -171,6 +188,9 @@ class Rank:
             size = pages * page_bytes
             told = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
             progress(f"latent cache, {told} {held}")
+            if memory is not None:
+                tokens = memory.slots * PAGE_TOKENS
+                progress(f"host memory behind it: {memory.slots:,} pages, {tokens:,} tokens")
 
     def _prove(
         self,

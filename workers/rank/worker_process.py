@@ -27,8 +27,10 @@ from workers.grammar.compiler import Compiler
 from workers.parallel.group import Group, PeerLost
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
+from workers.protocol.tiers import Moved, Moves
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
+from workers.tiers.mover import PageMover
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,13 @@ CLOSING_LIMIT_S = 10.0
 
 
 def _serve(
-    runner: Runner, plans: Receiver, results: Sender, grammars: Compiler | None = None, *, samples: bool
+    runner: Runner,
+    plans: Receiver,
+    results: Sender,
+    grammars: Compiler | None = None,
+    mover: PageMover | None = None,
+    *,
+    samples: bool,
 ) -> None:
     """Run plans as they come; a rank that `samples` sends their results. On a GPU the next step is launched before the
     last one's tokens are waited for: a plan comes while a step runs, so that neither of the two is waited for alone.
@@ -57,6 +65,10 @@ def _serve(
             assert grammars is not None, "grammars are of ranks that sample"
             grammars.heed(plan)
             continue
+        if isinstance(plan, Moves):
+            assert mover is not None, "pages are copied where there is host memory for them"
+            mover.move(plan)
+            continue
         if plan is not None:
             launched.append(runner.launch(plan))
         if len(launched) > ahead or (launched and launched[0].finished):
@@ -65,9 +77,9 @@ def _serve(
                 results.send(result)
 
 
-class _GrammarNews:
-    """Tells the scheduler which grammars are ready, and how long others have been worked on, from the threads of their
-    compiler."""
+class _News:
+    """Tells the scheduler what other threads find: which grammars are ready, how long others have been worked on, and
+    which pages are copied."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses, self._lock = addresses, threading.Lock()
@@ -81,7 +93,11 @@ class _GrammarNews:
         """See `GrammarProgress`."""
         self._send(GrammarProgress(grammar_id, seconds))
 
-    def _send(self, message: GrammarReady | GrammarProgress) -> None:
+    def moved(self, message: Moved) -> None:
+        """Pages are copied."""
+        self._send(message)
+
+    def _send(self, message: GrammarReady | GrammarProgress | Moved) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -145,7 +161,7 @@ def run_worker(
     """
     results = connect_sender(addresses.results, addresses.keys)
     plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
-    news = _GrammarNews(addresses)
+    news = _News(addresses)
     heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
     device: torch.device | None = None
     runner: Runner | None = None
@@ -173,7 +189,7 @@ def run_worker(
         mesh = config.mesh(rank)
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
-        built = Rank(config, group, device, progress, results.send, news, news.progress)
+        built = Rank(config, group, device, progress, results.send, news, news.progress, news.moved)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
@@ -185,7 +201,9 @@ def run_worker(
             built.grammars.finish_preparing()
         results.send(built.ready)
         serving = True
-        _serve(runner, plans, results, built.grammars, samples=mesh.heads.first)
+        _serve(runner, plans, results, built.grammars, built.mover, samples=mesh.heads.first)
+        if built.mover is not None:
+            built.mover.close()
     except BaseException as error:
         lost = isinstance(error, PeerLost)
         speaks = loading and isinstance(error, _SPEAK) and str(error)

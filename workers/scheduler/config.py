@@ -68,12 +68,20 @@ class SchedulerConfig:
     """Most prefix-cache keys that the statistics name, of 8 bytes each."""
     grammar_timeout_s: float = 10.0
     """Seconds that a grammar may take to compile."""
+    host_pages: int = 0
+    """Pages that host memory holds behind those of the device; 0: there is none."""
+    ranks: int = 1
+    """Ranks that copy pages to host memory and back."""
+    save_batch: int = 16
+    """Pages that ranks copy to host memory at once: as many as their staging memory holds."""
+    load_least: int = 4
+    """Pages that are worth a load from host memory: fewer are computed sooner."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "width", "vocab_size", "pipeline"):
+        for name in ("slots", "width", "vocab_size", "pipeline", "ranks", "save_batch", "load_least"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("queue_limit", "prefix_sample"):
+        for name in ("queue_limit", "prefix_sample", "host_pages"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.pages < 2:

@@ -30,14 +30,15 @@ class PagePool:
         """Rows that have this page in their table."""
         return self._holders[page]
 
-    def take(self) -> int:
-        """A free page, now held once."""
+    def take(self, *, overwritten: bool = False) -> int:
+        """A free page, now held once. `overwritten`: all of it will be, so that nothing needs to be zeroed."""
         page = self._free.pop()
         assert self._holders[page] == 0, f"page {page} was free and held"
         self._holders[page] = 1
         if page in self._suspect:
             self._suspect.remove(page)
-            self._zero_fill.append(page)
+            if not overwritten:
+                self._zero_fill.append(page)
         return page
 
     def mark_suspect(self, page: int) -> None:

@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import ROOT_KEY
@@ -52,6 +53,16 @@ class RowPages:
         return len(self.pages) * PAGE_TOKENS
 
 
+class Tier(Protocol):
+    """Keeps copies of pages elsewhere (`workers.scheduler.host_tier`)."""
+
+    def offer(self, entry: Entry, number: int) -> None:
+        """Hear that an entry, page `number` of its prompt where 1 is the first, is complete and vouched for."""
+
+    def doubt(self, entries: Sequence[Entry]) -> None:
+        """Hear that these may hold no numbers, and are not cached any more."""
+
+
 class PrefixCache:
     """Hands out the pool's pages and keeps the complete ones for reuse until they are needed for something else."""
 
@@ -63,6 +74,8 @@ class PrefixCache:
         self._summary = PrefixSummary(self._entries, pool.total, reported)
         self._of_page: dict[int, Entry] = {}
         self._unheld: OrderedDict[int, Entry] = OrderedDict()  # by page, next to be evicted first
+        self.tier: Tier | None = None
+        """Where copies of its pages are kept."""
 
     @property
     def available(self) -> int:
@@ -77,6 +90,10 @@ class PrefixCache:
     def is_cached(self, page: int) -> bool:
         """Whether other rows may find this page: then nobody may write it."""
         return page in self._of_page
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the entry is still cached."""
+        return self._of_page.get(entry.page) is entry
 
     def report(self) -> list[int]:
         """Keys that tell routers what is cached (`PrefixSummary`)."""
@@ -98,8 +115,9 @@ class PrefixCache:
         """How many of the available pages a row of `pages` pages uses up whose first pages are `found`."""
         return pages - len(found) + sum(entry.page in self._unheld for entry in found)
 
-    def open(self, found: Sequence[Entry], pages: int) -> RowPages:
-        """A new row of `pages` pages, the first of them shared. `needed` of them must be available."""
+    def open(self, found: Sequence[Entry], pages: int, *, overwritten: bool = False) -> RowPages:
+        """A new row of `pages` pages, the first of them shared. `needed` of them must be available. `overwritten`: all
+        of the others will be, so that none needs to be zeroed."""
         row = RowPages()
         for entry in found:
             self._unheld.pop(entry.page, None)
@@ -108,10 +126,10 @@ class PrefixCache:
             row.pages.append(entry.page)
         self._summary.use(found)
         row.chain.extend(found)
-        self.extend(row, pages - len(found))
+        self.extend(row, pages - len(found), overwritten=overwritten)
         return row
 
-    def extend(self, row: RowPages, count: int) -> tuple[int, ...]:
+    def extend(self, row: RowPages, count: int, *, overwritten: bool = False) -> tuple[int, ...]:
         """`count` more pages for the row, evicting cached ones if need be; they must be available."""
         if count > self.available:
             raise RuntimeError(f"{count} pages wanted, {self.available} available: the scheduler must ask first")
@@ -121,7 +139,7 @@ class PrefixCache:
             evicted.append(entry)
             self._pool.free(page)
         self._forget(evicted)
-        taken = tuple(self._pool.take() for _ in range(count))
+        taken = tuple([self._pool.take(overwritten=overwritten) for _ in range(count)])
         row.pages.extend(taken)
         return taken
 
@@ -152,8 +170,10 @@ class PrefixCache:
         """The row has sampled from finite logits: so the complete pages that it reads, from its `first` on, are. It has
         not read all of its page `unread` yet."""
         for index, (entry, page) in islice(enumerate(zip(row.chain, row.pages, strict=False)), first, None):
-            if entry.page == page and index != unread:
+            if entry.page == page and index != unread and not entry.sound:
                 entry.sound = True
+                if self.tier is not None:
+                    self.tier.offer(entry, index + 1)
 
     def distrust(self, row: RowPages) -> None:
         """The row gives its pages up before anybody can say whether it is bad: nobody gets what it alone vouches for
@@ -193,6 +213,14 @@ class PrefixCache:
             self._pool.mark_suspect(one.page)
             if self._unheld.pop(one.page, None) is not None:
                 self._pool.free(one.page)
+        if self.tier is not None:
+            self.tier.doubt(found)
+
+    def abandon(self, row: RowPages) -> None:
+        """Close a row of whose own pages nobody knows what they hold."""
+        for page in row.pages[len(row.chain) :]:
+            self._pool.mark_suspect(page)
+        self.close(row)
 
     def close(self, row: RowPages) -> None:
         """The row gives all its pages up, deepest first: cached ones stay for reuse, the others become free."""

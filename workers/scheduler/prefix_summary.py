@@ -47,6 +47,22 @@ class Entry:
     """The rest, where there were several."""
     level: int = -1
     """Of the grid: how often its page number, in units of the finest stride, can be halved; -1 off the grid."""
+    copy: Copy | None = None
+    """Of a page of the device: the same page in host memory, where it was saved there or loaded from there."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy(Entry):
+    """A page in host memory (`workers.scheduler.host_tier`). `page` is its slot there."""
+
+    used: int = 0
+    """When it was used last, counted in uses."""
+    pins: int = 0
+    """Tickets under way that read or write it."""
+    written: bool = False
+    """All ranks have written it."""
+    gone: bool = False
+    """It was forgotten. Its slot is free once no ticket pins it."""
 
 
 class PrefixSummary:

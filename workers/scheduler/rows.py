@@ -10,9 +10,12 @@ from operator import attrgetter
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.protocol.plan import PageGrant
+from workers.protocol.tiers import Moved
 from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
+from workers.scheduler.prefix_summary import Copy, Entry
 from workers.scheduler.queue import WaitingQueue
 from workers.scheduler.sequence import Phase, Sequence
 
@@ -21,11 +24,18 @@ by_slot = attrgetter("slot")
 
 
 class Rows:
-    """The requests of a replica in their phases: waiting, prefilling, decoding, leaving."""
+    """The requests of a replica in their phases: waiting, loading, prefilling, decoding, leaving."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.pool = PagePool(config.pages)
         self.cache = PrefixCache(self.pool, config.prefix_cache, config.prefix_sample)
+        self.tier: HostTier | None = None
+        """Host memory behind the pages, where there is any."""
+        if config.host_pages and config.prefix_cache:
+            sizes = config.host_pages, config.ranks
+            self.tier = HostTier(
+                self.cache, *sizes, reported=config.prefix_sample, batch=config.save_batch, least=config.load_least
+            )
         self.queue = WaitingQueue()
         self.free_slots = list(range(config.slots))  # a heap: the lowest slot first
         self.prefilling: list[Sequence] = []
@@ -53,6 +63,9 @@ class Rows:
         It never waits for anything but a plan: rows before it have their chunks already, and whoever had to leave a
         part of its prompt for later has left no budget to admit anybody with.
 
+        Where host memory has more of its prompt than the device, the head comes back loading: it lets others pass until
+        its pages are there (`loaded`).
+
         One page for each running row is left over, so that a newcomer is not preempted at once for their growth.
         """
         sequence = self.queue.head()
@@ -64,12 +77,13 @@ class Rows:
         most = 0 if sequence.alone else computed // PAGE_TOKENS
         found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
+        if not coming and (copies := self._loadable(sequence, found, most)):
+            return self._load(sequence, found, copies)
         pages = pages_for(length + self._config.draft_margin)
-        needed = cache.needed(found, pages) - len(coming)
-        growth = len(self.decoding) + len(self.prefilling) + len(self._aside)
-        if needed + self._kept + growth > cache.available:
+        if not self._there_is_room(sequence, found, pages - len(coming)):
             return None
         if coming:
+            needed = cache.needed(found, pages) - len(coming)
             self._aside.append(self.queue.set_aside())
             self._kept += needed
             return sequence
@@ -81,6 +95,9 @@ class Rows:
         sequence.phase = Phase.PREFILL
         sequence.slot = heapq.heappop(self.free_slots)
         sequence.pages = cache.open(found, pages)
+        if self.tier is not None:
+            self.tier.used(found)
+            self.tier.leave(sequence)
         sequence.capacity = sequence.pages.capacity
         sequence.goal = length
         sequence.cursor = cursor
@@ -90,6 +107,43 @@ class Rows:
         sequence.sound = False
         insort(self.prefilling, sequence, key=by_rank)
         return sequence
+
+    def _there_is_room(self, sequence: Sequence, found: list[Entry], pages: int) -> bool:
+        """Whether a row of `pages` pages, the first of which are `found`, finds the others. Those that were loaded for
+        requests behind it in the queue are taken from them, if need be."""
+        growth = len(self.decoding) + len(self.prefilling) + len(self._aside)
+        while self.cache.needed(found, pages) + self._kept + growth > self.cache.available:
+            # Its own come last: they may be twins of pages that another row has computed meanwhile.
+            if self.tier is None or not (self.tier.give_up_ready(keep=sequence) or self.tier.give_up_ready()):
+                return False
+        return True
+
+    def _loadable(self, sequence: Sequence, found: list[Entry], most: int) -> list[Copy]:
+        return self.tier.loadable(sequence, found, most) if self.tier is not None else []
+
+    def _load(self, sequence: Sequence, found: list[Entry], copies: list[Copy]) -> Sequence | None:
+        """Let the head of the queue wait for pages of its prompt; None when there is no room for them yet."""
+        assert self.tier is not None
+        ticket = self.tier.under_way(copies)
+        if ticket is None:
+            # Those that were loaded before and wait are behind it in the queue.
+            if not self.tier.may_load and not (self.tier.give_up_ready() and self.tier.may_load):
+                return None
+            if not self._there_is_room(sequence, found, len(found) + len(copies)):
+                return None
+        self.queue.pop()
+        sequence.phase = Phase.LOADING
+        if ticket is None:
+            self.tier.load(sequence, found, copies)
+        else:
+            self.tier.join(ticket, sequence)
+        return sequence
+
+    def moved(self, message: Moved) -> None:
+        """Take in that a rank has copied pages: those who waited for them are queued again, at their old place."""
+        assert self.tier is not None, "nothing is copied where there is no host memory to copy to"
+        for sequence in self.tier.moved(message):
+            self.enqueue(sequence)
 
     def filled(self, sequence: Sequence, start: int) -> None:
         """The plan has a chunk of its prompt, from `start` to its cursor."""
@@ -119,6 +173,8 @@ class Rows:
         needed = pages_for(entries) - first
         preempted = False
         while needed > self.cache.available:
+            if self.tier is not None and self.tier.give_up_ready():
+                continue
             last = max(chain(self.decoding, self.prefilling), key=by_rank)
             self.preempt(last)
             preempted = True
@@ -151,8 +207,12 @@ class Rows:
 
     def end(self, sequence: Sequence) -> None:
         """A request is over: finished or cancelled."""
+        if self.tier is not None:
+            self.tier.leave(sequence)
         if sequence.phase is Phase.WAITING:
             self.queue.remove(sequence)
+        elif sequence.phase is Phase.LOADING:
+            sequence.phase = Phase.ENDED
         else:
             self._stop_running(sequence, Phase.ENDED)
 

@@ -14,6 +14,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgr
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys
+from workers.protocol.tiers import Moved, Moves
 from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
@@ -176,6 +177,8 @@ class Scheduler:
         """The next step; None while `pipeline` steps are in flight or nothing can run before a result or a request."""
         if len(self._flights) >= self.config.pipeline:
             return None
+        if (tier := self._rows.tier) is not None:
+            tier.save()
         width, drafts = self._speculation.choose(len(self._rows.decoding))
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
@@ -210,6 +213,15 @@ class Scheduler:
         self._flights.append(Flight(plan, decode, prefilled))
         return plan
 
+    def moves(self) -> list[Moves]:
+        """What every rank must be told now of pages in host memory, before the next plan; each message is given
+        once."""
+        return [] if self._rows.tier is None else self._rows.tier.take_moves()
+
+    def moved(self, message: Moved) -> None:
+        """Take in that a rank has copied pages. RuntimeError for an answer that nobody waits for."""
+        self._rows.moved(message)
+
     def apply(self, result: StepResult) -> tuple[RequestOutput, ...]:
         """Take in a step's result; returns what its requests gained. RuntimeError for a result that does not belong to
         the oldest step in flight: scheduler and worker disagree, and nothing after it could be trusted. Unsound when
@@ -229,11 +241,17 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of now, counters since start."""
-        rows = self._rows
+        rows, tier = self._rows, self._rows.tier
+        loading = [] if tier is None else tier.waiting
+        keys = dict.fromkeys(rows.cache.report())
+        if tier is not None:
+            keys |= dict.fromkeys(tier.report())
         gauges = EngineStats(
             running=len(rows.decoding) + len(rows.prefilling),
-            waiting=len(rows.queue) + self._grammars.waiting,
-            prefill_backlog=rows.queue.tokens + sum(s.goal - s.cursor for s in rows.prefilling),
+            waiting=len(rows.queue) + self._grammars.waiting + len(loading),
+            prefill_backlog=rows.queue.tokens
+            + sum(s.tokens.length for s in loading)
+            + sum(s.goal - s.cursor for s in rows.prefilling),
             pages_total=rows.pool.total,
             pages_free=rows.cache.available,
             slots=self.config.slots,
@@ -243,8 +261,19 @@ class Scheduler:
             acceptance=self._speculation.by_position(),
             acceptance_falls=self._speculation.falls,
             bad_rows=self._results.bad_rows,
-            prefix_keys=pack_keys(rows.cache.report()),
+            prefix_keys=pack_keys([*keys]),
         )
+        if tier is not None:
+            counted = tier.counters
+            gauges = replace(
+                gauges,
+                host_pages_total=tier.slots,
+                host_pages=tier.held,
+                host_saved_pages=counted.saved,
+                host_loaded_pages=counted.loaded,
+                host_dropped_pages=counted.dropped,
+                host_lost_pages=counted.lost,
+            )
         return self._counters.into(gauges)
 
     # Planning
@@ -297,7 +326,7 @@ class Scheduler:
                 newcomer = self._rows.admit(suits)
                 looked_up += pages_for(head.tokens.length)
                 admit = newcomer is not None and looked_up < PLAN_PAGES
-                if newcomer is None or newcomer.phase is Phase.WAITING:
+                if newcomer is None or newcomer.phase is not Phase.PREFILL:
                     continue
                 sequence = newcomer
                 admissions.append(_admission(sequence, with_tokens=self.config.reads_tokens))

@@ -23,6 +23,8 @@ class Phase(Enum):
     COMPILING = auto()
     """Its grammar is not ready."""
     WAITING = auto()
+    LOADING = auto()
+    """The head of its prompt is copied from host memory; then it waits again, at its old place."""
     PREFILL = auto()
     """Has a slot and the pages of its whole prompt; chunks are left to plan."""
     DECODE = auto()

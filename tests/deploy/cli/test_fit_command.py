@@ -30,6 +30,17 @@ def test_json_says_the_same(command):
     assert said["tokens"] == 64 * (said["pages"] - 1)
 
 
+def test_host_memory_behind_the_cache_is_counted(command):
+    arguments = ("fit", "--gpu", "16 GiB", "--context", "1000", "--host-cache-bytes", str(10 << 30))
+    said = command(*arguments, "--json").json
+    page = said["cache_bytes"] // said["pages"]
+    assert (10 << 30) / page * 64 * 0.9 < said["host_tokens"] <= (10 << 30) / page * 64
+    line = re.search(r"^host +10\.00 GiB .* ([\d,]+) tokens$", command(*arguments).out, re.MULTILINE)
+    assert line
+    assert int(line[1].replace(",", "")) == said["host_tokens"]
+    assert command("fit", "--gpu", "16 GiB", "--json").json["host_tokens"] == 0
+
+
 def test_a_cache_in_fp8_holds_more(command, tmp_path):
     folder = write_tiny(tmp_path, "v3", kv_lora_rank=512, qk_rope_head_dim=64, max_position_embeddings=1 << 20)
     arguments = ("fit", "--model", str(folder), "--gpu", "4GiB", "--context", "1024", "--max-rows", "1024")

@@ -14,7 +14,9 @@ from tests.workers.widths import restless
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
 from workers.protocol.prompt import Prompt
+from workers.protocol.tiers import Moved, Moves
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
+from workers.scheduler.host_tier import HostTier
 from workers.scheduler.sequence import Phase
 
 
@@ -31,6 +33,14 @@ class Replica:
         rows = max_pages_per_row(config.max_context, config.width, config.pipeline)
         self.worker = SimulatedWorker(config.slots, config.pages, config.width, rows, agree, seed)
         self.launched: deque[StepPlan] = deque()
+        self.channel: deque[StepPlan | Moves] = deque()
+        """What the ranks were told and have not come to."""
+        self.answers: list[Moved] = []
+        """Of ranks that are done, or will be, with copies of pages."""
+        self.losses = 0.0
+        """How often a copy fails."""
+        self.lost: dict[int, bool] = {}
+        self.chance = random.Random(seed)
         self.plans: list[StepPlan] = []
         self.overtaken = 0
         self.requests: dict[str, Request] = {}
@@ -76,7 +86,9 @@ class Replica:
     def plan(self) -> StepPlan | None:
         in_flight = len(self.launched)
         plan = self.scheduler.plan()
+        self.channel.extend(self.scheduler.moves())
         if plan is not None:
+            self.channel.append(plan)
             assert in_flight < self.config.pipeline
             assert plan.layout.tokens <= self.config.token_budget
             last = self.plans[-1] if self.plans else None
@@ -85,21 +97,46 @@ class Replica:
             self.plans.append(plan)
             self.check_order(plan)
         else:
-            assert in_flight or self.scheduler.idle, "nothing is in flight, nothing can be planned, and work is left"
+            under_way = self.answers or self.channel
+            left = "nothing is in flight, nothing can be planned, and work is left"
+            assert in_flight or under_way or self.scheduler.idle, left
         return plan
 
     def apply(self) -> tuple[RequestOutput, ...]:
-        outputs = self.scheduler.apply(self.worker.execute(self.launched.popleft()))
+        self.move()
+        plan = self.launched.popleft()
+        assert self.channel.popleft() is plan
+        outputs = self.scheduler.apply(self.worker.execute(plan))
         self._deliver(outputs)
         return outputs
 
+    def move(self) -> None:
+        """Let the ranks copy what they are told before the next plan."""
+        while self.channel and isinstance(moves := self.channel[0], Moves):
+            self.channel.popleft()
+            self.worker.move(moves)
+            lost = [self.chance.random() < self.losses for _ in range(self.config.ranks)]
+            self.answers += [Moved(rank, moves.ticket, fails) for rank, fails in enumerate(lost)]
+            self.lost[moves.ticket] = any(lost)
+
+    def answer(self) -> None:
+        """Let one rank say that it is done, whichever."""
+        answer = self.answers.pop(self.chance.randrange(len(self.answers)))
+        if all(other.ticket != answer.ticket for other in self.answers):
+            self.worker.loaded(answer.ticket, lost=self.lost.pop(answer.ticket))
+        self.scheduler.moved(answer)
+
     def step(self) -> bool:
-        """Plan as far as allowed, apply one result; False when all is done."""
+        """Plan as far as allowed, take in one result or answer; False when all is done."""
         while self.plan() is not None:
             pass
-        if not self.launched:
+        self.move()
+        if self.answers and (not self.launched or self.chance.random() < 0.5):
+            self.answer()
+        elif self.launched:
+            self.apply()
+        else:
             return False
-        self.apply()
         return True
 
     def run(self, most: int = 20_000) -> None:
@@ -153,6 +190,10 @@ class Replica:
         pool, cache = scheduler._rows.pool, scheduler._rows.cache
         rows = [*scheduler._rows.prefilling, *scheduler._rows.decoding]
         held = Counter(page for row in rows for page in row.pages.pages)
+        if (tier := scheduler._rows.tier) is not None:
+            check_tier(tier)
+            for ticket in [*tier._tickets.values(), *tier._ready.values()]:
+                held.update(ticket.row.pages if ticket.row is not None else ())
         free, unheld = pool._free, set(cache._unheld)
         assert len(set(free)) == len(free)
         assert not set(free) & set(held)
@@ -193,8 +234,11 @@ class Replica:
         scheduler = self.scheduler
         live = list(scheduler._live.values())
         waiting = [s for s in live if s.phase is Phase.WAITING]
+        loading = [s for s in live if s.phase is Phase.LOADING]
         stats = scheduler.stats()
-        assert stats.waiting == len(waiting) == len(scheduler._rows.queue)
+        assert len(waiting) == len(scheduler._rows.queue)
+        assert stats.waiting == len(waiting) + len(loading)
+        assert set(loading) == set(scheduler._rows.tier.waiting if scheduler._rows.tier else ())
         kept = list(scheduler._rows.queue)
         assert kept == sorted(waiting, key=lambda s: s.rank), "others are kept than those that wait"
         assert scheduler._rows.queue.tokens == sum(s.tokens.length for s in waiting)
@@ -216,3 +260,26 @@ class Replica:
             if entry.parent is not None:
                 assert cache._entries.get(entry.parent.key) is entry.parent
                 assert order[entry.key] < order[entry.parent.key], "evicted before what continues it"
+
+
+def check_tier(tier: HostTier) -> None:
+    """No slot of host memory leaked or used twice; every copy continues one that is there; who is to be evicted is
+    found."""
+    copies = list(tier._copies.values())
+    tickets = list(tier._tickets.values())
+    gone = {copy for ticket in tickets for copy in ticket.copies if copy.gone}
+    slots = [copy.page for copy in copies] + [copy.page for copy in gone]
+    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
+    pins = Counter(copy for ticket in tickets for copy in ticket.copies)
+    for copy in copies:
+        assert copy.pins == pins[copy]
+        assert not copy.gone
+        if copy.parent is not None:
+            assert tier._copies.get(copy.parent.key) is copy.parent
+        if not copy.children:
+            assert (copy.used, copy.key) in tier._ends
+    for entry in tier._cache._entries.values():
+        if entry.copy is not None and not entry.copy.gone:
+            assert entry.copy.tokens == entry.tokens
+            assert tier._copies[entry.key] is entry.copy
+    assert set(tier._ticket_of) == {row for ticket in (*tickets, *tier._ready.values()) for row in ticket.waiting}

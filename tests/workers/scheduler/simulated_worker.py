@@ -17,6 +17,7 @@ from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.protocol.messages import Request
 from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.scores import Scores
+from workers.protocol.tiers import Moves
 
 VOCAB = 40
 Content = tuple[int, int]
@@ -92,6 +93,12 @@ class SimulatedWorker:
         """How often an entry of a prompt is no number for no reason."""
         self.mishaps = 0
         self.broken = [False] * (pages * PAGE_TOKENS)
+        self.host: dict[int, tuple[list[Content | None], list[Content | None], list[bool]]] = {}
+        """By slot of host memory: a page of all caches."""
+        self.loading: dict[int, list[tuple[int, int]]] = {}
+        """By ticket: slots and pages."""
+        self.forgetful = False
+        """A planted fault: the caches of the drafter are not copied."""
         self.step = 0
         self.highest_entry = 0
 
@@ -175,6 +182,33 @@ class SimulatedWorker:
             tuple(top_logprobs(token, plan.logprobs) for token in row) if own >= 0 else ()
             for row, own in zip(tokens, asked, strict=True)
         )
+
+    # Host memory
+
+    def move(self, moves: Moves) -> None:
+        """Saves are done at once. Pages that are loaded hold nothing until all ranks have said that they are done."""
+        for page, slot in moves.saves:
+            entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+            assert NULL_PAGE < page < self.pages
+            assert None not in self.target[entries], f"page {page} is saved and not complete"
+            assert not any(self.broken[entries]), f"page {page} is saved and holds no numbers"
+            draft: list[Content | None] = [None] * PAGE_TOKENS if self.forgetful else self.draft[entries]
+            self.host[slot] = self.target[entries], draft, self.broken[entries]
+        for _, page in moves.loads:
+            assert NULL_PAGE < page < self.pages
+            entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+            self.target[entries] = self.draft[entries] = [None] * PAGE_TOKENS
+        self.loading[moves.ticket] = list(moves.loads)
+
+    def loaded(self, ticket: int, *, lost: bool) -> None:
+        """All ranks have answered. What is lost is garbage, not even numbers."""
+        for slot, page in self.loading.pop(ticket):
+            entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+            assert self.target[entries] == [None] * PAGE_TOKENS, f"page {page} was written while it was loaded"
+            if lost:
+                self.broken[entries] = [True] * PAGE_TOKENS
+            else:
+                self.target[entries], self.draft[entries], self.broken[entries] = self.host[slot]
 
     # Plan to slots
 

@@ -1,0 +1,378 @@
+"""Host memory behind the pages, with a simulated worker that checks every entry that is read."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from replica import Replica
+from workload import config, random_config, random_request, tokens
+
+from kernels.page import PAGE_TOKENS
+from workers.protocol import prompt as prompts
+from workers.protocol.prompt import unpack_keys
+from workers.scheduler.prefix import PrefixCache
+from workers.scheduler.sequence import Phase
+
+
+def tiered(**changes: object) -> Replica:
+    """A device with room for one long prompt, and host memory for all."""
+    settings: dict[str, object] = {"pages": 11, "max_context": 640, "host_pages": 100, "load_least": 1, "slots": 3}
+    return Replica(config(**(settings | changes)))
+
+
+def ask(replica: Replica, name: str, prompt: list[int], **sampling: object) -> None:
+    assert replica.add(name, prompt, max_tokens=2, **sampling) is None
+
+
+def served(replica: Replica, name: str, prompt: list[int]) -> int:
+    """Run a request to its end; prompt tokens that it found cached."""
+    ask(replica, name, prompt)
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    replica.check_rest()
+    return replica.outputs[name][0].cached_tokens
+
+
+def test_what_left_the_device_comes_back_from_host_memory() -> None:
+    replica = tiered()
+    first, second = tokens(600, seed=1), tokens(600, seed=2)
+    assert served(replica, "a", first) == 0
+    assert served(replica, "b", second) == 0  # takes the pages of the first
+    without = Replica(config(pages=11, max_context=640, slots=3))
+    assert [served(without, name, prompt) for name, prompt in (("a", first), ("b", second), ("c", first))] == [0, 0, 0]
+    # Nine pages are full; of the tenth nobody could use the rest.
+    assert served(replica, "c", [*first, 1, 2, 3]) == 9 * PAGE_TOKENS
+    stats = replica.scheduler.stats()
+    assert stats.host_loaded_pages == 9
+    assert stats.host_saved_pages == stats.host_pages == 18
+    assert stats.host_pages_total == 100
+
+
+def test_a_second_asker_finds_loaded_pages_on_the_device() -> None:
+    replica = tiered()
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    served(replica, "b", tokens(600, seed=2))
+    assert served(replica, "c", first) == 9 * PAGE_TOKENS
+    loaded = replica.scheduler.stats().host_loaded_pages
+    assert served(replica, "d", first) == 9 * PAGE_TOKENS
+    assert replica.scheduler.stats().host_loaded_pages == loaded
+
+
+def test_askers_of_the_same_pages_wait_for_one_load() -> None:
+    replica = tiered(pages=30)
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    for seed in (2, 3, 4):
+        served(replica, f"b{seed}", tokens(600, seed=seed))
+    ask(replica, "c", [*first, 1])
+    ask(replica, "d", [*first, 2])
+    while replica.plan() is not None:
+        pass
+    assert {s.phase for s in replica.scheduler._live.values()} == {Phase.LOADING}
+    replica.check_books()
+    replica.run()
+    replica.check_tokens()
+    assert replica.scheduler.stats().host_loaded_pages == 8  # the first one is still on the device
+    assert [replica.outputs[name][0].cached_tokens for name in "cd"] == [9 * PAGE_TOKENS] * 2
+
+
+def loading(replica: Replica) -> list[int]:
+    """A prompt that is being loaded for request `c`."""
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    served(replica, "b", tokens(600, seed=2))
+    ask(replica, "c", first)
+    while replica.plan() is not None:
+        pass
+    (sequence,) = replica.scheduler._live.values()
+    assert sequence.phase is Phase.LOADING
+    return first
+
+
+def test_others_pass_while_pages_are_loaded() -> None:
+    replica = tiered(pages=30)
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    for seed in (2, 3, 4):
+        served(replica, f"b{seed}", tokens(600, seed=seed))
+    ask(replica, "c", first)
+    ask(replica, "d", tokens(70, seed=9))
+    for _ in range(2):
+        assert replica.plan() is not None
+        replica.apply()
+    assert replica.outputs["d"]
+    assert not replica.outputs["c"]
+    replica.run()
+    replica.check_tokens()
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_who_leaves_while_pages_are_loaded_loses_none(answered: int) -> None:
+    replica = tiered(ranks=2)
+    first = loading(replica)
+    replica.move()
+    for _ in range(answered):
+        replica.answer()
+    replica.cancel("c")
+    replica.check_pages()
+    assert replica.scheduler.idle
+    while replica.answers:
+        replica.answer()
+    replica.check_pages()
+    replica.check_rest()
+    assert served(replica, "d", first) == 9 * PAGE_TOKENS  # the load went on
+    assert replica.scheduler.stats().host_loaded_pages == 9
+
+
+def test_who_leaves_when_its_pages_are_there_gives_them_up() -> None:
+    replica = tiered()
+    loading(replica)
+    replica.move()
+    replica.answer()
+    replica.check_pages()
+    assert replica.scheduler.stats().pages_free == 1
+    replica.cancel("c")
+    replica.check_pages()
+    replica.check_rest()
+
+
+def test_a_lost_copy_costs_its_pages_and_never_a_token() -> None:
+    replica = tiered(ranks=2)
+    first = loading(replica)
+    replica.losses = 1.0
+    replica.move()
+    replica.losses = 0.0
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert replica.outputs["c"][0].cached_tokens == 0
+    stats = replica.scheduler.stats()
+    assert stats.host_lost_pages == 9
+    assert stats.host_loaded_pages == 0
+    # It was computed again, and saved again.
+    served(replica, "e", tokens(600, seed=7))
+    assert served(replica, "f", first) == 9 * PAGE_TOKENS
+
+
+def test_a_save_that_fails_is_forgotten() -> None:
+    replica = tiered()
+    replica.losses = 1.0
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    assert replica.scheduler.stats().host_pages == 0
+    served(replica, "b", tokens(600, seed=2))
+    assert served(replica, "c", first) == 0
+
+
+def test_host_memory_that_is_smaller_than_the_device_starves_nobody() -> None:
+    replica = tiered(host_pages=3)
+    for seed in (1, 2, 1, 2, 3):
+        served(replica, f"{len(replica.requests)}", tokens(600, seed=seed))
+    stats = replica.scheduler.stats()
+    assert stats.host_pages == 3
+    assert stats.host_dropped_pages > 0
+    assert served(replica, "last", tokens(600, seed=3)) == 9 * PAGE_TOKENS  # it is on the device
+
+
+def test_the_copies_that_were_used_last_stay() -> None:
+    replica = tiered(host_pages=20)
+    first, second, third = (tokens(600, seed=seed) for seed in (1, 2, 3))
+    served(replica, "a", first)
+    served(replica, "b", second)
+    assert served(replica, "c", first) == 9 * PAGE_TOKENS
+    served(replica, "d", third)
+    assert served(replica, "e", first) == 9 * PAGE_TOKENS
+    assert served(replica, "f", second) < 9 * PAGE_TOKENS
+
+
+def test_prompts_that_load_and_wait_never_hold_up_each_other() -> None:
+    """Room for one prompt, and twenty that are in host memory."""
+    replica = tiered(host_pages=400)
+    for seed in range(20):
+        served(replica, f"a{seed}", tokens(600, seed=seed))
+    for seed in range(20):
+        ask(replica, f"b{seed}", [*tokens(600, seed=seed), 1])
+    for seed in range(4):
+        ask(replica, f"c{seed}", tokens(100, seed=100 + seed), priority=seed % 3 - 1)
+    replica.run()
+    replica.check_tokens()
+    replica.check_rest()
+    found = [replica.outputs[f"b{seed}"][0].cached_tokens for seed in range(20)]
+    assert found.count(9 * PAGE_TOKENS) >= 19
+
+
+def test_decode_rows_that_grow_take_pages_from_prompts_that_wait_with_theirs() -> None:
+    replica = tiered(pages=20, slots=1, width=1, token_budget=700)
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    served(replica, "b", tokens(600, seed=2))
+    served(replica, "b2", tokens(600, seed=3))
+    assert replica.add("grows", tokens(60, seed=4), max_tokens=600) is None
+    assert replica.plan() is not None
+    replica.apply()
+    rows = replica.scheduler._rows
+    # A prompt whose pages were loaded, and which waits for the only slot.
+    assert rows.tier is not None
+    ask(replica, "c", first)
+    waiting = replica.scheduler._live["c"]
+    found = rows.cache.match(waiting.tokens, waiting.keys, 9)
+    copies = rows.tier.loadable(waiting, found, 9)
+    rows.queue.pop()
+    waiting.phase = Phase.LOADING
+    rows.tier.load(waiting, found, copies)
+    replica.run()
+    replica.check_tokens()
+    assert replica.scheduler.stats().preemptions == 0
+
+
+def test_what_a_bad_row_has_read_leaves_host_memory_too() -> None:
+    """Pages that nobody has vouched for since they came back are suspected first."""
+    replica = tiered(width=1)
+    first = loading(replica)
+    replica.move()
+    replica.answer()
+    page = next(iter(replica.scheduler._rows.tier._ready.values())).row.pages[3]  # type: ignore[union-attr]
+    replica.worker.broken[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = [True] * PAGE_TOKENS
+    replica.worker.mishap = 1e-30  # looks for entries that are no numbers
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert replica.finish["c"] == "length"
+    assert replica.scheduler.stats().bad_rows == 1
+    served(replica, "d", tokens(600, seed=5))
+    assert served(replica, "e", first) in (0, 9 * PAGE_TOKENS)  # as computed again, and saved then
+
+
+def test_the_report_names_what_is_in_host_memory() -> None:
+    replica = tiered()
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    served(replica, "b", tokens(600, seed=2))
+    keys = set(unpack_keys(replica.scheduler.stats().prefix_keys))
+    assert set(prompts.page_keys(first)) <= keys
+
+
+def test_an_answer_that_nobody_waits_for_is_an_error() -> None:
+    replica = tiered()
+    loading(replica)
+    replica.move()
+    answer = replica.answers[0]
+    replica.answer()
+    with pytest.raises(RuntimeError, match="does not wait for it"):
+        replica.scheduler.moved(answer)
+
+
+def test_a_cache_of_the_drafter_that_is_not_copied_is_noticed() -> None:
+    """A planted fault."""
+    replica = tiered()
+    replica.worker.forgetful = True
+    loading(replica)
+    with pytest.raises(AssertionError, match="holds None"):
+        replica.run()
+
+
+def test_pages_that_are_saved_after_they_were_given_away_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: what was evicted since counts as there."""
+
+    def overtaken() -> None:
+        """Two pages are being saved when those that wait behind them are taken for another prompt."""
+        replica = tiered(save_batch=1)
+        ask(replica, "a", tokens(600, seed=1))
+        while "a" not in replica.finish:
+            replica.plan()
+            replica.apply()
+        ask(replica, "b", tokens(600, seed=2))
+        while "b" not in replica.finish:
+            replica.plan()
+            replica.apply()
+        replica.run()
+        served(replica, "c", tokens(600, seed=1))
+
+    overtaken()
+    monkeypatch.setattr(PrefixCache, "has", lambda self, entry: True)
+    with pytest.raises(AssertionError, match="belongs to another prefix"):
+        overtaken()
+
+
+def soak(seed: int, requests: int = 25, losses: float = 0.0, mishaps: float = 0.0) -> Replica:
+    rng = random.Random(seed)
+    settings = replace(
+        random_config(rng, tight=True),
+        host_pages=rng.choice([1, 8, 40, 200, 200]),
+        ranks=rng.choice([1, 2, 3]),
+        save_batch=rng.choice([1, 2, 16]),
+        load_least=rng.choice([1, 1, 2]),
+        prefix_cache=True,
+    )
+    replica = Replica(settings, agree=rng.choice([0.0, 0.5, 1.0]), seed=seed)
+    replica.losses, replica.worker.mishap = losses, mishaps
+    for number in range(requests):
+        prompt, sampling = random_request(rng, settings.max_context)
+        if replica.finish and rng.random() < 0.7:
+            name = rng.choice(sorted(replica.finish))
+            prompt = [*replica.requests[name].prompt, *replica.tokens[name], 1, 2, 3]
+        replica.add(f"request {number}", prompt, **sampling)
+        live = sorted(replica.scheduler._live)
+        if live and rng.random() < 0.2:
+            replica.cancel(rng.choice(live))
+        for _ in range(rng.choice([0, 0, 1, 10, 40])):
+            kind = rng.random()
+            if kind < 0.4:
+                replica.plan()
+            elif kind < 0.6 and replica.launched:
+                replica.apply()
+            elif kind < 0.8:
+                replica.move()
+            elif replica.answers:
+                replica.answer()
+            replica.check_pages()
+            replica.check_books()
+    replica.run()
+    while replica.answers:
+        replica.answer()
+    replica.check_pages()
+    replica.check_books()
+    return replica
+
+
+@pytest.mark.parametrize("losses", [pytest.param(0.0, marks=pytest.mark.long), 0.2])
+def test_under_pressure_every_request_gets_its_own_tokens_from_wherever(losses: float) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        replica = soak(seed, losses=losses)
+        assert set(replica.finish) == set(replica.requests)
+        replica.check_tokens()
+        replica.check_rest()
+        stats = replica.scheduler.stats()
+        seen["saved"] += stats.host_saved_pages
+        seen["loaded"] += stats.host_loaded_pages
+        seen["dropped"] += stats.host_dropped_pages
+        seen["preempted"] += stats.preemptions
+        if losses:
+            seen["lost"] += stats.host_lost_pages
+    print(seen)
+    assert all(count >= 20 for count in seen.values())
+
+
+@pytest.mark.long
+def test_bad_rows_harm_nobody_else_where_their_pages_come_and_go() -> None:
+    bad = 0
+    for seed in range(20):
+        replica = soak(seed, losses=0.05, mishaps=1e-3)
+        bad += replica.scheduler.stats().bad_rows
+        for name, finish in replica.finish.items():
+            assert finish != "failed" or replica.worker.mishaps, name
+        replica.check_tokens()
+    assert bad >= 10
+
+
+@pytest.mark.long
+def test_colliding_page_keys_cost_hits_but_never_tokens_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
+    assert sum(soak(seed).scheduler.stats().host_saved_pages for seed in range(20)) > 30

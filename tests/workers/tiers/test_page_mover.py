@@ -1,0 +1,140 @@
+"""Pages of every cache of a rank, to host memory and back, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.page import PAGE_TOKENS
+from workers.cache.paged import PagedCache
+from workers.cache.spec import CacheSpec, IndexSpec, Int8IndexSpec, LatentSpec, latent_spec
+from workers.parallel.group import Group
+from workers.protocol.tiers import Moved, Moves
+from workers.tiers import host_memory
+from workers.tiers.host_memory import HostMemory, available_bytes
+from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout
+
+CPU = torch.device("cpu")
+SPECS: list[CacheSpec] = [
+    LatentSpec(40, torch.float32),
+    latent_spec(128, 16, torch.bfloat16, fp8=True),
+    Int8IndexSpec(32, torch.bfloat16),
+    IndexSpec(24, torch.bfloat16),
+    LatentSpec(33, torch.bfloat16),
+]
+PAGES, SLOTS = 12, 7
+
+
+def caches(seed: int) -> PagedCache:
+    generator = torch.Generator().manual_seed(seed)
+    return PagedCache([spec.random(PAGES, CPU, generator) for spec in SPECS], SPECS)
+
+
+def contents(cache: PagedCache, page: int) -> list[list[int]]:
+    entry_E = torch.arange(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+    return [cache.entry_bits(layer, entry_E).flatten().tolist() for layer in range(len(SPECS))]
+
+
+def memory(ranks: int = 1) -> list[HostMemory]:
+    shared = torch.zeros(SLOTS, record_layout(SPECS)[-1], dtype=torch.uint8)
+    return [HostMemory(shared, rank, ranks) for rank in range(ranks)]
+
+
+def test_a_page_comes_back_with_all_its_bits() -> None:
+    cache, told = caches(1), list[Moved]()
+    mover = PageMover(cache, memory()[0], 3, told.append)
+    pages = {page: contents(cache, page) for page in range(PAGES)}
+    mover.move(Moves(1, saves=((2, 6), (5, 0), (11, 3))))
+    for layer, other in zip(cache.layers, caches(2).layers, strict=True):
+        layer.copy_(other)
+    others = {page: contents(cache, page) for page in range(PAGES)}
+    mover.move(Moves(2, loads=((0, 1), (6, 7), (3, 4))))
+    assert [(moved.rank, moved.ticket, moved.lost) for moved in told] == [(3, 1, False), (3, 2, False)]
+    came_from = {1: 5, 7: 2, 4: 11}
+    for page in range(PAGES):
+        expected = pages[came_from[page]] if page in came_from else others[page]
+        assert contents(cache, page) == expected, page
+
+
+def test_ranks_write_a_part_each_and_read_all() -> None:
+    shared = memory(ranks=2)
+    told: list[Moved] = []
+    movers = [PageMover(caches(1), part, rank, told.append) for rank, part in enumerate(shared)]
+    saves = Moves(1, saves=tuple((page, page - 1) for page in range(1, 8)))
+    movers[0].move(saves)
+    assert [bool(slot.any()) for slot in shared[0].slot_SB] == [True, False] * 3 + [True]
+    movers[1].move(saves)
+    assert all(bool(slot.any()) for slot in shared[0].slot_SB)
+    assert len(told) == 2, "every rank answers, whatever its part was"
+    target = caches(3)
+    PageMover(target, shared[1], 1, told.append).move(Moves(2, loads=((0, 9), (1, 10))))
+    source = caches(1)
+    assert contents(target, 9) == contents(source, 1)
+    assert contents(target, 10) == contents(source, 2)
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        Moves(1, saves=((0, 1),)),
+        Moves(1, saves=((PAGES, 1),)),
+        Moves(1, loads=((SLOTS, 1),)),
+        Moves(1, loads=((0, 0),)),
+    ],
+)
+def test_pages_and_slots_that_there_are_not_are_refused(moves: Moves) -> None:
+    told: list[Moved] = []
+    with pytest.raises(MoveError, match="ticket 1"):
+        PageMover(caches(1), memory()[0], 0, told.append).move(moves)
+    assert not told
+
+
+def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
+    layout = record_layout(SPECS)
+    assert all(begin % ALIGNMENT == 0 for begin in layout)
+    assert all(after - begin >= spec.page_bytes for begin, after, spec in zip(layout, layout[1:], SPECS, strict=False))
+    assert batch_of(10**12) == 1
+    assert batch_of(1) > 1
+
+
+def test_host_memory_says_what_is_too_much_and_what_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"host_cache_bytes = 999 is less than one page .* takes 1000"):
+        HostMemory.shared(999, 1000, Group(), CPU)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 4999)
+    with pytest.raises(RuntimeError, match=r"only 4999 bytes of memory are free"):
+        HostMemory.shared(5000, 1000, Group(), CPU)
+    fits = HostMemory.shared(4999, 1000, Group(), CPU)
+    assert fits.slots == 4
+    assert not fits.slot_SB.any()
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    unlimited = available_bytes()
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    (tmp_path / "memory.current").write_text("400000000\n")
+    assert available_bytes() == 550_000_000 < unlimited
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() > 550_000_000
+
+
+def test_memory_is_gone_with_its_processes() -> None:
+    """Whoever is killed leaves nothing behind: the file has no name."""
+    program = (
+        "import os, signal, torch\n"
+        "from workers.tiers.host_memory import HostMemory\n"
+        "from workers.parallel.group import Group\n"
+        "memory = HostMemory.shared(1 << 20, 1 << 10, Group(), torch.device('cpu'))\n"
+        "memory.slot_SB.fill_(1)\n"
+        "print(*(entry for entry in os.listdir('/dev/shm') if 'latentserve' in entry), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ})
+    assert ended.returncode == -9, ended.stderr
+    assert not ended.stdout.strip()
+    assert not [entry for entry in os.listdir("/dev/shm") if "latentserve pages" in entry]

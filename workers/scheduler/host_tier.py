@@ -1,0 +1,377 @@
+"""Host memory behind the pages: what leaves the prefix cache of the device is found there and copied back.
+
+Every page that is complete, and vouched for (`Entry.sound`), is copied to host memory once, while it is still on the
+device. So a page of the device is free for another row at any time, and nothing is copied when that happens. Where a
+prompt begins with pages that the device has no more and host memory has, they are copied into fresh pages of the
+device, before the prompt is admitted; then it finds them like any others.
+
+Copies take time, and every rank does them by itself. A `Ticket` names what is under way: it holds the pages that are
+loaded, and pins the slots of host memory that are read or written, until all ranks have answered. Whoever waits for a
+load may leave at any time; the load goes on, and its pages end in the prefix cache. Where a rank says that a copy was
+lost, or a page is doubted meanwhile, the copies of the ticket are forgotten, and prompts are computed instead.
+
+Entries form trees as those of the device do, and both trees agree: an entry of the device names its copy
+(`Entry.copy`), whose parent is the copy of the parent. What host memory holds of a prompt is compared token by token
+(`match`), so that colliding keys cost a miss and never a wrong page.
+
+Eviction: among the entries that nothing continues, the one whose last use is longest ago.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from workers.protocol.tiers import MOST_SAVES, Moved, Moves
+from workers.scheduler.prefix import PrefixCache, RowPages
+from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
+from workers.scheduler.sequence import Sequence as Row
+from workers.scheduler.tokens import Tokens
+
+MOST_LOADS = 4
+"""Loads under way, or done and not yet used."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Copies under way."""
+
+    number: int
+    missing: set[int]
+    """Ranks that have not answered."""
+    copies: list[Copy]
+    """That it writes or reads, in the order of a prompt where it loads."""
+    lost: bool = False
+    row: RowPages | None = None
+    """Of a load: the pages of the prompt as far as it is loaded, the first ones found on the device."""
+    tokens: Tokens | None = None
+    """Of the prompt that it loads for."""
+    waiting: dict[Row, None] = field(default_factory=dict)
+    """Requests that wait for it, or wait with its pages for a slot."""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Pages since start; as in `EngineStats`, which documents them."""
+
+    saved: int = 0
+    loaded: int = 0
+    dropped: int = 0
+    lost: int = 0
+
+
+class HostTier:
+    """Which pages are in host memory, and what is copied to and fro.
+
+    Of use to `Rows` alone. It sends nothing: `take_moves` has what ranks must be told before the next plan.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, slots: int, ranks: int, *, reported: int = 0, batch: int = 16, least: int = 4
+    ) -> None:
+        """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `reported`: keys that
+        `report` names at the most. `batch`: pages that one ticket saves at the most. `least`: pages that are worth a
+        load; fewer are computed sooner."""
+        self.slots, self._ranks, self._cache, self._batch, self._least = slots, ranks, cache, batch, least
+        self.counters = TierCounters()
+        self._free = list(range(slots - 1, -1, -1))
+        self._copies: dict[int, Copy] = {}  # by key
+        self._summary = PrefixSummary(self._copies, slots, reported)
+        self._ends: list[tuple[int, int]] = []  # a heap of (used, key), outdated ones among them
+        self._clock, self._numbers = count(1), count(1)
+        self._tickets: dict[int, Ticket] = {}  # under way, by number
+        self._ready: dict[int, Ticket] = {}  # loads that are done, whose pages wait for their prompts
+        self._ticket_of: dict[Row, Ticket] = {}
+        self._saves = self._loads = 0  # under way
+        self._outbox: list[Moves] = []
+        self._offered: deque[tuple[Entry, int]] = deque()
+        cache.tier = self
+
+    @property
+    def held(self) -> int:
+        """Pages in host memory, those included that are being written."""
+        return len(self._copies)
+
+    @property
+    def waiting(self) -> list[Row]:
+        """Requests whose pages are being loaded."""
+        return [row for ticket in self._tickets.values() for row in ticket.waiting]
+
+    def report(self) -> list[int]:
+        """Keys that tell routers what is here (`PrefixSummary`)."""
+        return self._summary.report()
+
+    def take_moves(self) -> list[Moves]:
+        """What every rank must be told now, in order, before it is told the next plan; each is given once."""
+        moves, self._outbox = self._outbox, []
+        return moves
+
+    # Saves
+
+    def offer(self, entry: Entry, number: int) -> None:
+        """Hear that an entry of the device, page `number` of its prompt where 1 is the first, is complete and vouched
+        for: it is saved when there is staging memory for it, if it is still there then."""
+        if len(self._offered) < 2 * self.slots:
+            self._offered.append((entry, number))
+        else:
+            self.counters.dropped += 1
+
+    def save(self) -> None:
+        """Have pages copied that were offered. To be called before a plan is made, which may give their pages away."""
+        while self._offered and self._saves < MOST_SAVES:
+            copies: list[Copy] = []
+            pages: list[tuple[int, int]] = []
+            room = True
+            while self._offered and len(copies) < self._batch and room:
+                entry, number = self._offered.popleft()
+                missing = self._missing(entry)
+                if len(missing) > 1:  # what it continues was not saved, or not for long: that comes first
+                    self._offered.extendleft((one, number - before) for before, one in enumerate(missing))
+                elif missing:
+                    copy = self._copied(entry, number)
+                    if copy is None:
+                        room = False
+                    else:
+                        copies.append(copy)
+                        pages.append((entry.page, copy.page))
+            if copies:
+                self._saves += 1
+                self._begin(copies, Moves(next(self._numbers), saves=tuple(pages)))
+            if not room:
+                return
+
+    def _missing(self, entry: Entry) -> list[Entry]:
+        """The entry, and those before it that are to be saved first, the first of them last. None where it has a copy,
+        and none where it cannot be saved, as nobody would find the copy."""
+        missing: list[Entry] = []
+        at: Entry | None = entry
+        while at is not None and not has_copy(at):
+            known = self._copies.get(at.key)
+            if not self._cache.has(at) or not at.sound or (known is not None and known.tokens != at.tokens):
+                self.counters.dropped += 1
+                return []
+            missing.append(at)
+            at = at.parent
+        # Some may have been computed again though their copies are here.
+        while missing and (known := self._copies.get(missing[-1].key)) is not None:
+            last = missing.pop()
+            if known.parent is not (last.parent.copy if last.parent is not None else None):
+                self.counters.dropped += 1
+                return []
+            last.copy = known
+        if any(one.key in self._copies for one in missing):  # by another prompt, whose keys collide with these
+            self.counters.dropped += 1
+            return []
+        return missing
+
+    def _copied(self, entry: Entry, number: int) -> Copy | None:
+        """The new copy of an entry, whose parent has one; None where there is no slot for it."""
+        parent = entry.parent.copy if entry.parent is not None else None
+        if parent is not None:
+            parent.pins += 1
+        slot = self._slot()
+        if parent is not None:
+            parent.pins -= 1
+        if slot is None:
+            self.counters.dropped += 1
+            return None
+        entry.copy = copy = Copy(entry.key, entry.tokens, parent, slot, pins=1)
+        self._copies[copy.key] = copy
+        self._summary.add([copy], number)
+        self._use(copy)
+        return copy
+
+    def _slot(self) -> int | None:
+        """A free slot, if need be that of the end which was not used for longest; None where all are pinned."""
+        pinned: list[tuple[int, int]] = []
+        while not self._free and self._ends:
+            used, key = heappop(self._ends)
+            copy = self._copies.get(key)
+            if copy is None or copy.children or copy.used != used:
+                continue
+            if copy.pins:
+                pinned.append((used, key))
+            else:
+                self._forget([copy])
+        for item in pinned:
+            heappush(self._ends, item)
+        return self._free.pop() if self._free else None
+
+    def _use(self, copy: Copy) -> None:
+        copy.used = next(self._clock)
+        if not copy.children:
+            self._is_end(copy)
+
+    def _is_end(self, copy: Copy) -> None:
+        heappush(self._ends, (copy.used, copy.key))
+        if len(self._ends) > 64 + 4 * len(self._copies):  # most of it is outdated
+            self._ends = [(one.used, one.key) for one in self._copies.values() if not one.children]
+            heapify(self._ends)
+
+    def _forget(self, copies: Sequence[Copy]) -> None:
+        """Each comes before the one that it continues."""
+        for copy in copies:
+            del self._copies[copy.key]
+            copy.gone = True
+            if not copy.pins:
+                self._free.append(copy.page)
+        self._summary.remove(copies)
+        for copy in copies:
+            parent = copy.parent
+            if isinstance(parent, Copy) and not parent.gone and not parent.children:
+                self._is_end(parent)
+
+    # Loads
+
+    def used(self, found: Sequence[Entry]) -> None:
+        """A prompt begins with these entries of the device: their copies are worth keeping."""
+        for entry in reversed(found):
+            if entry.copy is not None and not entry.copy.gone:
+                self._use(entry.copy)
+                return
+
+    def loadable(self, row: Row, found: Sequence[Entry], most: int) -> list[Copy]:
+        """Copies of the pages of a prompt behind those `found` on the device, up to its page number `most`; none where
+        they are too few to be worth a load, or where the request waits with loaded pages already."""
+        if row in self._ticket_of:
+            return []
+        copies: list[Copy] = []
+        parent: Copy | None = None
+        for index in range(most):
+            copy = self._copies.get(row.keys[index])
+            # Compared with the whole prompt, like the entries of the device: a key alone only finds candidates.
+            if copy is None or not copy.written or copy.parent is not parent or copy.tokens != row.tokens.page(index):
+                break
+            copies.append(copy)
+            parent = copy
+        if len(copies) < len(found) + self._least:
+            return []
+        for entry, copy in zip(found, copies, strict=False):
+            if not has_copy(entry):
+                entry.copy = copy
+        return copies[len(found) :]
+
+    def under_way(self, copies: Sequence[Copy]) -> Ticket | None:
+        """The load under way that has the first of these."""
+        loads = (ticket for ticket in self._tickets.values() if ticket.row is not None)
+        return next((ticket for ticket in loads if copies[0] in ticket.copies), None)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether one more load may begin."""
+        return self._loads + len(self._ready) < MOST_LOADS
+
+    def load(self, row: Row, found: Sequence[Entry], copies: list[Copy]) -> None:
+        """Have `copies` copied to pages behind `found`, for a request to wait for; as many pages must be available."""
+        pages = self._cache.open(found, len(found) + len(copies), overwritten=True)
+        for copy in copies:
+            copy.pins += 1
+        self._use(copies[-1])
+        self._loads += 1
+        targets = pages.pages[len(found) :]
+        loads = tuple([(copy.page, page) for copy, page in zip(copies, targets, strict=True)])
+        ticket = self._begin(copies, Moves(next(self._numbers), loads=loads))
+        ticket.row, ticket.tokens = pages, row.tokens
+        self.join(ticket, row)
+
+    def join(self, ticket: Ticket, row: Row) -> None:
+        """Let one more request wait for a load."""
+        ticket.waiting[row] = None
+        self._ticket_of[row] = ticket
+
+    def leave(self, row: Row) -> None:
+        """A request waits no longer, neither for a load nor with its pages: it was admitted, or has ended."""
+        ticket = self._ticket_of.pop(row, None)
+        if ticket is None:
+            return
+        del ticket.waiting[row]
+        if not ticket.waiting and self._ready.pop(ticket.number, None) is not None:
+            assert ticket.row is not None
+            self._cache.close(ticket.row)
+
+    def give_up_ready(self, keep: Row | None = None) -> bool:
+        """Let pages be evicted that were loaded and wait for their prompts, but for those of `keep`. Whether there were
+        any."""
+        given_up = [ticket for ticket in self._ready.values() if keep is None or keep not in ticket.waiting]
+        for ticket in given_up:
+            for row in [*ticket.waiting]:
+                self.leave(row)
+        return bool(given_up)
+
+    # Both
+
+    def _begin(self, copies: list[Copy], moves: Moves) -> Ticket:
+        ticket = self._tickets[moves.ticket] = Ticket(moves.ticket, set(range(self._ranks)), copies)
+        self._outbox.append(moves)
+        return ticket
+
+    def moved(self, message: Moved) -> list[Row]:
+        """Take in that a rank is done. The requests that waited for it, where it was the last one of a load, whether
+        the load succeeded or not. RuntimeError for an answer that nobody waits for: scheduler and rank disagree."""
+        ticket = self._tickets.get(message.ticket)
+        if ticket is None or message.rank not in ticket.missing:
+            raise RuntimeError(f"rank {message.rank} answers ticket {message.ticket}, which does not wait for it")
+        ticket.missing.remove(message.rank)
+        ticket.lost |= message.lost
+        if ticket.missing:
+            return []
+        del self._tickets[ticket.number]
+        if ticket.lost:
+            self.counters.lost += len(ticket.copies)
+            self._drop(ticket.copies)
+        for copy in ticket.copies:
+            copy.pins -= 1
+            if copy.gone and not copy.pins:
+                self._free.append(copy.page)
+        if ticket.row is not None:
+            self._loads -= 1
+            return self._loaded(ticket, ticket.row)
+        self._saves -= 1
+        if not ticket.lost:
+            self.counters.saved += len(ticket.copies)
+            for copy in ticket.copies:
+                copy.written = True
+        return []
+
+    def _loaded(self, ticket: Ticket, row: RowPages) -> list[Row]:
+        waited = [*ticket.waiting]
+        if ticket.lost:
+            self._cache.abandon(row)
+            for one in waited:
+                del self._ticket_of[one]
+            return waited
+        assert ticket.tokens is not None
+        self.counters.loaded += len(ticket.copies)
+        before = len(row.pages) - len(ticket.copies)
+        self._cache.register(row, ticket.tokens, len(row.pages))
+        for entry, copy in zip(row.chain[before:], ticket.copies, strict=False):
+            if not has_copy(entry) and not copy.gone:
+                entry.copy = copy
+        if waited:
+            self._ready[ticket.number] = ticket
+        else:
+            self._cache.close(row)
+        return waited
+
+    def doubt(self, entries: Sequence[Entry]) -> None:
+        """Hear that these entries of the device may hold no numbers: their copies are forgotten, with what continues
+        them, and loads under way of such are lost."""
+        self._drop([entry.copy for entry in entries if entry.copy is not None])
+
+    def _drop(self, copies: Sequence[Copy]) -> None:
+        dropped: set[Copy] = set()
+        for copy in copies:
+            if not copy.gone:
+                tree = [one for one in self._summary.behind(copy) if isinstance(one, Copy)]
+                self._forget(tree)
+                dropped.update(tree)
+        for ticket in self._tickets.values():
+            ticket.lost |= not dropped.isdisjoint(ticket.copies)
+
+
+def has_copy(entry: Entry) -> bool:
+    """Whether an entry of the device is in host memory, or on its way there."""
+    return entry.copy is not None and not entry.copy.gone
