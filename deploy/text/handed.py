@@ -62,12 +62,12 @@ class HandedPrompts:
         """A request came in, with this ticket: `ids` in its task and the task's children are asked about it."""
         self._current.set(None if ticket is None else self._forget(ticket))
 
-    def ids(self, text: str, add_special_tokens: bool) -> tuple[int, ...] | None:
+    def ids(self, text: str, add_special_tokens: bool) -> Prompt | None:
         """The ids of `text` as it was handed over with the current request; None where nothing was, or another text."""
         prompt = self._current.get()
         if prompt is None or prompt.digest != text_digest(text, add_special_tokens):
             return None
-        return Prompt(prompt.packed)[:]
+        return Prompt(prompt.packed)
 
     def _forget(self, ticket: str) -> EncodedPrompt | None:
         prompt = self._waiting.pop(ticket, None)

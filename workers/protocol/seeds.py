@@ -7,10 +7,11 @@ prompts with one seed would measure one draw. So a sequence's seed is a hash of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.prompt import Prompt
 
 LEAST_SEED: Final = -(2**63)
 MOST_SEED: Final = 2**63 - 1
@@ -18,7 +19,7 @@ NO_SEED: Final = -1
 """Clients of other engines send it where they want none."""
 
 
-def sequence_seeds(seed: int, prompt: tuple[int, ...], choices: int = 1) -> list[int]:
+def sequence_seeds(seed: int, prompt: Sequence[int], choices: int = 1) -> list[int]:
     """The seeds of sequences that continue a prompt, one for each choice of a request.
 
     Args:
@@ -31,7 +32,7 @@ def sequence_seeds(seed: int, prompt: tuple[int, ...], choices: int = 1) -> list
     Raises:
         OverflowError: an id of the prompt is outside 0 ... 2^32 - 1.
     """
-    common = blake2b(seed.to_bytes(8, "little", signed=True) + pack_tokens(prompt), digest_size=8)
+    common = blake2b(seed.to_bytes(8, "little", signed=True) + Prompt.of(prompt).packed, digest_size=8)
     found = []
     for choice in range(choices):
         own = common.copy()

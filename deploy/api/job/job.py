@@ -36,7 +36,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 class Prompt:
     """One prompt of a request."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     text: str | None
     """As the client wrote it; None for a prompt of ids."""
 

@@ -89,7 +89,7 @@ class ServedModel:
         """Tokens of a text beyond which it is not encoded: no model could read it."""
         return max(TEXT_TOKENS, 2 * self.info().max_context)
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[tuple[int, ...]]:
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[Sequence[int]]:
         """Ids of prompt texts. 400 without tokenizing when one cannot fit."""
         tokenizer, info = self.needs_tokenizer(param), self.info()
         floor = max((len(text) for text in texts), default=0) // tokenizer.longest_token
