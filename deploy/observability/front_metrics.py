@@ -156,6 +156,7 @@ class FrontMetrics:
     - `latentserve_requests_in_flight`: sequences handed to the engine and not ended.
     - `latentserve_prompt_tokens_total`, `latentserve_cached_tokens_total`, `latentserve_generated_tokens_total`.
     - `latentserve_prompt_length_tokens`: histogram of prompt lengths.
+    - `latentserve_handed_prompts_total`: long prompts that came encoded from their router.
     - `latentserve_time_to_first_token_seconds`: from the request's arrival to its first token, tokenizing and queueing
       included.
     - `latentserve_inter_token_seconds`: between consecutive outputs of a sequence (an output may hold several tokens).
@@ -180,6 +181,9 @@ class FrontMetrics:
         self._prompt = Counter("latentserve_prompt_tokens", "Tokens of prompts.", registry=r)
         self._cached = Counter("latentserve_cached_tokens", "Prompt tokens taken from the prefix cache.", registry=r)
         self._generated = Counter("latentserve_generated_tokens", "Tokens generated.", registry=r)
+        self._handed = Counter(
+            "latentserve_handed_prompts", "Long prompts that came encoded from their router.", registry=r
+        )
         self._prompt_length = Histogram(
             "latentserve_prompt_length_tokens", "Tokens of a prompt.", buckets=PROMPT_BUCKETS, registry=r
         )
@@ -219,6 +223,10 @@ class FrontMetrics:
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
         """Render the engine's figures too."""
         self.registry.register(_EngineCollector(stats))
+
+    def prompt_handed_over(self) -> None:
+        """A request's prompt had been encoded by its router, and is not encoded again."""
+        self._handed.inc()
 
     def request_started(self, endpoint: str, prompt_tokens: int) -> None:
         """A sequence is handed to the engine."""

@@ -108,7 +108,7 @@ class EngineReplica:
             raise RuntimeError("the engine deployment needs a placement group; build it with deploy.serve.app")
         self.status_store = StatusStore(context.app_name, self.name)
         self.live = LiveStatusStore(context.app_name, self.name)
-        self.arrivals, self.handed = Arrivals(), HandedPrompts()
+        self.arrivals = Arrivals()
         self.keys = KeyRing(config.api.api_keys)
         self.key_status_store = KeyStatusStore(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
@@ -172,6 +172,7 @@ class EngineReplica:
         engine.on_return.append(self._returned)
         engine.on_fault.append(self._failed)
         self.metrics = RayFrontMetrics(self.arrivals)
+        self.handed = HandedPrompts(self.metrics.prompt_handed_over)
         self._reporter = asyncio.ensure_future(self._report(engine))
         return engine
 

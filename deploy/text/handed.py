@@ -9,6 +9,7 @@ that reads a body otherwise than its replica costs time and never gives wrong id
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -45,8 +46,9 @@ def text_digest(text: str, add_special_tokens: bool) -> bytes:
 class HandedPrompts:
     """Prompts between their coming and their request's. One per front."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most, self._held = most_bytes, 0
+    def __init__(self, taken: Callable[[], None] = lambda: None, most_bytes: int = MOST_BYTES) -> None:
+        """`taken` is called for each prompt that comes to its request and to its text."""
+        self._taken, self._most, self._held = taken, most_bytes, 0
         self._waiting: OrderedDict[str, EncodedPrompt] = OrderedDict()
         self._current: ContextVar[EncodedPrompt | None] = ContextVar("handed prompt", default=None)
 
@@ -67,6 +69,7 @@ class HandedPrompts:
         prompt = self._current.get()
         if prompt is None or prompt.digest != text_digest(text, add_special_tokens):
             return None
+        self._taken()
         return Prompt(prompt.packed)
 
     def _forget(self, ticket: str) -> EncodedPrompt | None:

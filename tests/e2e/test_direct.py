@@ -82,6 +82,23 @@ def test_live_shows_the_replica_and_what_was_proven(server: Server) -> None:
     assert live["selftest"] == httpx.get(f"{server.url}/selftest", trust_env=False).json()
 
 
+def test_a_long_chat_comes_encoded_from_its_router(server: Server) -> None:
+    def handed() -> float:
+        figures = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        found = re.search(r"^latentserve_handed_prompts_total (\S+)$", figures, re.MULTILINE)
+        assert found
+        return float(found[1])
+
+    before = handed()
+    content = "".join(f"def f{number}(x): return x + {number}\n" for number in range(120))
+    for words, more in (("short", 0), (content, 1)):
+        body = {"model": "demo", "messages": [{"role": "user", "content": words}], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
+        assert answer.status_code == 200
+        assert (answer.json()["usage"]["prompt_tokens"] >= 1024) is bool(more)
+        assert handed() == before + more
+
+
 async def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
     async def running(http: httpx.AsyncClient) -> bool:
         figures = (await http.get(f"{server.url}/metrics")).text

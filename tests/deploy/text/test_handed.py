@@ -42,7 +42,14 @@ def test_others_get_nothing(ticket: str | None) -> None:
 
 
 def test_a_prompt_is_its_first_request_s_alone() -> None:
-    handed = HandedPrompts()
+    taken: list[None] = []
+    handed = HandedPrompts(lambda: taken.append(None))
+    handed.give("r/1", prompt("one", 1))
+    handed.arrive("r/1")
+    assert ids(handed, "another") is None
+    assert not taken
+    assert ids(handed, "one") == (1,)
+    assert len(taken) == 1
     handed.give("r/1", prompt("one", 1))
     handed.arrive("r/1")
     handed.arrive("r/1")
