@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
+from kernels.page import PAGE_TOKENS
 from workers.protocol.front import Engine
 from workers.protocol.messages import Distribution, EngineStats
 
@@ -61,6 +62,10 @@ class ReplicaFigures(_Shown):
     """Pages of latent cache, 64 tokens each."""
     pages_free: int
     """Free ones, those that only the prefix cache holds included."""
+    host_pages_total: int
+    """Pages that host memory holds behind them; 0 where there is none."""
+    host_pages: int
+    """Of these, pages in use."""
     width: int
     """Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts."""
     acceptance: list[float]
@@ -74,7 +79,9 @@ class ReplicaFigures(_Shown):
     prompt_tokens_per_s: float | None
     """Of admitted requests, those that the prefix cache had included."""
     cached_tokens_per_s: float | None
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that the prefix cache had, those included that came back from host memory."""
+    loaded_tokens_per_s: float | None
+    """Tokens whose pages came back from host memory; null while `window_s` is 0."""
     steps_per_s: float | None
     steps: dict[Literal["decode", "prefill", "mixed"], StepFigures]
     """The batch mix: decode rows alone, prompts alone, or both. A kind without a step in the window is left out."""
@@ -155,6 +162,8 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         prefill_backlog=new.prefill_backlog,
         pages_total=new.pages_total,
         pages_free=new.pages_free,
+        host_pages_total=new.host_pages_total,
+        host_pages=new.host_pages,
         width=new.width,
         acceptance=list(new.acceptance),
         acceptance_falls=new.acceptance_falls,
@@ -162,6 +171,7 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         generated_tokens_per_s=rate(old.generated_tokens, new.generated_tokens),
         prompt_tokens_per_s=rate(old.prompt_tokens, new.prompt_tokens),
         cached_tokens_per_s=rate(old.cached_tokens, new.cached_tokens),
+        loaded_tokens_per_s=rate(old.host_loaded_pages * PAGE_TOKENS, new.host_loaded_pages * PAGE_TOKENS),
         steps_per_s=rate(old.steps, new.steps),
         steps={kind: shown for kind, shown in steps.items() if shown is not None},  # type: ignore[misc]
         drafts_accepted=(new.drafts_accepted - old.drafts_accepted) / offered if offered > 0 else None,

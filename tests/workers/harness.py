@@ -14,7 +14,7 @@ from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.grammar import CompileGrammar, GrammarReady
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
-from workers.protocol.tiers import Moves
+from workers.protocol.tiers import Moved, Moves
 from workers.rank.rank import Rank
 from workers.scheduler import Scheduler
 
@@ -31,12 +31,14 @@ class InlineEngine:
 
     def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
+        self._moved: queue.Queue[Moved] = queue.Queue()
+        self._moving = 0
         self.replica = Rank(
             config,
             Group(),
             device or torch.device("cpu"),
             on_grammar=lambda *news: self._compiled.put(news),
-            on_moved=lambda moved: self.scheduler.moved(moved),
+            on_moved=self._moved.put,
         )
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
@@ -54,6 +56,10 @@ class InlineEngine:
         self.compile_grammars()
         while (plan := self.plan()) is not None:
             self.plans.append(plan)
+        if self._moving and (not self._queue or not self._moved.empty()):
+            self.scheduler.moved(self._moved.get(timeout=60))
+            self._moving -= 1
+            return True
         if not self._queue:
             return False
         item = self._queue.popleft()
@@ -61,6 +67,7 @@ class InlineEngine:
             self.deliver(self.scheduler.apply(self.runner.execute(item)))
         else:
             assert self.replica.mover is not None
+            self._moving += 1
             self.replica.mover.move(item)
         return True
 

@@ -15,6 +15,7 @@ Shape legend: P pages, B bytes of a page of one cache, N pages of one message, R
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -32,6 +33,8 @@ from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves
 from workers.tiers.host_memory import HostMemory
+
+logger = logging.getLogger("latentserve.tiers")
 
 ALIGNMENT: Final = 256
 """Of a cache's part of a record, in bytes."""
@@ -138,6 +141,19 @@ class PageMover:
         self._under_way.put(None)
         for thread in self._threads:
             thread.join()
+        if self._staging is not None:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            for piece in self._pieces():
+                if self._pinned.slots > 0:
+                    runtime.cudaHostUnregister(piece.data_ptr())
+                    self._pinned.slots -= len(piece)
+
+    def _pieces(self) -> Iterator[Tensor]:
+        """Host memory as it is pinned, from the first slot on."""
+        memory = self.memory.slot_SB
+        step = max(1, PIECE_BYTES // memory.shape[1])
+        for first in range(0, len(memory), step):
+            yield memory[first : first + step]
 
     def _check(self, moves: Moves) -> None:
         slots = [slot for _, slot in moves.saves] + [slot for slot, _ in moves.loads]
@@ -214,12 +230,18 @@ class PageMover:
         """Pin host memory piece by piece, from the first slot on; in a thread of its own, as a terabyte takes minutes.
         Copies of slots that are not pinned yet count as lost."""
         torch.cuda.set_device(self._device)
-        memory = self.memory.slot_SB
-        step = max(1, PIECE_BYTES // memory.shape[1])
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for first in range(0, memory.shape[0], step):
+        for piece in self._pieces():
             if self._pinned.ended.is_set():
                 return
-            piece = memory[first : first + step]
-            torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-            self._pinned.slots = first + len(piece)
+            try:
+                torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+            except RuntimeError as error:
+                logger.warning(
+                    "of %d pages of host memory only the first %d are used, the others cannot be pinned: %s",
+                    self.memory.slots,
+                    self._pinned.slots,
+                    error,
+                )
+                return
+            self._pinned.slots += len(piece)
