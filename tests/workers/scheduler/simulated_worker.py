@@ -99,6 +99,9 @@ class SimulatedWorker:
         """By ticket: slots and pages."""
         self.forgetful = False
         """A planted fault: the caches of the drafter are not copied."""
+        self.late = False
+        """A planted fault: pages are saved when the ranks answer, and not in order with the plans."""
+        self.saving: dict[int, Moves] = {}
         self.step = 0
         self.highest_entry = 0
 
@@ -187,6 +190,17 @@ class SimulatedWorker:
 
     def move(self, moves: Moves) -> None:
         """Saves are done at once. Pages that are loaded hold nothing until all ranks have said that they are done."""
+        if self.late and moves.saves:
+            self.saving[moves.ticket] = moves
+        else:
+            self._save(moves)
+        for _, page in moves.loads:
+            assert NULL_PAGE < page < self.pages
+            entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+            self.target[entries] = self.draft[entries] = [None] * PAGE_TOKENS
+        self.loading[moves.ticket] = list(moves.loads)
+
+    def _save(self, moves: Moves) -> None:
         for page, slot in moves.saves:
             entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
             assert NULL_PAGE < page < self.pages
@@ -194,14 +208,11 @@ class SimulatedWorker:
             assert not any(self.broken[entries]), f"page {page} is saved and holds no numbers"
             draft: list[Content | None] = [None] * PAGE_TOKENS if self.forgetful else self.draft[entries]
             self.host[slot] = self.target[entries], draft, self.broken[entries]
-        for _, page in moves.loads:
-            assert NULL_PAGE < page < self.pages
-            entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
-            self.target[entries] = self.draft[entries] = [None] * PAGE_TOKENS
-        self.loading[moves.ticket] = list(moves.loads)
 
     def loaded(self, ticket: int, *, lost: bool) -> None:
         """All ranks have answered. What is lost is garbage, not even numbers."""
+        if ticket in self.saving:
+            self._save(self.saving.pop(ticket))
         for slot, page in self.loading.pop(ticket):
             entries = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
             assert self.target[entries] == [None] * PAGE_TOKENS, f"page {page} was written while it was loaded"

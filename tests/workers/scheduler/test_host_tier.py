@@ -276,6 +276,21 @@ def test_a_cache_of_the_drafter_that_is_not_copied_is_noticed() -> None:
         replica.run()
 
 
+def test_ranks_that_save_out_of_order_with_the_plans_are_noticed() -> None:
+    """A planted fault: the scheduler gives a page away as soon as the ranks are told to save it."""
+    replica = tiered()
+    replica.worker.late = True
+    ask(replica, "a", tokens(600, seed=1))
+    ask(replica, "b", tokens(600, seed=2))
+    while "b" not in replica.finish:
+        replica.plan()
+        if replica.launched:
+            replica.apply()
+    with pytest.raises(AssertionError, match=r"is saved and not complete|belongs to another prefix|not the row's own"):
+        replica.run()
+        served(replica, "c", tokens(600, seed=1))
+
+
 def test_pages_that_are_saved_after_they_were_given_away_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: what was evicted since counts as there."""
 
