@@ -42,6 +42,7 @@ COUNTERS: dict[str, str] = {
     "cached_tokens": "Prompt tokens served from the prefix cache.",
     "host_saved_pages": "Pages copied to host memory.",
     "host_loaded_pages": "Pages copied back from host memory.",
+    "host_load_seconds": "Seconds that copying pages back from host memory took.",
     "host_dropped_pages": "Pages not copied to host memory, for lack of time or of room.",
     "host_lost_pages": "Pages of host memory forgotten because a copy failed.",
     "drafts_offered": "Draft tokens verified.",

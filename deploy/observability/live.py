@@ -133,7 +133,7 @@ class Window:
             self._samples.clear()  # another scheduler, which counts from its own start
         if self._samples and now - self._samples[-1][0] < PERIOD_S / 2:
             return
-        self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=b"")))
+        self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=b"", host_keys=b"")))
         while len(self._samples) > 2 and now - self._samples[0][0] > WINDOW_S:
             self._samples.popleft()
 

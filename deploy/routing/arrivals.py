@@ -17,7 +17,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deploy.routing.policy import Load
+from deploy.routing.policy import HOST_TOKEN_COST, Load
+from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
 from workers.protocol.prompt import pack_keys, unpack_keys
 
@@ -129,9 +130,21 @@ class Arrivals:
             rows=sum(arrival.rows for arrival in self._present),
             pages_free=stats.pages_free if stats.pages_total else None,
             keys=frozenset(unpack_keys(stats.prefix_keys)),
+            host_keys=frozenset(unpack_keys(stats.host_keys)),
+            host_token_cost=host_token_cost(stats),
             seen=dict(self._seen),
             at=time.time(),
         )
+
+
+def host_token_cost(stats: EngineStats) -> float:
+    """What a token whose page is copied back from host memory costs, in prompt tokens: the time that such copies took,
+    over the time that steps with prompts took, token by token."""
+    loaded, computed = stats.host_loaded_pages * PAGE_TOKENS, stats.prompt_tokens - stats.cached_tokens
+    seconds = sum(part.total for kind, part in stats.step_seconds.items() if kind != "decode")
+    if loaded <= 0 or computed <= 0 or seconds <= 0:
+        return HOST_TOKEN_COST
+    return min(stats.host_load_seconds / loaded * computed / seconds, 1.0)
 
 
 OUT_OF_SERVICE_TOKENS = 10**9
@@ -141,7 +154,9 @@ OUT_OF_SERVICE_TOKENS = 10**9
 def out_of_service(load: Load) -> Load:
     """The load to report while requests would wait for an engine that is being started: whoever has another replica to
     choose chooses that, and no prefix is cached."""
-    return replace(load, backlog=load.backlog + OUT_OF_SERVICE_TOKENS, pages_free=0, keys=frozenset())
+    nothing: frozenset[int] = frozenset()
+    backlog = load.backlog + OUT_OF_SERVICE_TOKENS
+    return replace(load, backlog=backlog, pages_free=0, keys=nothing, host_keys=nothing)
 
 
 def load_to_report(load: Load) -> dict[str, Any]:
@@ -151,6 +166,8 @@ def load_to_report(load: Load) -> dict[str, Any]:
         "rows": load.rows,
         "pages_free": load.pages_free,
         "keys": pack_keys(sorted(load.keys)),
+        "host_keys": pack_keys(sorted(load.host_keys)),
+        "host_token_cost": load.host_token_cost,
         "seen": dict(load.seen),
         "at": load.at,
     }
@@ -161,5 +178,10 @@ def load_from_report(report: dict[str, Any]) -> Load:
     if not report:
         return Load()
     keys = report["keys"]
-    # During an update a router may be newer than a replica, of which earlier versions list their keys.
-    return Load(**{**report, "keys": frozenset(unpack_keys(keys) if isinstance(keys, bytes) else keys)})
+    # During an update a router may be newer than a replica, of which earlier versions list their keys, and have no
+    # host memory.
+    known = {
+        "keys": frozenset(unpack_keys(keys) if isinstance(keys, bytes) else keys),
+        "host_keys": frozenset(unpack_keys(report.get("host_keys", b""))),
+    }
+    return Load(**{**report, **known})

@@ -1,7 +1,8 @@
 """Which replica a request costs least on: pure arithmetic on reported load, what was sent since, and prompt prefixes.
 
 The unit of cost is the prompt token: cost = tokens queued for prefill before the request + tokens of its own prompt
-that the replica has not cached + `row_tokens` for every request that decodes or waits. A shared prefix therefore draws
+that the replica has not cached + a small part of those that it has in host memory alone + `row_tokens` for every
+request that decodes or waits. A shared prefix therefore draws
 a request to where its pages are exactly until that replica is the busier by more than the prefill it saves.
 """
 
@@ -23,6 +24,9 @@ STALE_S = 30.0
 have been evicted since."""
 TRANSIT_S = 0.05
 """Seconds within which a sent request reaches its replica, where sequence numbers cannot tell."""
+
+HOST_TOKEN_COST = 0.02
+"""What a token in host memory costs where nothing was copied yet, in prompt tokens."""
 
 R = TypeVar("R", bound=Hashable)
 
@@ -60,6 +64,10 @@ class Load:
     at: float = 0.0
     """When they were taken, in seconds: as a replica reports it Unix time, and as a router reckons with it that of the
     router's own clock."""
+    host_keys: frozenset[int] = frozenset()
+    """Like `keys`, of pages in host memory, which are copied back to be read."""
+    host_token_cost: float = HOST_TOKEN_COST
+    """What a token costs whose page is copied back, in prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -129,34 +137,40 @@ class InFlightAccounting(Generic[R]):
         """Cost of `features` on `replica`, in prompt tokens."""
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
-        cached = self._cached(account, load, features, now)
+        cached, copied = self._cached(account, load, features, now)
         queued = load.backlog + sum(sent.tokens for sent in account.sent)
         rows = load.rows + sum(sent.rows for sent in account.sent)
         crowded = False
         if load.pages_free is not None:
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
-        return Cost(crowded, queued + features.tokens - cached + self.row_tokens * rows)
+        computed = features.tokens - cached - copied
+        return Cost(crowded, queued + computed + copied * load.host_token_cost + self.row_tokens * rows)
 
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
         """Note that `features` goes to `replica`; returns its sequence number, and the tokens it will compute there."""
         account = self._accounts.setdefault(replica, _Account())
-        cached = self._cached(account, load, features, now)
+        cached, copied = self._cached(account, load, features, now)
         self._sequence_number += 1
-        computed = features.tokens - cached
-        account.sent.append(Sent(self._sequence_number, now, computed, pages_for(computed), features.rows))
+        computed = features.tokens - cached - copied
+        pages = pages_for(features.tokens - cached)
+        account.sent.append(Sent(self._sequence_number, now, computed, pages, features.rows))
         for key in features.keys:
             account.recent[key] = now
             account.recent.move_to_end(key)
         return self._sequence_number, computed
 
-    def _cached(self, account: _Account, load: Load, features: RequestFeatures, now: float) -> int:
-        """Tokens of the prompt that the replica has cached, as far as is known."""
+    def _cached(self, account: _Account, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
+        """Tokens of the prompt that the replica has cached, as far as is known, and those behind them that it has in
+        host memory."""
         if load.at != account.report_at:
             account.report_at, account.report_known = load.at, now
         # By this router's own clock, as those of two nodes may differ.
-        reported = cached_tokens(features, load.keys) if now - account.report_known <= STALE_S else 0
-        return max(reported, cached_tokens(features, account.recent))
+        known = now - account.report_known <= STALE_S
+        reported = cached_tokens(features, load.keys) if known else 0
+        cached = max(reported, cached_tokens(features, account.recent))
+        in_host = cached_tokens(features, load.host_keys) if known else 0
+        return cached, max(in_host - cached, 0)
 
     def _settle(self, account: _Account, load: Load, now: float) -> None:
         seen = load.seen.get(self.router)

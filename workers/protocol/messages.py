@@ -221,8 +221,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Of rank 0, half a second old at the most."""
     prefix_keys: bytes = b""
     """Keys of pages in the prefix cache, for routing, as `pack_keys` packs them: a bounded choice
-    (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it. So many of pages in host memory
-    besides."""
+    (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
+    host_keys: bytes = b""
+    """So many keys of pages in host memory."""
     host_pages_total: int = 0
     """Pages that host memory holds behind those of the device."""
     host_pages: int = 0
@@ -231,6 +232,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Copied to host memory."""
     host_loaded_pages: int = 0
     """Copied back."""
+    host_load_seconds: float = 0.0
+    """Time that these copies took, each as long as on the slowest rank."""
     host_dropped_pages: int = 0
     """Not saved: they, or what they continue, had left the device before, or all of host memory was in use."""
     host_lost_pages: int = 0

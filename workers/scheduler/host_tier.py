@@ -45,6 +45,8 @@ class Ticket:
     copies: list[Copy]
     """That it writes or reads, in the order of a prompt where it loads."""
     lost: bool = False
+    seconds: float = 0.0
+    """That the slowest rank took."""
     row: RowPages | None = None
     """Of a load: the pages of the prompt as far as it is loaded, the first ones found on the device."""
     tokens: Tokens | None = None
@@ -55,10 +57,11 @@ class Ticket:
 
 @dataclass(slots=True)
 class TierCounters:
-    """Pages since start; as in `EngineStats`, which documents them."""
+    """Pages and seconds since start; as in `EngineStats`, which documents them."""
 
     saved: int = 0
     loaded: int = 0
+    load_seconds: float = 0.0
     dropped: int = 0
     lost: int = 0
 
@@ -316,6 +319,7 @@ class HostTier:
             raise RuntimeError(f"rank {message.rank} answers ticket {message.ticket}, which does not wait for it")
         ticket.missing.remove(message.rank)
         ticket.lost |= message.lost
+        ticket.seconds = max(ticket.seconds, message.seconds)
         if ticket.missing:
             return []
         del self._tickets[ticket.number]
@@ -345,6 +349,7 @@ class HostTier:
             return waited
         assert ticket.tokens is not None
         self.counters.loaded += len(ticket.copies)
+        self.counters.load_seconds += ticket.seconds
         before = len(row.pages) - len(ticket.copies)
         self._cache.register(row, ticket.tokens, len(row.pages))
         for entry, copy in zip(row.chain[before:], ticket.copies, strict=False):

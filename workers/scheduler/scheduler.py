@@ -243,9 +243,6 @@ class Scheduler:
         """Gauges of now, counters since start."""
         rows, tier = self._rows, self._rows.tier
         loading = [] if tier is None else tier.waiting
-        keys = dict.fromkeys(rows.cache.report())
-        if tier is not None:
-            keys |= dict.fromkeys(tier.report())
         gauges = EngineStats(
             running=len(rows.decoding) + len(rows.prefilling),
             waiting=len(rows.queue) + self._grammars.waiting + len(loading),
@@ -261,7 +258,7 @@ class Scheduler:
             acceptance=self._speculation.by_position(),
             acceptance_falls=self._speculation.falls,
             bad_rows=self._results.bad_rows,
-            prefix_keys=pack_keys([*keys]),
+            prefix_keys=pack_keys(rows.cache.report()),
         )
         if tier is not None:
             counted = tier.counters
@@ -270,7 +267,9 @@ class Scheduler:
                 host_pages_total=tier.slots,
                 host_pages=tier.held,
                 host_saved_pages=counted.saved,
+                host_keys=pack_keys(tier.report()),
                 host_loaded_pages=counted.loaded,
+                host_load_seconds=counted.load_seconds,
                 host_dropped_pages=counted.dropped,
                 host_lost_pages=counted.lost,
             )

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from deploy.routing.arrivals import (
     RECENT_S,
@@ -13,8 +14,9 @@ from deploy.routing.arrivals import (
     load_to_report,
     out_of_service,
 )
-from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, choose
-from workers.protocol.messages import EngineStats
+from deploy.routing.policy import HOST_TOKEN_COST, InFlightAccounting, Load, RequestFeatures, choose
+from workers.protocol.messages import Distribution, EngineStats
+from workers.protocol.prompt import pack_keys
 
 
 class Clock:
@@ -192,3 +194,26 @@ def test_a_replica_whose_engine_is_away_gets_a_request_only_where_there_is_no_ot
     accounting: InFlightAccounting[str] = InFlightAccounting("r", 32.0)
     assert choose(accounting, {"away": away, "busy": busy}, features, 1.0)[0] == "busy"
     assert choose(accounting, {"away": away}, features, 1.0) == ["away"]
+
+
+def test_what_a_page_from_host_memory_costs_is_measured() -> None:
+    steps = {"prefill": Distribution((1,), 2.0), "mixed": Distribution((1,), 2.0), "decode": Distribution((1,), 100.0)}
+    stats = EngineStats(
+        prompt_tokens=5000,
+        cached_tokens=1000,
+        step_seconds=steps,
+        host_loaded_pages=10,
+        host_load_seconds=0.016,
+        host_keys=pack_keys([5, 6]),
+        pages_total=9,
+    )
+    load = Arrivals().load(stats)
+    assert load.host_token_cost == pytest.approx((0.016 / 640) / (4.0 / 4000))
+    assert load.host_keys == {5, 6}
+    assert load_from_report(load_to_report(load)) == load
+    assert Arrivals().load(structs.replace(stats, host_load_seconds=1e9)).host_token_cost == 1.0
+    assert Arrivals().load(structs.replace(stats, host_loaded_pages=0)).host_token_cost == HOST_TOKEN_COST
+    report = load_to_report(load)
+    del report["host_keys"], report["host_token_cost"]  # of a replica that is older than its router
+    assert load_from_report(report).host_keys == frozenset()
+    assert out_of_service(load).host_keys == frozenset()

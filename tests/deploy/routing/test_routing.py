@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,29 @@ def test_a_replica_without_pages_for_the_request_comes_last() -> None:
     loads = {"a": Load(pages_free=3), "b": Load(backlog=100_000, pages_free=4)}
     assert choose(accounting(), loads, RequestFeatures(4 * 64), 0.0) == ["b", "a"]
     assert choose(accounting(), loads, RequestFeatures(3 * 64), 0.0) == ["a", "b"]
+
+
+def test_pages_in_host_memory_draw_a_request_unless_they_are_on_a_device() -> None:
+    features = RequestFeatures(640, tuple(range(1, 11)))
+    nothing = Load()
+    device, host = Load(keys=frozenset({8})), Load(host_keys=frozenset({8}), host_token_cost=0.1)
+    both = Load(keys=frozenset({3}), host_keys=frozenset({8}), host_token_cost=0.1)
+    loads = {"nothing": nothing, "host": host, "both": both, "device": device}
+    book = accounting(row_tokens=0)
+    assert choose(book, loads, features, 0.0) == ["device", "both", "host", "nothing"]
+    costs = {name: book.cost(name, load, features, 0.0).tokens for name, load in loads.items()}
+    assert costs == pytest.approx({"nothing": 640, "host": 128 + 51.2, "both": 128 + 32, "device": 128})
+    assert book.record("host", host, features, 0.0)[1] == 128, "what is copied is not computed"
+
+
+def test_pages_in_host_memory_need_pages_of_the_device() -> None:
+    features = RequestFeatures(640, tuple(range(1, 11)))
+    host = Load(host_keys=frozenset({9}), pages_free=9)
+    assert accounting().cost("a", host, features, 0.0).crowded
+    assert not accounting().cost("a", Load(keys=frozenset({9}), pages_free=9), features, 0.0).crowded
+    book = accounting()
+    book.record("a", replace(host, pages_free=15), features, 0.0)
+    assert book.cost("a", replace(host, pages_free=15), RequestFeatures(384), 0.0).crowded
 
 
 def test_pages_of_what_was_sent_are_taken_off() -> None:

@@ -253,8 +253,9 @@ def test_the_report_names_what_is_in_host_memory() -> None:
     first = tokens(600, seed=1)
     served(replica, "a", first)
     served(replica, "b", tokens(600, seed=2))
-    keys = set(unpack_keys(replica.scheduler.stats().prefix_keys))
-    assert set(prompts.page_keys(first)) <= keys
+    stats = replica.scheduler.stats()
+    assert set(prompts.page_keys(first)) <= set(unpack_keys(stats.host_keys))
+    assert set(prompts.page_keys(first)).isdisjoint(unpack_keys(stats.prefix_keys))
 
 
 def test_an_answer_that_nobody_waits_for_is_an_error() -> None:
