@@ -239,7 +239,8 @@ class HostTier:
     def loadable(self, row: Row, found: Sequence[Entry], most: int) -> list[Copy]:
         """Copies of the pages of a prompt behind those `found` on the device, up to its page number `most`; none where
         they are too few to be worth a load, or where the request waits with loaded pages already."""
-        if row in self._ticket_of:
+        # What is here of a prompt has no gaps: most prompts need no more than this one look.
+        if row in self._ticket_of or len(found) + self._least > most or row.keys[len(found)] not in self._copies:
             return []
         copies: list[Copy] = []
         parent: Copy | None = None
