@@ -77,6 +77,8 @@ class InlineEngine:
         self._queue += self.scheduler.moves()
         if plan is not None:
             self._queue.append(plan)
+        self.scheduler.save_pages()
+        self._queue += self.scheduler.moves()
         return plan
 
     def compile_grammars(self) -> None:

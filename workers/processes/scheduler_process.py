@@ -194,6 +194,8 @@ class SchedulerProcess:
                 self._launched[plan.step] = time.monotonic()
             if items:
                 self._binding.outputs.send(Outputs(tuple(items)))
+            scheduler.save_pages()
+            self._send_moves(scheduler)
             now = time.monotonic()
             if now >= stats_due:
                 self._binding.outputs.send(structs.replace(scheduler.stats(), worker=self._figures))
@@ -204,12 +206,15 @@ class SchedulerProcess:
     def _planned(self, scheduler: Scheduler) -> StepPlan | None:
         """The next plan. Ranks are told before it of pages to copy, which it may give to others."""
         plan = scheduler.plan()
+        self._send_moves(scheduler)
+        return plan
+
+    def _send_moves(self, scheduler: Scheduler) -> None:
         for moves in scheduler.moves():
             payload = encode(moves)
             for sender in self._binding.plans:
                 sender.send_encoded(payload)
             self._moving[moves.ticket] = (time.monotonic(), self._ranks)
-        return plan
 
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
         match message:

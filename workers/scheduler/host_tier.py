@@ -123,7 +123,7 @@ class HostTier:
             self.counters.dropped += 1
 
     def save(self) -> None:
-        """Have pages copied that were offered. To be called before a plan is made, which may give their pages away."""
+        """Have pages copied that were offered, those that have not been given away since."""
         while self._offered and self._saves < MOST_SAVES:
             copies: list[Copy] = []
             pages: list[tuple[int, int]] = []

@@ -177,8 +177,6 @@ class Scheduler:
         """The next step; None while `pipeline` steps are in flight or nothing can run before a result or a request."""
         if len(self._flights) >= self.config.pipeline:
             return None
-        if (tier := self._rows.tier) is not None:
-            tier.save()
         width, drafts = self._speculation.choose(len(self._rows.decoding))
         grants: list[PageGrant] = []
         admissions: list[Admission] = []
@@ -212,6 +210,12 @@ class Scheduler:
         )
         self._flights.append(Flight(plan, decode, prefilled))
         return plan
+
+    def save_pages(self) -> None:
+        """Let complete pages be copied to host memory, as `moves` says then. To be called when plans and outputs are
+        on their way: it takes some ten microseconds a page."""
+        if self._rows.tier is not None:
+            self._rows.tier.save()
 
     def moves(self) -> list[Moves]:
         """What every rank must be told now of pages in host memory, before the next plan; each message is given

@@ -100,6 +100,8 @@ class Replica:
             under_way = self.answers or self.channel
             left = "nothing is in flight, nothing can be planned, and work is left"
             assert in_flight or under_way or self.scheduler.idle, left
+        self.scheduler.save_pages()
+        self.channel.extend(self.scheduler.moves())
         return plan
 
     def apply(self) -> tuple[RequestOutput, ...]:
