@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
@@ -171,6 +171,23 @@ class MessagesPrompt(Body):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
+
+    @property
+    def form(self) -> OutputFormat | None:
+        """What the answer must look like."""
+        return (None if self.output_config is None else self.output_config.format) or self.output_format
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if self.output_format is not None and self.form != self.output_format:
+            raise invalid(
+                "output_format: output_config.format says something else; give one of them",
+                "output_format",
+                "conflicting_parameters",
+            )
+        return self
 
 
 class MessagesBody(MessagesPrompt, SamplingFields):
@@ -194,13 +211,15 @@ NAMES: Final = {
 
 
 @contextmanager
-def own_names() -> Iterator[None]:
-    """Errors about a chat name the fields that the client gave."""
+def own_names(body: MessagesPrompt) -> Iterator[None]:
+    """Errors about a chat name the fields that the client gave, in `body`."""
     try:
         yield
     except TooLong as error:
         raise _as_anthropic_says(error) from None
     except ApiError as error:
+        if error.param == "response_format" and body.output_format is not None:
+            error.param = "output_format"
         error.param = NAMES.get(error.param or "", error.param)
         raise
 
@@ -259,10 +278,10 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
     }
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["max_reasoning_tokens"] = body.thinking.budget_tokens
-    if body.output_config is not None and (form := body.output_config.format) is not None:
+    if (form := body.form) is not None:
         schema = {"name": "answer", "schema": form.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    with own_names():
+    with own_names(body):
         return validate(ChatBody, fields | _chat_tools(body))
 
 

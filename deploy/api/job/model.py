@@ -14,7 +14,7 @@ import kernels
 from deploy.api.http.errors import ApiError, TooLong, engine_down, invalid, model_not_found, unsupported
 from deploy.api.job.bodies import ChatBody, ChatTemplateFields
 from deploy.api.job.defaults import SamplingDefaults
-from deploy.api.job.tools import shown
+from deploy.api.job.tools import may_answer, shown
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.reasoning import ReasoningFormat, ReasoningParser, Where
@@ -217,7 +217,7 @@ class Reader:
             goes_on = body.continue_final_message
             where = form.continues(joined(body.messages[-1].content)) if goes_on else form.begins(prompt)
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
-        free, form_or_calls = not _bound_behind_reasoning(body), body.formed and body.tool_choice == "auto"
+        free, form_or_calls = not _bound_behind_reasoning(body), body.formed and may_answer(body.tool_choice)
 
         def parser() -> AnswerParser:
             calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)
