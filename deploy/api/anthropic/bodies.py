@@ -14,7 +14,7 @@ from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
 from deploy.text.response_tools import named
-from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_variables
+from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_fields
 
 Known = Mapping[str, Mapping[str, type[Any]]]
 """By the types of blocks the fields that each has, and their types."""
@@ -154,7 +154,7 @@ class OutputConfig(Body):
 
     format: OutputFormat | None = None
     effort: str | None = None
-    """Goes to the chat template as `reasoning_effort`; most do not read it."""
+    """Is the `reasoning_effort` of chats; values that nobody knows have no effect."""
 
 
 class MessagesPrompt(Body):
@@ -270,7 +270,7 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
         "messages": messages,
         "continue_final_message": begun,
         "add_generation_prompt": not begun,
-        "chat_template_kwargs": thinking_variables(
+        **thinking_fields(
             None if body.thinking is None else body.thinking.type,
             None if body.output_config is None else body.output_config.effort,
         ),
@@ -282,7 +282,9 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
         schema = {"name": "answer", "schema": form.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     with own_names(body):
-        return validate(ChatBody, fields | _chat_tools(body))
+        chat = validate(ChatBody, fields | _chat_tools(body))
+    chat.think_as_it_can()
+    return chat
 
 
 def _chat_tools(body: MessagesPrompt) -> dict[str, Any]:

@@ -445,6 +445,17 @@ class ChatTemplateFields(Body):
     ] = None
     """Another name of `max_reasoning_tokens`."""
 
+    _thinks_as_it_can: bool = PrivateAttr(default=False)
+
+    def think_as_it_can(self) -> None:
+        """Have a model that cannot do what these fields say think as it always does, in place of a 400."""
+        self._thinks_as_it_can = True
+
+    @property
+    def thinks_as_it_can(self) -> bool:
+        """Whether it was said so."""
+        return self._thinks_as_it_can
+
     def asked_thinking(self) -> Thinking:
         """What these fields say together."""
         return thinking_of({name: getattr(self, name) for name in FIELDS})

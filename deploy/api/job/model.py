@@ -183,6 +183,8 @@ class Reader:
         asked = body.asked_thinking()
         if asked.thinks is None or self._tokenizer is None or {*SWITCHES} & body.chat_template_kwargs.keys():
             return
+        if body.thinks_as_it_can:
+            return
         if self.reasoning is None:
             if not asked.mild:
                 raise invalid(
@@ -191,7 +193,7 @@ class Reader:
                     asked.field,
                     "unsupported_value",
                 )
-        elif not asked.thinks and not self._tokenizer.thinking_switches(self._template, bool(body.tools)) & {*SWITCHES}:
+        elif not asked.thinks and not self._tokenizer.known_thinking(self._template, bool(body.tools)).can_be_off:
             raise invalid(
                 f"{asked.field}: this model always reasons, its chat template has no switch for it; leave it out, or "
                 "bound the reasoning by max_reasoning_tokens",

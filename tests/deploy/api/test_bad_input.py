@@ -234,7 +234,7 @@ TABLE = [
         chat("messages", [{"role": "assistant", "tool_calls": calls}], where="messages.0.tool_calls")
         for calls in (5, [5], [{}], [{"id": 5, **CALL["function"]}])
     ],
-    chat("messages", [CHAT["messages"][0], {"role": "system", "content": "x"}], None, says="must come first"),
+    chat("chat_template_kwargs", {"loud": True}, None, where="messages", says="may be loud"),
     chat("messages", [{"role": "user", "content": "東 " * 300}], LONG),
     chat("top_logprobs", 2, None, says="logprobs is true"),
     Bad({**CHAT, "logprobs": True, "top_logprobs": 6}, "top_logprobs", None, path="/v1/chat/completions"),
