@@ -3,12 +3,14 @@
     python bench/masks.py                                  # 32 rows of width 3, a vocabulary of 129,280 ids
     python bench/masks.py --rows 8 --width 1 --kinds text,limited
     python bench/masks.py --kinds text,limited --rules     # with what automata are for
+    python bench/masks.py --kinds plain,patch              # a grammar in Lark's syntax beside a schema
 
 The vocabulary is made up: single bytes, words with a space before them and without, digits, pieces of JSON. Every row
 writes a text of its own, drawn beforehand, of a few dozen to some hundred tokens; a draft is the text's next token with
 a probability of `--accepted`, else any token. A step is timed as it happens: the tokens that were gained are accepted,
 then all masks are filled. Of a step are printed the median and the 99th percentile by the clock; the processor's time
-of all threads, and of the thread that asked, which is what holds up launching; and how many masks it had.
+of all threads, and of the thread that asked, which is what holds up launching; and how many masks it had. Of each
+grammar, how long it took to compile.
 
 With `--rules` xgrammar follows expressions and lengths of strings by rules, as it does where it has no automaton that
 is right (`workers/grammar/quick.py`).
@@ -34,6 +36,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from workers.grammar import build
 from workers.grammar.compiler import Compiled, Compiler
 from workers.grammar.rows import ConstrainedRows
+from workers.grammar.text_grammar import TextGrammar
 from workers.protocol.grammar import Grammar, Kind
 from workers.protocol.plan import Admission, BatchLayout, SamplingParams
 from workers.step.masks import StepMasks
@@ -59,12 +62,23 @@ LISTS = {
         "required": ["id", "kind", "note"],
     },
 }
+PATCH = r"""
+start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?
+hunk: "*** Add File: " name LF ("+" line LF)+ | "*** Delete File: " name LF | "*** Update File: " name LF move? change?
+name: /.+/
+line: /.*/
+move: "*** Move to: " name LF
+change: (("@@" | "@@ " name) LF | ("+" | "-" | " ") line LF)+ ("*** End of File" LF)?
+%import common.LF
+"""
+"""What a coding agent's patches are held to."""
 KINDS: dict[str, tuple[Kind, object]] = {
     "json": ("json", None),
     "plain": ("json_schema", PLAIN),
     "lists": ("json_schema", LISTS),
     "limited": ("json_schema", LIMITED),
     "text": ("regex", r"([A-Z][a-zA-Z]+( [a-zA-Z]+)*\. )+"),
+    "patch": ("ebnf", TextGrammar("lark", PATCH).ebnf()),
 }
 
 
@@ -108,6 +122,9 @@ def write(kind: str, words: list[str], rng: random.Random) -> str:
             return json.dumps([{**note, "note": some(2, 20)} for _ in range(6)])
         case "limited":
             return json.dumps({name: some(60, 60)[: rng.randint(100, 200)] for name in ("title", "author", "text")})
+        case "patch":
+            lines = "".join(f"+{some(5, 15)}\n" for _ in range(8))
+            return f"*** Begin Patch\n*** Add File: {some(1, 1)}.py\n{lines}*** End Patch"
     return "".join(f"Abc{some(5, 10)}. " for _ in range(8))
 
 
@@ -213,16 +230,17 @@ def main() -> None:
         ids = {token: index for index, token in enumerate(table)}
         words = [token.decode() for token in table[1500:] if token[:1] == b" " and token[1:].isalpha()]
         compiler = Compiler(Path(made), arguments.vocab, (EOS,), lambda grammar_id, error: None)
-        print(
-            "ms a step".ljust(12) + "".join(f"{name:>12}" for name in ("median", "p99", "all threads", "own", "masks"))
-        )
+        columns = ("median", "p99", "all threads", "own", "masks", "compile ms")
+        print("ms a step".ljust(12) + "".join(f"{name:>12}" for name in columns))
         for name in arguments.kinds.split(","):
             kind, text = KINDS[name]
             grammar = Grammar(kind, text if isinstance(text, str) else json.dumps(text) if text else "")
+            began = time.perf_counter()
             compiled, rng = compiler.compile(grammar), random.Random(0)
+            compiling = 1e3 * (time.perf_counter() - began)
             texts = [tokens_of(write(name, words, rng), ids) for _ in range(arguments.rows)]
             rows = Rows(compiled, texts, arguments.vocab, arguments.width, arguments.accepted)
-            print(name.ljust(12) + measure(rows, arguments.steps), flush=True)
+            print(name.ljust(12) + measure(rows, arguments.steps) + f"{compiling:>12.0f}", flush=True)
 
 
 if __name__ == "__main__":

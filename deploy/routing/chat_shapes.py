@@ -16,7 +16,7 @@ from deploy.text.turns import (
     goes_on,
     messages_of_items,
     messages_of_turns,
-    thinking_variables,
+    thinking_fields,
     with_instructions,
 )
 
@@ -71,9 +71,7 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "continue_final_message": goes_on(messages),
         "add_generation_prompt": not goes_on(messages),
-        "chat_template_kwargs": thinking_variables(
-            (data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")
-        ),
+        **thinking_fields((data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")),
         "tools": [
             _function(tool["name"], tool.get("description"), tool["input_schema"])
             for tool in tools

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,12 +12,62 @@ EFFORT: Final = "reasoning_effort"
 """The variable by which some know how hard."""
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "auto", "default")
 """Values of the field `reasoning_effort` of OpenAI's clients and others."""
+RANKED: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Those that say how hard, the hardest last."""
+_USUAL: Final = "high"
+"""What a template is told that knows efforts alone and is to have its model think."""
 _MILD: Final = ("auto", "default", "minimal", "low", "medium")
 """Those that a model may ignore that does not think: clients send them whatever the model is."""
 _KINDS: Final[Mapping[Any, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 """Values of the field `type` of `thinking`."""
 FIELDS: Final = (EFFORT, "reasoning", *SWITCHES, "thinking_budget", "thinking_token_budget")
 """Fields of chats that speak of it."""
+
+
+@dataclass(frozen=True)
+class KnownThinking:
+    """What a chat template can be told of thinking."""
+
+    switches: frozenset[str] = frozenset()
+    """Those of `SWITCHES` that it reads."""
+    efforts: tuple[str, ...] = ()
+    """Those of `RANKED` that it takes as `EFFORT`; none where it does not read that."""
+    effort_switches: bool = False
+    """Whether the effort `none` is its only switch, and makes another prompt than all other efforts do."""
+    off_by_default: bool = False
+    """Whether without an effort it writes what it writes for `none`."""
+
+    @property
+    def can_be_off(self) -> bool:
+        """Whether the model can be told not to think."""
+        return bool(self.switches) or self.effort_switches
+
+    def nearest(self, effort: str) -> str | None:
+        """The effort that is told in place of this one: `none` is `none` alone, and of two that are equally near the
+        harder one is told. None where the template takes nothing of the kind."""
+        taken = [known for known in self.efforts if (known == "none") == (effort == "none")]
+        place = RANKED.index(effort)
+        return min(reversed(taken), key=lambda known: abs(RANKED.index(known) - place), default=None)
+
+
+def tried(render: Callable[[Mapping[str, Any]], str | None], read: frozenset[str]) -> KnownThinking:
+    """What the template behind `render` can be told, which gets variables and returns None where it refuses them.
+    `read`: the variables that it reads."""
+    switches = read & {*SWITCHES}
+    if EFFORT not in read:
+        return KnownThinking(switches)
+    without = render({})
+    if without is None:  # it refuses the chat that is tried, whatever it is told
+        return KnownThinking(switches, RANKED)
+    written = {effort: render({EFFORT: effort}) for effort in RANKED}
+    taken = tuple(effort for effort in RANKED if written[effort] is not None)
+    apart = len(taken) > 1 and all(written[effort] != written["none"] for effort in taken if effort != "none")
+    return KnownThinking(
+        switches,
+        taken,
+        effort_switches=not switches and "none" in taken and apart,
+        off_by_default=without == written["none"],
+    )
 
 
 @dataclass(frozen=True)
@@ -36,11 +86,18 @@ class Thinking:
         """Whether a model that does not think may take it."""
         return self.thinks is not True or self.effort in _MILD
 
-    def variables(self, known: frozenset[str]) -> dict[str, Any]:
-        """The variables for a chat template that reads those in `known`."""
-        told: dict[str, Any] = {} if self.thinks is None else {name: self.thinks for name in SWITCHES if name in known}
-        if self.effort is not None and EFFORT in known:
-            told[EFFORT] = self.effort
+    def variables(self, known: KnownThinking) -> dict[str, Any]:
+        """The variables for a chat template that can be told what is in `known`."""
+        told: dict[str, Any] = {}
+        if self.thinks is not None:
+            told = {name: self.thinks for name in SWITCHES if name in known.switches}
+        effort = self.effort
+        if known.effort_switches and self.thinks is False:
+            effort = "none"
+        elif known.effort_switches and self.thinks and (effort == "none" or (effort is None and known.off_by_default)):
+            effort = _USUAL
+        if effort is not None and (nearest := known.nearest(effort)) is not None:
+            told[EFFORT] = nearest
         return told
 
 

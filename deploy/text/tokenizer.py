@@ -12,7 +12,7 @@ from deploy.text.content_parts import separators, with_joined_parts
 from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.deepseek_chat import with_tools_in_system_message
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
-from deploy.text.effort import EFFORT, SWITCHES, Thinking
+from deploy.text.effort import EFFORT, SWITCHES, KnownThinking, Thinking, tried
 from deploy.text.encoders import Encoder, encoder_of
 from deploy.text.errors import ChatTemplateError
 from deploy.text.kimi_chat import DECLARATIONS, is_of_kimi, sorted_by_name, with_own_ids
@@ -20,6 +20,7 @@ from deploy.text.mending import without_halves
 from deploy.text.stop import StopMatcher
 from deploy.text.template_variables import read_variables
 from deploy.text.tool_template import ToolTemplate
+from deploy.text.turn_order import in_strict_order
 from deploy.text.typescript import declarations
 from workers.vocabulary.folder import load_tokenizer, special_ids
 from workers.vocabulary.spelling import byte_vocabulary
@@ -86,6 +87,7 @@ class Tokenizer:
         self._control_tokens = ControlTokens(self._backend)
         self._tool_templates: dict[str | None, ToolTemplate] = {}
         self._separators: dict[str | None, dict[str, str]] = {}
+        self._known_thinking: dict[str, KnownThinking] = {}
         self._long = asyncio.Lock()
         """Held while a text of more than `LONG_CHARS` is encoded."""
         self._bytes = byte_vocabulary(self._backend)
@@ -121,17 +123,36 @@ class Tokenizer:
         several, one of them for chats with tools."""
         if template is not None:
             return template
-        return str(self._hf.get_chat_template(tools=[{}] if tools else None)) if self._hf.chat_template else ""
+        given: str | dict[str, str] | None = self._hf.chat_template
+        if not isinstance(given, dict):
+            return given or ""
+        names = ["tool_use"] if tools else []
+        chosen = [name for name in (*names, "default", *(given if len(given) == 1 else ())) if name in given]
+        return given[chosen[0]] if chosen else ""
 
     def thinking_variables(self, thinking: Thinking, template: str | None, tools: bool) -> dict[str, Any]:
         """What the chat template is told of how the model is to think; `template` and `tools`: see `template_for`."""
-        return thinking.variables(self.thinking_switches(template, tools))
+        return thinking.variables(self.known_thinking(template, tools))
 
     def thinking_switches(self, template: str | None, tools: bool) -> frozenset[str]:
         """Those of the variables of `deploy.text.effort` that the chat template reads, or the encoder in its place."""
         encoder = self.encoder_for(template)
         read = read_variables(self.template_for(template, tools)) if encoder is None else encoder.variables
         return read & {*SWITCHES, EFFORT}
+
+    def known_thinking(self, template: str | None, tools: bool) -> KnownThinking:
+        """What the chat template, or the encoder in its place, can be told of thinking, found out by trying it."""
+        text = "" if self.encoder_for(template) is not None else self.template_for(template, tools)
+        if text not in self._known_thinking:
+
+            def render(variables: Mapping[str, Any]) -> str | None:
+                try:
+                    return self._apply([{"role": "user", "content": "Hello"}], [], text or template, variables)
+                except ChatTemplateError:
+                    return None
+
+            self._known_thinking[text] = tried(render, self.thinking_switches(template, tools))
+        return self._known_thinking[text]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, with the begin-of-sequence id and the like if the tokenizer adds them. ValueError where it is
@@ -306,7 +327,7 @@ class Tokenizer:
             if tools and DECLARATIONS in text and (declared := declarations(tools)) is not None:
                 extra = {**extra, DECLARATIONS: declared}
             tool_template = self._tool_template(template)
-            messages = tool_template.messages(messages)
+            messages, tools = tool_template.messages(messages), tool_template.tools(tools)
             leaves_tools_to_system = bool(tools) and tool_template.leaves_tools_to_system
             fences = tool_template.fences_arguments
         if not control_tokens_in_text:
@@ -315,7 +336,17 @@ class Tokenizer:
             extra = {name: self._control_tokens.broken(value) for name, value in extra.items()}
         if leaves_tools_to_system:
             messages, tools = with_tools_in_system_message(messages, tools, fences), ()
-        return self._apply(messages, [dict(tool) for tool in tools], template, extra, **ending)
+        given_tools = [dict(tool) for tool in tools]
+        try:
+            return self._apply(messages, given_tools, template, extra, **ending)
+        except ChatTemplateError as refusal:
+            ordered = in_strict_order(messages, ending["continue_final_message"])
+            if ordered == messages or self.encoder_for(template) is not None:
+                raise
+            try:
+                return self._apply(ordered, given_tools, template, extra, **ending)
+            except ChatTemplateError:
+                raise refusal from refusal.__cause__
 
     def _separators_of(self, template: str | None) -> dict[str, str]:
         if self.encoder_for(template) is not None:
@@ -353,11 +384,16 @@ class Tokenizer:
         ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if (encoder := self.encoder_for(template)) is not None:
             return encoder.encode(messages, tools, variables=variables, **ending)
+        if not (chosen := self.template_for(template, tools=bool(tools))):
+            names = ", ".join(sorted(self._hf.chat_template or ()))
+            raise ChatTemplateError(
+                f"of this model's chat templates ({names}) none is for this chat; name one with --chat-template"
+            )
         try:
             if any(message.get("content", "") is None for message in messages):
-                return self._with_empty_fields(messages, tools, template, {**variables, **ending})
+                return self._with_empty_fields(messages, tools, chosen, {**variables, **ending})
             text: str = self._hf.apply_chat_template(
-                messages, tools=tools or None, chat_template=template, tokenize=False, **ending, **variables
+                messages, tools=tools or None, chat_template=chosen, tokenize=False, **ending, **variables
             )
         except Exception as error:  # templates are programs: they fail in any way they like
             raise ChatTemplateError(f"the chat template rejects these messages: {error}") from error
@@ -367,14 +403,13 @@ class Tokenizer:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
-        template: str | None,
+        template: str,
         variables: Mapping[str, Any],
     ) -> str:
         """What `apply_chat_template` renders, which leaves fields out that are none; here templates find them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        chat_template = self.template_for(template, tools=bool(tools))
         given = {**self._hf.special_tokens_map, **variables}
-        rendered: Any = render_jinja_template([messages], tools=tools or None, chat_template=chat_template, **given)
+        rendered: Any = render_jinja_template([messages], tools=tools or None, chat_template=template, **given)
         [text], _ = rendered
         return str(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ _TOOL: Final = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
     },
 }
+_BARE_TOOL: Final = {"type": "function", "function": {"name": "probe"}}
 _CALL: Final = {"id": "functions.probe:0", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
 _CALLED: Final = (
     _USER,
@@ -49,14 +50,21 @@ class ToolTemplate:
     """Whether such calls are those of V3 and R1, with their arguments in a fence."""
     calls_without_content: bool = False
     """Whether it writes the calls of messages whose content is none, and leaves out those of all others."""
+    wants_descriptions: bool = False
+    """Whether it refuses tools without a description or without a schema that has properties."""
 
     @staticmethod
     def tried(render: Render) -> ToolTemplate:
         """What the template behind `render` knows."""
         try:
-            knows = render([_USER], [_TOOL]) != render([_USER], [])
+            with_tool = render([_USER], [_TOOL])
         except ChatTemplateError:
             knows = False
+        else:
+            try:
+                knows = with_tool != render([_USER], [])
+            except ChatTemplateError:
+                knows = True  # it writes chats with tools alone
         try:
             called = render(_CALLED, [_TOOL])
         except ChatTemplateError:
@@ -70,7 +78,19 @@ class ToolTemplate:
             alone = _CALL_OF_V3 in called
         fences = not knows and _CALL_OF_V3 in called
         leaves = fences or (not knows and _CALL_OF_V31 in called)
-        return ToolTemplate(knows, (knows or leaves) and _ARGUMENTS in called, leaves, fences, alone)
+        wants = False
+        if knows:
+            try:
+                render([_USER], [_BARE_TOOL])
+            except ChatTemplateError:
+                wants = True
+        return ToolTemplate(knows, (knows or leaves) and _ARGUMENTS in called, leaves, fences, alone, wants)
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tools as the template wants them."""
+        if not self.wants_descriptions:
+            return [dict(tool) for tool in tools]
+        return [{**tool, "function": _described(tool["function"])} for tool in tools]
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages as the template wants them. ToolsUnknown where it knows no tools."""
@@ -84,6 +104,12 @@ class ToolTemplate:
             message if not message.get("tool_calls") else {**message, "tool_calls": _as_objects(message["tool_calls"])}
             for message in messages
         ]
+
+
+def _described(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function with a description and a schema that has properties, be they empty."""
+    parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+    return {"description": "", **function, "parameters": parameters}
 
 
 def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
-from deploy.text.effort import EFFORT, SWITCHES
+from deploy.text.effort import EFFORT, RANKED
 from deploy.text.response_tools import INPUT, qualified
 
 Messages = list[dict[str, Any]]
@@ -76,11 +76,11 @@ def goes_on(messages: Messages) -> bool:
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
-def thinking_variables(kind: str | None, effort: str | None = None) -> dict[str, Any]:
-    """Template variables for the type in Anthropic's field `thinking` and its `output_config.effort`, under the names
-    that the templates of these models know; no `thinking` is off. A variable that no template reads does no harm."""
-    told: dict[str, Any] = {} if kind == "adaptive" else dict.fromkeys(SWITCHES, kind == "enabled")
-    return told if effort is None else {**told, EFFORT: effort}
+def thinking_fields(kind: str | None, effort: str | None = None) -> dict[str, Any]:
+    """The fields of a chat (`deploy.text.effort`) for the type in Anthropic's field `thinking`, of which none is off,
+    and its `output_config.effort`, of which one that nobody knows says nothing."""
+    fields: dict[str, Any] = {"thinking": {"type": kind or "disabled"}}
+    return fields | {EFFORT: effort} if effort in RANKED else fields
 
 
 def _assistant(blocks: Blocks) -> dict[str, Any]:

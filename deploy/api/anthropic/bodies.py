@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
@@ -14,7 +14,7 @@ from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
 from deploy.text.response_tools import named
-from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_variables
+from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_fields
 
 Known = Mapping[str, Mapping[str, type[Any]]]
 """By the types of blocks the fields that each has, and their types."""
@@ -154,7 +154,7 @@ class OutputConfig(Body):
 
     format: OutputFormat | None = None
     effort: str | None = None
-    """Goes to the chat template as `reasoning_effort`; most do not read it."""
+    """Is the `reasoning_effort` of chats; values that nobody knows have no effect."""
 
 
 class MessagesPrompt(Body):
@@ -171,6 +171,23 @@ class MessagesPrompt(Body):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
+
+    @property
+    def form(self) -> OutputFormat | None:
+        """What the answer must look like."""
+        return (None if self.output_config is None else self.output_config.format) or self.output_format
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if self.output_format is not None and self.form != self.output_format:
+            raise invalid(
+                "output_format: output_config.format says something else; give one of them",
+                "output_format",
+                "conflicting_parameters",
+            )
+        return self
 
 
 class MessagesBody(MessagesPrompt, SamplingFields):
@@ -194,13 +211,15 @@ NAMES: Final = {
 
 
 @contextmanager
-def own_names() -> Iterator[None]:
-    """Errors about a chat name the fields that the client gave."""
+def own_names(body: MessagesPrompt) -> Iterator[None]:
+    """Errors about a chat name the fields that the client gave, in `body`."""
     try:
         yield
     except TooLong as error:
         raise _as_anthropic_says(error) from None
     except ApiError as error:
+        if error.param == "response_format" and body.output_format is not None:
+            error.param = "output_format"
         error.param = NAMES.get(error.param or "", error.param)
         raise
 
@@ -251,7 +270,7 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
         "messages": messages,
         "continue_final_message": begun,
         "add_generation_prompt": not begun,
-        "chat_template_kwargs": thinking_variables(
+        **thinking_fields(
             None if body.thinking is None else body.thinking.type,
             None if body.output_config is None else body.output_config.effort,
         ),
@@ -259,11 +278,13 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
     }
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["max_reasoning_tokens"] = body.thinking.budget_tokens
-    if body.output_config is not None and (form := body.output_config.format) is not None:
+    if (form := body.form) is not None:
         schema = {"name": "answer", "schema": form.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    with own_names():
-        return validate(ChatBody, fields | _chat_tools(body))
+    with own_names(body):
+        chat = validate(ChatBody, fields | _chat_tools(body))
+    chat.think_as_it_can()
+    return chat
 
 
 def _chat_tools(body: MessagesPrompt) -> dict[str, Any]:

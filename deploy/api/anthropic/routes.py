@@ -36,7 +36,7 @@ def add_messages(endpoints: Endpoints, intake: Intake, model: ServedModel, gener
                     f"--reasoning-parser ({', '.join(REASONING_PARSERS)})",
                     "thinking",
                 )
-            with own_names():
+            with own_names(body):
                 job = await chat_job(chat, incoming, model, generator.admission)
         job = replace(job, reading=job.reading or PLAIN)
         name_ignored_tools(request.scope, left_out)

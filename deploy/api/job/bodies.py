@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
-from deploy.api.job.tools import ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
+from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from workers.grammar.text_grammar import TextGrammar
@@ -45,6 +45,7 @@ FORMS: Final = (
     "guided_choice",
     "guided_grammar",
     "structural_tag",
+    "structured_outputs",
 )
 """Fields that say what an answer must look like, of which a request has one at most."""
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -128,6 +129,44 @@ def _content(value: Any) -> Content:
     return content_of(texts)
 
 
+_NOT_IN_FORMS: Final = ("disable_any_whitespace", "whitespace_pattern")
+"""What vLLM's `structured_outputs` may say besides, and what is not supported. Nothing falls back to another library
+here, and objects have no properties but those that a schema names, so `disable_fallback` and
+`disable_additional_properties` say what holds anyway."""
+
+
+class StructuredOutputs(Body):
+    """What the answer must look like, as vLLM's clients say it: one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = Field(default=None, alias="json")
+    """As `guided_json`."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    """true: a JSON object."""
+    structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_there(cls, value: Any) -> Any:
+        for name in _NOT_IN_FORMS if isinstance(value, Mapping) else ():
+            if value.get(name) not in (None, False, ""):
+                raise unsupported(f"structured_outputs.{name}", "structured_outputs")
+        return value
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if len(self.given()) > 1:
+            raise ValueError(f"{' and '.join(self.given())}: only one of them can be given")
+        return self
+
+    def given(self) -> list[str]:
+        """Those that say something, by their names in requests."""
+        named = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+        return [name for name, value in named.items() if value is not None and value is not False]
+
+
 class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
@@ -208,9 +247,12 @@ class SamplingFields(_Sampled):
     guided_choice: list[str] | None = None
     """Strings of which the answer is one."""
     guided_grammar: str | None = None
-    """A grammar in EBNF whose rule `root` the answer follows."""
+    """A grammar in EBNF whose rule `root` the answer follows, or in Lark's syntax whose rule `start` it follows."""
     structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_object_or_text)] = None
     """xgrammar's structural tag: text that is free but for what stands between certain tags."""
+    structured_outputs: StructuredOutputs | None = None
+    """The same as vLLM's clients say it: {"json"}, {"regex"}, {"choice"}, {"grammar"}, {"json_object"} or
+    {"structural_tag"}."""
     guided_begin_after: str | None = None
     """A token, such as </think>, up to which the answer is free."""
 
@@ -247,7 +289,10 @@ class GenerationBody(SamplingFields):
     def forms(self) -> list[str]:
         """The `FORMS` that are given and say something."""
         given = [name for name in FORMS if getattr(self, name) is not None]
-        return [name for name in given if name != "response_format" or self.response_format != {"type": "text"}]
+        silent = {"response_format"} if self.response_format == {"type": "text"} else set()
+        if self.structured_outputs is not None and not self.structured_outputs.given():
+            silent.add("structured_outputs")
+        return [name for name in given if name not in silent]
 
     @property
     def formed(self) -> bool:
@@ -378,9 +423,9 @@ class ChatTemplateFields(Body):
         default_factory=list
     )
     """What the model may call."""
-    tool_choice: Annotated[ToolChoice, BeforeValidator(check_choice, json_schema_input_type=ToolChoice)] = "auto"
-    """none: the model is not told of tools. auto: it calls them or not. required: it calls at least one. A function: it
-    calls this one."""
+    tool_choice: Annotated[ToolChoice, BeforeValidator(check_choice, json_schema_input_type=AskedToolChoice)] = "auto"
+    """none: the model is not told of tools. auto: it calls them or not. required or any: it calls at least one. A
+    function: it calls this one. Allowed tools: it calls these alone, and at least one of them if that is the mode."""
     add_special_tokens: bool = False
     """Add the begin-of-sequence id and the like once more; templates usually write them."""
 
@@ -399,6 +444,17 @@ class ChatTemplateFields(Body):
         Any, BeforeValidator(partial(checked, "thinking_token_budget")), WithJsonSchema(_COUNT)
     ] = None
     """Another name of `max_reasoning_tokens`."""
+
+    _thinks_as_it_can: bool = PrivateAttr(default=False)
+
+    def think_as_it_can(self) -> None:
+        """Have a model that cannot do what these fields say think as it always does, in place of a 400."""
+        self._thinks_as_it_can = True
+
+    @property
+    def thinks_as_it_can(self) -> bool:
+        """Whether it was said so."""
+        return self._thinks_as_it_can
 
     def asked_thinking(self) -> Thinking:
         """What these fields say together."""

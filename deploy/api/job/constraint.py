@@ -14,10 +14,11 @@ from deploy.api.http.errors import invalid, unsupported
 from deploy.api.job.bodies import FORMS, ChatBody, GenerationBody
 from deploy.api.job.model import Reading
 from deploy.api.job.tool_binding import Bound, bind, opened, said, wrong_tools
-from deploy.api.job.tools import NamedTool
+from deploy.api.job.tools import AllowedToolsChoice, NamedTool, may_answer
 from deploy.parsing.call_grammar import CannotBind, Tag, either, json_of, text
 from deploy.parsing.registry import CALL_GRAMMARS, REASONING_PARSERS
 from deploy.text.tokenizer import Tokenizer
+from workers.grammar.text_grammar import TextGrammar, TextGrammarError
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
 
@@ -109,18 +110,39 @@ def _response_format(value: dict[str, Any]) -> Grammar:
 
 
 def _guided(name: str, body: GenerationBody) -> Grammar:
-    value = getattr(body, name)
+    if name == "structured_outputs":
+        assert body.structured_outputs is not None
+        [kind] = body.structured_outputs.given()
+        return _form_of(kind, getattr(body.structured_outputs, "json_" if kind == "json" else kind), name)
+    return _form_of(name.removeprefix("guided_"), getattr(body, name), name)
+
+
+def _form_of(kind: str, value: Any, name: str) -> Grammar:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    match name:
-        case "guided_json":
+    match kind:
+        case "json":
             return Grammar("json_schema", text)
-        case "guided_regex":
+        case "json_object":
+            return Grammar("json")
+        case "regex":
             return Grammar("regex", text)
-        case "guided_choice":
+        case "choice":
             return Grammar("choice", text)
-        case "guided_grammar":
-            return Grammar("ebnf", text)
+        case "grammar":
+            return Grammar("ebnf", _ebnf_of(text, name))
     return Grammar("structural_tag", text)
+
+
+def _ebnf_of(grammar: str, name: str) -> str:
+    """A grammar in EBNF, which has `::=` in every rule, or in Lark's syntax, which has it in none."""
+    if "::=" in grammar:
+        return grammar
+    try:
+        return TextGrammar("lark", grammar).ebnf()
+    except TextGrammarError as error:
+        raise invalid(
+            f"{name}: as it has no ::=, it is read in the syntax of Lark: {error}", name, "invalid_grammar"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -138,16 +160,22 @@ class Binding:
 def bound_tools(body: ChatBody) -> Binding | None:
     """What `tools` and `tool_choice` bind the answer to; None where the model is free. 400 for a wrong choice."""
     choice, functions = body.tool_choice, [tool["function"] for tool in body.tools]
-    if choice in ("none", "auto"):
-        bound = choice == "auto" and (any(function["strict"] for function in functions) or (functions and body.formed))
-        return Binding(functions, must=False, one=not body.parallel_tool_calls and body.formed) if bound else None
-    if not functions:
+    if choice == "none":
+        return None
+    if choice != "auto" and not functions:
         raise invalid("tool_choice: there must be tools to choose from", "tool_choice")
+    named: frozenset[str] = frozenset()
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        functions = [function for function in functions if function["name"] == name]
-        if not functions:
-            raise invalid(f"tool_choice: {name[:64]!r} is none of the tools", "tool_choice")
+        named = frozenset([choice.function.name])
+    elif isinstance(choice, AllowedToolsChoice):
+        named = choice.allowed_tools.names
+    if unknown := sorted(named - {function["name"] for function in functions}):
+        raise invalid(f"tool_choice: {unknown[0][:64]!r} is none of the tools", "tool_choice")
+    if named:
+        functions = [function for function in functions if function["name"] in named]
+    if may_answer(choice):
+        bound = named or any(function["strict"] for function in functions) or (functions and body.formed)
+        return Binding(functions, must=False, one=not body.parallel_tool_calls and body.formed) if bound else None
     return Binding(functions, must=True, one=isinstance(choice, NamedTool) or not body.parallel_tool_calls)
 
 

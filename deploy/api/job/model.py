@@ -14,7 +14,7 @@ import kernels
 from deploy.api.http.errors import ApiError, TooLong, engine_down, invalid, model_not_found, unsupported
 from deploy.api.job.bodies import ChatBody, ChatTemplateFields
 from deploy.api.job.defaults import SamplingDefaults
-from deploy.api.job.tools import shown
+from deploy.api.job.tools import may_answer, shown
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.reasoning import ReasoningFormat, ReasoningParser, Where
@@ -188,6 +188,8 @@ class Reader:
         asked = body.asked_thinking()
         if asked.thinks is None or self._tokenizer is None or {*SWITCHES} & body.chat_template_kwargs.keys():
             return
+        if body.thinks_as_it_can:
+            return
         if self.reasoning is None:
             if not asked.mild:
                 raise invalid(
@@ -196,7 +198,7 @@ class Reader:
                     asked.field,
                     "unsupported_value",
                 )
-        elif not asked.thinks and not self._tokenizer.thinking_switches(self._template, bool(body.tools)) & {*SWITCHES}:
+        elif not asked.thinks and not self._tokenizer.known_thinking(self._template, bool(body.tools)).can_be_off:
             raise invalid(
                 f"{asked.field}: this model always reasons, its chat template has no switch for it; leave it out, or "
                 "bound the reasoning by max_reasoning_tokens",
@@ -222,7 +224,7 @@ class Reader:
             goes_on = body.continue_final_message
             where = form.continues(joined(body.messages[-1].content)) if goes_on else form.begins(prompt)
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
-        free, form_or_calls = not _bound_behind_reasoning(body), body.formed and body.tool_choice == "auto"
+        free, form_or_calls = not _bound_behind_reasoning(body), body.formed and may_answer(body.tool_choice)
 
         def parser() -> AnswerParser:
             calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)

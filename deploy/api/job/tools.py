@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from deploy.api.http.errors import unsupported
-from deploy.text.chat import tools_of
+from deploy.text.chat import MOST_TOOLS, tools_of
 
 
 class FunctionSpec(BaseModel):
@@ -59,20 +58,53 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tools."""
+        return frozenset(tool.function.name for tool in self.tools)
 
 
-def check_choice(choice: Any) -> str | NamedTool:
-    """The field `tool_choice`. ValueError or 400."""
+class AllowedToolsChoice(BaseModel):
+    """The model calls these tools or none. It is told of all tools, so that prompts stay equal from turn to turn."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Word = Literal["none", "auto", "required"]
+ToolChoice = Word | NamedTool | AllowedToolsChoice
+AskedToolChoice = Word | Literal["any"] | NamedTool | AllowedToolsChoice
+"""As a request may have it: `any` is Mistral's word for `required`."""
+_WORDS: Final[Mapping[str, Word]] = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+
+
+def check_choice(choice: Any) -> ToolChoice:
+    """The field `tool_choice`. ValueError."""
+    if isinstance(choice, str) and choice in _WORDS:
+        return _WORDS[choice]
+    kind: type[NamedTool | AllowedToolsChoice] = NamedTool
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        raise unsupported("tool_choice of type allowed_tools; give these tools alone: this", "tool_choice")
-    if choice in ("none", "auto", "required"):
-        return str(choice)
+        kind = AllowedToolsChoice
     try:
-        return NamedTool.model_validate(choice, strict=True)
+        return kind.model_validate(choice, strict=True)
     except ValidationError:
-        wanted = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        named = '{"type": "function", "function": {"name": ...}}'
+        allowed = '{"mode": "auto" or "required", "tools": [' + named + ", ...]}"
+        wanted = f"none, auto, required or {named}"
+        if kind is AllowedToolsChoice:
+            wanted = f'{{"type": "allowed_tools", "allowed_tools": {allowed}}}'
         raise ValueError(f"input should be {wanted}") from None
+
+
+def may_answer(choice: ToolChoice) -> bool:
+    """Whether an answer may call tools, and need not."""
+    return choice == "auto" or (isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto")
 
 
 def asked_tools(value: Any) -> list[dict[str, Any]]:

@@ -37,10 +37,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     # How openly it speaks.
     "verbosity": ("a verbosity other than low, medium and high, which have no effect: this verbosity", VERBOSITIES),
     # What the answer must look like.
-    "structured_outputs": (
-        "structured output under this name (structured_outputs)",
-        _OFF,
-    ),
     "json_schema": ("structured output (json_schema)", _OFF),
     "regex": ("structured output (regex)", _OFF),
     "ebnf": ("structured output (ebnf)", _OFF),
@@ -119,6 +115,7 @@ ELSEWHERE: Final[dict[str, tuple[str, tuple[Any, ...], Mapping[str, str]]]] = {
     ),
     **{name: (f"a say in the reasoning ({name}) here", (), _REASONING_HERE) for name in FIELDS},
     "output_config": ("output_config", _OFF, {"chat": "response_format", "responses": "text.format"}),
+    "output_format": ("output_format", _OFF, {"chat": "response_format", "responses": "text.format"}),
     # What the answer must look like.
     "response_format": (
         "response_format",
@@ -161,7 +158,6 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
         "mcp_servers": ("a server of tools (mcp_servers)", _OFF),
         "fallbacks": ("another model in place of this one (fallbacks)", _OFF),
         "thread": ("a thread", _OFF),
-        "output_format": ("output_format; use output_config: this", _OFF),
         "parallel_tool_calls": (
             "parallel_tool_calls; use tool_choice.disable_parallel_tool_use: this",
             (True,),

@@ -46,7 +46,11 @@ def _items(value: Any) -> Items:
 
 def _choice(value: Any) -> Any:
     """The field `tool_choice`, once it is known that chats can have it."""
-    if isinstance(value, Mapping) and value.get("type") not in ("function", "custom"):
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise ValueError('allowed tools should have a mode and a list of tools, {"type": "function", "name": ...}')
+    elif isinstance(value, Mapping) and value.get("type") not in ("function", "custom"):
         kind = str(value.get("type"))[:64]
         raise unsupported(f"tool_choice of type {kind!r}, a tool that the model is not told of,", "tool_choice")
     return value
@@ -56,9 +60,20 @@ def _choice_of_chat(choice: Any) -> Any:
     """The same as chats have it."""
     if not isinstance(choice, Mapping):
         return choice
-    name = choice.get("name")
+    if choice.get("type") != "allowed_tools":
+        return _named(choice)
+    tools, mode = choice["tools"], choice.get("mode")
+    known = [_named(tool) for tool in tools if tool.get("type") in ("function", "custom")]
+    if tools and not known and mode == "auto":
+        return "none"  # the model is told of none of them
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": known}}
+
+
+def _named(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function or a custom tool that is chosen, as chats have it."""
+    name = tool.get("name")
     if isinstance(name, str):
-        name = qualified(name, choice.get("namespace"))
+        name = qualified(name, tool.get("namespace"))
     return {"type": "function", "function": {"name": name}}
 
 
@@ -100,7 +115,7 @@ class ResponsesBody(SamplingFields):
     tools: Annotated[list[Any], BeforeValidator(_tools)] = Field(default_factory=list)
     """Functions and custom tools that the model may call, alone or in namespaces. Others are left out."""
     tool_choice: Annotated[Any, BeforeValidator(_choice)] = "auto"
-    """none, auto, required, a function or a custom tool."""
+    """none, auto, required, a function or a custom tool, or some of them as allowed tools."""
     parallel_tool_calls: bool = True
     text: Annotated[Any, BeforeValidator(_form), WithJsonSchema(_ANY_OBJECT)] = None
     """What the answer must look like, in `format`."""

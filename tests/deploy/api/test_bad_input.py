@@ -175,7 +175,8 @@ TABLE = [
     # what is not there
     completion("suffix", "end", UNSUPPORTED),
     completion("best_of", 2, UNSUPPORTED),
-    completion("structured_outputs", {"json": {"type": "object"}}, UNSUPPORTED),
+    completion("structured_outputs", {"json": {"not": {}}}, "invalid_grammar", says="not is not supported"),
+    completion("structured_outputs", {"json": {}, "whitespace_pattern": " "}, UNSUPPORTED),
     completion("guided_json", {"not": {}}, "invalid_grammar", says="not is not supported"),
     completion("guided_regex", "(a", "invalid_grammar"),
     completion("guided_json", 5, "invalid_value", says="object or a string"),
@@ -183,8 +184,18 @@ TABLE = [
     chat("tools", [{"type": "function", "function": {"name": "f", "strict": 1}}], says="strict"),
     chat("tool_choice", "required", None, says="there must be tools"),
     chat("tool_choice", {"type": "function", "function": {"name": "f"}}, None, says="there must be tools"),
-    chat("tool_choice", {"type": "allowed_tools", "allowed_tools": {}}, UNSUPPORTED, says="allowed_tools"),
-    *[chat("tool_choice", choice) for choice in (5, "any", {"type": "function", "function": {}})],
+    chat("tool_choice", "any", None, says="there must be tools"),
+    *[chat("tool_choice", choice) for choice in (5, "all", {"type": "function", "function": {}})],
+    *[
+        chat("tool_choice", {"type": "allowed_tools", "allowed_tools": allowed}, says='"allowed_tools": {"mode"')
+        for allowed in (None, {}, {"mode": "auto", "tools": []}, {"mode": "none", "tools": [{}]}, {"mode": "auto"})
+    ],
+    chat(
+        "tool_choice",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}},
+        None,
+        says="there must be tools",
+    ),
     *[chat("tools", tools) for tools in (5, [5], [{"type": "function"}], [{"type": "x", "function": {"name": "f"}}])],
     *[chat("tools", [{"type": "function", "function": f}]) for f in ({}, {"name": ""}, {"name": "f", "parameters": 5})],
     chat("tools", [TOOL] * 1025, says="1025"),
@@ -223,7 +234,7 @@ TABLE = [
         chat("messages", [{"role": "assistant", "tool_calls": calls}], where="messages.0.tool_calls")
         for calls in (5, [5], [{}], [{"id": 5, **CALL["function"]}])
     ],
-    chat("messages", [CHAT["messages"][0], {"role": "system", "content": "x"}], None, says="must come first"),
+    chat("chat_template_kwargs", {"loud": True}, None, where="messages", says="may be loud"),
     chat("messages", [{"role": "user", "content": "東 " * 300}], LONG),
     chat("top_logprobs", 2, None, says="logprobs is true"),
     Bad({**CHAT, "logprobs": True, "top_logprobs": 6}, "top_logprobs", None, path="/v1/chat/completions"),

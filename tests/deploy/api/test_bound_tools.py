@@ -86,6 +86,7 @@ def test_calls_that_must_be_made(port: int, engine: FakeEngine) -> None:
     assert named is not None
     assert (named.begin_after, named.begun_by) == ((), ())
     assert "paint" not in named.text
+    assert asked(port, engine, tool_choice="any") == grammar
     one = asked(port, engine, tool_choice="required", parallel_tool_calls=False)
     assert one is not None
     assert "plus" in grammar.text
@@ -167,6 +168,7 @@ def test_calls_in_the_reasoning_do_not_count_where_they_would_not_be_bound() -> 
         ({"tools": [strict]}, 0),
         ({"tools": [free], "tool_choice": "required"}, 0),
         ({"tools": [free], "max_reasoning_tokens": 9}, 0),
+        ({"tools": [free], "tool_choice": ALLOWED}, 0),
     ):
         body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields})
         reading = reader.reading(body, "<think>")
@@ -201,6 +203,10 @@ def test_a_model_that_opens_its_reasoning_itself(engine: FakeEngine) -> None:
         assert (error["param"], error["code"]) == ("max_reasoning_tokens", "conflicting_parameters")
 
 
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
+}
 Calls = list[tuple[str, Any]]
 
 

@@ -61,6 +61,7 @@ ASKED: dict[str, tuple[Any, Callable[[Request, dict[str, Any]], bool]]] = {
     "guided_regex": ("a+", _grammar("regex")),
     "guided_choice": (["a"], _grammar("choice")),
     "guided_grammar": ('root ::= "a"', _grammar("ebnf")),
+    "structured_outputs": ({"regex": "a+"}, _grammar("regex")),
     "structural_tag": (
         {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "boolean"}}},
         _grammar("structural_tag"),

@@ -22,6 +22,7 @@ from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.events import Arguments, CallBegin, CallEnd, Content
 from deploy.parsing.registry import CALL_GRAMMARS, MARKERS, TOOL_PARSERS
+from tests.deploy.parsing.written_calls import WRITERS
 from tests.workers.grammar.grammar_walk import EOS, allowed, matcher_of, takes
 from workers.protocol.grammar import Grammar
 
@@ -146,6 +147,42 @@ def kinds(name: str, grammar: Grammar, count: int = 12) -> set[str]:
     return found
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+def callable_by(name: str, grammar: Grammar) -> set[str]:
+    """The tools that an answer may call."""
+    called = {"paint": {"color": "red", "size": 3}, "stop": dict[str, Any]()}
+    return {tool for tool, given in called.items() if takes(grammar, WRITERS[name]([(tool, given)]))}
+
+
+@pytest.mark.parametrize("name", sorted(CALL_GRAMMARS))
+def test_allowed_tools_are_called_alone(name: str, ports: dict[str, int], engine: FakeEngine) -> None:
+    """Among words or none, and also where no tool is strict. Prompts are those of all tools."""
+
+    def of(choice: Any, **fields: Any) -> Grammar:
+        return asked(ports[name], engine, tool_choice=choice, response_format=None, **fields)
+
+    both = of(allowed_tools("required", "paint", "stop"))
+    prompt = engine.requests[-1].prompt
+    assert callable_by(name, both) == {"paint", "stop"}
+    for mode in ("auto", "required"):
+        for tools in (TOOLS, [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]):
+            some = of(allowed_tools(mode, "stop"), tools=tools)
+            assert engine.requests[-1].prompt == prompt
+            assert callable_by(name, some) == {"stop"}
+            assert takes(some, "Just text.") == (mode == "auto")
+    one = of(allowed_tools("required", "paint", "stop"), parallel_tool_calls=False)
+    assert ("plus" in both.text, "plus" in one.text) == (True, False)
+    error = httpx.post(
+        f"http://127.0.0.1:{ports[name]}/v1/chat/completions",
+        json={"model": "tiny", "messages": ASK, "tools": TOOLS, "tool_choice": allowed_tools("auto", "stop", "fly")},
+    ).json()["error"]
+    assert (error["param"], "'fly' is none of the tools" in error["message"]) == ("tool_choice", True)
+
+
 @pytest.mark.parametrize("name", sorted(CALL_GRAMMARS))
 def test_an_answer_is_of_the_form_or_calls(name: str, ports: dict[str, int], engine: FakeEngine) -> None:
     both = asked(ports[name], engine)
@@ -156,6 +193,10 @@ def test_an_answer_is_of_the_form_or_calls(name: str, ports: dict[str, int], eng
     named = {"type": "function", "function": {"name": "stop"}}
     assert kinds(name, asked(ports[name], engine, tool_choice=named)) == {"calls"}
     assert kinds(name, asked(ports[name], engine, tool_choice="none")) == {"answer"}
+    assert kinds(name, asked(ports[name], engine, tool_choice=allowed_tools("required", "stop"))) == {"calls"}
+    some = asked(ports[name], engine, tool_choice=allowed_tools("auto", "stop"))
+    assert kinds(name, some) == {"answer", "calls"}
+    assert callable_by(name, some) == {"stop"}
 
 
 @pytest.mark.parametrize("lost", ["answer", "calls"])

@@ -184,10 +184,14 @@ def test_what_binds_the_answer() -> None:
         assert one is not None
         assert "plus" not in one.text
         assert asked(tools=[TOOL | {"strict": True}]) is not None
-        form = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
-        assert asked(output_config=form) == Grammar("json_schema", '{"type": "boolean"}')
+        bound = Grammar("json_schema", '{"type": "boolean"}')
+        assert asked(output_config={"format": FORM}) == bound
+        older = {"output_format": FORM}
+        assert asked(extra_body=older) == bound
+        assert asked(extra_body=older, output_config={"format": FORM, "effort": "low"}) == bound
 
 
+FORM = {"type": "json_schema", "schema": {"type": "boolean"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
@@ -204,6 +208,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config"),
     ({"output_config": {"effort": 5}}, "output_config.effort"),
+    ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+    ({"output_format": {"type": "text"}}, "output_format.type"),
+    ({"output_format": {"type": "json_schema", "schema": {"type": "odd"}}}, "output_format"),
+    ({"output_format": FORM, "output_config": {"format": {**FORM, "schema": {}}}}, "output_format"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"temperature": 1.5}, "temperature"),
     ({"max_tokens": 5000}, "messages"),

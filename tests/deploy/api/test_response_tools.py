@@ -125,6 +125,39 @@ def test_a_tool_within_a_namespace_is_called_by_its_name() -> None:
         assert "mail__send" in grammar.text
 
 
+def test_allowed_tools_are_called_alone() -> None:
+    """Functions and custom tools, within namespaces, too; tools that the model is not told of are none of them."""
+    served, tools = Served(), [TOOL, SHELL, APPLY_PATCH, NAMESPACE, {"type": "web_search"}]
+    patch, send = {"type": "custom", "name": "apply_patch"}, {"type": "function", "name": "send", "namespace": "mail"}
+    shell, search = {"type": "function", "name": "exec_command"}, {"type": "web_search"}
+    with served.client() as client:
+        plain = ask(client, tools=tools)
+        prompt = served.prompt
+
+        def calls_of(mode: str, *chosen: Any) -> tuple[bool, set[str]]:
+            choice = {"type": "allowed_tools", "mode": mode, "tools": [*chosen]}
+            answer = ask(client, tools=tools, tool_choice=choice, reasoning={"effort": "none"})
+            assert answer.tool_choice.model_dump(exclude_none=True) == choice
+            grammar = served.engine.requests[-1].sampling.grammar
+            assert grammar is not None
+            told = {"apply_patch": {"input": PATCH}, "exec_command": {"cmd": "ls"}, "mail__send": {"city": "a"}}
+            told[TOOL["name"]] = {"city": "a"}
+            taken = {name for name, arguments in told.items() if takes(grammar, written(name, arguments))}
+            return takes(grammar, "Just text."), taken
+
+        assert plain.tool_choice == "auto"
+        assert calls_of("auto", patch, shell, search) == (True, {"apply_patch", "exec_command"})
+        assert served.prompt.replace("<think></think>", "<think>") == prompt
+        assert calls_of("required", send) == (False, {"mail__send"})
+        assert calls_of("auto", {"type": "function", "name": TOOL["name"]}) == (True, {TOOL["name"]})
+        ask(client, tools=tools, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [search]})
+        assert "exec_command" not in served.prompt
+        for wrong in ({"mode": "required", "tools": [search]}, {"mode": "odd", "tools": [shell]}, {"mode": "auto"}):
+            with pytest.raises(openai.BadRequestError) as found:
+                ask(client, tools=tools, tool_choice={"type": "allowed_tools", **wrong})
+            assert found.value.param == "tool_choice"
+
+
 def test_other_tools_are_left_out_and_named_in_a_header() -> None:
     kinds = [
         "web_search", "web_search_preview", "local_shell", "shell", "image_generation", "file_search", "computer",

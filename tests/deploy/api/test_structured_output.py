@@ -20,6 +20,7 @@ from deploy.api.job.bodies import FORMS, ChatBody
 from deploy.api.job.constraint import requested_grammar
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
+from tests.workers.grammar.grammar_walk import takes
 from workers.protocol.grammar import Grammar
 from workers.protocol.messages import Request
 
@@ -70,6 +71,20 @@ ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
     ({"structural_tag": TAG}, Grammar("structural_tag", json.dumps(TAG))),
     ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"structured_outputs": {"regex": "[ab]+", "disable_fallback": True}}, Grammar("regex", "[ab]+")),
+    ({"structured_outputs": {"choice": ["é", 'b"'], "json": None}}, Grammar("choice", '["é", "b\\""]')),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structured_outputs": {"json_object": True, "whitespace_pattern": None}}, Grammar("json")),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"structured_outputs": {}}, None),
+    ({"structured_outputs": {"json_object": False, "disable_any_whitespace": False}}, None),
+    ({"structured_outputs": {"regex": None}, "guided_regex": "a"}, Grammar("regex", "a")),
+    (
+        {"structured_outputs": {"regex": "a"}, "guided_begin_after": "<think>"},
+        Grammar("regex", "a", begin_after=tuple(tiny().encode("<think>", add_special_tokens=False))),
+    ),
     (
         {"guided_regex": "a", "guided_begin_after": "<think>"},
         Grammar("regex", "a", begin_after=tuple(tiny().encode("<think>", add_special_tokens=False))),
@@ -86,6 +101,17 @@ def test_the_engine_is_asked_for_what_the_request_says(
     sampling = engine.requests[-1].sampling
     assert sampling.grammar == grammar
     assert (1 in sampling.stop_ids) == (grammar is not None)  # a complete grammar ends, whatever is ignored
+
+
+@pytest.mark.parametrize("field", ["guided_grammar", "structured_outputs"])
+def test_a_grammar_may_be_in_the_syntax_of_lark(port: int, engine: FakeEngine, field: str) -> None:
+    lark = 'start: "<" start* ">" | WORD\nWORD: /[a-z]+/'
+    answer = ask(port, **{field: lark if field == "guided_grammar" else {"grammar": lark}})
+    assert answer.status_code == 200, answer.text
+    grammar = engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    assert all(takes(grammar, text) for text in ("ab", "<>", "<<a><>b>"))
+    assert not any(takes(grammar, text) for text in ("", "A", "<a", "a>"))
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -112,6 +138,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": [1]}, "guided_choice.0", "string"),
     ({"structural_tag": {"type": "structural_tag", "format": {"type": "xx"}}}, "structural_tag", "not recognized"),
     ({"structural_tag": {"structures": []}}, "structural_tag", "format"),
+    ({"guided_grammar": 'start: "a" b'}, "guided_grammar", "b is not defined"),
+    ({"structured_outputs": {"grammar": 'start: "a" b'}}, "structured_outputs", "in the syntax of Lark: b is not"),
+    ({"structured_outputs": {"grammar": 'root ::= "a" b'}}, "structured_outputs", "line 1, column"),
+    ({"structured_outputs": {"json": {"type": "strange"}}}, "structured_outputs", "#: type 'strange'"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "an object or a string"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "list of strings"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "only one of them"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "structured_outputs", "only one of them"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs",
+        "whitespace_pattern is not",
+    ),
+    ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs", "disable_any_wh"),
+    ({"structured_outputs": "json"}, "structured_outputs", "dictionary"),
     ({"guided_begin_after": "<think>"}, "guided_begin_after", "goes with"),
     ({"guided_regex": "a", "guided_begin_after": "the quick"}, "guided_begin_after", "one token"),
 ]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import INFO, FakeEngine, say, serving
 from tiny_tokenizer import with_special
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_V31, GLM, KIMI
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_V31, GLM, KIMI, MISTRAL_STRICT
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
@@ -20,7 +20,7 @@ from deploy.routing.request_features import FeatureReader
 from deploy.text.effort import EFFORTS
 from workers.protocol.prompt import page_keys
 
-TOKENIZER = with_special("<think>", "</think>")
+TOKENIZER = with_special("<think>", "</think>", "[THINK]", "[/THINK]")
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 GRADED = "{{ reasoning_effort }}<think></think>" + GLM
 LONG = "the quick brown fox jumps over the lazy dog. " * 30
@@ -100,7 +100,7 @@ def test_a_template_s_switch_is_set(template: str) -> None:
         assert counted.json()["tokens"] == on
 
 
-@pytest.mark.parametrize("template", [DEEPSEEK_V31, GRADED, PLAIN, DEEPSEEK_R1])
+@pytest.mark.parametrize("template", [DEEPSEEK_V31, GRADED, PLAIN, DEEPSEEK_R1, MISTRAL_STRICT])
 @pytest.mark.parametrize("fields", [*ON[3:8], *OFF[:4], *OPEN])
 async def test_routers_make_the_same_prompt(template: str, fields: dict[str, Any]) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": LONG}], **fields}
@@ -119,6 +119,44 @@ def test_a_template_that_knows_degrees_is_told_them() -> None:
         body = {"model": "tiny", "max_tokens": 99, "messages": [{"role": "user", "content": "Hi"}]}
         client.post("/v1/messages", json={**body, "output_config": {"effort": "max"}})
         assert TOKENIZER.decode(engine.requests[-1].prompt, skip_special_tokens=False).startswith("max<think>")
+
+
+def test_a_template_that_takes_two_efforts_is_told_the_nearest() -> None:
+    """Mistral Small 4 has no switch but the effort, of which it takes none and high."""
+    with served(MISTRAL_STRICT) as (client, engine):
+
+        def told(path: str = "chat/completions", **fields: Any) -> str:
+            question = [{"role": "user", "content": "Hi"}]
+            body = {"model": "tiny", "input": "Hi"} if path == "responses" else {"model": "tiny", "messages": question}
+            if path == "messages":
+                body["max_tokens"] = 3000
+            answer = client.post(f"/v1/{path}", json={**body, **fields})
+            assert answer.is_success, (fields, answer.text)
+            prompt = TOKENIZER.decode(engine.requests[-1].prompt, skip_special_tokens=False)
+            return str(
+                json.loads(prompt.split("[MODEL_SETTINGS]")[1].split("[/MODEL_SETTINGS]")[0])["reasoning_effort"]
+            )
+
+        for fields in ON[:-1]:
+            assert told(**fields) == "high", fields
+        for fields in (*OFF[:-1], *OPEN):
+            assert told(**fields) == "none", fields
+        for effort in ("minimal", "low", "medium", "high", "xhigh", "max"):
+            assert told("responses", reasoning={"effort": effort}) == "high"
+            assert told("messages", output_config={"effort": effort}, thinking={"type": "adaptive"}) == "high"
+            assert told("messages", output_config={"effort": effort}) == "none"
+        assert told("responses", reasoning={"effort": "none"}) == "none"
+        assert told("messages", output_config={"effort": "of tomorrow"}, thinking={"type": "adaptive"}) == "none"
+        assert told("messages", thinking={"type": "enabled", "budget_tokens": 1024}) == "high"
+        assert told("messages", thinking={"type": "disabled"}) == told("messages") == "none"
+
+
+def test_an_effort_that_a_template_only_knows_above_a_level_is_no_switch() -> None:
+    """It writes the same for none as for high, so thinking cannot be switched off."""
+    with served("{{ '!' if reasoning_effort == 'max' }}" + DEEPSEEK_R1) as (client, _):
+        for effort in ("low", "high", "max"):
+            assert chat(client, reasoning_effort=effort).is_success
+        assert chat(client, reasoning_effort="none").json()["error"]["code"] == "unsupported_value"
 
 
 def test_a_model_that_always_thinks_is_not_told_to_stop() -> None:

@@ -38,7 +38,6 @@ ASKING: list[tuple[str, Any]] = [
     ("no_repeat_ngram_size", 3),
     ("no_repeat_ngram_size", "3"),
     ("dry_multiplier", 0.8),
-    ("structured_outputs", {"json": {}}),
     ("best_of", 2),
     ("do_sample", False),
     ("mirostat", 2),

@@ -268,8 +268,11 @@ def test_chat_template_and_its_rejections() -> None:
     open_end = [*messages, {"role": "assistant", "content": "Sure, "}]
     text = tokenizer.render_chat(open_end, add_generation_prompt=False, continue_final_message=True)
     assert text == "<|system|>be brief<|user|>hi<|assistant|>Sure, "
-    with pytest.raises(ChatTemplateError, match="must come first"):
-        tokenizer.render_chat(messages[::-1])
+    with pytest.raises(ChatTemplateError, match="may be loud"):
+        tokenizer.render_chat(messages, extra={"loud": True})
+    with pytest.raises(ChatTemplateError, match="may be loud"):  # not what it says of what was tried in its place
+        tokenizer.render_chat([*messages, messages[0]], extra={"loud": True})
+    assert tokenizer.render_chat(messages[::-1]) == "<|user|>hi\n\nbe brief<|assistant|>"
     with pytest.raises(ChatTemplateError, match="must not set tokenize"):
         tokenizer.render_chat(messages, extra={"tokenize": True})
     with pytest.raises(ChatTemplateError, match="rejects"):

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 from tiny_tokenizer import TEMPLATE, tiny
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_R1_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_R1_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI, MISTRAL_STRICT
 
 from deploy.text.errors import ToolsUnknown
 from deploy.text.tokenizer import Tokenizer
 from deploy.text.tool_template import ToolTemplate
 
+DESCRIBED = (
+    "{% for tool in tools or [] %}{{ '# ' + tool.function.name + ': ' + tool.function.description }}"
+    "{{ tool.function.parameters | tojson }}{% for name, of in tool.function.parameters.properties.items() %}{{ name }}"
+    "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    "{% endfor %}"
+)
+"""As several that are passed around, which want a description and a schema of every tool."""
 DEMO = Path(__file__).parents[3] / "assets" / "demo"
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": {}}}]
 KNOWN = {
@@ -23,6 +30,8 @@ KNOWN = {
     DEEPSEEK_R1_CALLS.replace("m['content'] is none", "m['tool_calls']").replace("['type'] +", "['type'] + ''"): (
         ToolTemplate(False, True, True, fences_arguments=True)
     ),
+    MISTRAL_STRICT: ToolTemplate(knows_tools=True, arguments_as_text=True),
+    DESCRIBED: ToolTemplate(knows_tools=True, arguments_as_text=False, wants_descriptions=True),
     DEEPSEEK_R1: ToolTemplate(knows_tools=False, arguments_as_text=False),
     TEMPLATE: ToolTemplate(knows_tools=False, arguments_as_text=False),
     "{% if tools %}{{ raise_exception('no') }}{% endif %}": ToolTemplate(knows_tools=False, arguments_as_text=False),
@@ -39,6 +48,18 @@ def test_the_demo_model_knows_tools() -> None:
     tokenizer = Tokenizer.load(DEMO)
     assert tokenizer is not None
     assert tokenizer._tool_template(None) == ToolTemplate(knows_tools=True, arguments_as_text=False)
+
+
+@pytest.mark.parametrize("template", [t for t, known in KNOWN.items() if known.knows_tools])
+def test_tools_that_say_nothing_of_themselves_are_written(template: str) -> None:
+    chat, name = [{"role": "user", "content": "hi"}], "nothing_else"
+    for said in ({}, {"description": "D."}, {"parameters": {"type": "object"}}, {"parameters": {}}):
+        tool = {"type": "function", "function": {"name": name, **said}}
+        text = tiny().render_chat(chat, tools=[tool, *TOOLS], template=template)
+        assert name in text
+        assert "description" in said or "D." not in text
+    plain = [{"type": "function", "function": {"name": name, "description": "D.", "parameters": {"properties": {}}}}]
+    assert f"# {name}: D.{{" in tiny().render_chat(chat, tools=plain, template=DESCRIBED)
 
 
 def test_a_template_that_knows_no_tools_refuses_them() -> None:

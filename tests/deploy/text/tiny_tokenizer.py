@@ -15,6 +15,7 @@ TEXTS = [
 ]
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<\uff5codd\u2581one\uff5c>"]
 TEMPLATE = (
+    "{% if loud %}{{ raise_exception('nobody may be loud') }}{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
     "{{ raise_exception('the system message must come first') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -86,6 +86,26 @@ MISTRAL = (
     "{{ tc.function.arguments if tc.function.arguments is string else tc.function.arguments | tojson }}{%- endfor -%}"
     "{{ eos_token }}{%- else -%}[INST]{{ m.content }}[/INST]{%- endif -%}{%- endfor -%}"
 )
+MISTRAL_STRICT = (
+    "{{ bos_token }}{%- if messages[0].role == 'system' -%}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]"
+    "{%- set turns = messages[1:] -%}{%- else -%}{%- set turns = messages -%}{%- endif -%}"
+    "{%- if tools -%}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif -%}"
+    "{%- set effort = reasoning_effort or 'none' -%}"
+    "{%- if effort not in ['none', 'high'] -%}{{ raise_exception('either none or high') }}{%- endif -%}"
+    "[MODEL_SETTINGS]{{ {'reasoning_effort': effort} | tojson }}[/MODEL_SETTINGS]{%- set ns = namespace(users=true) -%}"
+    "{%- for m in turns if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) -%}"
+    "{%- if (m.role == 'user') != ns.users -%}{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "{%- set ns.users = not ns.users -%}{%- endfor -%}"
+    "{%- for m in turns -%}{%- if m.role == 'user' -%}[INST]{{ m.content }}[/INST]"
+    "{%- elif m.role == 'tool' -%}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{%- elif m.role == 'assistant' -%}"
+    "{%- if not m.content and not m.tool_calls -%}{{ raise_exception('it says nothing') }}{%- endif -%}{{ m.content }}"
+    "{%- for call in m.tool_calls or [] -%}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
+    "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+    "{%- endfor -%}{{ eos_token }}"
+    "{%- else -%}{{ raise_exception('the role ' + m.role + ' is not known') }}{%- endif -%}{%- endfor -%}"
+    "{#- [THINK][/THINK] -#}"
+)
+"""As Mistral Small 4's own: it refuses what is not in its order, and efforts but two."""
 DEEPSEEK_R1 = (
     "{%- for m in messages -%}{{ '<｜' + m['role'] + '｜>' + m['content'] }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"
