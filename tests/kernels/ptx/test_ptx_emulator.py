@@ -10,19 +10,16 @@ import torch
 from ptx_kernels import boxes, collatz, of_two, products, row_figures
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.support.ptx import Fault, emulated, runs
+from tests.support.ptx import Fault, core, emulated
 from tests.support.ptx.arithmetic import logic_of_three
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["in runs", "one by one"])
+@pytest.fixture(autouse=True, params=[True, False], ids=["in C", "one by one"])
 def executed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How instructions are: both ways compute what they should."""
-    if request.param:
-        monkeypatch.setattr(runs, "WORTH", 1)
-    else:
-        monkeypatch.setattr(runs.Runs, "function", lambda *_: None)
+    monkeypatch.setattr(core, "USED", request.param)
 
 
 PTX = """
