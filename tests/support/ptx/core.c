@@ -22,9 +22,6 @@ typedef int32_t s32;
 typedef int64_t s64;
 typedef float f32;
 
-/* A loop of one of numpy's functions, by which results have numpy's bits. */
-typedef void (*Loop)(char **, const intptr_t *, const intptr_t *, void *);
-
 /* One operation on vectors that lie in a warp's file: `d`, `a`, `b` and `c` are bytes from its beginning. */
 typedef struct {
     u16 op;
@@ -52,8 +49,6 @@ typedef struct {
     Region *regions;
     const u16 *halves;   /* fp16 of each e4m3 */
     const f32 *wide;     /* fp32 of each e4m3 */
-    Loop exp2, log2, matmul;
-    void *exp2_data, *log2_data, *matmul_data;
     s32 regions_count, last;
     s32 ordered, running_from, now, emptied;
     s32 waits, stored;
@@ -185,6 +180,7 @@ static inline u32 logic(u32 a, u32 b, u32 c, u32 table) {
     X(abs_s32, s32, u32, x < 0 ? 0u - (u32)x : (u32)x) X(abs_s64, s64, u64, x < 0 ? 0 - (u64)x : (u64)x) \
     X(sqrt_f32, f32, f32, sqrtf(x)) X(rcp_f32, f32, f32, 1.0f / x) \
     X(rsqrt_f32, f32, f32, (f32)(1.0 / sqrt((double)x))) \
+    X(ex2_f32, f32, f32, exp2(x)) X(lg2_f32, f32, f32, log2(x)) \
     X(popc_u32, u32, u32, __builtin_popcount(x)) X(popc_u64, u64, u32, __builtin_popcountll(x)) \
     X(clz_u32, u32, u32, x ? __builtin_clz(x) : 32) X(clz_u64, u64, u32, x ? __builtin_clzll(x) : 64)
 
@@ -247,7 +243,7 @@ static inline u32 logic(u32 a, u32 b, u32 c, u32 table) {
 
 /* Operations that know of other lanes, of memory, or of the code. */
 #define OF_WARPS(X) \
-    X(nothing) X(defined) X(exp2) X(log2) X(halves) X(bra) X(ret) X(ld_global) X(ld_shared) X(st_global) X(st_shared) \
+    X(nothing) X(defined) X(halves) X(bra) X(ret) X(ld_global) X(ld_shared) X(st_global) X(st_shared) \
     X(ldmatrix) X(stmatrix) X(shfl) X(ballot) X(any) X(all) X(redux) X(elect) X(fence) X(hold) X(atom_global) \
     X(atom_shared) X(mma)
 
@@ -556,11 +552,14 @@ static inline int place_of(int registers, int i, int lane) {
     return (lane / 4 + 8 * (i >> 1 & 1)) * 2 * registers + 8 * (i >> 2) + 2 * (lane % 4) + (i & 1);
 }
 
-/* Sums are numpy's: a [16, k] times b, whose element [k, n] lies at k * row + n * column bytes. */
-static void product(const Launch *l, const f32 *a, const f32 *b, f32 *c, int k, int n, int row, int column) {
-    char *args[] = {(char *)a, (char *)b, (char *)c};
-    intptr_t sizes[] = {1, 16, k, n}, steps[] = {0, 0, 0, 4 * k, 4, row, column, 4 * n, 4};
-    l->matmul(args, sizes, steps, l->matmul_data);
+/* a [16, k] times b [k, n]. The products of an element are added from the first to the last. */
+static void product(const f32 *restrict a, const f32 *restrict b, f32 *restrict c, int k, int n) {
+    for (int r = 0; r < 16; r++) {
+        f32 *restrict row = c + r * n;
+        for (int j = 0; j < n; j++) row[j] = a[r * k] * b[j];
+        for (int i = 1; i < k; i++)
+            for (int j = 0; j < n; j++) row[j] += a[r * k + i] * b[i * n + j];
+    }
 }
 
 /* mma.sync of m16n8k16: the operations behind name four registers of the result, four and two of the factors, and
@@ -579,7 +578,7 @@ static void multiply_small(Warp *w, const Operation *o) {
             to[8] = bfloat ? widen(HIGH(words[lane])) : of_half(HIGH(words[lane]));
         }
     }
-    product(w->launch, a, b, c, 16, 8, 32, 4);
+    product(a, b, c, 16, 8);
     for (int r = 0; r < 4; r++) {
         const f32 *add = (const f32 *)(w->file + o[11 + r].a);
         for (int lane = 0; lane < LANES; lane++) c[place_of(4, r, lane)] += add[lane];
@@ -591,8 +590,6 @@ static void multiply_small(Warp *w, const Operation *o) {
     }
 }
 
-/* One of the matrices of a wgmma, as `_tile` of products.py reads it: [rows, 16] fp32, or [rows, 32] numbers of one byte.
-   0 where that would say that something is wrong. */
 enum { OF_F16, OF_BF16, OF_E4M3, OF_S8 };
 
 static int granule(const Warp *w, u64 address, u8 *found) {
@@ -606,12 +603,16 @@ static int granule(const Warp *w, u64 address, u8 *found) {
     return 1;
 }
 
-static int tile(const Warp *w, u64 word, int kind, int rows, int first, int transposed, void *found) {
+/* One of the matrices of a wgmma, as `_tile` of products.py reads it: [rows, k], or [k, rows] where it is `turned`, which
+   matrices of s8 never are. 0 where that would say that something is wrong. */
+static int tile(const Warp *w, u64 word, int kind, int rows, int first, int transposed, int turned, void *found) {
     static const int modes[] = {0, 3, 2, 1};
     u64 start = (word & 0x3FFF) << 4, leading = (word >> 16 & 0x3FFF) << 4, stride = (word >> 32 & 0x3FFF) << 4;
     int mode = modes[word >> 62];
     if (!mode || word >> 49 & 7) return 0;
     u64 width = 16 << mode, mask = (1 << mode) - 1;
+    int columns = kind == OF_E4M3 || kind == OF_S8 ? 32 : 16;
+    int down = turned ? 1 : columns, across = turned ? rows : 1;  /* from an element to the next of its column, or row */
     u8 bytes[16];
     u16 *pairs = (u16 *)bytes;
     if (transposed) {
@@ -621,8 +622,8 @@ static int tile(const Warp *w, u64 word, int kind, int rows, int first, int tran
                 u64 row = first + r;
                 u64 address = start + row % per * 2 + row / per * leading + k % 8 * width + k / 8 * stride;
                 if (!granule(w, address ^ (address >> 7 & mask) << 4, bytes)) return 0;
-                f32 *to = (f32 *)found + r * 16 + k;
-                for (int j = 0; j < 8; j++) to[j * 16] = kind == OF_BF16 ? widen(pairs[j]) : of_half(pairs[j]);
+                f32 *to = (f32 *)found + r * down + k * across;
+                for (int j = 0; j < 8; j++) to[j * down] = kind == OF_BF16 ? widen(pairs[j]) : of_half(pairs[j]);
             }
         return 1;
     }
@@ -633,13 +634,11 @@ static int tile(const Warp *w, u64 word, int kind, int rows, int first, int tran
             if (kind == OF_S8) {
                 memcpy((s8 *)found + r * 32 + 16 * i, bytes, 16);
             } else if (kind == OF_E4M3) {
-                for (int j = 0; j < 16; j++) ((f32 *)found)[r * 32 + 16 * i + j] = w->launch->wide[bytes[j]];
+                f32 *to = (f32 *)found + r * down + 16 * i * across;
+                for (int j = 0; j < 16; j++) to[j * across] = w->launch->wide[bytes[j]];
             } else {
-                f32 *to = (f32 *)found + r * 16 + 8 * i;
-                if (kind == OF_BF16)
-                    for (int j = 0; j < 8; j++) to[j] = widen(pairs[j]);
-                else
-                    for (int j = 0; j < 8; j++) to[j] = of_half(pairs[j]);
+                f32 *to = (f32 *)found + r * down + 8 * i * across;
+                for (int j = 0; j < 8; j++) to[j * across] = kind == OF_BF16 ? widen(pairs[j]) : of_half(pairs[j]);
             }
         }
     return 1;
@@ -661,8 +660,8 @@ int multiply(Warp *w, const Product *p, const u32 *registers, u64 left, u64 righ
     if (registers) {
         const u32 *four[] = {registers, registers + 32, registers + 64, registers + 96};
         left_of(four, p->kind == OF_BF16, a);
-    } else if (!tile(w, left, p->kind, 16, first, p->left_transposed, to_a)) return 0;
-    if (!tile(w, right, p->kind, n, 0, p->right_transposed, to_b)) return 0;
+    } else if (!tile(w, left, p->kind, 16, first, p->left_transposed, 0, to_a)) return 0;
+    if (!tile(w, right, p->kind, n, 0, p->right_transposed, p->kind != OF_S8, to_b)) return 0;
     if (p->kind == OF_S8) {
         for (int r = 0; r < 16; r++)
             for (int j = 0; j < n; j++) {
@@ -671,7 +670,7 @@ int multiply(Warp *w, const Product *p, const u32 *registers, u64 left, u64 righ
                 ((s32 *)c)[r * n + j] = sum;
             }
     } else {
-        product(w->launch, a, b, c, k, n, 4, 4 * k);
+        product(a, b, c, k, n);
     }
     for (int i = 0; i < count; i++) {
         u32 *to = (u32 *)(w->file + p->offsets[i]);
@@ -685,12 +684,6 @@ int multiply(Warp *w, const Product *p, const u32 *registers, u64 left, u64 righ
         w->defined[p->numbers[i]] = 1;
     }
     return 1;
-}
-
-static void each(Loop loop, void *data, const void *from, void *to) {
-    char *args[] = {(char *)from, (char *)to};
-    intptr_t size = LANES, steps[] = {4, 4};
-    loop(args, &size, steps, data);
 }
 
 static void apart(Warp *w) {
@@ -710,7 +703,7 @@ static void go(Warp *w, u32 lanes, s32 place) {
 }
 
 /* The place from which the next instruction comes, and the lanes there; 0 where none runs. */
-u32 front(Warp *w) {
+static u32 front(Warp *w) {
     if (w->together >= 0) {
         w->place = w->together;
         return FULL;
@@ -758,8 +751,6 @@ static int execute(Warp *w, const Instruction *instruction, u32 lanes) {
         OF_SELECTION(CASE_SELECT) OF_FIELDS(CASE_FIELD) OF_PIECES(CASE_PIECES)
         case OP_nothing: break;
         case OP_defined: if (!w->defined[o->n]) return 0; break;
-        case OP_exp2: each(l->exp2, l->exp2_data, a, d); break;
-        case OP_log2: each(l->log2, l->log2_data, a, d); break;
         case OP_halves:
             for (int i = 0; i < LANES; i++) {
                 u16 two = ((const u16 *)a)[i];

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from triton import knobs
@@ -28,7 +27,7 @@ _FLAGS = (
     *("-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"),
 )
 USED = True
-"""Whether the core executes what it can. Tests compare it with the definitions by themselves."""
+"""Tests set it to false, to compare the core with the definitions by themselves."""
 FULL = 0xFFFFFFFF
 """All lanes."""
 
@@ -44,7 +43,6 @@ class LaunchState(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("code", "operations", "regions", "halves", "wide")),
-        *((name, ctypes.c_void_p) for name in ("exp2", "log2", "matmul", "exp2_data", "log2_data", "matmul_data")),
         *((name, ctypes.c_int32) for name in ("regions_count", "last", "ordered", "running_from", "now", "emptied")),
         *((name, ctypes.c_int32) for name in ("waits", "stored")),
     )
@@ -92,16 +90,22 @@ def pointer(array: Lanes) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-@cache
-def library() -> ctypes.CDLL:
-    """The compiled core.
+def in_use() -> ctypes.CDLL | None:
+    """The compiled core, if it is to execute what it can."""
+    return library() if USED else None
 
-    Raises:
-        RuntimeError: there is no C compiler.
-    """
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+def find_compiler() -> str | None:
+    """The C compiler that Triton takes, if there is one."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled core, if there is a C compiler."""
+    compiler = find_compiler()
     if compiler is None:
-        raise RuntimeError("the PTX emulator needs a C compiler, as Triton does: install gcc, or set CC")
+        return None
     machine = subprocess.run(
         [compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, check=True
     ).stdout
@@ -116,7 +120,6 @@ def library() -> ctypes.CDLL:
             made.replace(file)
     loaded = ctypes.CDLL(str(file))
     loaded.run.argtypes, loaded.run.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
-    loaded.front.argtypes, loaded.front.restype = (ctypes.c_void_p,), ctypes.c_uint32
     pointers = (ctypes.c_void_p,) * 3
     loaded.multiply.argtypes = (*pointers, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
     return loaded
@@ -124,33 +127,11 @@ def library() -> ctypes.CDLL:
 
 @cache
 def operations() -> dict[str, int]:
-    """The numbers of the operations, by their names."""
-    found = (ctypes.c_char_p * 1000).in_dll(library(), "names")
+    """The numbers of the operations, by their names: none without a compiler."""
     numbers: dict[str, int] = {}
+    if (core := library()) is None:
+        return numbers
+    found = (ctypes.c_char_p * 1000).in_dll(core, "names")
     while (name := found[len(numbers)]) is not None:
         numbers[name.decode()] = len(numbers)
     return numbers
-
-
-class _Ufunc(ctypes.Structure):
-    """The beginning of numpy's `PyUFuncObject`, which its C API documents."""
-
-    _fields_ = (
-        ("head", ctypes.c_byte * object.__basicsize__),
-        *((name, ctypes.c_int) for name in ("nin", "nout", "nargs", "identity")),
-        ("functions", ctypes.POINTER(ctypes.c_void_p)),
-        ("data", ctypes.POINTER(ctypes.c_void_p)),
-        ("ntypes", ctypes.c_int),
-    )
-
-
-def loop(function: Any, types: str) -> tuple[int, int | None]:
-    """The function in C, and its data, with which one of numpy's functions computes numbers of these types.
-
-    What C computes with it is what numpy computes, to the last bit.
-    """
-    known = _Ufunc.from_address(id(function))
-    said = known.nin, known.nout, known.nargs, known.ntypes
-    assert said == (function.nin, function.nout, function.nargs, function.ntypes), f"numpy has changed: {said}"
-    index = function.types.index(types)
-    return int(known.functions[index] or 0), known.data[index] if known.data else None

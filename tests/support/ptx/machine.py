@@ -115,15 +115,9 @@ class Block:
     def _turn(self, warp: Warp, most: int) -> None:
         warp.awaits = None
         while most > 0:
-            if core.USED:
-                most, at, lanes = warp.run(most)
-                if at < 0:
-                    return
-            else:
-                place, lanes = warp.front()
-                if place is None:
-                    return
-                at = place
+            most, at, lanes = warp.run(most)
+            if at is None:
+                return
             most -= 1
             warp.go(lanes, at + 1)
             instruction = self.program.code[at]

@@ -1,8 +1,8 @@
 """Products of matrices: mma.sync of a warp, and wgmma, whose warps multiply 16 rows each (PTX ISA: warp-level and
 asynchronous warpgroup-level matrix instructions).
 
-Sums are fp32, in an order that is not the hardware's; those of e4m3, too, of which the hardware keeps fewer bits. Sums
-of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any time from when it is issued to when
+Sums are fp32, and products are added one by one, which is not the hardware's order; those of e4m3, too, of which the
+hardware keeps fewer bits. Sums of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any time from when it is issued to when
 it is waited for: here at one or the other, as is drawn. Registers it reads are taken when it is issued.
 """
 
@@ -80,7 +80,15 @@ def _mma(step: Step) -> None:
     names = _vectors(step.operands)
     left = _left([step.value(name, np.uint32) for name in names[1]], bfloat)
     right = _right([step.value(name, np.uint32) for name in names[2]], bfloat)
-    _write_sums(step, names[0], left @ right + _sums(step, names[3]))
+    _write_sums(step, names[0], _product_of(left, right) + _sums(step, names[3]))
+
+
+def _product_of(left: Lanes, right: Lanes) -> Lanes:
+    """[m, k] times [k, n]. The products of an element are added from the first to the last."""
+    sums = left[:, :1] * right[:1]
+    for k in range(1, len(right)):
+        sums += left[:, k : k + 1] * right[k : k + 1]
+    return sums
 
 
 @lru_cache(maxsize=1 << 14)
@@ -146,25 +154,27 @@ def _product(parts: tuple[str, ...], operands: tuple[str, ...]) -> _Product:
 
 def _multiply(step: Step, left: Lanes | list[Lanes], right: Lanes, adds: bool) -> None:
     product = _product(step.parts, step.operands)
-    if core.USED and _multiplied(step, product, left, right, adds):
+    if _multiplied(step, product, left, right, adds):
         return
     if isinstance(left, list):
         a = _left(left, product.bfloat)
     else:
         a = _tile(step, product, left, 16, 16 * (step.warp.number % 4), product.transposed[0])
     b = _tile(step, product, right, product.columns, 0, product.transposed[1])
-    sums = a @ b.T
+    sums = _product_of(a, b.T)
     _write_sums(step, product.names, sums + _sums(step, product.names, product.kind) if adds else sums)
 
 
 def _multiplied(step: Step, product: _Product, left: Lanes | list[Lanes], right: Lanes, adds: bool) -> bool:
     """Whether `core.c` has computed it. It does not where something is wrong."""
+    if (library := core.in_use()) is None:
+        return False
     found = step.block.translation.product(product.names, product.columns, product.number, product.transposed)
     if found is None or any_of(right != right[0]):
         return False
     given = np.concatenate(left) if isinstance(left, list) else None
     return bool(
-        core.library().multiply(
+        library.multiply(
             ctypes.addressof(step.warp.state),
             ctypes.addressof(found),
             None if given is None else core.pointer(given),

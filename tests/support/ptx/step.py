@@ -103,7 +103,6 @@ class Warp:
             shared=ctypes.addressof(block.shared.state),
             number=number,
         )
-        self._address, self._run, self._front = ctypes.addressof(self.state), core.library().run, core.library().front
         self.awaits: Any = None
         """What it cannot go on without: a barrier of threads, or (mbarrier, parity)."""
         self.copies: list[tuple[Lanes, Lanes]] = []
@@ -132,20 +131,28 @@ class Warp:
     def waited(self, waited: bool) -> None:
         self.state.waited = waited
 
-    def run(self, most: int) -> tuple[int, int, Lanes]:
-        """Execute so many instructions, or as many as `core.c` can.
+    def run(self, most: int) -> tuple[int, int | None, Lanes]:
+        """Execute instructions, up to so many, as far as `core.c` can.
 
         Returns:
-            How many are left of them; the place of the instruction that it leaves, below 0 if there is none; the lanes
-            that are there.
+            How many are left of them; the place of the one that is left to Python, if there is one; the lanes there.
         """
-        left, place = self._run(self._address, most), self.state.place
-        return left, place, ALL if place < 0 else lanes_of(self.state.lanes)
+        if (library := core.in_use()) is None:
+            return most, *self.front()
+        left = library.run(ctypes.addressof(self.state), most)
+        place = self.state.place
+        return (left, None, ALL) if place < 0 else (left, place, lanes_of(self.state.lanes))
 
     def front(self) -> tuple[int | None, Lanes]:
         """The place in the code from which the next instruction comes, if a lane still runs, and the lanes there."""
-        lanes = self._front(self._address)
-        return (self.state.place if lanes else None), lanes_of(lanes)
+        if self.state.together >= 0:
+            return self.state.together, ALL
+        at, running = np.frombuffer(self.state.at, np.int32), ~self.ended
+        if not running.any():
+            return None, running
+        place = int(at[running].min())
+        lanes = running & (at == place)
+        return place, ALL if lanes.all() else lanes
 
     def go(self, lanes: Lanes, place: int | Lanes) -> None:
         """Let lanes go on from a place, or from one for each of them."""

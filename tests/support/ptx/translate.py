@@ -115,12 +115,9 @@ class Translation:
         return file
 
     def describe(self, state: core.LaunchState) -> None:
-        """Tell a launch of the program, and of the functions that operations use."""
+        """Tell a launch of the program."""
         state.code, state.operations = core.pointer(self.code), core.pointer(self.table)
         state.halves, state.wide = map(core.pointer, _bytes())
-        state.exp2, state.exp2_data = core.loop(np.exp2, "f->f")
-        state.log2, state.log2_data = core.loop(np.log2, "f->f")
-        state.matmul, state.matmul_data = core.loop(np.matmul, "ff->f")
 
     def files(self, warps: int, constants: dict[str, int]) -> Lanes:
         """The files of a block's warps as they begin, [warps, bytes]."""
@@ -345,13 +342,10 @@ def _simple(t: Translation, parts: tuple[str, ...], operands: tuple[str, ...]) -
         of = "f32"
     else:
         of = _number(kind) if name == "abs" else _word(kind)
-    op = {"ex2": "exp2", "lg2": "log2"}.get(name, f"{name}_{of}")
-    if name in ("ex2", "lg2") and kind is not np.float32:
-        raise _Unknown
     given = [t.read(operand, kind) for operand in operands[1:]]
     if len(given) != (2 if name in ("add", "sub", "and", "or", "xor") else 1):
         raise _Unknown
-    t.write(operands[0], kind, op, *given)
+    t.write(operands[0], kind, f"{name}_{of}", *given)
 
 
 @_translates("mul mad")
