@@ -1,7 +1,7 @@
 """Instructions between registers (PTX ISA: arithmetic, comparison, logic, shift, conversion, shuffles, votes).
 
-fp32 is rounded correctly, but fma, ex2 and lg2 first to fp64 and then to fp32. Approximations (ex2.approx, div.full and so on) are
-exact here, and .ftz flushes nothing.
+fp32 is rounded correctly, but fma, ex2 and lg2 first to fp64 and then to fp32. Approximations (ex2.approx, div.full
+and so on) are exact here, and .ftz flushes nothing.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ PRODUCT_KINDS = ("f16", "bf16", "e4m3", "s8")
 
 def pointer(array: Lanes) -> int:
     """Where an array begins."""
-    return int(array.__array_interface__["data"][0])
+    return int(array.ctypes.data)
 
 
 def in_use() -> ctypes.CDLL | None:

@@ -2,8 +2,9 @@
 asynchronous warpgroup-level matrix instructions).
 
 Sums are fp32, and products are added one by one, which is not the hardware's order; those of e4m3, too, of which the
-hardware keeps fewer bits. Sums of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any time from when it is issued to when
-it is waited for: here at one or the other, as is drawn. Registers it reads are taken when it is issued.
+hardware keeps fewer bits. Sums of s8 are s32, and exact. A wgmma reads shared memory, and writes its registers, any
+time from when it is issued to when it is waited for: here at one or the other, as is drawn. Registers it reads are
+taken when it is issued.
 """
 
 from __future__ import annotations

@@ -233,9 +233,7 @@ class Translation:
 
     def _translate(self, instruction: Instruction) -> None:
         parts, operands = instruction.parts, instruction.operands
-        for length in range(len(parts), 0, -1):
-            if (name := ".".join(parts[:length])) in _DEFINED:
-                break
+        name = _name(parts)
         if name not in _TRANSLATORS:
             raise _Unknown
         if name in ("bra", "brx.idx"):
@@ -256,6 +254,13 @@ def _translates(names: str) -> Callable[[Translator], Translator]:
         return translator
 
     return register
+
+
+@cache
+def _name(parts: tuple[str, ...]) -> str:
+    """Of an opcode the beginning that names a definition."""
+    beginnings = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(name for name in beginnings if name in _DEFINED)
 
 
 @cache
