@@ -162,70 +162,141 @@ static inline u32 logic(u32 a, u32 b, u32 c, u32 table) {
 
 /* Operations of each lane by itself: name, type of the operands, type of the result, the result. */
 #define OF_ONE(X) \
-    X(mov_u8, u8, u8, x) X(mov_u16, u16, u16, x) X(mov_u32, u32, u32, x) X(mov_u64, u64, u64, x) \
-    X(cvt_u8_u16, u8, u16, x) X(cvt_u8_u32, u8, u32, x) X(cvt_u8_u64, u8, u64, x) \
-    X(cvt_s8_u16, s8, u16, x) X(cvt_s8_u32, s8, u32, x) X(cvt_s8_u64, s8, u64, x) \
-    X(cvt_u16_u8, u16, u8, x) X(cvt_u16_u32, u16, u32, x) X(cvt_u16_u64, u16, u64, x) \
-    X(cvt_s16_u32, s16, u32, x) X(cvt_s16_u64, s16, u64, x) \
-    X(cvt_u32_u8, u32, u8, x) X(cvt_u32_u16, u32, u16, x) X(cvt_u32_u64, u32, u64, x) X(cvt_s32_u64, s32, u64, x) \
-    X(cvt_u64_u8, u64, u8, x) X(cvt_u64_u16, u64, u16, x) X(cvt_u64_u32, u64, u32, x) \
-    X(cvt_u32_f32, u32, f32, (f32)x) X(cvt_s32_f32, s32, f32, (f32)x) X(cvt_s64_f32, s64, f32, (f32)x) \
+    X(mov_u8, u8, u8, x) \
+    X(mov_u16, u16, u16, x) \
+    X(mov_u32, u32, u32, x) \
+    X(mov_u64, u64, u64, x) \
+    X(cvt_u8_u16, u8, u16, x) \
+    X(cvt_u8_u32, u8, u32, x) \
+    X(cvt_u8_u64, u8, u64, x) \
+    X(cvt_s8_u16, s8, u16, x) \
+    X(cvt_s8_u32, s8, u32, x) \
+    X(cvt_s8_u64, s8, u64, x) \
+    X(cvt_u16_u8, u16, u8, x) \
+    X(cvt_u16_u32, u16, u32, x) \
+    X(cvt_u16_u64, u16, u64, x) \
+    X(cvt_s16_u32, s16, u32, x) \
+    X(cvt_s16_u64, s16, u64, x) \
+    X(cvt_u32_u8, u32, u8, x) \
+    X(cvt_u32_u16, u32, u16, x) \
+    X(cvt_u32_u64, u32, u64, x) \
+    X(cvt_s32_u64, s32, u64, x) \
+    X(cvt_u64_u8, u64, u8, x) \
+    X(cvt_u64_u16, u64, u16, x) \
+    X(cvt_u64_u32, u64, u32, x) \
+    X(cvt_u32_f32, u32, f32, (f32)x) \
+    X(cvt_s32_f32, s32, f32, (f32)x) \
+    X(cvt_s64_f32, s64, f32, (f32)x) \
     X(cvt_u64_f32, u64, f32, (f32)x) \
     X(cvt_f32_s32, f32, s32, x >= -0x1p31f && x < 0x1p31f ? (s32)x : INT32_MIN) \
-    X(cvt_f32_f16, f32, u16, half(x)) X(cvt_f16_f32, u16, f32, of_half(x)) \
-    X(cvt_f32_bf16, f32, u16, narrow(x)) X(cvt_bf16_f32, u16, f32, widen(x)) \
-    X(not_pred, u8, u8, !x) X(not_u16, u16, u16, ~x) X(not_u32, u32, u32, ~x) X(not_u64, u64, u64, ~x) \
-    X(neg_u16, u16, u16, 0 - x) X(neg_u32, u32, u32, 0 - x) X(neg_u64, u64, u64, 0 - x) \
-    X(neg_f32, u32, u32, x ^ 0x80000000) X(abs_f32, u32, u32, x & 0x7FFFFFFF) X(abs_bf16, u16, u16, x & 0x7FFF) \
-    X(abs_s32, s32, u32, x < 0 ? 0u - (u32)x : (u32)x) X(abs_s64, s64, u64, x < 0 ? 0 - (u64)x : (u64)x) \
-    X(sqrt_f32, f32, f32, sqrtf(x)) X(rcp_f32, f32, f32, 1.0f / x) \
+    X(cvt_f32_f16, f32, u16, half(x)) \
+    X(cvt_f16_f32, u16, f32, of_half(x)) \
+    X(cvt_f32_bf16, f32, u16, narrow(x)) \
+    X(cvt_bf16_f32, u16, f32, widen(x)) \
+    X(not_pred, u8, u8, !x) \
+    X(not_u16, u16, u16, ~x) \
+    X(not_u32, u32, u32, ~x) \
+    X(not_u64, u64, u64, ~x) \
+    X(neg_u16, u16, u16, 0 - x) \
+    X(neg_u32, u32, u32, 0 - x) \
+    X(neg_u64, u64, u64, 0 - x) \
+    X(neg_f32, u32, u32, x ^ 0x80000000) \
+    X(abs_f32, u32, u32, x & 0x7FFFFFFF) \
+    X(abs_bf16, u16, u16, x & 0x7FFF) \
+    X(abs_s32, s32, u32, x < 0 ? 0u - (u32)x : (u32)x) \
+    X(abs_s64, s64, u64, x < 0 ? 0 - (u64)x : (u64)x) \
+    X(sqrt_f32, f32, f32, sqrtf(x)) \
+    X(rcp_f32, f32, f32, 1.0f / x) \
     X(rsqrt_f32, f32, f32, (f32)(1.0 / sqrt((double)x))) \
-    X(ex2_f32, f32, f32, exp2(x)) X(lg2_f32, f32, f32, log2(x)) \
-    X(popc_u32, u32, u32, __builtin_popcount(x)) X(popc_u64, u64, u32, __builtin_popcountll(x)) \
-    X(clz_u32, u32, u32, x ? __builtin_clz(x) : 32) X(clz_u64, u64, u32, x ? __builtin_clzll(x) : 64)
+    X(ex2_f32, f32, f32, exp2(x)) \
+    X(lg2_f32, f32, f32, log2(x)) \
+    X(popc_u32, u32, u32, __builtin_popcount(x)) \
+    X(popc_u64, u64, u32, __builtin_popcountll(x)) \
+    X(clz_u32, u32, u32, x ? __builtin_clz(x) : 32) \
+    X(clz_u64, u64, u32, x ? __builtin_clzll(x) : 64)
 
 #define OF_WORDS(X, T) \
-    X(add_##T, T, T, x + y) X(sub_##T, T, T, x - y) X(mul_##T, T, T, x * y) \
-    X(and_##T, T, T, x & y) X(or_##T, T, T, x | y) X(xor_##T, T, T, x ^ y)
+    X(add_##T, T, T, x + y) \
+    X(sub_##T, T, T, x - y) \
+    X(mul_##T, T, T, x * y) \
+    X(and_##T, T, T, x & y) \
+    X(or_##T, T, T, x | y) \
+    X(xor_##T, T, T, x ^ y)
 #define OF_ORDER(X, T) \
-    X(eq_##T, T, u8, x == y) X(ne_##T, T, u8, x != y) X(lt_##T, T, u8, x < y) X(le_##T, T, u8, x <= y) \
-    X(gt_##T, T, u8, x > y) X(ge_##T, T, u8, x >= y)
-#define OF_EXTREMES(X, T) X(min_##T, T, T, x < y ? x : y) X(max_##T, T, T, x > y ? x : y)
+    X(eq_##T, T, u8, x == y) \
+    X(ne_##T, T, u8, x != y) \
+    X(lt_##T, T, u8, x < y) \
+    X(le_##T, T, u8, x <= y) \
+    X(gt_##T, T, u8, x > y) \
+    X(ge_##T, T, u8, x >= y)
+#define OF_EXTREMES(X, T) \
+    X(min_##T, T, T, x < y ? x : y) \
+    X(max_##T, T, T, x > y ? x : y)
 
 #define OF_TWO(X) \
     OF_WORDS(X, u16) OF_WORDS(X, u32) OF_WORDS(X, u64) \
-    X(and_pred, u8, u8, x & y) X(or_pred, u8, u8, x | y) X(xor_pred, u8, u8, x ^ y) \
+    X(and_pred, u8, u8, x & y) \
+    X(or_pred, u8, u8, x | y) \
+    X(xor_pred, u8, u8, x ^ y) \
     OF_ORDER(X, u16) OF_ORDER(X, s16) OF_ORDER(X, u32) OF_ORDER(X, s32) OF_ORDER(X, u64) OF_ORDER(X, s64) \
     OF_EXTREMES(X, u16) OF_EXTREMES(X, s16) OF_EXTREMES(X, u32) OF_EXTREMES(X, s32) \
     OF_EXTREMES(X, u64) OF_EXTREMES(X, s64) \
-    X(eq_f32, f32, u8, x == y) X(ne_f32, f32, u8, x < y || x > y) X(lt_f32, f32, u8, x < y) \
-    X(le_f32, f32, u8, x <= y) X(gt_f32, f32, u8, x > y) X(ge_f32, f32, u8, x >= y) \
-    X(equ_f32, f32, u8, !(x < y || x > y)) X(neu_f32, f32, u8, x != y) X(ltu_f32, f32, u8, !(x >= y)) \
-    X(leu_f32, f32, u8, !(x > y)) X(gtu_f32, f32, u8, !(x <= y)) X(geu_f32, f32, u8, !(x < y)) \
-    X(nan_f32, f32, u8, x != x || y != y) X(num_f32, f32, u8, x == x && y == y) \
-    X(add_f32, f32, f32, x + y) X(sub_f32, f32, f32, x - y) X(mul_f32, f32, f32, x * y) X(div_f32, f32, f32, x / y) \
-    X(min_f32, f32, f32, y != y || x < y ? x : y) X(max_f32, f32, f32, y != y || x > y ? x : y) \
-    X(min_nan_f32, f32, f32, x != x || x < y ? x : y) X(max_nan_f32, f32, f32, x != x || x > y ? x : y) \
-    X(wide_u16, u16, u32, (u32)x * y) X(wide_s16, s16, u32, (u32)((s32)x * y)) \
-    X(wide_u32, u32, u64, (u64)x * y) X(wide_s32, s32, u64, (u64)((s64)x * y)) \
-    X(high_u32, u32, u32, (u64)x * y >> 32) X(high_s32, s32, u32, (u64)((s64)x * y) >> 32) \
-    X(div_u32, u32, u32, x / (y ? y : 1)) X(rem_u32, u32, u32, x % (y ? y : 1)) \
-    X(div_u64, u64, u64, x / (y ? y : 1)) X(rem_u64, u64, u64, x % (y ? y : 1)) \
-    X(div_s32, s32, s32, quotient32(x, y)) X(rem_s32, s32, s32, x - quotient32(x, y) * (y ? y : 1)) \
-    X(div_s64, s64, s64, quotient64(x, y)) X(rem_s64, s64, s64, x - quotient64(x, y) * (y ? y : 1)) \
-    X(add_bf16x2, u32, u32, BF16_PAIR(ADD)) X(sub_bf16x2, u32, u32, BF16_PAIR(SUB)) \
-    X(mul_bf16x2, u32, u32, BF16_PAIR(MUL)) X(add_f16x2, u32, u32, F16_PAIR(ADD)) \
-    X(sub_f16x2, u32, u32, F16_PAIR(SUB)) X(mul_f16x2, u32, u32, F16_PAIR(MUL)) \
-    X(cvt_f32_bf16x2, f32, u32, pair(narrow(y), narrow(x))) X(cvt_f32_f16x2, f32, u32, pair(half(y), half(x))) \
+    X(eq_f32, f32, u8, x == y) \
+    X(ne_f32, f32, u8, x < y || x > y) \
+    X(lt_f32, f32, u8, x < y) \
+    X(le_f32, f32, u8, x <= y) \
+    X(gt_f32, f32, u8, x > y) \
+    X(ge_f32, f32, u8, x >= y) \
+    X(equ_f32, f32, u8, !(x < y || x > y)) \
+    X(neu_f32, f32, u8, x != y) \
+    X(ltu_f32, f32, u8, !(x >= y)) \
+    X(leu_f32, f32, u8, !(x > y)) \
+    X(gtu_f32, f32, u8, !(x <= y)) \
+    X(geu_f32, f32, u8, !(x < y)) \
+    X(nan_f32, f32, u8, x != x || y != y) \
+    X(num_f32, f32, u8, x == x && y == y) \
+    X(add_f32, f32, f32, x + y) \
+    X(sub_f32, f32, f32, x - y) \
+    X(mul_f32, f32, f32, x * y) \
+    X(div_f32, f32, f32, x / y) \
+    X(min_f32, f32, f32, y != y || x < y ? x : y) \
+    X(max_f32, f32, f32, y != y || x > y ? x : y) \
+    X(min_nan_f32, f32, f32, x != x || x < y ? x : y) \
+    X(max_nan_f32, f32, f32, x != x || x > y ? x : y) \
+    X(wide_u16, u16, u32, (u32)x * y) \
+    X(wide_s16, s16, u32, (u32)((s32)x * y)) \
+    X(wide_u32, u32, u64, (u64)x * y) \
+    X(wide_s32, s32, u64, (u64)((s64)x * y)) \
+    X(high_u32, u32, u32, (u64)x * y >> 32) \
+    X(high_s32, s32, u32, (u64)((s64)x * y) >> 32) \
+    X(div_u32, u32, u32, x / (y ? y : 1)) \
+    X(rem_u32, u32, u32, x % (y ? y : 1)) \
+    X(div_u64, u64, u64, x / (y ? y : 1)) \
+    X(rem_u64, u64, u64, x % (y ? y : 1)) \
+    X(div_s32, s32, s32, quotient32(x, y)) \
+    X(rem_s32, s32, s32, x - quotient32(x, y) * (y ? y : 1)) \
+    X(div_s64, s64, s64, quotient64(x, y)) \
+    X(rem_s64, s64, s64, x - quotient64(x, y) * (y ? y : 1)) \
+    X(add_bf16x2, u32, u32, BF16_PAIR(ADD)) \
+    X(sub_bf16x2, u32, u32, BF16_PAIR(SUB)) \
+    X(mul_bf16x2, u32, u32, BF16_PAIR(MUL)) \
+    X(add_f16x2, u32, u32, F16_PAIR(ADD)) \
+    X(sub_f16x2, u32, u32, F16_PAIR(SUB)) \
+    X(mul_f16x2, u32, u32, F16_PAIR(MUL)) \
+    X(cvt_f32_bf16x2, f32, u32, pair(narrow(y), narrow(x))) \
+    X(cvt_f32_f16x2, f32, u32, pair(half(y), half(x))) \
     X(cvt_f32_e4m3x2, f32, u16, byte_of(y) | byte_of(x) << 8)
 
 /* The same, of a word and the number of bits to shift it by. */
 #define OF_SHIFTS(X) \
-    X(shl_u16, u16, u16, y < 16 ? x << y : 0) X(shl_u32, u32, u32, y < 32 ? x << y : 0) \
+    X(shl_u16, u16, u16, y < 16 ? x << y : 0) \
+    X(shl_u32, u32, u32, y < 32 ? x << y : 0) \
     X(shl_u64, u64, u64, y < 64 ? x << y : 0) \
-    X(shr_u16, u16, u16, y < 16 ? x >> y : 0) X(shr_u32, u32, u32, y < 32 ? x >> y : 0) \
+    X(shr_u16, u16, u16, y < 16 ? x >> y : 0) \
+    X(shr_u32, u32, u32, y < 32 ? x >> y : 0) \
     X(shr_u64, u64, u64, y < 64 ? x >> y : 0) \
-    X(shr_s16, s16, s16, x >> (y < 15 ? y : 15)) X(shr_s32, s32, s32, x >> (y < 31 ? y : 31)) \
+    X(shr_s16, s16, s16, x >> (y < 15 ? y : 15)) \
+    X(shr_s32, s32, s32, x >> (y < 31 ? y : 31)) \
     X(shr_s64, s64, s64, x >> (y < 63 ? y : 63))
 
 #define OF_THREE(X) \
@@ -234,11 +305,20 @@ static inline u32 logic(u32 a, u32 b, u32 c, u32 table) {
                                  narrow((f32)FUSED(widen, HIGH(x), HIGH(y), HIGH(z))))) \
     X(fma_f16x2, u32, u32, pair(half_of_double(FUSED(of_half, LOW(x), LOW(y), LOW(z))), \
                                 half_of_double(FUSED(of_half, HIGH(x), HIGH(y), HIGH(z))))) \
-    X(prmt_u32, u32, u32, permuted(x, y, z)) X(lop3_u32, u32, u32, logic(x, y, z, (u32)o->n)) \
-    X(shf_l, u32, u32, ((u64)y << 32 | x) << (z & 31) >> 32) X(shf_r, u32, u32, ((u64)y << 32 | x) >> (z & 31))
+    X(prmt_u32, u32, u32, permuted(x, y, z)) \
+    X(lop3_u32, u32, u32, logic(x, y, z, (u32)o->n)) \
+    X(shf_l, u32, u32, ((u64)y << 32 | x) << (z & 31) >> 32) \
+    X(shf_r, u32, u32, ((u64)y << 32 | x) >> (z & 31))
 
-#define OF_SELECTION(X) X(selp_u16, u16) X(selp_u32, u32) X(selp_u64, u64)
-#define OF_FIELDS(X) X(bfe_u32, u32, 32, 0) X(bfe_s32, u32, 32, 1) X(bfe_u64, u64, 64, 0) X(bfe_s64, u64, 64, 1)
+#define OF_SELECTION(X) \
+    X(selp_u16, u16) \
+    X(selp_u32, u32) \
+    X(selp_u64, u64)
+#define OF_FIELDS(X) \
+    X(bfe_u32, u32, 32, 0) \
+    X(bfe_s32, u32, 32, 1) \
+    X(bfe_u64, u64, 64, 0) \
+    X(bfe_s64, u64, 64, 1)
 #define OF_PIECES(X) X(u8) X(u16) X(u32)
 
 /* Operations that know of other lanes, of memory, or of the code. */
