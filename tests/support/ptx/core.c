@@ -1,9 +1,12 @@
 /* Executes instructions on a warp's 32 lanes: the common ones of those that the modules beside this file define.
 
-   Those definitions, which are Python's, say what an instruction does; this file computes the same bits. Whatever is
-   unusual (an address that no argument has, lanes that do not take part, an order of launches that may be violated) is
-   left to them before anything has changed: they say what is wrong. `core.py` compiles this file, and translates a
-   program into its operations. */
+   Those definitions, which are Python's, say what an instruction does; this file computes the same bits. Only where
+   several operands are NaN may it choose another one of them. Whatever is unusual (an address that no argument has, lanes
+   that do not take part, an order of launches that may be violated) is left to the definitions before anything has
+   changed: they say what is wrong. `core.py` compiles this file, and `translate.py` makes operations of a program.
+
+   The lists OF_ONE, OF_TWO and so on have a line for each operation that treats every lane alike. Those that know of other
+   lanes, of memory or of the code are in `execute`. */
 
 #include <math.h>
 #include <stdint.h>
