@@ -10,6 +10,9 @@ and barriers of threads, so that a kernel which would hang says where; swizzles 
 between threads' stores and products; programmatic dependent launch, with what may be read before the wait, or from a
 stale line of L1. A kernel is right if it is right under every schedule: try several seeds.
 
+The definitions of instructions, functions of numpy vectors, say what each does. `core.c` executes the common ones, and
+leaves to them what is rare and what may be a mistake; without a C compiler they execute everything.
+
 What is not modelled: what ptxas makes of the PTX (registers, spills, serialized products, hazards between registers
 that a product under way uses); time; setmaxnreg; threads of one warp that drift apart; orders of memory weaker than
 that in which instructions ran here, and other fences between proxies; clusters and several GPUs; blocks that wait for

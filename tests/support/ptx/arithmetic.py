@@ -1,7 +1,7 @@
 """Instructions between registers (PTX ISA: arithmetic, comparison, logic, shift, conversion, shuffles, votes).
 
-fp32 is rounded correctly, but fma first to fp64 and then to fp32. Approximations (ex2.approx, div.full and so on) are
-exact here, and .ftz flushes nothing.
+fp32 is rounded correctly, but fma, ex2 and lg2 first to fp64 and then to fp32. Approximations (ex2.approx, div.full
+and so on) are exact here, and .ftz flushes nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ONE: dict[str, Callable[[Lanes], Lanes]] = {
     "neg": np.negative,
     "abs": np.abs,
     "not": np.invert,
-    "ex2": np.exp2,
-    "lg2": np.log2,
+    "ex2": lambda x: np.exp2(x.astype(np.float64)).astype(x.dtype),
+    "lg2": lambda x: np.log2(x.astype(np.float64)).astype(x.dtype),
     "sqrt": np.sqrt,
     "rcp": np.reciprocal,
 }

@@ -19,8 +19,8 @@ from tests.support.ptx.machine import Block, Launch, executions
 from tests.support.ptx.memory import Fault, GlobalMemory, Region
 from tests.support.ptx.order import Order
 from tests.support.ptx.parse import Program, parse
-from tests.support.ptx.runs import Runs
 from tests.support.ptx.step import Execute
+from tests.support.ptx.translate import Translation
 
 _BOXES_FROM = 1 << 62
 """What stands for the address of the first tensor map."""
@@ -71,7 +71,7 @@ class _Emulator:
         given = [
             (name, arguments[name]) for name in function.arg_names if kernel.src.signature.get(name) != "constexpr"
         ]
-        program, execute, runs = _program(self.edit(kernel.asm["ptx"]))
+        program, execute, translation = _program(self.edit(kernel.asm["ptx"]))
         regions = [self._region(name, value) for name, value in given if isinstance(value, torch.Tensor)]
         boxes: dict[int, Box] = {}
         values: list[Any] = []
@@ -91,9 +91,12 @@ class _Emulator:
         memory = GlobalMemory(regions, self.order)
         dependent = bool(options.get("launch_pdl"))
         waits = dependent or program.uses("griddepcontrol", "wait")
-        launch = Launch(program, execute, runs, kernel.metadata.shared, constants, boxes, memory, waits, self.fences)
         if self.order is not None:
             self.order.begin(program.name, dependent)
+        state, _alive = memory.state(waits)
+        translation.describe(state)
+        shared = kernel.metadata.shared
+        launch = Launch(program, execute, translation, shared, constants, boxes, memory, waits, self.fences, state)
         blocks = list(product(*map(range, sizes)))
         self.random.shuffle(blocks)
         waited = 0
@@ -102,6 +105,7 @@ class _Emulator:
                 block = Block(launch, (index[0], index[1], index[2]), self.random)
                 block.run()
                 waited += block.waited
+        memory.stored |= bool(state.stored)
         if waits and waited < (len(blocks) if memory.stored else 1):
             raise Fault(f"{program.name} ends without griddepcontrol.wait in {len(blocks) - waited} blocks")
 
@@ -115,10 +119,10 @@ class _Emulator:
 
 
 @lru_cache(maxsize=64)
-def _program(ptx: str) -> tuple[Program, tuple[Execute, ...], Runs]:
+def _program(ptx: str) -> tuple[Program, tuple[Execute, ...], Translation]:
     program = parse(ptx)
     execute = executions(program)
-    return program, execute, Runs(program, execute)
+    return program, execute, Translation(program, execute)
 
 
 def _bits(program: Program, values: list[Any]) -> dict[str, int]:

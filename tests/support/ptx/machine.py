@@ -1,4 +1,4 @@
-"""One block: its warps take turns, and where they branch, wait and end (PTX ISA: control flow, bar)."""
+"""One block: its warps take turns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.support.ptx import arithmetic, moves, products  # noqa: F401  what they execute is registered
+from tests.support.ptx import core
 from tests.support.ptx.copies import Box, BoxCopy, MBarrier, ThreadCopies
 from tests.support.ptx.memory import Fault, GlobalMemory, SharedMemory
 from tests.support.ptx.parse import Program
-from tests.support.ptx.runs import Runs
-from tests.support.ptx.step import ALL, Execute, Step, Warp, executes, execution
+from tests.support.ptx.step import Execute, Step, Warp, execution
+from tests.support.ptx.translate import Translation
 from tests.support.ptx.values import LANES, all_of
 
 _PACES = (0.03, 1.0, 30.0)
@@ -27,7 +27,7 @@ class Launch:
 
     program: Program
     execute: tuple[Execute, ...]
-    runs: Runs
+    translation: Translation
     shared: int
     """Bytes of shared memory a block."""
     constants: dict[str, int]
@@ -39,6 +39,8 @@ class Launch:
     """Whether programs must wait for the launch before: all of them, or one if none stores anything."""
     fences: bool
     """Whether products need a fence behind stores."""
+    state: core.LaunchState
+    """For `core.c`."""
 
 
 def executions(program: Program) -> tuple[Execute, ...]:
@@ -54,13 +56,17 @@ class Block:
     """One block of a launch."""
 
     def __init__(self, launch: Launch, index: tuple[int, int, int], random: random.Random) -> None:
-        self.program, self.execute, self.runs = launch.program, launch.execute, launch.runs
+        self.launch, self.program, self.execute = launch, launch.program, launch.execute
+        self.translation = launch.translation
         self.boxes, self.memory = launch.boxes, launch.memory
         self.constants = launch.constants | {f"%ctaid.{axis}": i for axis, i in zip("xyz", index, strict=True)}
         self.index, self.random = index, random
         self.waits = launch.waits
         self.shared = SharedMemory(launch.shared, launch.fences)
-        self.warps = [Warp(i) for i in range(launch.program.threads // LANES)]
+        count = launch.program.threads // LANES
+        self._files = self.translation.files(count, self.constants)
+        self._defined = np.zeros((count, len(self.translation.slots)), np.uint8)
+        self.warps = [Warp(i, self, self._files[i], self._defined[i]) for i in range(count)]
         self.mbarriers: dict[int, MBarrier] = {}
         self.under_way: list[BoxCopy | ThreadCopies] = []
         self.laziness = random.choice((0.0, 0.1, 1.0))
@@ -108,21 +114,12 @@ class Block:
 
     def _turn(self, warp: Warp, most: int) -> None:
         warp.awaits = None
-        lengths = self.runs.length
         while most > 0:
-            at, lanes = warp.front()
-            if warp.awaits is not None or at is None:
+            most, at, lanes = warp.run(most)
+            if at is None:
                 return
-            if lanes is ALL and 0 < lengths[at] <= most and (run := self.runs.function(at)) is not None:
-                most -= lengths[at]
-                warp.go(lanes, at + lengths[at])
-                run(self, warp)
-                continue
             most -= 1
             warp.go(lanes, at + 1)
-            if lanes is ALL and (single := self.runs.single(at)) is not None:
-                single(self, warp)
-                continue
             instruction = self.program.code[at]
             step = Step(self, warp, instruction, at, lanes)
             try:
@@ -135,9 +132,11 @@ class Block:
                             continue
                 self.execute[at](step)
             except AssertionError as error:
-                raise self.located(error, warp, at) from None
+                raise self._located(error, warp, at) from None
+            if warp.awaits is not None:
+                return
 
-    def located(self, error: AssertionError, warp: Warp, at: int) -> AssertionError:
+    def _located(self, error: AssertionError, warp: Warp, at: int) -> AssertionError:
         """The error of an instruction, which says where it happened."""
         where = f"{self._name()}, warp {warp.number}, instruction {at}"
         return type(error)(f"{where}: {self.program.code[at].text}: {error}")
@@ -167,45 +166,3 @@ def _ready(warp: Warp) -> bool:
         barrier, parity = warp.awaits
         return bool(barrier.phase & 1 != parity)
     return warp.awaits is None
-
-
-@executes("bra", "uni")
-def _branch(step: Step) -> None:
-    step.warp.go(step.lanes, step.instruction.targets[0])
-
-
-@executes("brx.idx")
-def _branch_by_index(step: Step) -> None:
-    targets = np.array(step.instruction.targets)
-    step.warp.go(step.lanes, targets[step.read(0, np.uint32)[step.lanes]])
-
-
-@executes("ret exit")
-def _end(step: Step) -> None:
-    step.warp.end(step.lanes)
-
-
-@executes("bar.sync barrier.sync", "aligned")
-def _barrier(step: Step) -> None:
-    if not (step.lanes | step.warp.ended).all():
-        raise Fault("some lanes do not come to a barrier")
-    name = str(step.read(0, np.uint32)[0])
-    threads = int(step.read(1, np.uint32)[0]) if len(step.operands) > 1 else step.block.program.threads
-    step.block.gather(step.warp, name, threads)
-
-
-@executes("griddepcontrol.wait")
-def _wait_for_launch_before(step: Step) -> None:
-    step.warp.waited = True
-
-
-@executes("griddepcontrol.launch_dependents")
-def _let_next_launch_start(step: Step) -> None:
-    if step.block.memory.order is not None:
-        step.block.memory.order.trigger(step.warp.waited)
-
-
-@executes("bar.warp.sync fence membar wgmma.fence", "acq_rel sc sync aligned cta gpu sys mbarrier_init cluster")
-@executes("setmaxnreg", "inc dec sync aligned release")
-def _nothing(step: Step) -> None:
-    """Orders what here is in order, or concerns only speed."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.ptx import core
 from tests.support.ptx.order import Order
 from tests.support.ptx.values import Lanes, any_of
 
@@ -90,6 +91,19 @@ class GlobalMemory:
         if not any(region.begin <= address and address + size <= region.end for region in self.regions):
             raise Fault(f"{size} bytes that are asked for lie in no argument")
 
+    def state(self, waits: bool) -> tuple[core.LaunchState, Any]:
+        """For `core.c`, and what must live as long. `waits`: whether programs must wait before they store."""
+        known = []
+        for region in self.regions:
+            notes = map(core.pointer, (region.written, region.line_written, region.line_cached))
+            known.append((region.begin, region.bytes.size, *notes))
+        regions = np.array(known, core.REGION)
+        state = core.LaunchState(regions=core.pointer(regions), regions_count=len(regions), waits=waits)
+        if self.order is not None:
+            state.ordered = True
+            state.running_from, state.now, state.emptied = self.order.numbers()
+        return state, regions
+
     def _places(self, address: Lanes, width: int, what: str) -> list[tuple[Any, Region, Lanes]]:
         _check_aligned(address, width)
         # Nearly always all lie in one storage, and in that of the last access as often as not.
@@ -132,7 +146,17 @@ class SharedMemory:
         self._stored_at = np.zeros(size // 16 + 1, np.int64)
         self._storer = np.zeros(size // 16 + 1, np.int64)
         self._fenced_at = np.zeros(32, np.int64)
-        self._now = 0
+        self._now = np.zeros(1, np.int64)
+        self.state = core.SharedState(
+            bytes=core.pointer(self.bytes),
+            size=size,
+            stored_at=core.pointer(self._stored_at),
+            storer=core.pointer(self._storer),
+            fenced_at=core.pointer(self._fenced_at),
+            now=core.pointer(self._now),
+            fences=fences,
+        )
+        """For `core.c`."""
 
     def load(self, address: Lanes, width: int) -> Lanes:
         """Bytes [n, width] at n addresses; `width` is a power of two up to 16."""
@@ -145,12 +169,12 @@ class SharedMemory:
         self._rows[width][self._places(address, width)] = values
         if self.fences:
             granule = address.astype(np.int64) >> 4
-            self._stored_at[granule], self._storer[granule] = self._now, warp
+            self._stored_at[granule], self._storer[granule] = self._now[0], warp
 
     def fence(self, warp: int) -> None:
         """Let products and copies see what was stored so far."""
         self._now += 1
-        self._fenced_at[warp] = self._now
+        self._fenced_at[warp] = self._now[0]
 
     def load_behind_fence(self, pair: Lanes, granule: Lanes, warp: int) -> Lanes:
         """Pairs of bytes, uint16, as the asynchronous proxy reads them.

@@ -42,6 +42,10 @@ class Order:
             self._running_from = max(1, now - 1)
         self._early = False
 
+    def numbers(self) -> tuple[int, int, int]:
+        """The first launch that may still run, the present one, and the last before which L1 was emptied."""
+        return self._running_from, len(self.names) - 1, self._emptied
+
     def trigger(self, waited: bool) -> None:
         """A program lets the next launch start."""
         dependent = self._running_from < len(self.names) - 1

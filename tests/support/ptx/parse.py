@@ -44,6 +44,8 @@ class Program:
 
 def split(text: str) -> tuple[str, ...]:
     """The pieces between the commas that are in no brackets."""
+    if "{" not in text and "[" not in text:
+        return tuple(piece.strip() for piece in text.split(",")) if text else ()
     found, depth, begin = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "{[") - (character in "}]")

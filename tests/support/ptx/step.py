@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.support.ptx import core
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.parse import Instruction, inside
 from tests.support.ptx.values import BITS, LANES, TYPES, Lanes, Type, all_of, constant, reinterpret, size
 
 if TYPE_CHECKING:
     from tests.support.ptx.machine import Block
+    from tests.support.ptx.translate import Translation
 
 _REGISTERS: dict[str, Type] = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
 _ADDRESS = re.compile(r"(.+?)(?:\s*\+\s*(-?\d+))?")
@@ -38,31 +41,68 @@ def address_parts(text: str) -> tuple[str, int, Type]:
     return found[1], int(found[2] or 0), np.uint64 if found[1].startswith("%rd") else np.uint32
 
 
-class Registers(dict[str, Lanes]):
-    """Of a warp. They are replaced, never written into."""
+class Registers:
+    """Of a warp: vectors in the file that `core.c` works on, and of those that are not in it, vectors of their own. Who
+    reads one gets a copy."""
 
-    def __missing__(self, name: str) -> Lanes:
-        """What one holds that nobody has written."""
+    def __init__(self, translation: Translation, file: Lanes, defined: Lanes) -> None:
+        self._slots, self._file, self._defined = translation.slots, file, defined
+        self._others: dict[str, Lanes] = {}
+
+    def get(self, name: str) -> Lanes | None:
+        """What one holds, if somebody has written it."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return self._others.get(name)
+        if not self._defined[slot.number]:
+            return None
+        return self._file[slot.offset : slot.offset + LANES * slot.width].view(slot.kind).copy()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether somebody has written one."""
+        return self.get(name) is not None
+
+    def __getitem__(self, name: str) -> Lanes:
+        """What one holds. One that nobody has written holds ones."""
+        found = self.get(name)
+        if found is not None:
+            return found
         own = register_type(name)
         if own is None:
             raise Fault(f"{name} is unknown")
         return np.ones(LANES, bool) if own is np.bool_ else np.full(LANES, ~own(0), own)
+
+    def __setitem__(self, name: str, value: Lanes) -> None:
+        """Let one hold something."""
+        slot = self._slots.get(name)
+        if slot is None:
+            self._others[name] = value
+            return
+        if value.dtype != slot.kind:
+            raise TypeError(f"{name} holds {np.dtype(slot.kind)}, as far as translate.py knows, and gets {value.dtype}")
+        self._file[slot.offset : slot.offset + LANES * slot.width].view(slot.kind)[:] = value
+        self._defined[slot.number] = 1
+
+    def update(self, values: Iterable[tuple[str, Lanes]]) -> None:
+        """Let some hold something."""
+        for name, value in values:
+            self[name] = value
 
 
 class Warp:
     """The state of 32 threads that run in step. Those that have branched apart run in the order of their places in the
     code, so they meet again behind the branch."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, block: Block, file: Lanes, defined: Lanes) -> None:
         self.number = number
-        self.registers = Registers()
-        self.ended = np.zeros(LANES, bool)
-        self.runs = True
-        """Whether a lane has not ended."""
-        self._together: int | None = 0  # the place in the code where all lanes are, unless each has one of its own
-        self._at = np.zeros(LANES, np.int64)
-        self.waited = False
-        """Whether it has executed griddepcontrol.wait, or met one that has at a barrier of threads."""
+        self.registers = Registers(block.translation, file, defined)
+        self.state = core.WarpState(
+            file=core.pointer(file),
+            defined=core.pointer(defined),
+            launch=ctypes.addressof(block.launch.state),
+            shared=ctypes.addressof(block.shared.state),
+            number=number,
+        )
         self.awaits: Any = None
         """What it cannot go on without: a barrier of threads, or (mbarrier, parity)."""
         self.copies: list[tuple[Lanes, Lanes]] = []
@@ -70,41 +110,72 @@ class Warp:
         self.copy_groups: list[list[tuple[Lanes, Lanes]]] = []
         self.products: list[Callable[[], None] | None] = []
         """wgmma products that no group holds yet: what computes them, nothing for one that is computed."""
-        self.sums: dict[tuple[str, ...], tuple[tuple[Lanes, ...], Lanes]] = {}
-        """Sums that products have written, by the registers' names: the registers' values, and the matrix of them."""
         self.product_groups: list[list[Callable[[], None] | None]] = []
+
+    @property
+    def runs(self) -> bool:
+        """Whether a lane has not ended."""
+        return bool(self.state.ended != core.FULL)
+
+    @property
+    def ended(self) -> Lanes:
+        """The lanes that have ended."""
+        return lanes_of(self.state.ended)
+
+    @property
+    def waited(self) -> bool:
+        """Whether it has executed griddepcontrol.wait, or met one that has at a barrier of threads."""
+        return bool(self.state.waited)
+
+    @waited.setter
+    def waited(self, waited: bool) -> None:
+        self.state.waited = waited
+
+    def run(self, most: int) -> tuple[int, int | None, Lanes]:
+        """Execute instructions, up to so many, as far as `core.c` can.
+
+        Returns:
+            How many are left of them; the place of the one that is left to Python, if there is one; the lanes there.
+        """
+        if (library := core.in_use()) is None:
+            return most, *self.front()
+        left = library.run(ctypes.addressof(self.state), most)
+        place = self.state.place
+        return (left, None, ALL) if place < 0 else (left, place, lanes_of(self.state.lanes))
 
     def front(self) -> tuple[int | None, Lanes]:
         """The place in the code from which the next instruction comes, if a lane still runs, and the lanes there."""
-        if self._together is not None:
-            return self._together, ALL
-        running = ~self.ended
+        if self.state.together >= 0:
+            return self.state.together, ALL
+        at, running = np.frombuffer(self.state.at, np.int32), ~self.ended
         if not running.any():
             return None, running
-        at = int(self._at[running].min())
-        lanes = running & (self._at == at)
-        if not all_of(lanes):
-            return at, lanes
-        self._together = at
-        return at, ALL
+        place = int(at[running].min())
+        lanes = running & (at == place)
+        return place, ALL if lanes.all() else lanes
 
     def go(self, lanes: Lanes, place: int | Lanes) -> None:
         """Let lanes go on from a place, or from one for each of them."""
         if lanes is ALL and isinstance(place, int):
-            self._together = place
+            self.state.together = place
             return
         self._apart()
-        self._at[lanes] = place
+        np.frombuffer(self.state.at, np.int32)[lanes] = place
 
     def end(self, lanes: Lanes) -> None:
         """Let lanes end."""
         self._apart()
-        self.ended |= lanes
-        self.runs = not all_of(self.ended)
+        self.state.ended |= int(np.packbits(lanes, bitorder="little").view(np.uint32)[0])
 
     def _apart(self) -> None:
-        if self._together is not None:
-            self._at[:], self._together = self._together, None
+        if self.state.together >= 0:
+            np.frombuffer(self.state.at, np.int32)[:] = self.state.together
+            self.state.together = -1
+
+
+def lanes_of(mask: int) -> Lanes:
+    """The lanes whose bits are set."""
+    return ALL if mask == core.FULL else (np.uint32(mask) >> _LANE & np.uint32(1)).astype(bool)
 
 
 class Step:
