@@ -9,6 +9,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 
@@ -26,7 +27,7 @@ class Generation(Extension):
 
 def environment() -> Environment:
     """In which chat templates compile as in transformers."""
-    return Environment(extensions=[loopcontrols, Generation])
+    return ImmutableSandboxedEnvironment(extensions=[loopcontrols, Generation])
 
 
 @lru_cache(maxsize=16)

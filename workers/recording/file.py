@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -190,7 +191,8 @@ def _created(path: Path) -> tuple[BinaryIO, Path]:
     while True:
         name = path if not number else path.with_name(f"{path.name}.{number}")
         try:
-            return name.open("xb"), name
+            # Of its owner alone: prompts and answers may be in it.
+            return os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"), name
         except FileExistsError:
             number += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ def test_what_stands_for_a_prompt_does_not_depend_on_it(tmp_path: Path) -> None:
         for name in (file, recorder.path)
     )
     assert first == second
+
+
+def test_a_recording_is_its_owner_s_alone(file: Path) -> None:
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
