@@ -61,7 +61,7 @@ YIELD = 0.8
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured."""
+    """Figures of one measurement."""
 
     speed: float
     """Tokens a second of all streams."""
@@ -69,7 +69,7 @@ class Point:
     """Drafts that were verified."""
     accepted: int
     widths: Counter[int]
-    """How often each was seen."""
+    """Number of times that each width was seen."""
 
 
 @contextmanager
@@ -91,7 +91,8 @@ def acceptance_file() -> Iterator[Path]:
 
 
 async def requests_of(engine: EngineClient, batch: int, given: argparse.Namespace) -> Callable[[int, int], Request]:
-    """What makes streams that decode as long as all find room. Each place has its own prompt and seed."""
+    """Make requests for streams that decode as long as there is room for all. Each place has its own prompt and
+    seed."""
     prompts = PromptSource(engine.info.vocab_size, batch).batch(batch, given.input)
     most = await tokens_left(engine, batch, given.input)
     sampling = [SamplingParams(max_tokens=most, temperature=1.0, seed=place) for place in range(batch)]
@@ -105,7 +106,7 @@ async def point(
     given: argparse.Namespace,
     before: float = 0.0,
 ) -> Point:
-    """What streams do that have just begun. Others decode for `before` seconds ahead of them."""
+    """Measure streams that have just begun. Others decode for `before` seconds ahead of them."""
     if before:
         async with decoding_streams(engine, batch, asked):
             await asyncio.sleep(before)
@@ -132,7 +133,7 @@ async def counted(engine: EngineClient, streams: Streams, given: argparse.Namesp
 async def engine_points(
     width: int | str, file: Path, given: argparse.Namespace
 ) -> dict[tuple[int, float | None], Point]:
-    """Of one engine: by batch and probability, which is None for width 1."""
+    """Measure one engine, by batch and probability, which is None for width 1."""
     config = engine_config(
         model=given.model,
         width=width,
@@ -226,7 +227,7 @@ def verdict(found: dict[int | str, dict[tuple[int, float | None], Point]], given
 
 
 def numbers(text: str) -> list[float]:
-    """With commas."""
+    """Parse numbers with commas between them."""
     return [float(part) for part in text.split(",")]
 
 

@@ -1,4 +1,4 @@
-"""How fast streams decode behind long prompts, all of whose context an endpoint has cached.
+"""Speed of streams that decode after long prompts, all of whose context an endpoint has cached.
 
     latentserve serve --model DIR --token-budget 8192
     python bench/cached_prompts.py --rows 1,16 --input 64960
@@ -36,11 +36,11 @@ REPEATS = 2
 
 @dataclass(frozen=True)
 class Figures:
-    """Of some rows."""
+    """Figures of a number of rows."""
 
     rows: int
     prefill_s: float
-    """Until all had their first token."""
+    """Seconds until all had their first token."""
     gaps: tuple[Distribution, ...]
     """Milliseconds, of each repetition."""
     mean_ms: tuple[float, ...]
@@ -77,7 +77,7 @@ async def asked(load: Load, bodies: list[bytes]) -> tuple[float, list[Answer]]:
 
 
 async def measured(given: argparse.Namespace) -> list[Figures]:
-    """All that was asked for, one number of rows after the other."""
+    """Measure all that was asked for, one number of rows after the other."""
     model = given.model or await served_model(given.url, None, given.limit)
     client, found = SseClient(Target(given.url)), []
     try:

@@ -70,7 +70,7 @@ def replayed(case: Case) -> list[float]:
 
 @contextmanager
 def plain_layers() -> Iterator[None]:
-    """Within this context no pass takes the small-batch path."""
+    """Let no pass take the small-batch path within this context."""
     takes = ExecutionPaths.takes_small_batch
     ExecutionPaths.takes_small_batch = lambda self, batch, dtype, device: False
     try:
@@ -80,7 +80,7 @@ def plain_layers() -> Iterator[None]:
 
 
 def chosen_experts(case: Case) -> float:
-    """How many experts the tokens of a step wake in each layer, on average."""
+    """Return the average number of experts per layer that the tokens of a step choose."""
     with choices() as noted:
         case.step(Scratch(case.device)).run()
     counts = [int(chosen_TX.any(0).sum()) for chosen_TX in noted]

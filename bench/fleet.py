@@ -1,4 +1,4 @@
-"""How much of returning sessions' prompts a fleet of replicas finds cached, by what routers are told of the caches.
+"""Share of returning sessions' prompts that a fleet of replicas finds cached, by what routers are told of the caches.
 
     python bench/fleet.py
     python bench/fleet.py --sessions 24 --replicas 4 --drop 100000 --kinds newest,report
@@ -70,9 +70,9 @@ class Session:
 
     random: random.Random
     ids: list[int]
-    """Its next prompt."""
+    """Ids of its next prompt."""
     turns: int
-    """Those that are left."""
+    """Turns that are left."""
 
 
 class Replica:

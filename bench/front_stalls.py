@@ -1,4 +1,4 @@
-"""How long the largest requests hold up a front: the longest gap of a neighbour's stream, the slowest /health, and the
+"""Stalls of a front under the largest requests: the longest gap of a neighbour's stream, the slowest /health, and the
 longest time for which the event loop stood still.
 
     python bench/front_stalls.py --limit 1.0
@@ -62,7 +62,7 @@ class Heart:
     worst = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Beat until cancelled."""
         last = time.perf_counter()
         while True:
             await asyncio.sleep(BEAT_S)
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         8,
     ),
 }  # fmt: skip
-"""What is sent: path, body, and how many of them at once."""
+"""Requests by name: path, body, and the number that is sent at once."""
 
 
 async def send_all(port: int, path: str, body: bytes, count: int) -> Counter[int]:

@@ -1,4 +1,5 @@
-"""What the HTTP front costs with an engine that is free: tokens per second at many streams, time to first token at one.
+"""Cost of the HTTP front with an engine that costs nothing: tokens per second at many streams, time to first token at
+one.
 
     python bench/frontend.py --streams 64 --tokens 512 [--parsers]
 
@@ -49,7 +50,7 @@ PROMPT = "Write a function that reads the lines of a file and returns them sorte
 
 
 class NullEngine:
-    """One token per stream per turn of the loop, out of a fixed text."""
+    """Engine that gives one token per stream per turn of the loop, out of a fixed text."""
 
     fault = None
     pace_s = 0.0
@@ -90,7 +91,7 @@ TEMPLATE = (
     "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{{ '<|assistant|><think></think>' }}{# <arg_key> #}"
 )
-"""As a model's that thinks and calls tools, in GLM's format."""
+"""Chat template like that of a model that thinks and calls tools, in GLM's format."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -147,7 +148,7 @@ def body(tokens: int, parsers: bool) -> bytes:
 
 
 class Stream(asyncio.Protocol):
-    """One connection: sends a request, counts the events of its answer."""
+    """Connection of a client: sends a request, counts the events of its answer."""
 
     def __init__(self) -> None:
         self.events = 0

@@ -85,7 +85,7 @@ class Numbers:
         )
 
     def _stretch(self, table: Tensor, name: str, height: int, width: int) -> Tensor:
-        """So many rows, from the place that the name gives."""
+        """Return `height` rows of the table, from the place that the name gives."""
         digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest()
         places = (self.size - height * width) // ALIGNMENT + 1
         begin = int.from_bytes(digest, "little") % places * ALIGNMENT
@@ -100,7 +100,7 @@ class Numbers:
             return self._tables[dtype, scales]
 
     def _made(self, name: str, shape: Shape, dtype: str) -> Tensor:
-        """All of a tensor, as `bench/checkpoint.py` writes it."""
+        """Make all of a tensor, as `bench/checkpoint.py` writes it."""
         with self._lock, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             return numbers(name, shape, dtype, torch.device("cpu")).view(DTYPES[dtype]).view(shape)
@@ -108,12 +108,12 @@ class Numbers:
 
 @cache
 def numbers_of(seed: int, size: int) -> Numbers:
-    """Of this seed; drawn once per process."""
+    """Return the numbers of this seed; they are drawn once per process."""
     return Numbers(seed, size)
 
 
 class GeneratedCheckpoint(Checkpoint):
-    """What the loader reads of a folder that has a `MARK` and no weights: whatever it wants."""
+    """Checkpoint of a folder that has a `MARK` and no weights: it has whatever the loader wants."""
 
     def __init__(self, folder: Path, source: Numbers) -> None:
         super().__init__(folder)
@@ -123,11 +123,12 @@ class GeneratedCheckpoint(Checkpoint):
         self._shapes: dict[str, Shape] = {}
 
     def has_any(self, prefix: str) -> bool:
-        """It has whatever is asked for, but no layer that drafts and is not declared, which this tensor tells."""
+        """Tell whether it has tensors with a prefix: all but those of an undeclared draft layer, which this tensor
+        stands for."""
         return not prefix.endswith(".eh_proj.weight")
 
     def dtype_of(self, name: str) -> str | None:
-        """As such a checkpoint is published."""
+        """Return the dtype of a tensor, as such a checkpoint is published."""
         return "F32" if name.endswith("e_score_correction_bias") else self._assumed(name)
 
     def verify(self, wanted: Mapping[str, Wanted], ignored: Iterable[str]) -> None:
@@ -150,7 +151,7 @@ def opened(folder: str | Path, plain: Callable[[str | Path], Checkpoint]) -> Che
 
 
 def install() -> None:
-    """From now on this process generates what folders with a `MARK` do not have."""
+    """Make this process generate, from now on, what folders with a `MARK` lack."""
     plain = Checkpoint.open
     Checkpoint.open = staticmethod(lambda folder: opened(folder, plain))  # type: ignore[method-assign]
 

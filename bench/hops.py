@@ -1,4 +1,5 @@
-"""How far a reader has to go: frames, files and functions from where something begins to where it happens.
+"""Distances for a reader of the code: frames, files and functions between the beginning of something and the place
+where it happens.
 
     python bench/hops.py [--model assets/demo] [--list]
 
@@ -51,7 +52,7 @@ Call = tuple[str, str]
 
 
 def place(frame: FrameType) -> Call | None:
-    """What a frame runs, if that is ours; comprehensions belong to their function."""
+    """Return what a frame runs, if it is ours; comprehensions belong to their function."""
     name, function = frame.f_code.co_filename, frame.f_code.co_qualname
     if function.endswith(("comp>", "<genexpr>")) or not name.startswith(f"{ROOT}/"):
         return None
@@ -82,7 +83,7 @@ class Trip:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Within this context calls of this thread are noted."""
+        """Note the calls of this thread within this context."""
         sys.setprofile(self.note)
         try:
             yield
@@ -143,7 +144,7 @@ async def chat(model: str) -> tuple[Trip, Trip]:
     body = {"model": "demo", "messages": [{"role": "user", "content": "def f"}], "max_tokens": 4, "stream": True}
 
     async def ask(on_first: Callable[[], None]) -> None:
-        """Without a socket: the application is called as a server would."""
+        """Ask without a socket: the application is called as a server would."""
         raw = json.dumps(body).encode()
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",

@@ -12,11 +12,12 @@ from random import Random
 from typing import Any
 
 BUSY = (429, 503)
-"""What a server with too much to do may answer; 503 only with a code that asks for another try, never `no_replica`."""
+"""Statuses that a server with too much to do may answer; 503 only with a code that asks for another try, never
+`no_replica`."""
 
 
 class Visitor:
-    """One connection, used as its owner pleases."""
+    """Connection that its owner uses as it pleases."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self._writer = reader, writer
@@ -78,7 +79,7 @@ def check_stream(body: bytes, choices: int, prompt: int) -> None:
 
 
 class Habits:
-    """What the clients do; `seen` counts the answers by status."""
+    """Habits of the clients; `seen` counts the answers by status."""
 
     def __init__(self, url: str, model: str = "demo", seed: int = 1) -> None:
         self._url, self._model, self.draw, self.seen = url, model, Random(seed), Counter[str]()
@@ -135,7 +136,7 @@ class Habits:
             visitor.leave(False)
 
     async def reads_to_the_end(self) -> None:
-        """As one should; up to three requests one behind the other on one connection."""
+        """Read to the end, as a client should; up to three requests one behind the other on one connection."""
         visitor = await Visitor.come(self._url)
         asks = [self._ask(160) for _ in range(self.draw.choice([1, 3]))]
         visitor.say(b"".join(request for request, *_ in asks))
@@ -159,7 +160,7 @@ class Habits:
         visitor.leave(self.draw.random() < 0.5)
 
     async def stops_reading_for_a_while(self) -> None:
-        """With a small receive buffer, so that the answer piles up on the other side."""
+        """Stop reading for a while, with a small receive buffer, so that the answer piles up on the other side."""
         visitor = await Visitor.come(self._url, receive_buffer=2048)
         request, choices, prompt = self._ask(160)
         visitor.say(request)
@@ -192,7 +193,7 @@ class Habits:
         visitor.leave(False)
 
     async def asks_for_much(self, prompt: int, choices: int) -> None:
-        """One prompt of `prompt` tokens for `choices` choices of four tokens."""
+        """Ask for `choices` choices of four tokens, of one prompt of `prompt` tokens."""
         start = self.draw.randrange(4000)
         tokens = [10 + (start + position * 37) % 4000 for position in range(prompt)]
         visitor = await Visitor.come(self._url)

@@ -1,4 +1,4 @@
-"""What large requests cost their neighbours: the longest gap in a stream beside them, and the slowest `/health`.
+"""Effect of large requests on their neighbours: the longest gap in a stream beside them, and the slowest `/health`.
 
     python bench/large_requests.py --choices 128 --prompt 120000
 
@@ -124,13 +124,13 @@ class Watch:
         self._begin = time.perf_counter()
 
     def took(self, seconds: float) -> None:
-        """It happened once more."""
+        """Record one more duration."""
         self.count += 1
         if seconds > self.longest:
             self.longest, self.when = seconds, time.perf_counter() - self._begin
 
     def line(self) -> str:
-        """What there is to say."""
+        """Return the record in words."""
         return f"{self.name}: {self.count} times, longest {self.longest:.3f} s, {self.when:.1f} s after the beginning"
 
 

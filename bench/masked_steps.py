@@ -1,4 +1,4 @@
-"""What the masks of structured output cost a step: the time of decode steps with a grammar in every row and in none.
+"""Cost of structured output's masks in a step: the time of decode steps with a grammar in every row and in none.
 
     python bench/masked_steps.py --model demo --device cpu --rows 4 --seconds 2
     python bench/generated.py v2-lite DIR
@@ -62,25 +62,26 @@ MOST_CONTEXT = 16384
 
 @dataclass(frozen=True)
 class Point:
-    """What was counted of streams of one kind."""
+    """Counts of streams of one kind."""
 
     seconds: float
-    """For which it was."""
+    """Seconds of counting."""
     steps: int
-    """Those of decode rows alone. The next two are sums of what they had and took."""
+    """Steps of decode rows alone. The next two fields are sums of their rows and of their times."""
     rows: float
     step_seconds: float
     all_steps: int
-    """Those with prompts, too."""
+    """Steps of all kinds, those with prompts included."""
     cpu_seconds: float
-    """Of the processors, for all threads of rank 0."""
+    """Processor seconds of all threads of rank 0."""
     tokens: int
     ended: int
     """Streams that ended by themselves."""
 
     @staticmethod
     def of(before: EngineStats, after: EngineStats, seconds: float, cpu_seconds: float, ended: int) -> Point:
-        """From two states of the engine's counters. RuntimeError where no step was without prompts."""
+        """Compute the counts from two states of the engine's counters. RuntimeError where no step was without
+        prompts."""
         nothing = Distribution()
 
         def gained(figure: str) -> tuple[int, float]:
@@ -102,26 +103,26 @@ class Point:
         )
 
     def __add__(self, other: Point) -> Point:
-        """Both, one after the other."""
+        """Add the counts of two intervals, one after the other."""
         return Point(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
     def step_ms(self) -> float:
-        """Of a step of decode rows alone, on rank 0."""
+        """Milliseconds of a step of decode rows alone, on rank 0."""
         return 1e3 * self.step_seconds / self.steps
 
     @property
     def cpu_share(self) -> float:
-        """How many processors rank 0 was busy with."""
+        """Number of processors that rank 0 was busy with."""
         return self.cpu_seconds / self.seconds
 
     @property
     def cpu_ms(self) -> float:
-        """Of the processors, for rank 0 and a step of whatever kind."""
+        """Processor milliseconds of rank 0 per step of any kind."""
         return 1e3 * self.cpu_seconds / self.all_steps
 
     def report(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the figures for JSON."""
         means = {"step_ms": self.step_ms, "cpu_share": self.cpu_share, "cpu_ms": self.cpu_ms}
         return asdict(self) | means | {"mean_rows": self.rows / self.steps, "tokens_per_s": self.tokens / self.seconds}
 
@@ -129,8 +130,8 @@ class Point:
 async def requests_of(
     engine: EngineClient, grammar: Grammar | None, given: argparse.Namespace
 ) -> Callable[[int, int], Request]:
-    """What makes streams of random prompts, free ones or such with a grammar. None ends while all find room, but
-    for those whose grammar allows no more. UsageMistake where there is none."""
+    """Make requests for streams of random prompts, free ones or such with a grammar. None ends while there is room for
+    all, except where a grammar allows no more. UsageMistake where there is no room."""
     info, source = engine.info, PromptSource(engine.info.vocab_size, given.seed)
     most = await tokens_left(engine, given.rows, given.input)
     stops, least = ((), 0) if grammar is None else (info.eos_ids, most)
@@ -145,7 +146,7 @@ async def requests_of(
 
 
 def cpu_seconds(rank: psutil.Process) -> float:
-    """Of all its threads, since it began."""
+    """Return the processor seconds of all its threads since it began."""
     times = rank.cpu_times()
     return float(times.user + times.system)
 
@@ -163,7 +164,7 @@ async def point(engine: EngineClient, streams: Streams, rank: psutil.Process, gi
 
 
 async def points(config: EngineConfig, given: argparse.Namespace) -> tuple[Point, Point]:
-    """Of free streams, and of constrained ones."""
+    """Measure free streams and constrained ones."""
     replica = LocalReplica(config)
     async with engine_of(config, given.quiet, replica=replica) as engine:
         rank = psutil.Process(replica.workers[0].pid)

@@ -161,7 +161,7 @@ class Rows:
             self._place[slot], self._gained[slot] = 0, ()
 
     def prepare(self) -> None:
-        """What the target chose in the step before, and the drafts for the next one."""
+        """Prepare what the target chose in the step before, and the drafts for the next one."""
         self._drafts = []
         for slot, text in enumerate(self._texts):
             if self._place[slot] + self._width > len(text):
@@ -173,7 +173,7 @@ class Rows:
             )
 
     def step(self) -> None:
-        """What rank 0 does for a step."""
+        """Do rank 0's work for a step."""
         self.rows.gained(self._slots, self._gained, self._slots)
         for slot, drafts in enumerate(self._drafts):
             self.rows.drafted(slot, drafts)
@@ -183,7 +183,7 @@ class Rows:
         self.filled += self.masks._used
 
     def verify(self) -> None:
-        """What the target chooses now."""
+        """Choose the target's tokens of this step."""
         for slot, drafts in enumerate(self._drafts):
             place, text = self._place[slot], self._texts[slot]
             accepted = 0

@@ -1,4 +1,4 @@
-"""How much the streams of a running endpoint stutter while long prompts arrive beside them.
+"""Stutter of a running endpoint's streams while long prompts arrive beside them.
 
     latentserve serve --model DIR
     python bench/mixed_load.py                                       # 32 streams, prompts of 8,000 tokens every 0.5 s
@@ -48,11 +48,11 @@ from deploy.mistakes import CommandFailure, UsageMistake
 
 PATH = "/v1/completions"
 ALONE_S = 2.5
-"""Before the first long prompt: the gaps that are taken for those of decode alone."""
+"""Seconds before the first long prompt whose gaps are taken for those of decode alone."""
 WARM_TOKENS = 20
 LONG_TOKENS = 4
 LOOK_S = 0.01
-"""Between two looks whether all streams decode."""
+"""Seconds between two checks whether all streams decode."""
 
 
 class Failed(Exception):
@@ -73,12 +73,12 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass
 class Answer:
-    """What came of one request. Times are seconds of perf_counter."""
+    """Answer to one request. Times are seconds of perf_counter."""
 
     name: str
     sent: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When an event came, and its tokens. Events without any are left out."""
+    """Time and number of tokens of each event. Events without tokens are left out."""
     told: bool = True
     """Whether all events said which tokens they have. One that does not is counted as one token."""
     wrong: str = ""
@@ -109,7 +109,7 @@ class Answer:
                 yield at - before
 
     def tokens(self, begin: float, end: float) -> int:
-        """That came from `begin` to before `end`."""
+        """Return the number of tokens that came from `begin` to before `end`."""
         return sum(tokens for at, tokens in self.arrivals if begin <= at < end)
 
     def waited(self) -> float:
@@ -140,7 +140,7 @@ class Load:
         return self.request(self.prompt(prompt), output)
 
     def prompt(self, length: int) -> list[int]:
-        """So many random ids."""
+        """Draw `length` random ids."""
         least = min(10, self._vocab - 1)  # the lowest ids are most often special tokens
         return [self._random.randrange(least, self._vocab) for _ in range(length)]
 
@@ -176,16 +176,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """All that came. Times are seconds of perf_counter."""
+    """Answers of a run. Times are seconds of perf_counter."""
 
     streams: Sequence[Answer]
     longs: Sequence[Answer]
     alone: float
-    """When that began which is taken for decode alone."""
+    """Time at which the interval began that is taken for decode alone."""
     begin: float
-    """When the first long prompt was sent."""
+    """Time at which the first long prompt was sent."""
     end: float
-    """When the last long prompt was answered."""
+    """Time at which the last long prompt was answered."""
 
 
 async def run(load: Load, given: argparse.Namespace) -> Run:
@@ -228,21 +228,21 @@ async def _beside(load: Load, given: argparse.Namespace) -> Run:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run showed. Gaps are in milliseconds."""
+    """Figures of a run. Gaps are in milliseconds."""
 
     streams: int
     longs: int
     seconds: float
-    """From the first long prompt to the answer of the last one."""
+    """Seconds from the first long prompt to the answer of the last one."""
     alone: Distribution
     beside: Distribution
     alone_tokens_per_s: float
-    """Of all streams together."""
+    """Tokens a second of all streams together."""
     beside_tokens_per_s: float
     tokens_per_event: float
-    """Of the streams, beside the long prompts."""
+    """Tokens per event of the streams, beside the long prompts."""
     first_token_median_ms: float
-    """Of the long prompts, like the next one."""
+    """Median time to the first token of the long prompts, in milliseconds; the next field has the same prompts."""
     first_token_max_ms: float
     ended: int
     """Streams that had all their tokens before the last long prompt was answered."""
@@ -283,7 +283,7 @@ class Figures:
         return self.beside.percentiles[-1] / self.alone.percentiles[0]
 
     def report(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         gaps = {f"{name}_gap_ms": values.pop(name).report() for name in ("alone", "beside")}
         return values | gaps | {"ratio": self.ratio}

@@ -52,7 +52,7 @@ L2_BYTES = 60e6
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the table: equal tensors for every kernel measured."""
+    """Line of the table: equal tensors for every kernel measured."""
 
     lengths: tuple[int, ...]
     width: int
@@ -102,7 +102,7 @@ class Problem:
 
 
 def in_fp8(layers: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The same tensors, but for the caches."""
+    """Return these tensors with the caches in FP8."""
 
     def coded(cache: torch.Tensor) -> torch.Tensor:
         # In parts: on the way there numbers are in fp32.

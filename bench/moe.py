@@ -93,7 +93,7 @@ class Problem:
         return out
 
     def calls(self, tiling: ExpertTiling, dependent: bool = True) -> list[launch.ExpertLaunches]:
-        """One call for every routing, all with one workspace."""
+        """Make a call for every routing, all with one workspace."""
         buffer = torch.empty(Workspace.bytes(self.shape, tiling), dtype=torch.uint8, device=self.x.device)
         scratch, out = Workspace.over(buffer, self.shape, tiling), torch.empty_like(self.x)
         if self.shape.groups:
@@ -118,12 +118,13 @@ def problem(shape: ExpertsShape, gate_up: Matrix, down: Matrix) -> Problem:
 
 
 def name_of(tiling: ExpertTiling) -> str:
-    """Its rows, starred when it is Hopper's own kernels, with an 8 when activations are in FP8."""
+    """Name a tiling by its rows, with a star if it is that of Hopper's own kernels, and an 8 if activations are in
+    FP8."""
     return f"{tiling.rows}{'*' if tiling.programs else ''}{'8' if tiling.w8a8 else ''}"
 
 
 def error_of(case: Problem, tiling: ExpertTiling) -> float:
-    """How far the first routing's result is from `wanted`."""
+    """Return the error of the first routing's result, against `wanted`."""
     call = case.calls(tiling)[0]
     call.out_TE.zero_()
     call.run()
@@ -291,7 +292,8 @@ def main() -> None:
 
 
 def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTiling]:
-    """What is chosen where Hopper's own kernels are not, and for many tokens those."""
+    """Return the tiling that is chosen without Hopper's own kernels, and for many tokens those of these kernels,
+    too."""
     found = [schedule.tiling(shape, how)]
     if shape.groups or torch.cuda.get_device_capability() != (9, 0):
         return found

@@ -28,7 +28,7 @@ from steps import LATENTSERVE, PYTHON, Step, add_options, chosen_steps, list_ste
 
 
 def engine_steps(folder: Path) -> list[Step]:
-    """What is to be done; `folder` takes 31 GB."""
+    """Return the steps to run; `folder` takes 31 GB."""
     whole, part = str(folder / "v2-lite"), str(folder / "v3-slice")
     serve = (*LATENTSERVE, "serve", "--model", whole, "--width", "1")
     adaptive, masked = (PYTHON, "bench/adaptive_width.py"), (PYTHON, "bench/masked_steps.py", "--full-vocabulary")

@@ -30,7 +30,7 @@ Name = Callable[..., str | None]
 
 
 def event() -> torch.cuda.Event:
-    """One that remembers when the device got there."""
+    """Make an event that records when the device got there."""
     return torch.cuda.Event(enable_timing=True)
 
 
@@ -40,7 +40,7 @@ def hold(ms: float) -> None:
 
 
 def wait() -> None:
-    """For the device."""
+    """Wait for the device."""
     torch.cuda.synchronize()
 
 
@@ -87,8 +87,9 @@ def _nested(rows: Sequence[Row]) -> list[Row]:
 
 
 def held_back(run: Callable[[], object], host_ms: float) -> tuple[float, bool]:
-    """What the device needs for `run` when it never waits for the host, ms; and whether `run` was launched before the
-    device began with it. If not, it waited for the device, or launched more than the device can queue."""
+    """Measure the milliseconds that the device needs for `run` when it never waits for the host. Also return whether
+    `run` was launched before the device began with it. If not, it waited for the device, or launched more than the
+    device can queue."""
     begin, end = event(), event()
     wait()
     hold(20 + 3 * host_ms)
@@ -102,7 +103,7 @@ def held_back(run: Callable[[], object], host_ms: float) -> tuple[float, bool]:
 
 @contextmanager
 def visits() -> Iterator[list[Visit]]:
-    """Within this context every part that runs is noted. What a graph replays runs no Python, so is not seen."""
+    """Note every part that runs within this context. A graph's replay runs no Python, so its parts are not seen."""
     found: list[Visit] = []
     path: list[str] = []
 

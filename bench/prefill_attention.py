@@ -86,7 +86,7 @@ class Case:
         reference.mla_prefill(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
 
     def run(self, tiles: PrefillTiling) -> None:
-        """One launch, and the merge where keys are in parts."""
+        """Launch attention, and the merge where keys are in parts."""
         cut = self.parts > 1
         launch.mla_prefill(
             *self.tensors,
@@ -102,7 +102,8 @@ class Case:
             merge_attention(*first, *others, self.out_THV, self.lse_TH)
 
     def error(self, tiles: PrefillTiling) -> float:
-        """How far a launch is from the reference, in its outputs or, absolutely, in their log-sum-exp."""
+        """Return the error of a launch against the reference: of its outputs, or NaN where their log-sum-exp is
+        wrong."""
         self.out_THV.fill_(torch.nan)
         self.lse_TH.fill_(torch.nan)
         self.run(tiles)

@@ -40,11 +40,12 @@ PROMPT = "3,14,15,92,65,35,89,79"
 SHARES = ("v2-lite", "v3-slice", "v3")
 """Shapes of which `bench/share.py` knows a rank's share."""
 LOAD = ("--concurrency", "128", "--requests", "1024", "--input", "256", "--output", "128", "--token-ids", "--json")
-"""Of random weights most tokens have no text: the folder's tokenizer is that of a smaller vocabulary."""
+"""Options of the load. Of random weights most tokens have no text: the folder's tokenizer is that of a smaller
+vocabulary."""
 
 
 def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
-    """What is to be done with so many GPUs."""
+    """Return the steps to run with this number of GPUs."""
     model = ("--model", str(folder))
     latency = (*LATENTSERVE, "bench", "latency", *model, "--width", "1", "--batch", "1,16,64,256", "--quiet")
     generate = (*LATENTSERVE, "generate", *model, "--prompt-ids", PROMPT, "--max-tokens", "64")
@@ -78,7 +79,7 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
 
 
 def whole_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
-    """What is to be done with a model that takes all of so many GPUs, and whose weights are generated."""
+    """Return the steps to run with a model that takes all of this number of GPUs, and whose weights are generated."""
     of = ("--model", str(folder), "--tensor-parallel", str(ranks))
     latency = (*LATENTSERVE, "bench", "latency", *of, "--quiet")
     long, few = ("--input", "8192", "--token-budget", "8192"), ("--output", "2,3", "--width", "1")

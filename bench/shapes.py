@@ -1,5 +1,5 @@
-"""What the benchmarks of whole steps share: published shapes with random weights, rows to run, and the least that a
-step must read and compute."""
+"""Common parts of the benchmarks of whole steps: published shapes with random weights, rows to run, and the least that
+a step must read and compute."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ V32_SLICE: dict[str, Any] = {
     "index_topk": 2048,
     "max_position_embeddings": 163840,
 }
-"""The same slice of DeepSeek-V3.2: every layer has an indexer."""
+"""Slice of DeepSeek-V3.2 that is equal to V3's but for attention: every layer has an indexer."""
 GLM52_SLICE: dict[str, Any] = {
     "model_type": "glm_moe_dsa",
     "vocab_size": 154880,
@@ -217,7 +217,7 @@ SHAPES = {
     "k2-slice": (K2_SLICE, INT4_GROUPS),
     "glm-flash": (GLM_FLASH, PLAIN),
 }
-"""By name, with the format in which their matrices are published: in INT4 those of routed experts alone."""
+"""Shapes by name, with the format in which their matrices are published: in INT4 those of routed experts alone."""
 _AT_ONCE = 1 << 28
 """Numbers that are drawn at once."""
 _PAGES_AT_ONCE = 4096
@@ -233,7 +233,7 @@ class RandomWeights(WeightSource):
         self.form = form
 
     def stored_format(self, name: str) -> Format:
-        """As published: routers, embeddings and heads are plain."""
+        """Return the published format of a matrix: routers, embeddings and heads are plain."""
         if self.form is INT4_GROUPS:
             return self.form if ".experts." in name else PLAIN
         return self.form if self.form.publishes(name) else PLAIN
@@ -261,11 +261,11 @@ class RandomWeights(WeightSource):
             into.normal_(0, 0.02)
 
     def lossless(self, name: str) -> torch.dtype:
-        """As published checkpoints are stored."""
+        """Return the dtype in which published checkpoints store it."""
         return self.dtype
 
     def progress(self, text: str) -> None:
-        """Says nothing."""
+        """Report nothing."""
 
 
 def model_of(
@@ -340,7 +340,7 @@ def _fill(cache: PagedCache) -> None:
 
 @contextmanager
 def choices() -> Iterator[list[Tensor]]:
-    """Within this context the choices of every layer's tokens are noted, bool [T, X]."""
+    """Note the choices of every layer's tokens within this context, bool [T, X]."""
     noted: list[Tensor] = []
     choose, route = few_experts.choose, moe.route
 
@@ -378,7 +378,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a pass is given to do."""
+    """Tokens that a pass computes."""
 
     count: int
     logits: int
@@ -398,18 +398,18 @@ class Tokens:
 
     @staticmethod
     def decode(rows: int, width: int, context: int, experts: float) -> Tokens:
-        """Of decode rows."""
+        """Count the tokens of decode rows."""
         tokens = rows * width
         return Tokens(tokens, tokens, experts, rows * context, tokens * context)
 
     @staticmethod
     def prefill(rows: int, length: int, experts: float) -> Tokens:
-        """Of whole prompts, each token of which attends to itself and those before it."""
+        """Count the tokens of whole prompts, each token of which attends to itself and those before it."""
         return Tokens(rows * length, rows, experts, expanded=rows * length * (length + 1) // 2, prefilled=rows * length)
 
     @staticmethod
     def mixed(rows: int, width: int, context: int, length: int, start: int, experts: float) -> Tokens:
-        """Of decode rows and the last `length` tokens of one prompt, `start` of which are cached."""
+        """Count the tokens of decode rows and the last `length` tokens of one prompt, `start` of which are cached."""
         tokens = rows * width
         pairs = length * start + length * (length + 1) // 2
         cached = rows * context + start
@@ -433,7 +433,7 @@ def _attended(model: Model, tokens: Tokens) -> float:
 
 
 def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
-    """What the target's pass cannot do without, by part."""
+    """Return the least work of the target's pass, by part."""
     count = tokens.count
     parts = dict.fromkeys((INPUT, ATTENTION, DENSE, EXPERTS), Work())
 

@@ -64,31 +64,32 @@ class Alone(Group):
     """One rank of several, of which the others are not there: its part of a sum stands for the sum."""
 
     def all_reduce(self, part: Tensor, out: Tensor) -> None:
-        """Nothing: `part` is `out`, as no other rank reads it."""
+        """Add nothing: `part` is `out`, as no other rank reads it."""
 
     def sums_by_kernel(self, out: Tensor) -> bool:
-        """As where ranks can write each other's memory: what follows is launched dependently."""
+        """Tell whether sums are taken by a kernel, as where ranks can write each other's memory: what follows is
+        launched dependently."""
         return out.nbytes <= one_shot_bytes(self.summed.size)
 
     def add_sum(self, part_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, out: PendingNorm) -> None:
-        """This rank's part enters the residual, in a kernel that has as much to do but the exchange."""
+        """Add this rank's part to the residual, in a kernel that does all but the exchange."""
         pending_norm.add(part_TE, residual_TE, norm_E, out, dependent=launches_dependently(part_TE.device))
 
     def gather_columns(self, part_NY: Tensor, empty: Callable[..., Tensor]) -> Tensor:
-        """This rank's, as often as there are ranks."""
+        """Repeat this rank's columns as often as there are ranks."""
         out_NGY = empty(part_NY.shape[0], self.mesh.heads.size, part_NY.shape[1], dtype=part_NY.dtype)
         return out_NGY.copy_(part_NY[:, None].expand_as(out_NGY)).flatten(1)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
-        """This rank's, as often as there are ranks."""
+        """Repeat this rank's tensor as often as there are ranks."""
         return out.copy_(x.expand_as(out))
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """What this rank has."""
+        """Return what this rank has."""
         return x
 
     def minimum(self, x: Tensor) -> Tensor:
-        """What this rank has."""
+        """Return what this rank has."""
         return x
 
 
@@ -117,13 +118,13 @@ def compile_steps(model: Model, shapes: Sequence[tuple[int, int]], threads: int)
 
 
 def wanted_bytes(plan: MemoryPlan, rows: int) -> tuple[float, float]:
-    """Of the share's weights, and of the caches of so many rows."""
+    """Return the bytes of the share's weights, and of the caches of `rows` rows."""
     pages = -(-(CONTEXT + room(2)) // PAGE_TOKENS)
     return plan.weights, (rows * pages + 1) * plan.page_bytes
 
 
 def check_capacity(plan: MemoryPlan, rows: int, free: int) -> str:
-    """What to say where a GPU with so many free bytes is too small; empty where it is not."""
+    """Return the error message for a GPU with `free` free bytes that is too small; empty if it is large enough."""
     weights, cache = wanted_bytes(plan, rows)
     if weights + cache + AROUND <= free:
         return ""
@@ -135,7 +136,7 @@ def check_capacity(plan: MemoryPlan, rows: int, free: int) -> str:
 
 
 def line(case: Case, ranks: int) -> str:
-    """What is said of one case."""
+    """Measure one case and describe it in a line."""
     experts = chosen_experts(case)
     case.rewind()
     times = replayed(case)
@@ -152,7 +153,7 @@ def line(case: Case, ranks: int) -> str:
 
 
 def planned(folder: Path, ranks: int, rows: int) -> MemoryPlan:
-    """What `latentserve fit` knows of the share."""
+    """Return the plan of `latentserve fit` for the share."""
     config = EngineConfig(model=str(folder), tensor_parallel=ranks, max_rows=rows, max_context=CONTEXT + room(2))
     return memory_plan(config, 10**12)
 

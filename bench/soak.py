@@ -45,7 +45,7 @@ from bench.hostile_clients import Habits  # noqa: E402
 CONTEXT = 4096
 MIB = 2**20
 WARM_SHARE = 0.25
-"""Of the time; what processes hold then is what they may not outgrow."""
+"""Share of the time after which the memory that processes hold is taken for what they may not outgrow."""
 
 
 def settings(model: Path) -> dict[str, object]:
@@ -135,7 +135,8 @@ class Application:
 
 @dataclass
 class Neighbour:
-    """What the well-behaved clients saw. They have a process of their own, so that the crowd's work is not measured."""
+    """Observations of the well-behaved clients. They have a process of their own, so that the crowd's work is not
+    measured."""
 
     gap_s: float = 0.0
     """Longest time between two events of a stream."""
@@ -180,7 +181,7 @@ class Neighbour:
 
 
 async def watch(url: str, seconds: float, told: Connection) -> None:
-    """Be a neighbour for so long; `told` gets what was seen, now and then and at the end."""
+    """Be a neighbour for `seconds` seconds; `told` gets what was seen, now and then and at the end."""
     seen, until = Neighbour(), time.monotonic() + seconds
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http, asyncio.TaskGroup() as group:
         group.create_task(seen.stream(http, url, until))
@@ -198,7 +199,7 @@ def run_watch(url: str, seconds: float, told: Connection) -> None:
 
 
 def newest(told: Connection, before: Neighbour) -> Neighbour:
-    """What was told last."""
+    """Return the newest observations that were sent."""
     with suppress(EOFError):
         while told.poll():
             before = told.recv()
@@ -206,7 +207,7 @@ def newest(told: Connection, before: Neighbour) -> Neighbour:
 
 
 def ways(habits: Habits) -> list[Callable[[], Awaitable[None]]]:
-    """What a client of the crowd does next is one of these."""
+    """Return the habits among which a client of the crowd chooses its next action."""
     return [
         *[habits.reads_to_the_end] * 4,
         *[habits.leaves] * 4,
@@ -296,7 +297,7 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
 
 
 async def left_over(http: httpx.AsyncClient, url: str, patience_s: float = 60.0) -> list[str]:
-    """What requests hold although all clients have gone."""
+    """Return what requests hold although all clients have gone."""
     deadline = time.monotonic() + patience_s
     while True:
         text = (await http.get(f"{url}/metrics")).text

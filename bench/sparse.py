@@ -44,7 +44,7 @@ BYTES_A_MICROSECOND = 4.2e6
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """On the GPU."""
+    """Allocate a tensor on the GPU."""
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
@@ -88,7 +88,7 @@ class Problem:
         return score, select, attention
 
     def products(self) -> float:
-        """Of attention, in floating-point operations."""
+        """Floating-point operations of attention."""
         return 2.0 * self.tokens * self.heads * min(SELECTED, self.context) * (2 * LATENT + ROPE)
 
 
@@ -176,8 +176,8 @@ class Layer:
         )
 
     def widen(self) -> None:
-        """What steps do once for a chunk of many heads over FP8 entries: from then on its tokens attend to these
-        entries in bf16."""
+        """Widen the context once, as steps do for a chunk of many heads over FP8 entries: from then on its tokens
+        attend to these entries in bf16."""
         pages, cu = self.page.numel(), torch.tensor([0, self.page.numel() * PAGE], dtype=torch.int32, device="cuda")
         wide = empty(pages, PAGE, LATENT + ROPE, dtype=torch.bfloat16)
         self.attended = wide, torch.arange(pages, dtype=torch.int32, device="cuda").view(1, pages)
@@ -194,7 +194,7 @@ class Layer:
 
 
 def layers_of(problem: Problem) -> list[Layer]:
-    """As many as make the caches four times the L2; one where they are larger than that."""
+    """Make as many layers as make the caches four times the L2; one where they are larger than that."""
     size = problem.rows * problem.context * problem.key
     count = max(1, min(32, int(4 * L2_BYTES / size) + 1))
     first = Layer(problem)
@@ -202,7 +202,7 @@ def layers_of(problem: Problem) -> list[Layer]:
 
 
 def microseconds(layers: list[Layer], step: Callable[[Layer], None]) -> float:
-    """Of a step of one layer."""
+    """Measure a step of one layer, in microseconds."""
     return timing.microseconds([partial(step, layer) for layer in layers], 3000.0, 7)
 
 

@@ -1,5 +1,5 @@
-"""What vLLM has for sparse attention, for `bench/sparse.py` to measure beside: DeepGEMM's index scores, a selection of
-its own, and FlashMLA over FP8 latents, or in a chunk of a prompt over what it widened to bf16.
+"""vLLM's sparse attention, for `bench/sparse.py` to measure beside: DeepGEMM's index scores, a selection of its own,
+and FlashMLA over FP8 latents, or in a chunk of a prompt over what it widened to bf16.
 
 vLLM must be on the `PYTHONPATH`. It attends with 64 or 128 heads, so that 16 are padded, as it does.
 """
@@ -63,7 +63,7 @@ class Rows:
         self.scores()
 
     def scores(self) -> None:
-        """Of all that the tokens see."""
+        """Compute the scores of everything that the tokens see."""
         self.score = self.deep_gemm.fp8_fp4_paged_mqa_logits(
             (self.index_q, None),
             self.index,
@@ -97,7 +97,7 @@ class Rows:
 
 
 class Chunk:
-    """The same of tokens of a prompt, the last of its context."""
+    """Tensors of one layer's call for tokens of a prompt, the last of its context, and its steps."""
 
     def __init__(self, tokens: int, context: int, heads: int, index_heads: int) -> None:
         import vllm._custom_ops  # noqa: F401
@@ -134,7 +134,7 @@ class Chunk:
 
 
 def line(rows: int, width: int, context: int, heads: int, index_heads: int, *, times: int = 1) -> str:
-    """What vLLM takes for a problem of `bench/sparse.py`, of whose calls a chunk has `times`."""
+    """Measure vLLM on a problem of `bench/sparse.py`, of whose calls a chunk has `times`, and describe it in a line."""
     parts: tuple[str, ...] = "scores", "select", "attend"
     layers: list[Rows] | list[Chunk]
     if times > 1:
@@ -149,7 +149,7 @@ def line(rows: int, width: int, context: int, heads: int, index_heads: int, *, t
 
 
 def _microseconds(layers: list[list[Callable[[], None]]]) -> float:
-    """Of one layer's steps, each layer's in a row."""
+    """Measure one layer's steps, each layer's in a row, in microseconds."""
     for step in itertools.chain.from_iterable(layers):
         step()
     runs = [lambda steps=steps: [step() for step in steps] for steps in layers]

@@ -64,13 +64,13 @@ MOST_KERNELS = 30
 
 
 class Only:
-    """Stands where a replica's runner has its captured graphs: one stage, or one decode step."""
+    """Substitute for the captured graphs of a replica's runner: one stage, or one decode step."""
 
     def __init__(self, stage: Stage | None = None, step: CapturedStep | None = None) -> None:
         self._stage, self._step = stage, step
 
     def stage(self, layout: BatchLayout) -> Stage | None:
-        """Where a mixed step runs."""
+        """Return the stage in which a mixed step runs."""
         return self._stage
 
     def captured(self, plan: StepPlan, *, dense: bool) -> CapturedStep | None:
@@ -101,7 +101,7 @@ class Measured:
         self.numbers = count(1)
 
     def next_plan(self) -> StepPlan:
-        """What the runner is to run next; the rows have their context again."""
+        """Return the plan that the runner is to run next; the rows have their context again."""
         self.case.rewind()
         return self.plan(next(self.numbers))
 
@@ -352,7 +352,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def steps(model: Model, given: argparse.Namespace) -> Iterator[Measured]:
-    """What was asked for, one after the other."""
+    """Yield the steps that were asked for, one after the other."""
     for rows, length in given.prefill or ():
         yield prefill(model, rows, length, given.width)
     for rows, length in given.mixed or ():

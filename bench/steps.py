@@ -1,5 +1,5 @@
-"""What benchmarks of many commands share: these run in turn, side by side where each takes a part of the GPUs. Each has
-a limit, and gets a line."""
+"""Common parts of benchmarks of many commands: these run in turn, side by side where each takes a part of the GPUs.
+Each has a limit, and gets a line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _live: set[int] = set()
 """Process groups of what runs."""
 _over = Event()
-"""Nothing else begins."""
+"""Set when nothing else may begin."""
 STARTED_S = 120.0
 """Seconds in which an endpoint must answer; one with generated weights, which are many, in twice as many."""
 
@@ -43,24 +43,25 @@ class Step:
     commands: tuple[tuple[str, ...], ...]
     limit_s: float = 150.0
     gpus: int = 0
-    """How many it takes; 0: all, so that nothing runs beside it."""
+    """Number of GPUs that it takes; 0: all, so that nothing runs beside it."""
     tokens_of: str = ""
     """The step whose tokens it has to print."""
     server: tuple[str, ...] = ()
-    """Of an endpoint that runs meanwhile; --port and --url are added."""
+    """Command of an endpoint that runs meanwhile; --port and --url are added."""
     generated: bool = False
     """Whether the model's weights are made as they are read."""
 
 
 class Gpus:
-    """Of which each step has its own. They are given in the order of asking, or a step that takes all would starve."""
+    """GPUs that are shared among steps. They are given in the order of asking, or a step that takes all would
+    starve."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """As `CUDA_VISIBLE_DEVICES` has them."""
+        """`names`: the GPUs as in `CUDA_VISIBLE_DEVICES`."""
         self._all, self._free, self._changed = list(names), list(names), Condition()
 
     def take(self, count: int) -> list[str]:
-        """So many of them, all for 0, once they are free."""
+        """Take `count` GPUs, all of them for 0, once they are free."""
         wanted = min(count, len(self._all)) or len(self._all)
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= wanted)
@@ -68,7 +69,7 @@ class Gpus:
         return taken
 
     def give_back(self, taken: Sequence[str]) -> None:
-        """What `take` returned."""
+        """Give back GPUs that `take` returned."""
         with self._changed:
             self._free = sorted([*self._free, *taken], key=self._all.index)
             self._changed.notify_all()
@@ -109,7 +110,7 @@ def _run(step: Step, command: tuple[str, ...], gpus: Sequence[str], log: IO[str]
 def _process(
     step: Step, command: tuple[str, ...], gpus: Sequence[str], stdout: int, stderr: int
 ) -> Iterator[subprocess.Popen[str]]:
-    """In a session of its own, of which nothing outlives this context."""
+    """Run a command in a session of its own, of which nothing outlives this context."""
     own = [str(ROOT), str(ROOT / "tests"), *([str(ROOT / "bench" / "replica_hooks")] if step.generated else [])]
     around = {**os.environ, "PYTHONPATH": os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])}
     if gpus:
@@ -168,7 +169,7 @@ def _answers(url: str) -> bool:
 
 
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:
-    """Those of `run_steps`."""
+    """Add the options of `run_steps`."""
     parser.add_argument("--only", default="", help="names of steps, with commas")
     parser.add_argument("--folder", type=Path, help="for the weights, kept; default: one that is deleted")
     parser.add_argument("--out", type=Path, default=Path(out), help="for what the steps print")
@@ -177,7 +178,7 @@ def add_options(parser: argparse.ArgumentParser, out: str) -> None:
 
 
 def chosen_steps(parser: argparse.ArgumentParser, given: argparse.Namespace, every: Sequence[Step]) -> list[Step]:
-    """Those of `--only`, or all."""
+    """Return the steps of `--only`, or all."""
     wanted = given.only.split(",") if given.only else []
     if unknown := {*wanted} - {step.name for step in every}:
         parser.error(f"no step is called {', '.join(sorted(unknown))}: {', '.join(step.name for step in every)}")
@@ -193,7 +194,7 @@ def list_steps(steps: Sequence[Step]) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Those that this program sees, as `CUDA_VISIBLE_DEVICES` has them."""
+    """Return the GPUs that this program sees, as in `CUDA_VISIBLE_DEVICES`."""
     named = os.environ.get(VISIBLE)
     return [str(index) for index in range(torch.cuda.device_count())] if named is None else named.split(",")
 

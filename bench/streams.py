@@ -1,4 +1,4 @@
-"""What the benchmarks of decode steps share: requests that keep an engine's rows busy until they are ended."""
+"""Common parts of the benchmarks of decode steps: requests that keep an engine's rows busy until they are ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from workers.processes.client import EngineClient
 from workers.protocol.messages import Request
 
 LOOK_S = 0.02
-"""Between two looks at what an engine does."""
+"""Seconds between two looks at what an engine does."""
 PATIENCE_S = 120.0
-"""Until all streams decode: a grammar may have to be compiled for a large vocabulary."""
+"""Seconds until all streams must decode: a grammar may have to be compiled for a large vocabulary."""
 _serial = itertools.count()
 
 
 class Streams:
-    """So many requests that decode at once, until they are ended. Where one ends by itself, another takes its place."""
+    """A number of requests that decode at once, until they are ended. Where one ends by itself, another takes its
+    place."""
 
     def __init__(self, engine: EngineClient, rows: int, asked: Callable[[int, int], Request]) -> None:
         """`asked`: the request for a place, of a number that no other has."""
@@ -46,7 +47,7 @@ class Streams:
                 task.result()
 
     async def decoding(self) -> None:
-        """Until all have given some tokens."""
+        """Wait until all have given some tokens."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_S
         while min(self.given) < 4:
@@ -63,8 +64,9 @@ class Streams:
 
 
 async def tokens_left(engine: EngineClient, rows: int, prompt: int) -> int:
-    """That each of so many streams may generate past its prompt: to the end of the context, or of its share of the
-    cache. Beyond that, streams would wait for each other's pages. UsageMistake where next to nothing is left."""
+    """Return the number of tokens that each of `rows` streams may generate past its prompt: to the end of the context,
+    or of its share of the cache. Beyond that, streams would wait for each other's pages. UsageMistake where next to
+    nothing is left."""
     # A page less, as a step may need one for the tokens it verifies.
     share = ((await settled_stats(engine)).pages_total // rows - 1) * PAGE_TOKENS
     left = min(engine.info.max_context, share) - prompt
@@ -80,7 +82,7 @@ async def tokens_left(engine: EngineClient, rows: int, prompt: int) -> int:
 async def decoding_streams(
     engine: EngineClient, rows: int, asked: Callable[[int, int], Request]
 ) -> AsyncIterator[Streams]:
-    """So many that decode; the engine has nothing to do any more at the end."""
+    """Run `rows` streams, which decode within this context; at its end the engine has nothing to do any more."""
     streams = Streams(engine, rows, asked)
     try:
         await streams.decoding()

@@ -97,7 +97,7 @@ def load_beside(url: str, model: str) -> Iterator[list[int]]:
 
 
 def fault_of(number: int, text: str, reason: str) -> str:
-    """What is wrong with an answer; empty where nothing is."""
+    """Return what is wrong with an answer; empty if nothing is."""
     if reason != "stop":
         return f"finish_reason {reason}"
     schema = asked(number)["response_format"]["json_schema"]["schema"]

@@ -30,11 +30,11 @@ from torch import Tensor
 
 OFF = -1.0
 PERIOD_S = 0.02
-"""Between two looks at the file."""
+"""Seconds between two looks at the file."""
 
 
 def write(file: Path, probability: float) -> None:
-    """From a moment on, drafts are accepted with this probability; `OFF`: as ever."""
+    """Set the probability with which drafts are accepted from now on; with `OFF` acceptance is as usual."""
     file.write_bytes(struct.pack("<f", probability))
 
 
@@ -70,7 +70,7 @@ def _redraw(length, slots, draft, probability, drafts, room, vocab, LANES: tl.co
 
 
 class Agreement:
-    """What the file says, for the steps of this process."""
+    """Agreement of targets with drafts as the file has it, for the steps of this process."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -80,11 +80,11 @@ class Agreement:
     @staticmethod
     @cache
     def of(file: Path) -> Agreement:
-        """One for a process."""
+        """Return the one of this process."""
         return Agreement(file)
 
     def _begin(self, device: torch.device) -> None:
-        """At the first step: a rank has chosen its device by then."""
+        """Begin to follow the file, at the first step: a rank has chosen its device by then."""
         self._following = True
         with torch.inference_mode(False):  # the thread writes
             if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Where the time of a graph's replay goes, kernel by kernel, as CUPTI saw them run.
+"""Time of a graph's replay by kernel, as CUPTI saw them run.
 
 Kernels that are launched dependently overlap, so how long each ran does not add up. What does is how much later than
 the one before it each ended: the time by which the replay would be shorter without it, if nothing else changed.

@@ -43,7 +43,7 @@ L2_BYTES = 60e6
 MOST_SETS = 128
 """Sets of tensors that calls go through in turn."""
 CALLS = 256
-"""Of a graph, or a few more: as many of each set."""
+"""Calls of a graph, or a few more: as many of each set."""
 REPEATS = 5
 
 
@@ -67,7 +67,7 @@ def times(call: Call, dependent: bool) -> tuple[float | None, float | None]:
 
 
 def error_of(call: Call, dependent: bool) -> float:
-    """How far what the kernel does to its tensors is from what the reference does to copies of them."""
+    """Return the distance between the kernel's effect on its tensors and the reference's on copies of them."""
     found = call.make()
     wanted = {name: tensor.clone() for name, tensor in found.items()}
     call.run(found, dependent)

@@ -46,7 +46,7 @@ from workers.models.general import MOST_DEPENDENT, ROUTER_PARTS
 
 EPS = 1e-6
 CONTEXT_PAGES = 16
-"""Of the rows whose attention is merged."""
+"""Pages of the rows whose attention is merged."""
 MOST_LENGTH = 4096
 """Most tokens of a slot at first. Some thousand calls of `advance` add one each, and find it a page all the same."""
 
@@ -55,7 +55,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel at one size."""
+    """Call of one kernel at one size."""
 
     name: str
     size: str
@@ -65,7 +65,7 @@ class Call:
     run: Callable[[Tensors, bool], None]
     """Launches the kernel; the flag: dependently, as it is launched in a step."""
     reference: Callable[[Tensors], None]
-    """Does the same to the same tensors by torch."""
+    """Computes the same from the same tensors by torch."""
     moved: Sequence[str]
     """Tensors as large as what must be read and written, one for each time."""
     dependent: bool = False
@@ -82,7 +82,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the calls need to know of a model on one rank."""
+    """Sizes of a model on one rank that the calls need."""
 
     hidden: int
     intermediate: int
@@ -101,7 +101,7 @@ class Sizes:
 
     @staticmethod
     def of(config: dict[str, Any]) -> Sizes:
-        """Of a model without a down-projection of the query."""
+        """Read the sizes of a model without a down-projection of the query."""
         return Sizes(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
@@ -208,7 +208,7 @@ def enter(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
 
 
 def add_pending(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
-    """Behind an all-reduce of a few tokens."""
+    """Call after an all-reduce of a few tokens."""
     if tokens > MOST_STREAMED:
         return None
 
@@ -243,7 +243,7 @@ def norm(sizes: Sizes, tokens: int, device: torch.device) -> Call:
 
 
 def add_norm(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) -> Call:
-    """Behind attention's last product, and behind the dense feed-forward."""
+    """Call after attention's last product, and after the dense feed-forward."""
 
     def make() -> Tensors:
         shape = (tokens, sizes.hidden)
@@ -271,7 +271,7 @@ def _parts(tokens: int, rows: int, features: int, device: torch.device) -> int:
 
 
 def add_norm_of_parts(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
-    """Behind attention's last product of some decode rows, which leaves its sums in parts."""
+    """Call after attention's last product of some decode rows, which leaves its sums in parts."""
     parts = _parts(tokens, sizes.hidden, sizes.heads * sizes.value, device)
     return add_norm(sizes, tokens, device, parts) if parts else None
 
@@ -289,7 +289,7 @@ def _cache(sizes: Sizes, tokens: int) -> Tensors:
 
 
 def rope_cache(sizes: Sizes, tokens: int, device: torch.device) -> Call:
-    """Of steps with prefill rows: the latents' norm, rope and the write to the cache."""
+    """Call of steps with prefill rows: the latents' norm, rope and the write to the cache."""
 
     def make() -> Tensors:
         return _cache(sizes, tokens) | {
@@ -316,7 +316,7 @@ def rope_cache(sizes: Sizes, tokens: int, device: torch.device) -> Call:
 
 
 def absorb(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) -> Call:
-    """Of decode rows alone: W_UK into the query, and what `rope_cache` does."""
+    """Call of decode rows alone: W_UK into the query, and the work of `rope_cache`."""
 
     def make() -> Tensors:
         features = sizes.query + sizes.width
@@ -350,7 +350,7 @@ def absorb(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) -> C
 
 
 def absorb_parts(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
-    """Behind a product of some decode rows that leaves its sums in parts."""
+    """Call after a product of some decode rows that leaves its sums in parts."""
     parts = _parts(tokens, sizes.query + sizes.width, sizes.hidden, device)
     return absorb(sizes, tokens, device, parts) if parts else None
 
@@ -397,7 +397,7 @@ def merge_up(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
 
 
 def merge_attention(sizes: Sizes, tokens: int, device: torch.device) -> Call:
-    """Of prefill rows over cached context: its last piece, onto what is still in fp32."""
+    """Call of prefill rows over cached context: its last piece is merged into sums that are still in fp32."""
 
     def make() -> Tensors:
         shape = (tokens, sizes.heads, sizes.value)
@@ -415,7 +415,7 @@ def merge_attention(sizes: Sizes, tokens: int, device: torch.device) -> Call:
 
 
 def gather_context(sizes: Sizes, entries: int, device: torch.device) -> Call:
-    """Of a prefill row, from pages all over the cache."""
+    """Call of a prefill row, which gathers from pages all over the cache."""
     pages = -(-entries // PAGE_TOKENS)
 
     def make() -> Tensors:
@@ -434,7 +434,7 @@ def gather_context(sizes: Sizes, entries: int, device: torch.device) -> Call:
 
 
 def gate(sizes: Sizes, tokens: int, device: torch.device) -> Call:
-    """Of the dense feed-forward."""
+    """Call of the dense feed-forward."""
 
     def make() -> Tensors:
         gate_up = sizes.normal(tokens, 2 * sizes.intermediate)
@@ -450,12 +450,12 @@ def gate(sizes: Sizes, tokens: int, device: torch.device) -> Call:
 
 
 def _logits(sizes: Sizes, tokens: int) -> Tensor:
-    """Of which no two of a token are nearly the same, so that every rounding chooses the same experts."""
+    """Draw logits of which no two of a token are nearly the same, so that every rounding chooses the same experts."""
     return torch.rand(tokens, sizes.experts).argsort(-1) * (8 / sizes.experts)
 
 
 def choose(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
-    """Which experts a few tokens go to."""
+    """Call that chooses the experts of a few tokens."""
     if tokens > MOST_STREAMED:
         return None
     routing = RoutingRule("softmax", 1, 1, False, 1.0)
@@ -483,7 +483,7 @@ def choose(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
 
 
 def route(sizes: Sizes, tokens: int, device: torch.device) -> Call:
-    """Which experts more tokens go to; of some the router leaves its sums in parts."""
+    """Call that chooses the experts of more tokens; for some numbers of tokens the router leaves its sums in parts."""
     parts = ROUTER_PARTS if MOST_STREAMED < tokens <= MOST_DEPENDENT else 0
     rule = RoutingRule("softmax", 1, 1, False, 1.0), sizes.shared
 
@@ -505,7 +505,7 @@ def route(sizes: Sizes, tokens: int, device: torch.device) -> Call:
 
 
 def combine_norm(sizes: Sizes, tokens: int, device: torch.device) -> Call | None:
-    """Behind the experts: a token's results, weighed, onto the residual, and its norm."""
+    """Call after the experts: a token's results, weighed, onto the residual, and its norm."""
     columns, experts = sizes.chosen + sizes.shared, sizes.experts + sizes.shared
     hopper = multiprocessors(device) if is_hopper(device) else 0
     matrices = (columns, experts, sizes.hidden, sizes.expert_intermediate, sizes.dtype)
@@ -541,7 +541,7 @@ def combine_norm(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
 
 
 def ordered_sum(sizes: Sizes, tokens: int, parts: int) -> Call:
-    """Of invariant mode: a rank's groups, or the ranks."""
+    """Call of invariant mode: sums over a rank's groups, or over the ranks."""
 
     def make() -> Tensors:
         return {"part": torch.randn(tokens, parts, sizes.hidden), "out": sizes.zeros(tokens, sizes.hidden)}
@@ -578,7 +578,7 @@ def _rows(sizes: Sizes, rows: int, width: int) -> Tensors:
 
 
 def feed(sizes: Sizes, rows: int, width: int) -> Call:
-    """Where a decode step begins."""
+    """Call at the beginning of a decode step."""
 
     def make() -> Tensors:
         return _rows(sizes, rows, width)
@@ -597,7 +597,8 @@ def feed(sizes: Sizes, rows: int, width: int) -> Call:
 
 
 def advance(sizes: Sizes, rows: int, width: int) -> Call:
-    """What a decode step leaves for the next; no draft is accepted, so that rows move on by one token per call."""
+    """Call that leaves a decode step's state for the next one; no draft is accepted, so that rows move on by one token
+    per call."""
 
     def make() -> Tensors:
         t = _rows(sizes, rows, width)
@@ -619,7 +620,7 @@ def advance(sizes: Sizes, rows: int, width: int) -> Call:
 
 
 def feed_draft(sizes: Sizes, rows: int, width: int) -> Call | None:
-    """Between the passes of the draft layer."""
+    """Call between the passes of the draft layer."""
     if width == 1:
         return None
 
@@ -641,7 +642,7 @@ def feed_draft(sizes: Sizes, rows: int, width: int) -> Call | None:
 
 
 def accept(sizes: Sizes, rows: int, width: int) -> Call:
-    """How many drafts are accepted, between `feed` and `advance`."""
+    """Call that counts the accepted drafts, between `feed` and `advance`."""
 
     def make() -> Tensors:
         target = torch.randint(sizes.vocab, (rows, width))

@@ -1,4 +1,4 @@
-"""What a comparison of kernels ends with: which results are wrong, which of the right ones came first."""
+"""Verdict of a comparison of kernels: which results are wrong, and which of the right ones came first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 MOST_ERROR = 2**-7
-"""Of a vector's norm. The few roundings to bfloat16 on the way to a result add about 2**-10 each."""
+"""Largest error, as a share of a vector's norm. The few roundings to bfloat16 on the way to a result add about 2**-10
+each."""
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -17,7 +18,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def verdict(case: str, results: dict[str, tuple[float, float]]) -> str:
-    """One line for what was tried in one case: name -> (time, `error`)."""
+    """Return one line for what was tried in one case: name -> (time, `error`)."""
     right = {name: time for name, (time, error) in results.items() if error <= MOST_ERROR}
     parts = [f"WRONG: {name} (error {results[name][1]:.1e})" for name in results if name not in right]
     if right:

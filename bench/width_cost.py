@@ -53,15 +53,16 @@ from workers.step.slots import SlotState
 REPEATS, MEASUREMENTS = 100, 3
 MOST_DRAWS = 200
 FEW_LAYERS, WHOLE = 2**-6, 2**-3
-"""Of the logits' norm. Three layers round some dozens of times, by about 2**-9 each. Over all layers that adds up, and
-tipped choices come on top; of logits that have nothing to do with each other the difference is 1.4 norms."""
+"""Largest differences, as shares of the logits' norm. Three layers round some dozens of times, by about 2**-9 each.
+Over all layers that adds up, and tipped choices come on top; of logits that have nothing to do with each other the
+difference is 1.4 norms."""
 
 
 class TargetStep(DecodeStep):
     """A decode step as far as its decision: nothing is drafted, and the slots' state stays what it is."""
 
     def run(self) -> StepOutput:
-        """From the slots' state to the decision."""
+        """Run the step from the slots' state to the decision."""
         with self.memory():
             passed = self.target()
             self._verify(passed.logits_NV, passed.fed, None)
@@ -70,7 +71,7 @@ class TargetStep(DecodeStep):
 
 @dataclass(frozen=True)
 class Computed:
-    """What a step came to."""
+    """Result of a step."""
 
     logits_TV: Tensor
     chosen_LTX: Tensor
@@ -84,7 +85,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Both:
-    """What one row came to, and rows of their own."""
+    """Results of one row, and of rows of their own."""
 
     one: Computed
     many: Computed
@@ -132,7 +133,7 @@ class Pair:
         tensors.length_S[1:slots] = self.position_W
 
     def draw(self, seed: int) -> None:
-        """Other tokens."""
+        """Draw other tokens."""
         torch.manual_seed(seed)
         tensors = self.state.tensors
         token_W = torch.randint(0, self.parts.model.config.vocab_size, (self.width,), device=self.device)
@@ -145,7 +146,7 @@ class Pair:
         return TargetStep(self.parts, layout.graph_key(layout.decode_rows, 0), scratch)
 
     def fill(self, step: TargetStep) -> None:
-        """Have the step run its slots."""
+        """Let the step run its slots."""
         first = 0 if step.key.width > 1 else 1
         step.slot_R.copy_(torch.arange(first, first + step.key.rows))
 
@@ -172,7 +173,7 @@ class Pair:
         return self.drawn(min(least)[1])
 
     def drawn(self, seed: int) -> Both:
-        """Both steps with these tokens."""
+        """Compute both steps with these tokens."""
         self.draw(seed)
         return Both(self.compute(self.width), self.compute(1))
 

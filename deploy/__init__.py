@@ -1,1 +1,1 @@
-"""Where latentserve runs: Ray Serve application, HTTP API, router, metrics, command line."""
+"""The serving layer of latentserve: Ray Serve application, HTTP API, router, metrics, command line."""

@@ -1,4 +1,4 @@
-"""What ends a command in one line, and mistakes in settings as people call them who write flags and YAML."""
+"""Errors that end a command in one line, and mistakes in settings as people call them who write flags and YAML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAINER = {
     "missing": "must be given",
     "invalid_key": "Names should be text",
 }
-"""What pydantic says in Python's terms, in those of a settings file."""
+"""Pydantic's messages in Python's terms, put into those of a settings file."""
 _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 """Mistakes that are told with the number that was given."""
 _NO_NAMES = ("[key]", "[plain]", "[named]")

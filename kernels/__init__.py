@@ -1,4 +1,4 @@
-"""How latentserve computes: one folder per kernel family, each a launcher, a reference and a kernel.
+"""The kernels of latentserve: one folder per family, each with a launcher, a reference and a kernel.
 
 Kept import-light, with a version: transformers probes for a package of this name and reads ``__version__``.
 """

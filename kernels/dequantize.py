@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.matrix import GROUP, BlockScaled, GroupScaled, Scaled
 
 _ROWS, _FEATURES = 16, 64
-"""Of a program's tile: those of the smallest block."""
+"""Rows and features of a program's tile: those of the smallest block."""
 
 
 def dequantize(matrix: Scaled, out_NK: Tensor) -> None:
@@ -75,7 +75,7 @@ def _groups(matrix: GroupScaled, out_NK: Tensor) -> None:
 
 
 LAUNCHES: Final[dict[type, Callable[[Any, Tensor], None]]] = {BlockScaled: _blocks, GroupScaled: _groups}
-"""By the class of the matrix."""
+"""Launchers by the class of the matrix."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -102,7 +102,8 @@ def gather_context_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Some features of a block of entries. ROWS: rows that are looked at together for the one an entry belongs to."""
+    """Gather some features of a block of entries. ROWS: rows that are looked at together for the one an entry belongs
+    to."""
     s = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = s < entries
     # As many rows end before an entry, or with it, as there are rows before its own.

@@ -29,7 +29,7 @@ from kernels.latent_entry import LEAST
 from kernels.page import PAGE_TOKENS
 
 SCALE_BYTES: Final = 4
-"""Of an entry in INT8."""
+"""Bytes of the scale of an entry in INT8."""
 LARGEST: Final = 127.0
 """The largest code; -128 is none, so that codes are as many on both sides of 0."""
 _LARGEST = tl.constexpr(LARGEST)
@@ -68,7 +68,7 @@ def encode(number_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def rounded(number):
-    """Of numbers in fp32, [ROWS, LANES]: their codes, and the scale of each row."""
+    """Round numbers in fp32, [ROWS, LANES]. Return their codes, and the scale of each row."""
     # Maxima pass NaN over; 0 times what is not finite is NaN.
     largest = tl.max(tl.abs(number), 1) + tl.sum(number * 0.0, 1)
     scale = tl.where(largest < _LEAST, 1.0, tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32)))

@@ -35,7 +35,7 @@ _LEAST = tl.constexpr(LEAST)
 
 
 class Entry(NamedTuple):
-    """How kernels find the parts of an entry. All but `fp8` matter in FP8 alone."""
+    """Location of the parts of an entry. All fields but `fp8` matter in FP8 alone."""
 
     fp8: bool
     scales: int = 0
@@ -57,7 +57,8 @@ def fp8_entry(latent: int, rope: int, dtype: torch.dtype) -> Entry:
 
 
 def entry_of(cache: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Entry:
-    """How entries of `cache` lie, in a model of `dtype`. ValueError if they are not of so many features."""
+    """Return the layout of the entries of `cache`, in a model of `dtype`. ValueError if they do not have this number of
+    features."""
     if cache.dtype != torch.uint8:
         size, entry = latent + rope, PLAIN
     else:
@@ -88,7 +89,7 @@ def encode(entry_TC: Tensor, latent: int) -> Tensor:
 
 
 def decode(entry_XE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """What FP8 entries, uint8 [..., E], are read as: [..., C] in `dtype`."""
+    """Dequantize FP8 entries, uint8 [..., E], to [..., C] in `dtype`."""
     at = fp8_entry(latent, rope, dtype)
     # Copies, so that they lie as numbers of their size must.
     scale_XG = entry_XE[..., at.scales : at.rope].clone().view(torch.float32)
@@ -99,7 +100,7 @@ def decode(entry_XE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tens
 
 
 def entries(found_XE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """What entries of either form are read as: [..., C], in `dtype` where they are FP8."""
+    """Convert entries of either form to numbers: [..., C], in `dtype` where they are FP8."""
     if entry_of(found_XE, latent, rope, dtype).fp8:
         return decode(found_XE, latent, rope, dtype)
     return found_XE
@@ -123,8 +124,8 @@ def write(entry_TC: Tensor, latent: int, slot_T: Tensor, cache_PKC: Tensor) -> N
 
 @triton.jit
 def rounded(x, BLOCK: tl.constexpr):
-    """Of a latent in fp32, [BLOCK], 0 past its features: the bytes of its codes, the scales of its groups, and what it
-    is read as, in fp32."""
+    """Round a latent in fp32, [BLOCK], 0 past its features. Return the bytes of its codes, the scales of its groups,
+    and the numbers that it is read as, in fp32."""
     GROUPS: tl.constexpr = (BLOCK + _GROUP - 1) // _GROUP
     grouped = tl.reshape(x, [GROUPS, BLOCK // GROUPS])
     # Maxima pass NaN over; 0 times what is not finite is NaN.

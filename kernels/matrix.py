@@ -1,4 +1,4 @@
-"""What products are made with: matrices of plain numbers, and matrices stored in fewer bits, with scales.
+"""Matrices of products: those of plain numbers, and matrices stored in fewer bits, with scales.
 
 Shape legend: X experts (or none), N output features, K input features, B rows of blocks, C columns of blocks, G groups.
 """
@@ -46,12 +46,12 @@ class BlockScaled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return tuple(self.data.shape)
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the matrix."""
         return self.data.device
 
     def __getitem__(self, expert: int) -> BlockScaled:
@@ -87,12 +87,12 @@ class GroupScaled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return (*self.data.shape[:-1], 2 * self.data.shape[-1])
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the matrix."""
         return self.data.device
 
     def __getitem__(self, expert: int) -> GroupScaled:
@@ -116,17 +116,17 @@ class Scaled(Protocol):
 
     @property
     def scales(self) -> Tensor:
-        """What they are multiplied by."""
+        """Scales of the numbers."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, [N, K] or [X, N, K]."""
+        """Shape of the matrix, [N, K] or [X, N, K]."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the matrix."""
         ...
 
     def __getitem__(self, expert: int) -> Scaled:
@@ -139,4 +139,4 @@ class Scaled(Protocol):
 
 
 Matrix = Tensor | Scaled
-"""What kernels multiply with."""
+"""Matrix that kernels multiply with."""

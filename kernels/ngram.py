@@ -30,7 +30,8 @@ BLOCK: Final = 2048
 """Places that one program looks at."""
 _LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
 _PLACES = tl.constexpr(2**32)
-"""More than a row has places: what is found is count * this + place, so the most tokens win, then the last place."""
+"""Number of places, more than a row has: a match is ranked by count * this + place, so the most tokens win, then the
+last place."""
 
 
 def blocks(tokens: int) -> int:
@@ -131,7 +132,7 @@ def take_kernel(
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per row: takes the best of its blocks' places and writes the drafts."""
+    """Take the best of the blocks' places and write the drafts; one program per row."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     live = slot >= 0

@@ -101,7 +101,7 @@ def write(residual_TE: Tensor, norm_E: Tensor, out: PendingNorm, scale_T: Tensor
 
 
 def inverse_rms(pending: PendingNorm) -> Tensor:
-    """What is left to multiply each row by, fp32 [T, 1], in plain torch."""
+    """Compute the factor that is left to multiply each row by, fp32 [T, 1], in plain torch."""
     features = pending.x_TE.shape[1]
     return torch.rsqrt(pending.square_TP.sum(1, keepdim=True) / features + pending.eps)
 
@@ -165,8 +165,8 @@ def enter_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Some features of a token: residual = or += its row (GATHER: of a table); out = residual * norm, sums of squares
-    by pieces. Grid: tokens, blocks of features."""
+    """Enter some features of a token: residual = or += its row (GATHER: of a table); out = residual * norm, sums of
+    squares by pieces. Grid: tokens, blocks of features."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = e < FEATURES

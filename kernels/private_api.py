@@ -20,19 +20,19 @@ TESTED: Final = {"triton": ">=3.6,<3.7", "torch": ">=2.11,<2.14", "ray": "==2.60
 
 
 class PrivateApiGone(RuntimeError):
-    """Another project's private parts are not what they were; the message says which version to install."""
+    """Error for private parts of another project that have changed; the message says which version to install."""
 
 
 @dataclass(eq=False)
 class PrivateApi:
-    """What one purpose needs of a project's private parts."""
+    """Private parts of a project that one purpose needs."""
 
     project: str
-    """As pip names it."""
+    """Name of the project for pip."""
     needs: tuple[str, ...]
     """Dotted names; with "(x, y)" behind the name of what is called, if it takes these arguments, in this order."""
     otherwise: str
-    """What happens without them, and what that costs."""
+    """Consequence of their absence, and its cost."""
     _found: bool | None = field(default=None, init=False)
     _told: bool = field(default=False, init=False)
 
@@ -57,7 +57,7 @@ class PrivateApi:
             raise PrivateApiGone(self.problem(gone))
 
     def problem(self, what: str) -> str:
-        """What to tell and advise where `what` is not there, and nothing goes on without it."""
+        """Return the error message where `what` is missing and nothing goes on without it, with advice."""
         advice = f"pip install '{self.project}{TESTED[self.project]}'"
         return f"{self._project()} has no {what}: {self.otherwise}; install a version that was tested (`{advice}`)"
 

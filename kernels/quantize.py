@@ -28,7 +28,7 @@ LEAST_SCALE: Final = 2.0**-120
 GROUPS: Final = 8
 """Groups of a program."""
 WARPS: Final = 2
-"""So a thread has two pieces of 16 bytes on their way."""
+"""Warps of a program. With them a thread has two pieces of 16 bytes in flight."""
 
 
 def quantize(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:

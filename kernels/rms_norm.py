@@ -21,7 +21,7 @@ from kernels.parts import added, sum_of_parts
 
 @dataclass(frozen=True)
 class AddNorm:
-    """What becomes of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
+    """Treatment of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
 
     residual_TE: Tensor
     weight_E: Tensor

@@ -1,4 +1,4 @@
-"""Between the projections and attention, in one kernel: norm of the latent, rope of query and key, cache write.
+"""Work between the projections and attention, in one kernel: norm of the latent, rope of query and key, cache write.
 
 Shape legend: T tokens, H heads, O rope features, L latent features, C = L + O, P pages, K = 64 entries per page.
 """

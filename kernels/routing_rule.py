@@ -1,4 +1,4 @@
-"""By which rule tokens choose experts: of all kernels that let them. No torch, for configurations have one."""
+"""The rule by which tokens choose experts, for all kernels that let them. No torch, because configurations have one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a token's router logits become experts and weights.
+    """Rule by which a token's router logits become experts and weights.
 
     Source: DeepSeek-V2 (2024), section 2.2 (softmax, a group's best score), DeepSeek-V3 (2024), section 2.1.2 (sigmoid,
     bias).
     """
 
     scoring: Scoring
-    """What makes scores of logits. A bias, where there is one, is added to them for the choice only, never to the
+    """Function from logits to scores. A bias, where there is one, is added to them for the choice only, never to the
     weights."""
     groups: int
-    """With more than 1 the experts form equal groups of neighbours."""
+    """Number of groups. With more than 1 the experts form equal groups of neighbours."""
     top_groups: int
-    """Only the experts of so many groups may be chosen: the best by their best score, or by the sum of their two best
-    where there is a bias."""
+    """Number of groups whose experts may be chosen: the best by their best score, or by the sum of their two best where
+    there is a bias."""
     normalize: bool
     """Divide a token's weights by their sum (+ 1e-20)."""
     scale: float

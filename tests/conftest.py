@@ -21,7 +21,7 @@ def has_gpu() -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without a GPU, files are passed over all of whose tests need one."""
+    """Pass over files all of whose tests need a GPU, where there is none."""
     return True if needs_gpu_by_name(collection_path) and not has_gpu() else None
 
 

@@ -61,7 +61,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """What a process of pytest-xdist has told; one that crashed told nothing."""
+    """Collect the reads that a process of pytest-xdist has told; one that crashed told nothing."""
     _by_workers.update(getattr(node, "workeroutput", {}).get("read", ()))
 
 

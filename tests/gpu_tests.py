@@ -34,9 +34,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROCESS_BYTES = 3 << 30
-"""Of a GPU's memory, for each process that shares a file's tests. A few take several times as much for a moment."""
+"""Bytes of a GPU's memory for each process that shares a file's tests. A few take several times as much for a
+moment."""
 NO_MEMORY = "OutOfMemoryError"
-"""In a failure of a test that found too little of it."""
+"""Name of the error in a failure of a test that found too little GPU memory."""
 MOST_ERRORS = 80
 """Lines of a file's failures that are printed."""
 _live: set[int] = set()
@@ -57,7 +58,7 @@ class Gpus:
     """The GPUs that this program sees, and how many files run on each."""
 
     def __init__(self, count: int, files: int) -> None:
-        """At most so many `files` on one GPU."""
+        """`files`: most files on one GPU."""
         visible = os.environ.get(VISIBLE)
         names = [str(gpu) for gpu in range(count)] if visible is None else visible.split(",")[:count]
         self._files, self._most = {name.strip(): 0 for name in names}, files

@@ -59,7 +59,7 @@ class Parts(io.RawIOBase):
 
 
 def cache() -> Path:
-    """Where Triton keeps what it has compiled."""
+    """Return the folder in which Triton keeps what it has compiled."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 

@@ -25,7 +25,7 @@ from chromium_path import chromium
 PROMPT = "def read_lines(path):"
 STREAMS = 6
 LOOK_MS = 30_000
-"""For which the charts are filled."""
+"""Milliseconds for which the charts are filled."""
 PICTURES = {
     "page": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"},
     "page-dark": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},

@@ -1,4 +1,4 @@
-"""What published models have in their config.json, without their quantization_config; of Kimi K2.5 a part."""
+"""The config.json of published models, without their quantization_config; of Kimi K2.5 a part."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ YOUTU: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 128256,
 }
-"""As others describe its config.json, which itself was not seen."""
+"""Config of Youtu-LLM as others describe it; the file itself was not seen."""
 
 SARVAM: dict[str, Any] = {
     "architectures": ["SarvamMLAForCausalLM"],
@@ -194,7 +194,7 @@ SARVAM: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 262144,
 }
-"""As its fields and sizes are known from its makers' code; its config.json itself was not seen."""
+"""Config of Sarvam's model as its fields and sizes are known from its makers' code; the file itself was not seen."""
 
 AXK1: dict[str, Any] = {
     **V3,
@@ -210,7 +210,7 @@ AXK1: dict[str, Any] = {
     "rope_scaling": None,
     "vocab_size": 163840,
 }
-"""As transformers' defaults have it; its config.json itself was not seen."""
+"""Config of A.X K1 as transformers' defaults have it; the file itself was not seen."""
 
 SMALL4: dict[str, Any] = {
     "architectures": ["Mistral3ForConditionalGeneration"],
@@ -270,7 +270,8 @@ SMALL4: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vision_config": {"model_type": "pixtral"},
 }
-"""As transformers' defaults and other engines' tests have it; its config.json itself was not seen."""
+"""Config of Mistral Small 4 as transformers' defaults and other engines' tests have it; the file itself was not
+seen."""
 SMALL4_PARAMS: dict[str, Any] = {
     "dim": 4096,
     "n_layers": 36,

@@ -54,11 +54,11 @@ INT4_CONFIG: dict[str, Any] = {
         }
     },
 }
-"""As Kimi-K2-Thinking has it."""
+"""Quantization of Kimi-K2-Thinking."""
 
 
 def e4m3(byte: np.ndarray) -> np.ndarray:
-    """What the bytes of float8_e4m3fn mean: a sign, four bits of exponent with bias 7, three of mantissa."""
+    """Decode bytes of float8_e4m3fn: a sign, four bits of exponent with bias 7, three of mantissa."""
     sign = np.where(byte & 0x80, -1.0, 1.0)
     exponent, mantissa = (byte >> 3 & 15).astype(np.float64), (byte & 7).astype(np.float64)
     return sign * np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -104,14 +104,14 @@ def plain(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tens
 
 WRITERS = {"fp8": fp8, "int4": int4, "plain": plain}
 CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}
-"""What a config.json says of them."""
+"""The quantization_config of each kind."""
 
 FP8_NAMES = r"(?<!eh_proj)(?<!weights_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm_head)\.weight$"
 INT4_NAMES = r"\.experts\.\d+\.\w+_proj\.weight$"
 
 
 def quantize_headers(folder: Path, kind: str, names: str) -> None:
-    """What `quantize` does, in a checkpoint without numbers (`write_tiny_headers`)."""
+    """Do what `quantize` does, in a checkpoint without numbers (`write_tiny_headers`)."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     tensors: dict[str, Tensor] = {}
@@ -130,7 +130,7 @@ def quantize_headers(folder: Path, kind: str, names: str) -> None:
 
 
 def _stored_shape(name: str, rows: int, columns: int) -> tuple[int, ...]:
-    """Of a quantized matrix's tensor of this name."""
+    """Return the shape of a quantized matrix's tensor of this name."""
     if name.endswith("_scale_inv"):
         return -(-rows // BLOCK), -(-columns // BLOCK)
     if name.endswith("_packed"):
@@ -141,7 +141,7 @@ def _stored_shape(name: str, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def _note(folder: Path, kind: str) -> None:
-    """In config.json."""
+    """Note the quantization in config.json."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = CONFIGS[kind]
     (folder / "config.json").write_text(json.dumps(config))

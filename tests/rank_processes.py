@@ -13,7 +13,7 @@ import torch
 
 
 def start_method() -> SpawnContext | ForkServerContext:
-    """How they start."""
+    """Return how rank processes start."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

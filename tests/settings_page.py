@@ -16,7 +16,7 @@ from deploy.config.settings import settings_of
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
 BLOCK = re.compile(r"(?<=^```yaml\n).*?(?=^```)", re.DOTALL | re.MULTILINE)
 COLUMN, WIDTH = 29, 130
-"""Where comments begin, and where lines end."""
+"""Column in which comments begin, and width of lines."""
 
 
 def lines() -> Iterator[str]:

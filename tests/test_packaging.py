@@ -1,4 +1,4 @@
-"""What an installed distribution brings along, and what it asks for."""
+"""Contents of an installed distribution, and what it asks for."""
 
 from __future__ import annotations
 

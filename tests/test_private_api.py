@@ -1,4 +1,4 @@
-"""What leans on other projects' private parts is known: which files, for which versions, and that they ask first."""
+"""Uses of other projects' private parts are known: which files, for which versions, and that they ask first."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def written(node: ast.Attribute | ast.Constant) -> str:
 
 
 def leans(source: str) -> list[str]:
-    """What in a file is private to somebody else: names that begin with an underscore and are not the file's own, and
-    modules that are known to be private whatever they are called."""
+    """Return what in a file is private to somebody else: names that begin with an underscore and are not the file's
+    own, and modules that are known to be private whatever they are called."""
     nodes = list(ast.walk(ast.parse(source)))
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

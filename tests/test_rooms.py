@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES = ("kernels", "workers", "deploy")
-"""From the ground up."""
+"""Packages from the ground up."""
 
 ROOMS = {
     "workers": (
@@ -120,7 +120,8 @@ def test_every_room_has_a_floor(package: str) -> None:
 
 
 def test_names_that_are_imported_are_there() -> None:
-    """Also in the programs under bench and in what only a GPU runs, which no type checker reads."""
+    """Names are looked for also in the programs under bench and in what only a GPU runs, which no type checker
+    reads."""
     missing = []
     for file in (*(ROOT / "bench").rglob("*.py"), *(ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

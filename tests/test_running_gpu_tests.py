@@ -199,7 +199,7 @@ def test_files_that_wait_do_not_begin_after_an_interrupt(
 
 
 def test_the_files_here(runner: ModuleType) -> None:
-    """Those that ask how many GPUs there are have the marker of several, and this file has none."""
+    """Files that ask how many GPUs there are have the marker of several, and this file has none."""
     files = runner.gpu_test_files()
     assert Path(__file__) not in files
     assert len(files) > 10

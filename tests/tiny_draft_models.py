@@ -107,7 +107,7 @@ class PlainEagle3:
         return F.rms_norm(x, weight.shape, weight, eps or self.config["rms_norm_eps"])
 
     def _rope(self, x_SHD: Tensor, *, halves: bool) -> Tensor:
-        """Of entries at positions 1, 2, ..."""
+        """Rope entries at positions 1, 2, ..."""
         features = x_SHD.shape[-1]
         position_S = torch.arange(1, len(x_SHD) + 1)
         angle_SI = position_S[:, None] * self.config["rope_theta"] ** (-torch.arange(0, features, 2) / features)
@@ -146,7 +146,7 @@ class PlainEagle3:
         return self._norm(out, "norm") if self.config.get("norm_output") else out
 
     def logits(self, residual_SE: Tensor) -> Tensor:
-        """By the model's ids."""
+        """Compute logits by the model's ids."""
         normed = residual_SE if self.config.get("norm_output") else self._norm(residual_SE, "norm")
         small = normed @ self.w["lm_head.weight"].T
         if "d2t" not in self.w:

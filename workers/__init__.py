@@ -1,1 +1,1 @@
-"""What one replica does: scheduler, step plan, model, speculation, sampling, graphs, weights."""
+"""One replica's work: scheduler, step plan, model, speculation, sampling, graphs, weights."""

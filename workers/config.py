@@ -36,11 +36,11 @@ class Flag:
     """
 
     name: str = ""
-    """Such as `--model`. Empty: the field's name, with dashes."""
+    """Name of the flag, such as `--model`. Empty: the field's name, with dashes."""
     metavar: str = ""
-    """What help shows for the value. Empty: its choices, or its unit or type with the range."""
+    """Placeholder for the value in help. Empty: its choices, or its unit or type with the range."""
     default: str = ""
-    """What holds where the setting is not given, in words. Empty: the field's default speaks for itself."""
+    """Default in words. Empty: the field's default needs no words."""
     panel: str | None = ENGINE
     """Heading under which help lists it. None: among the command's own options."""
     everywhere: bool = False
@@ -48,7 +48,7 @@ class Flag:
 
 
 class EngineConfig(BaseModel):
-    """What one replica serves and how much it takes on at once.
+    """Settings of one replica: the model that it serves, and how much it takes on at once.
 
     A field is the one place where a setting is stated. One with a `Flag` is on the command line as well.
     """
@@ -64,7 +64,7 @@ class EngineConfig(BaseModel):
 
     auto takes 4 at most. Without a drafter the width is 1, whatever is given."""
     drafter: Annotated[Literal["auto", "mtp", "eagle3", "ngram", "none"], Flag(everywhere=True)] = "auto"
-    """What drafts. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.
+    """Drafter. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.
 
     auto drafts with the draft model if one is given, else with the layer, else not at all. mtp: the checkpoint's layer,
     without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where they stood
@@ -87,7 +87,7 @@ class EngineConfig(BaseModel):
     bf16: as `dtype`, which must be bfloat16. fp8: e4m3 with a scale for every 128 features; the roped part of the key
     as `dtype`; keys of indexers in INT8, with a scale each."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Flag(everywhere=True)] = "auto"
-    """What computes. auto: cuda where there is one.
+    """Device that computes. auto: cuda where there is one.
 
     On a cluster: where one of its nodes has a GPU."""
     max_rows: Annotated[int, Field(ge=1, le=1024), Flag()] = 64
@@ -112,19 +112,19 @@ class EngineConfig(BaseModel):
     mixed_step_target_ms: Annotated[
         float | None, Field(ge=0, allow_inf_nan=False), Flag(default="2 x a decode step")
     ] = None
-    """What a step with streams and prompts is to take; prompts get the tokens that fit. 0: all that are left.
+    """Target time of a step with streams and prompts; prompts get the tokens that fit. 0: all that are left.
 
     The default holds on GPUs, where the self-test has measured what a step of decode rows alone takes; it is longer
     beside few streams, where so little time would leave few tokens for prompts (docs/tune.md). Elsewhere, and with 0,
     prompts get all of `token_budget` that streams leave."""
     grammar_compile_timeout_s: Annotated[float, Field(gt=0), Flag("--grammar-compile-timeout")] = 10.0
-    """What structured output may take to compile; a request that takes longer is refused."""
+    """Longest time that structured output may take to compile; a request that takes longer is refused."""
     graphs: bool = True
     """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (a CPU has none)."""
     selftest: bool = True
     """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"
-    """Which steps are proven. auto: every graph; without graphs the smallest, a middle and the largest eager step."""
+    """Steps that are proven. auto: every graph; without graphs the smallest, a middle and the largest eager step."""
     queue_limit: Annotated[int, Field(ge=0)] = 512
     """Sequences that may wait beyond `max_rows`; one more is answered 429.
 
@@ -141,11 +141,11 @@ class EngineConfig(BaseModel):
     record_prompts: Annotated[bool, Flag(panel=BUG_REPORTS)] = False
     """Record prompts and answers, too: they can be read."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """What a launched step may take before the replica is given up as hung."""
+    """Longest time that a launched step may take before the replica is given up as hung."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
-    """How long a process of the replica may be silent before the replica is given up."""
+    """Longest time that a process of the replica may be silent before the replica is given up."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Until every rank has loaded and reports ready."""
+    """Longest time until every rank has loaded and reports ready."""
 
     @model_validator(mode="after")
     def _ranks_make_a_tree(self) -> Self:

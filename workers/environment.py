@@ -1,4 +1,4 @@
-"""What has to be known of the installation and the machine before anything else starts."""
+"""Facts about the installation and the machine that are needed before anything else starts."""
 
 from __future__ import annotations
 

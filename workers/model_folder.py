@@ -1,4 +1,4 @@
-"""What a model folder says of its model: config.json as Hugging Face lays it out, or params.json as Mistral does."""
+"""The description of the model in its folder: config.json in Hugging Face's layout, or params.json in Mistral's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Final
 
 CONFIG: Final = "config.json"
 PARAMS: Final = "params.json"
-"""Of Mistral's own layout, beside consolidated*.safetensors. A folder that holds both is read as Hugging Face's."""
+"""File of Mistral's own layout, beside consolidated*.safetensors. A folder that holds both layouts is read as Hugging
+Face's."""
 
 _NAMES: Final = {
     "dim": "hidden_size",
@@ -39,7 +40,7 @@ _OF_YARN: Final = {
     "alpha": "beta_slow",
 }
 _POSITIONS: Final = 128_000
-"""Of a params.json that does not name them, as vLLM reads it."""
+"""Positions of a params.json that does not give them, as vLLM reads it."""
 _ENDS: Final = 2
 """Mistral's end-of-sequence id, which params.json does not name."""
 

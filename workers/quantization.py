@@ -1,4 +1,4 @@
-"""What a config.json says about how its weights are quantized, and which of that is supported.
+"""The quantization that a config.json describes, and whether it is supported.
 
 How each tensor is stored, the tensors themselves say (`workers.weights.formats`). This finds what cannot be read at all
 before anything is started, and says so in the words of those who publish it.
@@ -11,11 +11,11 @@ from typing import Any, Final
 from workers.weights.formats.registry import FORMATS, difference
 
 _NAMES: Final = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
-"""Of formats that are known by what `format`, `quant_method` or `quant_algo` begins with."""
+"""Names of formats that are recognized by the beginning of `format`, `quant_method` or `quant_algo`."""
 
 
 def unsupported_quantization(values: dict[str, Any]) -> str:
-    """What to say of the weights of a checkpoint with this config.json; empty where they can be read."""
+    """Return why the weights of a checkpoint with this config.json cannot be read; empty if they can."""
     text = values.get("text_config")
     for prefix, place in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
         if place.get("quantization_config") is None:

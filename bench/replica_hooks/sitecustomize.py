@@ -61,7 +61,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "workers.step.mixed": synthetic_acceptance,
     "workers.step.parts": synthetic_drafts,
 }
-"""What is done to a module once it was executed."""
+"""Hooks that change a module after it was executed, by its name."""
 
 
 class _Hooked(Loader):
@@ -71,11 +71,11 @@ class _Hooked(Loader):
         self._plain, self._hook = plain, hook
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As ever."""
+        """Create the module as usual."""
         return self._plain.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As ever, and the hook."""
+        """Execute the module as usual, then run the hook."""
         self._plain.exec_module(module)
         self._hook(module)
 

@@ -50,7 +50,8 @@ POLICY: Final = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""Nothing inline, nothing of other servers, no other site's frame: what a model says can never run."""
+"""Content security policy. It allows nothing inline, nothing from other servers, no other site's frame: what a model
+says can never run."""
 HEADERS: Final = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",

@@ -40,10 +40,10 @@ class SelfTestAnswer(BaseModel):
 
 
 class LiveModel(Answer):
-    """What is served."""
+    """Description of the served model."""
 
     names: list[str]
-    """That requests may give; the first is the one answers carry."""
+    """Names that requests may give; answers carry the first one."""
     max_model_len: int
     max_width: int
     """Most tokens a decode row feeds in one step: 1 + drafts."""
@@ -78,7 +78,7 @@ class LiveAnswer(Answer):
     replicas: list[ReplicaState]
     total: LiveTotal
     selftest: SelfTestAnswer | None = None
-    """What `GET /selftest` answers, of the replica that answers; null where it is switched off or not asked for."""
+    """Report of `GET /selftest` for the replica that answers; null where it is switched off or not asked for."""
 
 
 class Live:
@@ -207,7 +207,7 @@ def add_status(
         return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
 
     async def selftest(request: HttpRequest) -> Response:
-        """What the self-test found when this replica started; 404 when it was switched off."""
+        """The report of the self-test that ran when this replica started; 404 if it was switched off."""
         model.info()
         report = engine.selftest
         if report is None:
@@ -216,7 +216,7 @@ def add_status(
         return Response(orjson.dumps(report.to_json()), media_type="application/json")
 
     async def now(request: HttpRequest, selftest: bool = True) -> Response:
-        """What all replicas do right now, and what the self-test of the one that answers found."""
+        """The current state of all replicas, and the self-test report of the one that answers."""
         return Response((await live.answer(selftest)).model_dump_json(), media_type="application/json")
 
     async def metrics(request: HttpRequest) -> Response:

@@ -1,4 +1,4 @@
-"""What `bench http` and `bench compare` have in common: the options of a load, and how it is run."""
+"""The common part of `bench http` and `bench compare`: the options of a load, and running it."""
 
 from __future__ import annotations
 

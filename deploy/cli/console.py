@@ -1,4 +1,4 @@
-"""What every command shares at its edges: results on stdout, all else on stderr, one line for a user's mistake."""
+"""Input and output of all commands: results on stdout, all else on stderr, one line for a user's mistake."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reported() -> Iterator[None]:
 
 
 _noted: int | None = None
-"""Where the numbers of signals that arrived can be read, within `reported`."""
+"""File descriptor from which the numbers of arrived signals can be read, within `reported`."""
 
 
 @contextmanager

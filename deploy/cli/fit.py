@@ -72,12 +72,13 @@ def _memory(gpu: str) -> int:
 
 
 def _asked(config: EngineConfig) -> str:
-    """Which of the two plans is that of the settings."""
+    """Return the key of the plan, of two, that the settings ask for."""
     return "fp8" if config.kv_cache_dtype == "fp8" else "plain"
 
 
 def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Change | None]:
-    """With the cache in the model's dtype and in FP8; what to change where the one that is asked for does not fit."""
+    """Plan with the cache in the model's dtype and in FP8. Also return what to change where the plan that is asked for
+    does not fit."""
     from workers.fit.memory_plan import memory_plan
     from workers.fit.smallest_change import smallest_change
 

@@ -100,7 +100,7 @@ def _encoded(prompt: str, tokenizer: Tokenizer | None, config: EngineConfig) -> 
 
 
 class _Shown:
-    """What was generated, in pieces of text, or of ids where there is no tokenizer; written as it comes."""
+    """Generated text in pieces, or ids where there is no tokenizer. It is written as it comes."""
 
     def __init__(self, tokenizer: Tokenizer | None, stdout: TextIO | None) -> None:
         self._stream = None if tokenizer is None else tokenizer.stream()

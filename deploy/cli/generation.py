@@ -14,7 +14,7 @@ from workers.protocol.messages import Request
 
 @dataclass
 class Generation:
-    """What one request gave. Times in seconds."""
+    """Result of one request. Times in seconds."""
 
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
@@ -23,11 +23,11 @@ class Generation:
     drafts_offered: int = 0
     drafts_accepted: int = 0
     load: float = 0.0
-    """From the start of the processes until every rank was ready."""
+    """Seconds from the start of the processes until every rank was ready."""
     first: float = 0.0
-    """From the request to its first token."""
+    """Seconds from the request to its first token."""
     total: float = 0.0
-    """From the request to its last token."""
+    """Seconds from the request to its last token."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -60,7 +60,7 @@ class Generation:
         }
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         drafts = ""
         if self.drafts_offered:
             share = self.drafts_accepted / self.drafts_offered

@@ -25,7 +25,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class LatencyShape:
-    """What is measured for each batch size."""
+    """Shape of the measurement for each batch size."""
 
     input: int
     """Prompt tokens of every request."""
@@ -42,7 +42,7 @@ class LatencyShape:
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """One batch size. Times in seconds, speeds in tokens per second."""
+    """Result for one batch size. Times in seconds, speeds in tokens per second."""
 
     batch: int
     input: int
@@ -61,7 +61,8 @@ class LatencyResult:
     drafts_offered: int
     drafts_accepted: int
     distinct_last_tokens: int
-    """Of the long runs' last batch: 1 in a large batch of random prompts would mean that the model computes nothing."""
+    """Distinct last tokens in the last batch of the long runs. In a large batch of random prompts, 1 would mean that
+    the model computes nothing."""
 
     @property
     def acceptance(self) -> float | None:
@@ -69,7 +70,7 @@ class LatencyResult:
         return self.drafts_accepted / self.drafts_offered if self.drafts_offered else None
 
     def report(self) -> dict[str, Any]:
-        """For JSON: every field, in its unit, and the acceptance."""
+        """Return every field for JSON, in its unit, and the acceptance."""
         return {**asdict(self), "acceptance": self.acceptance}
 
 

@@ -89,7 +89,7 @@ async def settled_stats(engine: Engine) -> EngineStats:
 
 
 class _Progress:
-    """What is shown while the engine loads: a spinner on a terminal, else lines, on stderr."""
+    """Progress display while the engine loads, on stderr: a spinner on a terminal, else lines."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

@@ -24,13 +24,13 @@ EPILOG = options.examples(
 )
 
 _DEFAULTS = {"engine.tensor_parallel": "1; 2 for the demo model, unless there is one GPU"}
-"""Of the commands whose settings `serve_config` puts together."""
+"""Defaults, in words, of commands whose settings `serve_config` puts together."""
 SETTINGS = [setting for setting in settings_of(ServeConfig) if setting.flag]
-"""All that are on the command line."""
+"""Settings that are on the command line."""
 
 
 def takes(settings: Iterable[Setting]) -> Callable[[options.Command], options.Command]:
-    """As `options.takes`, for a command whose settings `serve_config` puts together."""
+    """Variant of `options.takes` for a command whose settings `serve_config` puts together."""
     return options.takes(settings, over_file=True, defaults=_DEFAULTS)
 
 
@@ -57,7 +57,7 @@ def serve(given: options.Given, config: options.SettingsFile = None, quiet: opti
 
 
 def _say(line: str) -> None:
-    """On stderr, unless that is a terminal that was closed: then the application still ends in order."""
+    """Print a line on stderr, unless that is a terminal that was closed: then the application still ends in order."""
     try:
         typer.echo(line, err=True)
     except OSError as error:
@@ -66,7 +66,7 @@ def _say(line: str) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """What goes wrong is still said, by `reported`."""
+    """Drop a line of progress. Errors are still printed, by `reported`."""
 
 
 def serve_config(file: Path | None, given: options.Given) -> ServeConfig:
@@ -93,7 +93,7 @@ def serve_config(file: Path | None, given: options.Given) -> ServeConfig:
     flags = {setting.name: setting.option for setting in SETTINGS}
 
     def label(name: str) -> str:
-        """What the user called it: a flag, or a setting in the file."""
+        """Return the user's name for a setting: a flag, or a name in the settings file."""
         return flags.get(name, name) if file is None or name in given else name
 
     data = merged(data, given)

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""It is needed last, so it does not end with the others."""
+"""Signals that the cleanup process ignores: it is needed last, so it does not end with the others."""
 
 
 class CleanupProcess:
-    """Its handle in the process that it stands in for."""
+    """Handle of a cleanup process, in the process that it cleans up after."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: to be removed."""
@@ -43,7 +43,7 @@ class CleanupProcess:
         self._tell(f"{leader}\n".encode())
 
     def close(self) -> None:
-        """There is nothing left to do."""
+        """End the cleanup process: there is nothing left to do."""
         self._tell(b"over\n")
         self._process.communicate()
 
@@ -79,7 +79,7 @@ def end(leaders: set[int], patience_s: float, limit_s: float) -> None:
 
 
 def remove(folder: Path) -> None:
-    """All of it; who has just ended a front may still be noting that there."""
+    """Remove the whole folder; a front that has just been ended may still be noting that there."""
     for _ in range(3):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -31,13 +31,14 @@ Say = Callable[[str], None]
 NODES_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Whether Ray's nodes may be on several machines, on whatever operating system."""
 HAPROXY_SOCKETS = len(f"/{'node':->56}/metrics.sock") + 10
-"""What the path of its longest socket has behind our folder; it keeps ten characters of what a path may have."""
+"""Characters in the path of HAProxy's longest socket after our folder, and ten in reserve."""
 RAY_SOCKETS = len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
-"""The same of Ray's, behind the folder for temporary files."""
+"""Characters that Ray's longest socket path has after the folder for temporary files."""
 
 
 class CannotJoin(RuntimeError):
-    """There is no Ray at the address that was given, or none that lets us in; the message says which and why."""
+    """Error when there is no Ray at the address that was given, or none that lets us in; the message says which and
+    why."""
 
 
 def cluster_to_join(config: ServeConfig) -> str | None:
@@ -58,7 +59,7 @@ class RayConnection:
         address, before = cluster_to_join(config), _descendants()
         self.own = not address
         self.head_address = "127.0.0.1"
-        """Of the head node, which always takes requests, as this process reaches it."""
+        """Address of the head node, as this process reaches it. The head node always takes requests."""
         try:
             if address:
                 self._join(address, say)
@@ -182,7 +183,7 @@ def _our_signal_handlers() -> Iterator[None]:
 
 
 def port_problem(host: str, port: int) -> str:
-    """Why a server cannot listen there; empty when it can."""
+    """Return why a server cannot listen at `host` and `port`; empty if it can."""
     try:
         bound(host, port, reuse=True).close()
     except OSError as error:

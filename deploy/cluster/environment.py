@@ -1,4 +1,4 @@
-"""What Ray's processes must find in their environment before they start: Ray Serve reads these settings nowhere else.
+"""The environment variables that Ray's processes need before they start: Ray Serve reads these settings nowhere else.
 
 `latentserve serve` sets them for the cluster that it starts. For nodes started by `ray start`, `python -m
 deploy.cluster.environment` prints them as shell exports; `cluster.yaml` evaluates that on every node.
@@ -32,7 +32,8 @@ PROCESS_ENVIRONMENT = {
     # One GPU per rank is reserved, all of them stay visible: symmetric memory opens its neighbours' memory.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
-"""What a rank's process needs. Where its node does not have it already, the process asks for it and starts later."""
+"""Environment variables that a rank's process needs. Where its node lacks them, the process asks for them and starts
+later."""
 
 logger = logging.getLogger("latentserve.cluster")
 

@@ -1,4 +1,5 @@
-"""What stands between Ray Serve and its HAProxy binary: side doors closed, no gap, honest errors, no orphan left.
+"""A command between Ray Serve and its HAProxy binary, which changes the configuration and then becomes HAProxy. It
+closes unguarded ports, avoids gaps between configurations, gives true errors and leaves no orphan process.
 
 Written for Ray 2.60.0, whose Serve writes HAProxy's configuration and has no settings for what follows, so the command
 that Serve starts in HAProxy's place (see `install`) changes the configuration it was given, then becomes HAProxy:
@@ -37,9 +38,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SERVERS_FILE = "servers.json"
-"""Beside what `install` wrote: the servers of each backend that had any, when HAProxy was started last."""
+"""File beside what `install` wrote: the servers of each backend that had any, when HAProxy was started last."""
 FAULT_FILE = "fault.txt"
-"""Beside the configuration: why the last replica of this node failed; absent while one serves."""
+"""File beside the configuration: why the last replica of this node failed; absent while one serves."""
 BODY_S = 60
 """Seconds in which a request's head must arrive, then its body, or as much of it as the router sees; else 408."""
 
@@ -51,7 +52,8 @@ _SECTION = re.compile(r"^(frontend|listen|backend|global|defaults)\b\s*(\S*)")
 _SIDE_SECTIONS = ("prometheus", "stats")
 _FRONT_DOOR = re.compile(r"^\s*bind (\S+):(\d+)")
 _ANYWHERE = {"*": "127.0.0.1", "::1": "[::1]"}
-"""By a host as Serve writes it, where HAProxy is reached from its own node."""
+"""Local address for each host that means all interfaces, as Serve writes it. HAProxy is reached through it from its own
+node."""
 _FRONT_SECTION = "http_frontend"
 _READ_BY_SERVE = {"x-request-id": "[A-Za-z0-9._:/+=@~-]{1,128}", "x-request-timeout-seconds": "[0-9.]{1,9}"}
 """Headers and what may be in them; where there are several, in the last one, which Serve takes."""
@@ -61,7 +63,7 @@ _ROUTER_FAILED = re.compile(r'^\s*http-request return status 503 .* lf-string "I
 _NO_ROUTE = re.compile(r"^\s*http-request return status 404 .* lf-string \"Path ")
 _SERVER = re.compile(r"^\s*server ")
 _KEPT_PERIOD = "250ms"
-"""Between two checks of servers that are kept."""
+"""Time between two checks of servers that are kept."""
 _POOL = re.compile(r"^(\s*)http-reuse always$")
 _HEALTHY = re.compile(r"^(\s*http-check expect) status 200$")
 _DRAINS = re.compile(r"^(\s*http-check expect) rstring \S+$")
@@ -82,7 +84,8 @@ _ERRORS = {
     503: ("server_error", "no_replica", "no replica is ready: %[lua.cause]"),
     504: ("server_error", "gateway_timeout", "the replica did not answer in time"),
 }
-"""What HAProxy can answer by itself: type, code and message in the envelope, which HAProxy formats."""
+"""The errors that HAProxy can answer by itself, by status: type, code and message in the envelope, which HAProxy
+formats."""
 _RETRY_AFTER = (502, 503, 504)
 
 # Reading a file blocks HAProxy for microseconds, and only where nobody is served.
@@ -192,7 +195,8 @@ _BRANCHES, _VALUES = re.compile(r"\{%.*?%\}", re.DOTALL), re.compile(r"\{\{.*?\}
 
 
 def unknown_template() -> str:
-    """What Ray Serve's template of the configuration does not have of what `adapt` looks for; empty when it has all.
+    """Return the first thing that `adapt` looks for and Ray Serve's template of the configuration lacks; empty if it
+    has all.
 
     It is read, not imported: Ray Serve takes its settings from the environment when it is imported.
     """
@@ -206,8 +210,8 @@ def unknown_template() -> str:
 
 
 def _not_in(source: str) -> Iterator[str]:
-    """Of the lines that `adapt` looks for, those that a module with the template does not have. All branches of the
-    template count, with a 1 for every value."""
+    """Yield the patterns that `adapt` looks for and a module with the template lacks. All branches of the template
+    count, with a 1 for every value."""
     import ast
 
     texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
@@ -235,7 +239,8 @@ def _error_lines(folder: Path) -> list[str]:
 
 
 def fault_note(cause: str) -> tuple[Path, str] | None:
-    """Where HAProxies of this node look for the cause while there is no replica, and how it is written there.
+    """Return the file in which HAProxies of this node look for the cause while there is no replica, and the text for
+    it.
 
     None where no HAProxy stands in front.
     """
@@ -245,7 +250,8 @@ def fault_note(cause: str) -> tuple[Path, str] | None:
 
 
 def note_fault(cause: str | None) -> None:
-    """What HAProxies of this node answer while there is no replica, called by replicas. None: there is one again."""
+    """Set the cause that HAProxies of this node answer while there is no replica. Replicas call it. None: there is one
+    again."""
     note = fault_note(cause or "")
     if note is None:
         return

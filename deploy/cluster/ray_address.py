@@ -1,4 +1,4 @@
-"""Where a Ray of our own listens, where another one is looked for, and where its logs are.
+"""The address at which a Ray of our own listens, that at which another one is looked for, and the folder of its logs.
 
 Written for Ray 2.60.0, which has no settings for that: what stands here uses private parts of it. Where one is missing,
 each function says what it does without.
@@ -39,8 +39,8 @@ _LOGS: Final = PrivateApi(
 
 @contextmanager
 def alone(token: bool) -> Iterator[None]:
-    """Within, Ray takes the address 127.0.0.1 for what it is, and all that it starts listens there alone. It would
-    otherwise put in its place the one by which other machines reach this one.
+    """Make Ray, within this context, take the address 127.0.0.1 for what it is, so that all that it starts listens
+    there alone. It would otherwise put in its place the one by which other machines reach this one.
 
     Where Ray has no such switch, it does that, and a line is logged; EnvironmentProblem where no `token` guards it. The
     same where Ray does not know the settings by which it is given its addresses.
@@ -83,7 +83,7 @@ def knock(address: str) -> str:
 
 
 def logs_folder() -> str:
-    """Where the Ray that this process started keeps its logs."""
+    """Return the log folder of the Ray that this process started."""
     if not _LOGS.there():
         return f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
     import ray._private.worker

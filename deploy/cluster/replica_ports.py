@@ -1,4 +1,5 @@
-"""Where a Serve replica listens: at its node's own address, or for this machine alone where Ray is.
+"""The interface on which a Serve replica listens: its node's own address, or the loopback one where Ray itself uses
+that.
 
 Ray Serve opens the port over which deployments talk to each other on every interface, and the port that HAProxy sends
 requests to at the application's `host`, though nobody but an HAProxy should come there. There are no settings for
@@ -32,7 +33,8 @@ ALONE = "127.0.0.1"
 
 
 def listen_at_home() -> None:
-    """To be called by the constructor of whatever Serve makes a replica of: it listens after that."""
+    """Make a replica listen at its node's address. The constructor of whatever Serve makes a replica of calls this: the
+    replica listens after it."""
     if not _PORTS.there():
         return
     from ray._common.network_utils import build_address

@@ -98,7 +98,7 @@ class Sessions:
         return self._broken
 
     def closing(self) -> None:
-        """From now on this process ends Ray itself."""
+        """Note that from now on this process ends Ray itself."""
         self._closing = True
 
     def end(self) -> None:
@@ -130,15 +130,15 @@ class Watch:
         threading.Thread(target=self._run, name="watch-end", daemon=True).start()
 
     def stop(self) -> None:
-        """This process should end from now on. A signal handler may call it."""
+        """Note that this process should end from now on. A signal handler may call it."""
         self._deadline = min(self._deadline, time.monotonic() + self._within_s)
 
     def hurry(self) -> None:
-        """It should end at once."""
+        """Note that this process should end at once."""
         self._deadline = min(self._deadline, time.monotonic() + HURRY_S)
 
     def over(self) -> None:
-        """It did what there was to do."""
+        """Note that this process has done what there was to do."""
         self._over.set()
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ ACCESS: Final = "Access"
 
 
 class ApiConfig(BaseModel):
-    """What one replica's HTTP front accepts and how it answers."""
+    """Settings of a replica's HTTP front: which requests it accepts, and how it answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
 
@@ -86,16 +86,16 @@ class ApiConfig(BaseModel):
 
     With these a message can forge turns."""
     generation_config: Annotated[Literal["auto", "none"], Flag(metavar="auto|none")] = "auto"
-    """Where requests that do not say how they are sampled have it from.
+    """Source of the sampling parameters of requests that give none.
 
     auto: the sampling parameters in the folder's generation_config.json, as `/v1/models` tells. none: temperature 1
     and no filter."""
     tool_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes them")] = "auto"
-    """What reads tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2, glm, hermes or mistral.
+    """Parser of tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2, glm, hermes or mistral.
 
     auto: as the chat template writes them. none: they stay text."""
     reasoning_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes it")] = "auto"
-    """What reads reasoning: deepseek_r1, deepseek_v3, kimi_k2, glm or mistral.
+    """Parser of reasoning: deepseek_r1, deepseek_v3, kimi_k2, glm or mistral.
 
     auto: as the chat template writes it. none: it is content."""
     stop_in_reasoning: bool = False
@@ -109,11 +109,11 @@ class ApiConfig(BaseModel):
     stored_response_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
     """Most of conversations that are kept so."""
     stored_response_s: float = Field(default=3600.0, gt=0)
-    """For how long a response is kept."""
+    """Time for which a response is kept."""
     probe_timeout_s: float = Field(default=5.0, gt=0)
-    """How long `/health` waits for its token, or for a step of others."""
+    """Longest time that `/health` waits for its token, or for a step of others."""
     probe_ttl_s: float = Field(default=1.0, ge=0)
-    """For how long `/health` trusts the last good health check (a fault is reported at once all the same)."""
+    """Time for which `/health` trusts the last good health check (a fault is reported at once all the same)."""
 
     @model_validator(mode="before")
     @classmethod

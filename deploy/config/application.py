@@ -24,47 +24,47 @@ LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class RoutingConfig(BaseModel):
-    """How a replica is chosen. Costs are in prompt tokens still to be computed (`deploy.routing.policy`)."""
+    """Choice of a replica. Costs are in prompt tokens still to be computed (`deploy.routing.policy`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     row_tokens: Annotated[float, Field(ge=0)] = 32.0
-    """What one running or waiting request costs the next one, as prompt tokens."""
+    """Cost of one running or waiting request for the next one, as prompt tokens."""
     stats_period_s: Annotated[float, Field(gt=0)] = 0.2
-    """Between two reports of a replica's load."""
+    """Time between two reports of a replica's load."""
     affinity_bytes: Annotated[int, Field(ge=16384)] = 512 * 1024
-    """How much of a request's body the router reads for prefix affinity; the rest of a longer one it estimates."""
+    """Bytes of a request's body that the router reads for prefix affinity; the rest of a longer one it estimates."""
 
 
 class DrainConfig(BaseModel):
-    """How long an ending replica or proxy waits for what it still serves."""
+    """Times that an ending replica or proxy waits for what it still serves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     deregister_s: Annotated[float, Field(ge=0)] = 2.0
-    """How long an ending replica stays reachable, so that every proxy hears of it first."""
+    """Time for which an ending replica stays reachable, so that every proxy hears of it first."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """What streams of an ending replica may still take. Those of other replicas go on."""
+    """Longest time that streams of an ending replica may still take. Those of other replicas go on."""
 
 
 class HealthConfig(BaseModel):
-    """How failures that nobody reported are found, and how fast a replica that failed leaves."""
+    """Detection of failures that nobody reported, and the time in which a replica that failed leaves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     period_s: Annotated[float, Field(gt=0)] = 0.5
-    """Between two health checks of a replica by the Serve controller, which finds a dead one by them."""
+    """Time between two health checks of a replica by the Serve controller, which finds a dead one by them."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Until a health check without an answer counts as failed; three in a row replace the replica.
+    """Time until a health check without an answer counts as failed; three in a row replace the replica.
 
     A front that hangs for as long, and at least for a second, is ended."""
     patience_s: Annotated[float, Field(ge=0)] = 60.0
-    """How long streams wait for an engine after theirs died; then they end with an error.
+    """Longest time that streams wait for an engine after theirs died; then they end with an error.
 
     Scheduler and ranks are started again in place. Streams go on there, or before that at another replica, with the
     tokens that they would have had. 0: streams end at once, and the whole replica is replaced."""
     flush_s: Annotated[float, Field(ge=0)] = 0.25
-    """Between the error event on every stream of a failed replica and its exit."""
+    """Time between the error event on every stream of a failed replica and its exit."""
     start_attempts: Annotated[int, Field(ge=1)] = 3
     """Replicas in a row that may fail while starting before the application counts as failed."""
 
@@ -77,11 +77,11 @@ class LogConfig(BaseModel):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least level of what is logged."""
     access: bool = False
-    """One line for every HTTP request."""
+    """Log one line for every HTTP request."""
 
 
 class ServeConfig(BaseModel):
-    """What `latentserve serve --config` and the `args` of a Serve config file hold."""
+    """Settings in a file for `latentserve serve --config`, and in the `args` of a Serve config file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -126,7 +126,7 @@ class ServeConfig(BaseModel):
     health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
     metrics_period_s: Annotated[float, Field(gt=0)] = 1.0
-    """Between two reports of a replica's figures to Ray's metrics."""
+    """Time between two reports of a replica's figures to Ray's metrics."""
 
     @model_validator(mode="after")
     def _ranks_have_gpus_of_their_own(self) -> Self:

@@ -10,22 +10,22 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 UNNAMED = "default"
-"""What all keys without a name of their own are called, where others have one."""
+"""Name of all keys that have none of their own, where others have one."""
 
 
 class ApiKey(BaseModel):
-    """One key. A limit that is None is none."""
+    """API key with its limits. A limit that is None is none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     key: str = Field(min_length=1, repr=False)
-    """What clients send."""
+    """Secret that clients send."""
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """What metrics, logs and traces call it."""
+    """Name of the key in metrics, logs and traces."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Lower runs first, and before all that has a higher number. A request may raise its own number, never lower it."""
     weight: float = Field(default=1.0, ge=0.001, le=1000)
-    """Its share of the tokens among keys of its priority whose requests wait."""
+    """Share of the tokens among keys of its priority whose requests wait."""
     requests_per_minute: int | None = Field(default=None, gt=0)
     """Requests to endpoints that generate."""
     tokens_per_minute: int | None = Field(default=None, gt=0)

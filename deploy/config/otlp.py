@@ -1,4 +1,4 @@
-"""Where spans of requests go."""
+"""The collector that spans of requests are sent to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def endpoint_problem(endpoint: str) -> str:
-    """Why spans cannot be sent there, "" where they can."""
+    """Return why spans cannot be sent to `endpoint`; "" if they can."""
     try:
         parts = urlsplit(endpoint)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -24,7 +24,7 @@ def endpoint_problem(endpoint: str) -> str:
 
 
 def endpoint_of(environment: Mapping[str, str]) -> str | None:
-    """What OpenTelemetry's own variables say; None where they switch spans off or say nothing."""
+    """Return the endpoint that OpenTelemetry's own variables give; None if they switch spans off or give none."""
     off = (
         environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none"
     )

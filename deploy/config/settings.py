@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 from workers.config import Flag
 
 UNITS: Final = {"_s": "SECONDS", "_ms": "MS", "_bytes": "BYTES"}
-"""By the end of a setting's name."""
+"""Units by the end of a setting's name."""
 TYPES: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT", Path: "FILE"}
-"""What stands for the value of an option, where neither its choices nor a unit do."""
+"""Placeholder for the value of an option that has neither choices nor a unit."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Setting:
 
     @cached_property
     def flag(self) -> Flag | None:
-        """None for one that is not on the command line."""
+        """Its command-line flag; None for a setting that has none."""
         return next((each for each in self.field.metadata if isinstance(each, Flag)), None)
 
     @property
@@ -42,14 +42,14 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """Its name on the command line; the dotted one where it is not there."""
+        """Name on the command line; the dotted name for a setting that is not there."""
         if self.flag is None:
             return self.name
         return self.flag.name or "--" + self.name.rpartition(".")[2].replace("_", "-")
 
     @cached_property
     def types(self) -> list[tuple[Any, list[Any]]]:
-        """What its value may be, without None: a class or a Literal each, with its bounds."""
+        """Types that its value may have, without None: a class or a Literal each, with its bounds."""
         return list(_types(self.field.annotation, self.field.metadata))
 
     @property
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """Such as `1<=x<=1024`; empty without bounds."""
+        """Range in words, such as `1<=x<=1024`; empty without bounds."""
         ((_, bounds), *others) = self.types
         if others:
             return ""
@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def value(self) -> str:
-        """What stands for its value: its choices, or its unit or type with the range; empty for a switch."""
+        """Placeholder for its value: its choices, or its unit or type with the range; empty for a switch."""
         if self.flag and self.flag.metavar:
             return self.flag.metavar
         if self.choices:
@@ -113,7 +113,7 @@ class Setting:
 
     @property
     def default(self) -> str:
-        """What holds where it is not given, in words; empty where there is nothing to say."""
+        """Its default, in words; empty where there is nothing to say."""
         if self.flag and self.flag.default:
             return self.flag.default
         default = None if self.field.is_required() else self.field.default
@@ -143,7 +143,7 @@ class Setting:
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """All settings of a model and of the models in it, in their order."""
+    """Yield all settings of a model and of the models in it, in their order."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from settings_of(field.annotation, f"{prefix}{name}.")

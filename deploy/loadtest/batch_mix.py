@@ -1,5 +1,5 @@
-"""What the steps of an endpoint compute while it has load, by its own word: `GET /live`. Other kinds of endpoints have
-no such thing, and then nothing is known."""
+"""Composition of an endpoint's steps under load, as its `GET /live` reports it. Other kinds of endpoints have no such
+report, and then nothing is known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PATH: Final = "/live?selftest=false"
 PERIOD_S: Final = 1.0
-"""For which an answer is the same."""
+"""Seconds for which an endpoint gives the same answer."""
 LIMIT_S: Final = 10.0
 """Seconds to wait for one."""
 KINDS: Final = ("decode", "prefill", "mixed")
@@ -47,16 +47,16 @@ class MixPoint(msgspec.Struct, frozen=True):
     at: float
     """Seconds after the load began."""
     decode: float
-    """Of decode rows alone."""
+    """Share of steps with decode rows alone."""
     prefill: float
-    """Of prompts alone."""
+    """Share of steps with prompts alone."""
     mixed: float
-    """Of both."""
+    """Share of steps with both."""
 
 
 @asynccontextmanager
 async def watched(url: str, api_key: str | None, points: list[MixPoint]) -> AsyncIterator[None]:
-    """Within this context the endpoint is asked once in `PERIOD_S`, and what it says is added to `points`."""
+    """Ask the endpoint once in `PERIOD_S` within this context, and add its answers to `points`."""
     asking = asyncio.create_task(_ask(url, api_key, points))
     try:
         yield
@@ -66,7 +66,7 @@ async def watched(url: str, api_key: str | None, points: list[MixPoint]) -> Asyn
 
 
 async def _ask(url: str, api_key: str | None, points: list[MixPoint]) -> None:
-    """Until the first answer that is none."""
+    """Ask the endpoint until the first answer that is no report."""
     client = SseClient(Target(url.rstrip("/").removesuffix("/v1")))
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     begin = time.perf_counter()

@@ -22,13 +22,13 @@ from deploy.loadtest.sse_client import ConnectionLost, SseClient, Target
 
 @dataclass
 class RequestRecord:
-    """One request as its client saw it. Times are perf_counter seconds."""
+    """Request as its client saw it. Times are perf_counter seconds."""
 
     sent: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """Of every event that carried tokens."""
+    """Times of all events that carried tokens."""
     prompt_tokens: int = 0
-    """As the endpoint counted them; what was sent where it does not say."""
+    """Prompt tokens as the endpoint counted them, or as they were sent where it does not say."""
     tokens: int = 0
     """Generated, as the endpoint counted them; the number of events where it does not say."""
     error: str = ""
@@ -69,7 +69,7 @@ class _Reader:
         self._record = record
         self.finished = False
         self.answer: list[str] = []
-        """What was said, in pieces."""
+        """Text of the answer, in pieces."""
 
     def __call__(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -139,15 +139,15 @@ def _error_of(answer: bytes) -> str:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """All requests of one run, and the seconds from the first one sent to the end of the last."""
+    """Run of a load: its requests, and the seconds from the first one sent to the end of the last."""
 
     records: list[RequestRecord]
     duration: float
     mix: tuple[MixPoint, ...] = ()
-    """What the endpoint's steps computed meanwhile, where that was watched and it says so."""
+    """Composition of the endpoint's steps during the run, where that was watched and the endpoint reports it."""
 
     def __add__(self, other: LoadRun) -> LoadRun:
-        """Both, one after the other; without what was watched."""
+        """Join two runs, one after the other; without what was watched."""
         return LoadRun(self.records + other.records, self.duration + other.duration)
 
 

@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 40
 """Margins of a plot, in which its axes are written."""
 MOST_POINTS = 400
-"""Of a line: more than one can see."""
+"""Most points of a line: more than one can see."""
 BINS = 120
 
 Point = tuple[float, float]
@@ -120,7 +120,7 @@ def _throughput(good: Sequence[RequestRecord]) -> list[Point]:
 
 
 def _under_way(good: Sequence[RequestRecord]) -> list[Line]:
-    """How many wait for their first token, and how many get tokens, over time."""
+    """Count, over time, the requests that wait for their first token and those that get tokens."""
     if not good:
         return []
     begin = min(record.sent for record in good)
@@ -139,7 +139,7 @@ def _steps(mix: Sequence[MixPoint]) -> list[Line]:
 
 
 def counted(spans: Sequence[tuple[float, float]]) -> list[Point]:
-    """At BINS times and the last one: how many spans [begin, end) are open."""
+    """Count the open spans [begin, end) at BINS times and the last one."""
     last = max(end for _, end in spans)
     times = [last * place / BINS for place in range(BINS + 1)]
     return [(at, float(sum(begin <= at < end for begin, end in spans))) for at in times]

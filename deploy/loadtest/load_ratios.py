@@ -1,4 +1,4 @@
-"""What two endpoints showed under the same load, side by side."""
+"""Comparison of two endpoints under the same load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def figures(report: LoadReport) -> dict[str, float]:
 
 
 def ratios(first: LoadReport, second: LoadReport) -> dict[str, float | None]:
-    """Of every figure that both have, the second's over the first's; None where that is 0."""
+    """Divide each figure that both reports have: the second's by the first's. None where the first's is 0."""
     one, other = figures(first), figures(second)
     return {name: round(other[name] / one[name], 4) if one[name] else None for name in one if name in other}
 

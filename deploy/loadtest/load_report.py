@@ -1,4 +1,4 @@
-"""What a load run showed: latency percentiles, throughput, errors by kind."""
+"""Report of a load run: latency percentiles, throughput, errors by kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
     "itl": "inter-token latency",
     "e2e": "whole request",
 }
-"""Of the latencies."""
+"""Titles of the latencies."""
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -44,7 +44,7 @@ class Distribution:
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Distribution | None:
-        """None for no values."""
+        """Compute the distribution of times in seconds; None if there are none."""
         if not seconds:
             return None
         ordered = sorted(value * 1e3 for value in seconds)
@@ -53,14 +53,14 @@ class Distribution:
         )
 
     def report(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the figures for JSON."""
         values = {f"p{p}": value for p, value in zip(PERCENTILES, self.percentiles, strict=True)}
         return {name: round(value, 4) for name, value in {"mean": self.mean, **values, "max": self.most}.items()}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a user would call served well: a service level objective."""
+    """Limits within which a user would call a request served well: a service level objective."""
 
     ttft_ms: float | None = None
     """Most milliseconds until the first token."""
@@ -69,7 +69,7 @@ class Limits:
 
     @staticmethod
     def of(load: Load) -> Limits | None:
-        """None for a load without any."""
+        """Return the limits of a load; None if it has none."""
         given = load.slo_ttft_ms, load.slo_gap_ms
         return None if given == (None, None) else Limits(*given)
 
@@ -104,7 +104,7 @@ class LoadReport:
     consecutive events of a stream (an event may carry several tokens); e2e: request to last token."""
     errors: dict[str, int]
     details: dict[str, str]
-    """One example for every kind of error."""
+    """Example for every kind of error."""
     limits: Limits | None = None
     kept: int = 0
     """Requests that were served within the limits."""
@@ -219,7 +219,7 @@ class LoadReport:
 
 
 def what_is_sent(spec: LoadSpec) -> str:
-    """For people."""
+    """Describe the load for people."""
     things = "sessions" if spec.sessions else "requests"
     pace = f"{spec.rate:g} {things}/s" if spec.rate is not None else f"concurrency {spec.in_flight}"
     if spec.sessions:

@@ -1,4 +1,4 @@
-"""What a load is, and which requests it is made of."""
+"""A load: its settings, and the requests that it consists of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_RANDOM: Final = 100
 
 
 class Load(BaseModel):
-    """What is sent, and how fast, whatever the endpoint. Fields with a `Flag` are options of the commands."""
+    """Requests of a load and their rate, whatever the endpoint. Fields with a `Flag` are options of the commands."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -56,13 +56,13 @@ class Load(BaseModel):
     warmup: Annotated[int, Field(ge=0), Flag(panel=None)] = 1
     """Requests before the clock starts."""
     timeout_s: Annotated[float, Field(ge=0.001), Flag("--timeout", panel=None)] = 600.0
-    """How long a request may take before it is given up."""
+    """Longest time that a request may take before it is given up."""
     slo_ttft_ms: Annotated[float | None, Field(ge=0), Flag("--slo-ttft", panel=None)] = None
     """Goodput: longest wait for a request's first token."""
     slo_gap_ms: Annotated[float | None, Field(ge=0), Flag("--slo-gap", panel=None)] = None
     """Goodput: longest gap between events of a stream."""
     sessions: SkipValidation[tuple[Session, ...]] = Field(default=(), repr=False)
-    """Those of the trace, all of which are sent, as chats; `rate` and `concurrency` are then those of sessions."""
+    """Sessions of the trace. All of them are sent, as chats; `rate` and `concurrency` then count sessions."""
 
     @model_validator(mode="after")
     def _one_pace(self) -> Self:
@@ -82,16 +82,16 @@ class Load(BaseModel):
 
     @property
     def api(self) -> Api:
-        """Which of OpenAI's two is asked."""
+        """The OpenAI API, of two, that requests go to."""
         return "chat" if self.chat or self.sessions else "completions"
 
     @property
     def path(self) -> str:
-        """Below the base URL."""
+        """Path of the requests below the base URL."""
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
     def at(self, url: str, model: str, api_key: str | None) -> LoadSpec:
-        """The same load for an endpoint."""
+        """Return this load for an endpoint."""
         return LoadSpec.model_construct(**dict(self), url=url, model=model, api_key=api_key)
 
 

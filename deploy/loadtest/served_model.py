@@ -1,4 +1,4 @@
-"""Which model an endpoint serves, by its own word."""
+"""Name of the model that an endpoint serves, as the endpoint reports it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def served_model(url: str, api_key: str | None, timeout_s: float) -> str:
 
 
 def _names(answer: bytes) -> list[str] | None:
-    """None where the answer is no list of models."""
+    """Return the names in a list of models; None if the answer is no such list."""
     try:
         return [str(model["id"]) for model in json.loads(answer)["data"]]
     except (ValueError, KeyError, TypeError):

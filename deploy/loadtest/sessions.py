@@ -15,16 +15,16 @@ MOST_BYTES = 1 << 31
 
 @dataclass(frozen=True)
 class Turn:
-    """What a user writes at once, and what stands before it that no model wrote."""
+    """One user turn, and the messages before it that no model wrote."""
 
     messages: tuple[dict[str, str], ...]
-    """Of the chat API: system messages, if any, and one of the user's."""
+    """Messages of the chat API: system messages, if any, and one user message."""
     output: int | None = None
     """Tokens to generate; None: as many as of every other request."""
 
 
 Session = tuple[Turn, ...]
-"""Each turn is sent when the one before is answered, with the answers that the endpoint gave."""
+"""Turns of a session. Each is sent when the one before is answered, with the answers that the endpoint gave."""
 
 
 class TraceError(ValueError):

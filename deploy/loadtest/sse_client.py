@@ -25,7 +25,7 @@ class ConnectionLost(Exception):
 
 
 class Target:
-    """Where to connect: scheme, host, port and base path (a final /v1 left out) of a URL."""
+    """Address to connect to: scheme, host, port and base path (a final /v1 left out) of a URL."""
 
     def __init__(self, url: str) -> None:
         """ValueError when `url` is not http(s)://host[:port][/path]."""
@@ -66,7 +66,7 @@ class SseConnection(asyncio.Protocol):
         self._streaming = False
         self._buffer = b""
         self.body = b""
-        """Of the last response that was no event stream."""
+        """Body of the last response that was no event stream."""
         self.reusable = True
         self.heard = False
         """Whether any of the current response has arrived."""

@@ -1,1 +1,1 @@
-"""How a running application is watched: figures for Ray's metrics, a Grafana dashboard, structured logs."""
+"""Observability of a running application: figures for Ray's metrics, a Grafana dashboard, structured logs."""

@@ -1,4 +1,4 @@
-"""What the HTTP front tells about itself: counters, gauges and histograms of this process, for Prometheus."""
+"""Metrics of the HTTP front: counters, gauges and histograms of this process, for Prometheus."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ WORKER_COUNTERS: dict[str, tuple[str, str | None]] = {
     "graph_padded_tokens": ("Tokens that padded them to their buckets.", None),
     "graph_eager_steps": ("Steps of which nothing was replayed, by reason.", "reason"),
 }
-"""What is counted, and the name of the label if there is one."""
+"""Counters of the ranks: a description, and the name of the label if there is one."""
 
 KEY_REQUESTS = ("latentserve_key_requests", "Sequences ended, by name of the API key and reason.", ("key", "reason"))
 KEY_PROMPT = ("latentserve_key_prompt_tokens", "Tokens of prompts, by name of the API key.", ("key",))
@@ -262,7 +262,8 @@ class FrontMetrics:
         self._key_prompt.labels(key).inc(prompt_tokens)
 
     def key_finished(self, key: str, reason: str, generated: int, queued: float | None) -> None:
-        """It ended; `queued`: seconds that it waited for a slot and pages, None if it never got them."""
+        """Count the end of a key's request. `queued`: seconds that it waited for a slot and pages, None if it never got
+        them."""
         self._key_sequences.labels(key).dec()
         self._key_requests.labels(key, reason).inc()
         self._key_generated.labels(key).inc(generated)

@@ -1,4 +1,4 @@
-"""What one replica does right now, as `/live` shows it: gauges as they are, and rates over the last seconds."""
+"""Current state of one replica, as `/live` shows it: gauges as they are, and rates over the last seconds."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class StepFigures(_Shown):
     prefill_tokens: float
     """Mean number of prompt tokens that a step feeds."""
     floor_bytes: float | None = None
-    """Of steps of decode rows alone: what one reads of rank 0's memory at the least, on an average: weights, the
-    experts that so many tokens choose if all are chosen alike, and the cache of the rows' contexts. null where it is
-    not known."""
+    """For steps of decode rows alone: bytes that an average step reads of rank 0's memory at least. They are the
+    weights, the experts that so many tokens choose if all are equally likely, and the cache of the rows' contexts. null
+    where it is not known."""
     floor_seconds: float | None = None
-    """How long the device takes to read that, by its own account; null where it gives none."""
+    """Seconds that the device takes to read these bytes, at the bandwidth that it reports; null where it reports
+    none."""
 
 
 class ReplicaFigures(_Shown):
-    """What a replica does."""
+    """Load and throughput of a replica."""
 
     running: int
     """Requests that hold a slot."""
@@ -69,15 +70,15 @@ class ReplicaFigures(_Shown):
     width: int
     """Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts."""
     acceptance: list[float]
-    """By position of the draft, how probable it is that it is accepted where those before it are."""
+    """Probability, by draft position, that a draft is accepted if those before it are."""
     acceptance_falls: int
-    """How often since the start half as many first drafts were accepted as before."""
+    """Number of times since the start that the acceptance of first drafts fell to half of what it was."""
     window_s: float
     """Seconds over which what follows is taken; 0 when nobody has looked before."""
     generated_tokens_per_s: float | None
     """null while `window_s` is 0, as the next three."""
     prompt_tokens_per_s: float | None
-    """Of admitted requests, those that the prefix cache had included."""
+    """Prompt tokens of admitted requests a second, including those that the prefix cache had."""
     cached_tokens_per_s: float | None
     """Prompt tokens that the prefix cache had, those included that came back from host memory."""
     loaded_tokens_per_s: float | None
@@ -94,29 +95,30 @@ class ReplicaFigures(_Shown):
 
 
 class ReplicaState(_Shown):
-    """One replica and its health."""
+    """State and health of one replica."""
 
     name: str
-    """As logs, metrics and the header `x-latentserve-replica` have it; empty without Ray Serve."""
+    """Name in logs, metrics and the header `x-latentserve-replica`; empty without Ray Serve."""
     state: Literal["starting", "serving", "failed", "silent"]
     """silent: it has not reported for several seconds."""
     cause: str = ""
-    """Why it failed."""
+    """Cause of its failure."""
     at: float
-    """When it reported, Unix time in seconds."""
+    """Time of the report, Unix time in seconds."""
     figures: ReplicaFigures | None = None
     """null before it serves."""
 
 
 class Replicas(Protocol):
-    """Who knows the replicas behind an endpoint."""
+    """Source of the states of the replicas behind an endpoint."""
 
     @property
     def own(self) -> str:
         """Name of the replica that answers."""
 
     async def states(self) -> list[ReplicaState]:
-        """All of them, in the order of their names. Never fails, and takes two seconds at the most."""
+        """Return the states of all replicas, in the order of their names. It never fails, and takes two seconds at the
+        most."""
 
 
 class Window:
@@ -138,7 +140,7 @@ class Window:
             self._samples.popleft()
 
     def figures(self, stats: EngineStats) -> ReplicaFigures:
-        """What to show now: `stats` against the oldest sample."""
+        """Return the figures to show now: `stats` against the oldest sample."""
         # Not against samples of the scheduler before this one.
         known = self._samples and self._samples[-1][1].steps <= stats.steps
         then, old = self._samples[0] if known else (self._clock(), stats)
@@ -147,7 +149,7 @@ class Window:
 
 
 def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> ReplicaFigures:
-    """Of two reports of one scheduler that are `seconds` apart."""
+    """Compute figures from two reports of one scheduler that are `seconds` apart."""
 
     def rate(before: float, after: float) -> float | None:
         return max(after - before, 0.0) / seconds if seconds > 0 else None

@@ -18,7 +18,7 @@ from deploy.observability.front_metrics import FrontMetrics
 from deploy.routing.arrivals import Arrivals
 
 HEALTHY = ("latentserve_engine_healthy", "1 while the engine serves, 0 once it failed.")
-"""The one figure that only Ray's endpoint has: a replica that failed answers no more."""
+"""Figure that only Ray's endpoint has: a replica that failed answers no more."""
 
 
 class RayFrontMetrics(FrontMetrics):

@@ -40,7 +40,7 @@ def exporter_for(endpoint: str) -> SpanExporter:
 
 
 class Tracing:
-    """Where the spans of a front go; one per process."""
+    """Exporter of the spans of a front. There is one per process."""
 
     def __init__(self, exporter: SpanExporter, replica: str = "") -> None:
         """The service's name and more come from OpenTelemetry's own environment (OTEL_SERVICE_NAME,
@@ -101,7 +101,7 @@ class RequestTrace:
         span.end(max(start, end))
 
     def sequence(self, choice: int, outputs: AsyncIterator[RequestOutput]) -> SequenceTrace:
-        """One of its sequences, which is handed to the engine now."""
+        """Begin the trace of one of its sequences, which is handed to the engine now."""
         return SequenceTrace(self, choice, outputs)
 
     def end(self, name: str, attributes: Attributes, failed: bool) -> None:
@@ -140,7 +140,7 @@ class SequenceTrace:
             await close()
 
     def end(self, reason: str, prompt_tokens: int, cached_tokens: int, generated: int) -> None:
-        """It is over, for this reason: its three stages, as far as it came."""
+        """End the sequence's trace, for this reason, with its three stages, as far as it came."""
         stage, of = self._request.stage, {"latentserve.choice": self._choice}
         failed = reason in ("error", "refused")
         if not self._count:

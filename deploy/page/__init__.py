@@ -19,7 +19,7 @@ INDEX: Final = "index.html"
 
 @dataclass(frozen=True)
 class PageFile:
-    """One file as it is served."""
+    """File of the page as it is served."""
 
     content: bytes
     content_type: str
@@ -28,7 +28,7 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """All files of the page by name, read from beside this module."""
+    """Read all files of the page, by name, from beside this module."""
     files = sorted(Path(__file__).parent.iterdir())
     return {file.name: _read(file) for file in files if file.suffix in TYPES}
 

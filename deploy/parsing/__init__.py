@@ -1,1 +1,1 @@
-"""What a model writes around its answer: reasoning and tool calls, told apart while the text arrives."""
+"""Parsing of a model's output: reasoning and tool calls are told from content while the text arrives."""

@@ -1,4 +1,4 @@
-"""One answer of a model: its reasoning, then what it says and calls."""
+"""Parsing of one answer of a model: its reasoning, then what it says and calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class StopWatch(Protocol):
     """Looks for stop strings in text that comes in pieces."""
 
     matched: str | None
-    """The one that was found."""
+    """Stop string that was found; None before."""
 
     def feed(self, text: str) -> str:
         """Add text; returns what may be shown now."""
 
     def flush(self) -> str:
-        """What was held back, once the text has ended."""
+        """Return the text that was held back, once all text has come."""
 
 
 class AnswerParser:
@@ -44,10 +44,10 @@ class AnswerParser:
         """Whether all that comes is for the parser of tool calls."""
         self._matcher: StopWatch | None = None
         self._begun: str | None = "" if calls_or_content and tools is not None else None
-        """What may be the beginning of a call or of content; None once it is known, or of no interest."""
+        """Text that may be the beginning of a call or of content; None once it is known, or if it does not matter."""
 
     def watch(self, matcher: StopWatch) -> None:
-        """Have `matcher` look for stop strings in what comes after the reasoning."""
+        """Let `matcher` look for stop strings in what comes after the reasoning."""
         self._matcher = matcher
 
     @property
@@ -84,13 +84,13 @@ class AnswerParser:
         return out + self._tools.finish(cut or self.stop is not None) if self._tools is not None else out
 
     def _behind(self, text: str, watched: bool) -> list[Event]:
-        """What the parser of the reasoning has found to come after it."""
+        """Handle the text that the reasoning parser has found to come after the reasoning."""
         if self._tools is not None and self._reasoning is not None and self._reasoning.ended_by_call:
             self._tools.ends_reasoning()
         return self._answer(text, watched)
 
     def _answer(self, text: str, watched: bool) -> list[Event]:
-        """What comes after the reasoning."""
+        """Handle text that comes after the reasoning."""
         if self._matcher is not None and watched:
             if self._matcher.matched is not None:
                 return []

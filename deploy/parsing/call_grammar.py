@@ -1,5 +1,5 @@
-"""What a format of tool calls allows, as structural tags (https://xgrammar.mlc.ai says what these are): the grammar
-beside each parser. Whatever it allows, the parser reads as calls."""
+"""The grammar beside each parser: everything that a format of tool calls allows, as structural tags (explained at
+https://xgrammar.mlc.ai). Whatever it allows, the parser reads as calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class AllowedTool:
 
     name: str
     schema: Mapping[str, Any] | None
-    """Of its arguments, which are valid for it; None: they are any JSON object."""
+    """JSON Schema of the arguments, valid for them; None: they are any JSON object."""
     others: tuple[str, ...] = ()
     """Names of tools with the same arguments."""
     held_to: TextGrammar | None = None
-    """What the text of its one argument is held to, which `schema` says is a string."""
+    """Grammar of the text of its one argument, which `schema` says is a string."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -67,23 +67,23 @@ def sequence(*parts: Tag) -> Tag:
 
 
 def either(options: Sequence[Tag]) -> Tag:
-    """One of these."""
+    """Allow one of these options."""
     return options[0] if len(options) == 1 else {"type": "or", "elements": list(options)}
 
 
 def optional(part: Tag) -> Tag:
-    """This or nothing."""
+    """Allow the part or nothing."""
     return {"type": "optional", "content": part}
 
 
 def several(part: Tag, separator: str) -> Tag:
-    """This, once or more often. Behind the last one the separator may come, too: to write `part` twice would double the
-    grammar of many tools."""
+    """Allow the part once or more often. Behind the last one the separator may come, too: to write `part` twice would
+    double the grammar of many tools."""
     return {"type": "plus", "content": sequence(part, optional(text(separator))) if separator else part}
 
 
 def free_until(end: str) -> Tag:
-    """Any text up to `end`, which comes with it."""
+    """Allow any text up to `end`, which comes with it."""
     return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
 
 

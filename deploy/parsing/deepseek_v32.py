@@ -37,14 +37,14 @@ from deploy.parsing.tagged_grammar import arguments
 _BEGIN = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
 _END = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
 _TAG = "<｜DSML｜"
-"""With which all that is no end begins."""
+"""Beginning of all tags that are no end."""
 _INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
 _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
 _ALSO = ("<｜｜DSML｜｜", "<|DSML|")
-"""Other spellings of `_TAG`, which models write."""
+"""Spellings of `_TAG` that models write besides."""
 _TAGS = tuple(f"<{slash}{begin[1:]}" for begin in (_TAG, *_ALSO) for slash in ("", "/"))
 _BARE = ("<parameter", "</parameter", "</invoke")
-"""Within a call the marker may be missing."""
+"""Beginnings of tags within a call whose marker may be missing."""
 _KINDS = ("function_calls", "tool_calls", "invoke", "parameter")
 _MOST_TAG = MOST_KEY + 128
 
@@ -63,10 +63,10 @@ _CONTROL = re.compile(
 class _Tag:
     kind: str
     ends: bool
-    """It ends what another began."""
+    """Whether it ends what another tag began."""
     attributes: dict[str, str]
     closed: bool
-    """It ends what it begins."""
+    """Whether it ends what it begins."""
     text: str
 
 

@@ -1,4 +1,4 @@
-"""What parsers find in a model's text, in the order in which it was written."""
+"""Events that parsers find in a model's text, in the order in which it was written."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of the answer itself."""
+    """Next part of the answer itself."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of what the model thinks before it answers."""
+    """Next part of what the model thinks before it answers."""
 
     text: str
 
@@ -23,12 +23,12 @@ class CallBegin(msgspec.Struct, frozen=True):
     index: int
     """Counts the calls of an answer from 0."""
     id: str
-    """By which the tool's result is sent back."""
+    """Id under which the tool's result is sent back."""
     name: str
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """More of a call's arguments. All of them together are the text of one JSON object once the call has ended."""
+    """Next part of a call's arguments. All parts together are the text of one JSON object once the call has ended."""
 
     index: int
     text: str

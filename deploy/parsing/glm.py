@@ -33,11 +33,11 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _END_OF_NAME = re.compile(r"[<{]|```")
 _BREAK = optional(text("\n"))
-"""As the older templates have it."""
+"""The line break that the older templates have."""
 
 
 class GlmCalls(TaggedCalls):
-    """Of one answer."""
+    """Parser of the calls in one GLM answer."""
 
     value_end = _VALUE_END
     markers = (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END)

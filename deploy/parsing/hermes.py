@@ -18,7 +18,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 class HermesCalls(ObjectCalls):
-    """Of one answer. A call that lacks its end is complete where its object is."""
+    """Parser of the calls in one Hermes answer. A call that lacks its end is complete where its object is."""
 
     markers = (_BEGIN, _END)
     ends_content = markers
@@ -38,7 +38,7 @@ class HermesCalls(ObjectCalls):
         self._state = self._head if marker == _BEGIN else self._content
 
     def _head(self) -> bool:
-        """Before the object."""
+        """State before the object."""
         self._skip_space()
         if self._rest.startswith(_BEGIN):
             self._take(len(_BEGIN))  # written twice

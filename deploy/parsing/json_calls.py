@@ -40,12 +40,12 @@ class JsonCalls(JsonBody):
     call_end: str
     separator: str
     also_section_begin: ClassVar[tuple[str, ...]] = ()
-    """Other spellings of `section_begin`, which models write and templates do not."""
+    """Spellings of `section_begin` that models write and templates do not."""
     also_section_end: ClassVar[tuple[str, ...]] = ()
     between: ClassVar[str] = ""
-    """What models write between the calls of a section."""
+    """Text that models write between the calls of a section."""
     markers: ClassVar[tuple[str, ...]]
-    """All of them."""
+    """Markers of this format."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
@@ -91,7 +91,7 @@ class JsonCalls(JsonBody):
         self._state = self._section if self._in_section else self._content
 
     def _section(self) -> bool:
-        """Between the calls of a section. Text is held back as far as it may be the head of a call."""
+        """State between the calls of a section. Text is held back as far as it may be the head of a call."""
         found = self._markers.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
         if begin > MOST_NAME or (found is not None and found.group() != self.separator):
@@ -139,7 +139,7 @@ class JsonCalls(JsonBody):
         return True
 
     def _before(self) -> bool:
-        """Before the arguments' object."""
+        """State before the arguments' object."""
         self._skip_space()
         if self._rest.startswith(self.separator):
             self._take(len(self.separator))
@@ -167,7 +167,7 @@ class JsonCalls(JsonBody):
         self._state = self._behind
 
     def _behind(self) -> bool:
-        """Behind the arguments, where white space is no content."""
+        """State behind the arguments, where white space is no content."""
         if not self._fence_end():
             return False
         self._raw = []

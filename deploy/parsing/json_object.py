@@ -20,7 +20,7 @@ _HEX: Final = frozenset("0123456789abcdefABCDEF")
 
 
 class State(Enum):
-    """How far an object is."""
+    """State of the reading of an object."""
 
     OPEN = "open"
     DONE = "done"
@@ -106,7 +106,7 @@ class JsonObject:
         return 1
 
     def _take(self, char: str) -> bool:
-        """One character outside of strings and words; whether it may stand here."""
+        """Take one character outside of strings and words. Return whether it may stand here."""
         expect, self._expect = self._expect, ""
         if char == "}" and expect in ("comma", "first key"):
             return self._close("{")

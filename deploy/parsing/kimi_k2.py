@@ -57,7 +57,7 @@ class KimiK2Calls(JsonCalls):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
         self._ids: set[str] = set()
-        """Of the calls so far."""
+        """Ids of the calls so far."""
         self._nameless: list[str] | None = None
         """The arguments so far of a call whose id holds no name."""
 

@@ -22,7 +22,7 @@ class Markers:
         return self._pattern.search(text, begin)
 
     def held(self, text: str) -> int:
-        """How many characters at the end of `text` may begin a marker. `text` holds no whole one."""
+        """Return the number of characters at the end of `text` that may begin a marker. `text` holds no whole one."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] in self._first and self.begun(text[begin:]):
                 return len(text) - begin

@@ -22,11 +22,11 @@ CLOSE: Final = "[/THINK]"
 _CALL, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _END_OF_NAME = re.compile(r"[\[{`]")
 _OWN_ID = re.compile(r"[A-Za-z0-9]{9}")
-"""As these models write ids, and want to see them again."""
+"""Ids as these models write them, and want to see them again."""
 
 
 class MistralCalls(ObjectCalls):
-    """Of one answer."""
+    """Parser of the calls in one Mistral answer."""
 
     markers = (_CALL, _ID, _ARGUMENTS)
     ends_content = markers
@@ -39,7 +39,7 @@ class MistralCalls(ObjectCalls):
         super().__init__(schemas, make_id)
         self._name = self._id = ""
         self._ids: set[str] = set()
-        """Of the calls so far."""
+        """Ids of the calls so far."""
         self._in_array = False
 
     @classmethod
@@ -100,7 +100,7 @@ class MistralCalls(ObjectCalls):
         return True
 
     def _before(self) -> bool:
-        """Before the arguments, which a tool that takes none may be called without."""
+        """State before the arguments, which may be missing in calls of a tool that takes none."""
         self._skip_space()
         marker = self._markers.at(self._rest)
         if marker == _ARGUMENTS:
@@ -137,7 +137,7 @@ class MistralCalls(ObjectCalls):
         self._state = self._behind_object
 
     def _item(self) -> bool:
-        """In an array of calls."""
+        """State in an array of calls."""
         self._skip_space()
         if not self._rest:
             return False

@@ -43,9 +43,9 @@ class ObjectCalls(JsonBody):
     nothing."""
 
     begin: ClassVar[str]
-    """What stands before a call."""
+    """Text before a call."""
     between: ClassVar[str]
-    """What the chat template writes between two calls."""
+    """Text that the chat template writes between two calls."""
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
@@ -64,14 +64,14 @@ class ObjectCalls(JsonBody):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
         self._whole: list[str] = []
-        """Of a call whose object is read as one."""
+        """Text of a call whose object is read as a whole."""
 
     def _behind_object(self) -> bool:
         """The state behind the whole object, which held a call that is told."""
         raise NotImplementedError
 
     def _object_begun(self) -> bool:
-        """In an object, which `_rest` begins with, as far as the arguments."""
+        """State in an object, which `_rest` begins with, as far as the arguments."""
         found = _HEAD.match(self._rest, 0, _MOST_HEAD)
         if found is not None and is_name(found["name"]):
             self._take(found.end())
@@ -112,7 +112,7 @@ class ObjectCalls(JsonBody):
         self._state = self._behind_arguments
 
     def _behind_arguments(self) -> bool:
-        """Up to the end of the object around them. Models forget its brace."""
+        """State behind the arguments, up to the end of the object around them. Models forget its brace."""
         self._skip_space()
         if not self._rest:
             return False

@@ -26,7 +26,7 @@ MakeId = Callable[[], str]
 
 
 class Parser(Protocol):
-    """Of one answer."""
+    """Parser of one answer."""
 
     def push(self, text: str) -> list[Event]:
         """Add text; returns what is certain now."""
@@ -41,7 +41,7 @@ def is_name(name: str) -> bool:
 
 
 class CallParser:
-    """What the parsers of tool calls share: text up to a marker is content, and behind it stand states.
+    """Base of the parsers of tool calls: text up to a marker is content, and behind it stand states.
 
     A state is a method that takes from the beginning of `_rest` what it understands, and returns whether to go on with
     the next. What it took since the call began is in `_raw`, to become content if there is no call after all. White
@@ -53,7 +53,7 @@ class CallParser:
     ends_content: ClassVar[tuple[str, ...]]
     """Markers that end content."""
     control: ClassVar[re.Pattern[str]]
-    """All that is no content whatever stands around it."""
+    """Markers that are no content whatever stands around them."""
     close: ClassVar[str] = CLOSE
     """The closing tag of the model's reasoning."""
 
@@ -105,7 +105,7 @@ class CallParser:
         self._drops_close = True
 
     def fresh(self) -> CallParser:
-        """Another parser of this kind, for text that may turn out to hold no call."""
+        """Make another parser of this kind, for text that may turn out to hold no call."""
         return type(self)(self._schemas, str)
 
     def _marker(self, marker: str) -> None:
@@ -140,7 +140,7 @@ class CallParser:
         return True
 
     def _behind_close(self) -> bool:
-        """Behind the closing tag that followed a call: white space before the answer is left out."""
+        """State behind the closing tag that followed a call: white space before the answer is left out."""
         self._rest = self._rest.lstrip()
         if not self._rest:
             return False
@@ -184,7 +184,8 @@ class CallParser:
         self._blank = []
 
     def _give_up(self, more: str = "") -> bool:
-        """There is no call after all: what was taken, and `more`, is content, less what is never content."""
+        """Give up the call, as there is none after all: what was taken, and `more`, is content, less what is never
+        content."""
         if self._open:
             self._out.append(CallBroken(self._calls))
             self._open = False

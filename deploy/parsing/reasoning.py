@@ -26,25 +26,26 @@ Where = Literal["inside", "outside", "undecided"]
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models reasons."""
+    """Reasoning format of a family of models."""
 
     always: bool = False
     """The answer begins inside of the reasoning wherever the prompt does not say otherwise."""
     also_closed_by: str | None = None
-    """What ends the reasoning besides, and belongs to the answer: models forget the closing tag before it."""
+    """Another marker that ends the reasoning, and belongs to the answer: models forget the closing tag before it."""
     open: str = OPEN
     close: str = CLOSE
     """The tags around it."""
 
     def begins(self, prompt: str) -> Where:
-        """Where a prompt leaves the model: only its end matters."""
+        """Tell where the model is at the end of a prompt: inside of the reasoning, outside, or undecided. Only the
+        prompt's end matters."""
         end = prompt[-MOST_BLANK:].rstrip()
         if end.endswith(self.close):
             return "outside"
         return "inside" if self.always or end.endswith(self.open) else "undecided"
 
     def continues(self, message: str) -> Where:
-        """Where a model is that goes on with `message`."""
+        """Tell where a model is that continues `message`: inside of the reasoning or outside."""
         return "inside" if message.rfind(self.open) > message.rfind(self.close) else "outside"
 
 
@@ -75,7 +76,7 @@ class ReasoningParser:
         """Whether there was reasoning, so that white space may stand before the answer."""
         self._new_probe: Callable[[], Probe] | None = None
         self._probe: Probe | None = None
-        """What tells whether a call begins at the marker that is next in `_rest`."""
+        """Decides whether a call begins at the marker that is next in `_rest`."""
         self._probed = 0
         """Characters that it has been given."""
         self.ended_by_call = False

@@ -47,7 +47,7 @@ CALL_GRAMMARS: Final[dict[str, GrammarFor]] = {
     "hermes": HermesCalls.grammar_for,
     "mistral": MistralCalls.grammar_for,
 }
-"""What a model is to be bound to that has to call tools, or to call them with valid arguments."""
+"""Grammars for a model that has to call tools, or to call them with valid arguments."""
 REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "deepseek_r1": ReasoningFormat(always=True),
     "deepseek_v3": ReasoningFormat(),

@@ -1,4 +1,4 @@
-"""What a schema says of a value that a model wrote without saying whether it is a string."""
+"""Types that a schema allows for a value that a model wrote without saying whether it is a string."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def types_of_argument(schema: Mapping[str, Any] | None, name: str) -> Types:
 
 
 def properties_of(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """What the schema of a tool's arguments says of each; None where it says nothing."""
+    """Return the schemas of a tool's arguments by name; None if the tool's schema gives none."""
     properties = (schema or {}).get("properties")
     return properties if isinstance(properties, Mapping) else None
 
@@ -66,7 +66,7 @@ class _Reader:
         return types or _ALL
 
     def argument(self, schema: Any, name: str, depth: int = 0) -> Types | None:
-        """What a schema of all arguments says of one of them; None: nothing."""
+        """Return the types that a schema of all arguments allows for one of them; None if it does not restrict it."""
         self._left -= 1
         if not isinstance(schema, Mapping) or depth > _MOST_DEPTH or self._left < 0:
             return None
@@ -93,7 +93,7 @@ class _Reader:
 
 
 def target_of(schema: Mapping[str, Any], root: Any) -> Any:
-    """What the reference in `schema`, a part of `root`, leads to; None if it has none, or one that leads nowhere."""
+    """Follow the reference in `schema`, a part of `root`. None if it has none, or one that leads nowhere."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

@@ -21,7 +21,7 @@ STRING: Final = frozenset(("string",))
 
 
 class CallTail:
-    """What an answer ends with that ends with a call."""
+    """The end of an answer that ends with a call."""
 
     def __init__(self, *ends: str) -> None:
         whole = "|".join(map(re.escape, ends))
@@ -30,12 +30,12 @@ class CallTail:
         self._begun = re.compile(rf"\n?(?:(?:{whole})\s*)*(?:{begun})?\Z")
 
     def whole(self, text: str) -> int | None:
-        """Where it begins in `text`."""
+        """Return the index at which it begins in `text`; None if it is not there."""
         found = self._whole.search(text, max(0, len(text) - MOST_TAIL))
         return found.start() if found is not None else None
 
     def held(self, text: str) -> int:
-        """Where it begins in `text` if more comes, or the end of `text`."""
+        """Return the index at which it would begin in `text` if more came, or the end of `text`."""
         if "<" not in text:  # the common case, made short
             return len(text) - text.endswith("\n")
         found = self._begun.search(text, max(0, len(text) - MOST_TAIL))
@@ -60,7 +60,7 @@ class TaggedCalls(JsonBody):
     value_end: str
     """Ends a value."""
     tags: ClassVar[tuple[str, ...]]
-    """What ends text within a call."""
+    """Markers that end text within a call."""
     call_tail: ClassVar[CallTail]
     """The end of a call. Where the text ends so, the end of a value may be missing before it."""
 
@@ -70,7 +70,7 @@ class TaggedCalls(JsonBody):
         self._tags = Markers(*self.tags)
         self._name = ""
         self._arguments = 0
-        """Of the call, so far; -1 where an object has held them all."""
+        """Arguments of the call so far; -1 where an object has held them all."""
         self._complete = False
         """Whether the call may end without saying so."""
         self._value: list[str] = []
@@ -78,12 +78,12 @@ class TaggedCalls(JsonBody):
         self._is_json = False
         """Whether the model says that the value is no plain string."""
         self._value_tag = ""
-        """What the value began with; "" where the tag is missing."""
+        """Tag that the value began with; "" where the tag is missing."""
         self._aside: list[str] = []
         """Text within the call that belongs to no argument."""
 
     def _next(self) -> bool:
-        """Where another argument, or the call's end, is to come."""
+        """State before another argument or the call's end."""
         raise NotImplementedError
 
     def _begin_call(self, name: str) -> None:
@@ -101,7 +101,7 @@ class TaggedCalls(JsonBody):
         self._say(self._cleaned("".join(self._aside)))
 
     def _begin_aside(self) -> bool:
-        """What comes next belongs to no argument; in a call that has none it is no call."""
+        """Begin text that belongs to no argument. A call that has no text of this kind is given up as one."""
         if not self._complete:
             return self._give_up()
         self._state = self._in_aside
@@ -140,7 +140,7 @@ class TaggedCalls(JsonBody):
         self._state = self._value_begun
 
     def _value_begun(self) -> bool:
-        """Before a value, whose tag may have been written twice."""
+        """State before a value, whose tag may have been written twice."""
         if self._value_tag and self._value_tag.startswith(self._rest) and self._rest != self._value_tag:
             return False
         if self._value_tag and self._rest.startswith(self._value_tag):
@@ -162,7 +162,7 @@ class TaggedCalls(JsonBody):
         return True
 
     def _add(self, text: str) -> None:
-        """More of the value."""
+        """Add text to the value."""
         if self._types == STRING:
             self._write(json.dumps(text, ensure_ascii=False)[1:-1])
         else:

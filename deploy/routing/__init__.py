@@ -1,1 +1,1 @@
-"""Which replica serves a request: what each has to do, what a request asks for, and who hands it out."""
+"""Routing: the choice of the replica that serves a request, by the load of each and by what a request asks for."""

@@ -1,4 +1,4 @@
-"""What a replica has on its hands, request by request, and the load it reports to routers.
+"""The requests that are present at a replica, one by one, and the load it reports to routers.
 
 The scheduler's figures come a few times a second and lag behind what the front has taken in: reading, parsing and
 tokenizing a burst takes longer than routing it. So the front counts every request itself, from its arrival to the end
@@ -33,7 +33,7 @@ ROUTERS_KEPT = 64
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """What a router says about a request it sends."""
+    """Record that a router attaches to a request it sends."""
 
     router: str
     number: int
@@ -46,19 +46,19 @@ class RoutingRecord:
         return f"{self.router}/{self.number}"
 
     def header(self) -> str:
-        """As a header value."""
+        """Write the record as a header value."""
         return f"{self.router}/{self.number}/{self.tokens}/{self.rows}"
 
     @staticmethod
     def parse(value: str) -> RoutingRecord | None:
-        """From a header value; None when it is not one."""
+        """Parse a header value; None when it is not a routing record."""
         found = _ROUTING_RECORD.fullmatch(value)
         return None if found is None else RoutingRecord(found[1], *map(int, found.groups()[1:]))
 
 
 @dataclass(eq=False)
 class Arrival:
-    """One HTTP request while it is answered."""
+    """Arrival of an HTTP request, while it is answered."""
 
     at: float
     """Seconds, of the front's clock."""
@@ -67,7 +67,7 @@ class Arrival:
     rows: int
     """Sequences that are not finished."""
     unstarted: int
-    """Of them, those without a first token."""
+    """Its sequences that have no first token yet."""
     tokens: int
     """Prompt tokens to be computed for those."""
 
@@ -96,7 +96,7 @@ class Arrivals:
         return arrival
 
     def leave(self, arrival: Arrival) -> None:
-        """It was answered, or its client left."""
+        """Remove a request that was answered, or whose client left."""
         self._present.discard(arrival)
 
     def sequence_started(self, prompt_tokens: int) -> None:
@@ -121,7 +121,7 @@ class Arrivals:
             arrival.rows = max(arrival.rows - 1, 0)
 
     def load(self, stats: EngineStats) -> Load:
-        """What to report now. `stats`: the scheduler's newest figures."""
+        """Return the load to report now. `stats`: the scheduler's newest figures."""
         recent = self._clock() - RECENT_S
         counted = sum(arrival.tokens for arrival in self._present)
         young = sum(arrival.tokens for arrival in self._present if arrival.at > recent)
@@ -148,7 +148,7 @@ def host_token_cost(stats: EngineStats) -> float:
 
 
 OUT_OF_SERVICE_TOKENS = 10**9
-"""What a replica whose engine is away adds to the prompt tokens that it has to compute: more than any other has."""
+"""Prompt tokens that a replica without an engine adds to its backlog: more than any other has."""
 
 
 def out_of_service(load: Load) -> Load:
@@ -160,7 +160,7 @@ def out_of_service(load: Load) -> Load:
 
 
 def load_to_report(load: Load) -> dict[str, Any]:
-    """As Serve carries it to routers."""
+    """Convert a load to the form in which Serve carries it to routers."""
     return {
         "backlog": load.backlog,
         "rows": load.rows,

@@ -33,10 +33,10 @@ R = TypeVar("R", bound=Hashable)
 
 @dataclass(frozen=True)
 class RequestFeatures:
-    """What the router knows of one request."""
+    """Features of a request that the router knows."""
 
     tokens: int
-    """Of its prompt."""
+    """Tokens of its prompt."""
     keys: tuple[int, ...] = ()
     """Chained hashes of the prompt's full pages, first page first."""
     rows: int = 1
@@ -49,21 +49,21 @@ class RequestFeatures:
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica reports of itself."""
+    """Load that a replica reports."""
 
     backlog: int = 0
     """Prompt tokens queued or partly prefilled that are still to be computed."""
     rows: int = 0
     """Requests decoding or waiting."""
     pages_free: int | None = None
-    """None: not reported yet."""
+    """Pages that are free; None: not reported yet."""
     keys: frozenset[int] = frozenset()
     """Keys of pages in its prefix cache: a choice of them, of which each vouches for all pages before it."""
     seen: Mapping[str, int] = field(default_factory=dict)
     """Highest sequence number received, by router: what these figures already include."""
     at: float = 0.0
-    """When they were taken, in seconds: as a replica reports it Unix time, and as a router reckons with it that of the
-    router's own clock."""
+    """Time at which the figures were taken, in seconds. In a replica's report it is Unix time; in a router's arithmetic
+    it is the time of the router's own clock."""
     host_keys: frozenset[int] = frozenset()
     """Like `keys`, of pages in host memory, which are copied back to be read."""
     host_token_cost: float = HOST_TOKEN_COST
@@ -72,7 +72,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sent:
-    """One request this router sent."""
+    """Request that this router sent."""
 
     sequence_number: int
     at: float
@@ -87,9 +87,9 @@ class _Account:
     sent: list[Sent] = field(default_factory=list)
     recent: OrderedDict[int, float] = field(default_factory=OrderedDict)
     report_at: float | None = None
-    """When the newest report was taken."""
+    """Time at which the newest report was taken."""
     report_known: float = 0.0
-    """Since when it is known here, by this router's clock."""
+    """Time at which it became known here, by this router's clock."""
 
 
 def cached_tokens(features: RequestFeatures, keys: frozenset[int] | Mapping[int, float]) -> int:

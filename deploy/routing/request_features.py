@@ -1,4 +1,4 @@
-"""What a request will cost, read off its body before any replica sees it: prompt tokens, page hashes, sequences.
+"""Cost of a request, read from its body before any replica sees it: prompt tokens, page hashes, sequences.
 
 Never fails: a body that makes no sense is the chosen replica's to refuse, it only has to be sent somewhere. Of a body
 that was cut off at the router's limit, the head gives the page hashes, its tokens a byte give the length of the rest.
@@ -37,7 +37,7 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import Prompt, pack_tokens
 
 BYTES_PER_TOKEN = 4
-"""Where nothing better is known."""
+"""Bytes per token where nothing better is known."""
 REMEMBERED = 512
 MOST_ROWS = 1024
 """Nonsense must not outweigh all other requests."""

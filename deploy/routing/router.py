@@ -1,5 +1,5 @@
-"""Which replica serves a request: the policy Ray Serve asks (`LoadRouter`), and the deployment HAProxy asks
-(`IngressRouter`).
+"""The choice of the replica that serves a request: the policy Ray Serve asks (`LoadRouter`), and the deployment HAProxy
+asks (`IngressRouter`).
 
 All arithmetic is in `deploy.routing.policy`.
 
@@ -44,7 +44,7 @@ ASKED_BY_HAPROXY: Final = PrivateApi(
     ),
     "HAProxy shares requests among replicas without a look at their load, nor at whose pages hold a prompt's beginning",
 )
-"""What a `IngressRouter` needs, and who attaches it."""
+"""Private API that an `IngressRouter` needs, and that which attaches it."""
 
 PICK_TIMEOUT_S = 0.5
 """Seconds to wait for a replica where there is none; HAProxy would wait longer, and the client with it."""
@@ -64,14 +64,14 @@ class LoadRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     proxy."""
 
     def initialize_state(self, row_tokens: float) -> None:
-        """Called by Serve with the `request_router_kwargs`."""
+        """Prepare the router's state. Serve calls this with the `request_router_kwargs`."""
         self.accounting: InFlightAccounting[ReplicaID] = InFlightAccounting(uuid.uuid4().hex[:12], row_tokens)
         self._reports: dict[ReplicaID, tuple[dict[str, Any], Load]] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica per rank: within a rank Serve would go by its own count of requests."""
+        """Choose one replica per rank: within a rank Serve would go by its own count of requests."""
         features = _features_of(pending_request)
         now = time.monotonic()
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
@@ -131,7 +131,7 @@ class IngressRouter:
         self._handing = True
 
     def __serve_build_asgi_app__(self) -> Any:
-        """What Serve mounts."""
+        """Return the ASGI application that Serve mounts."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "lifespan":
@@ -173,7 +173,7 @@ class IngressRouter:
 
 
 def _full_length(scope: Scope) -> int | None:
-    """Of a body that HAProxy cut: it says `sent/whole`."""
+    """Return the full length of a body that HAProxy cut, from its header `sent/whole`."""
     for name, value in scope["headers"]:
         if name == b"x-body-truncated":
             return _length(bytes(value).partition(b"/")[2])
@@ -195,7 +195,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """Nothing to do when the server starts and stops."""
+    """Answer the server's start and stop, at which there is nothing to do."""
     for stage in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{stage}.complete"})

@@ -1,1 +1,1 @@
-"""What Ray Serve runs, an application and its replicas, and what surrounds them while they come, serve and go."""
+"""The Ray Serve application and its replicas, and the services around them while they start, serve and end."""

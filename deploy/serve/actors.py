@@ -35,7 +35,7 @@ FRONT_BUNDLE = 0
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Where a worker actor runs."""
+    """Node, device and address of a worker actor."""
 
     node: str
     """Ray's node id."""
@@ -44,7 +44,7 @@ class Placement:
     bundle: int
     ip: str
     port: int
-    """That was free there a moment ago, for the ranks' rendezvous."""
+    """Port that was free there a moment ago, for the ranks' rendezvous."""
     pid: int
 
 
@@ -76,7 +76,8 @@ class SchedulerActor:
         self._process: SchedulerProcess | None = None
 
     def bind(self, config: EngineConfig, host: str | None) -> tuple[Addresses, int]:
-        """Where everyone else connects, and the process id. `host`: see `SchedulerProcess`."""
+        """Bind the sockets. Return the addresses to which all others connect, and the process id. `host`: see
+        `SchedulerProcess`."""
         from workers.processes.scheduler_process import SchedulerProcess
 
         self._process = SchedulerProcess(config, host)
@@ -90,7 +91,7 @@ class SchedulerActor:
 
 
 class WorkerActor:
-    """One rank."""
+    """Actor of one rank."""
 
     def __init__(self, log: LogConfig, labels: dict[str, Any]) -> None:
         self._log, self._labels = log, labels
@@ -102,7 +103,7 @@ class WorkerActor:
         load_libraries()
 
     def placement(self, bundle: int) -> Placement:
-        """Where this actor found itself."""
+        """Return where this actor was placed."""
         context = ray.get_runtime_context()
         assigned = context.get_accelerator_ids().get("GPU", [])
         device = device_index(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -124,7 +125,7 @@ class ReplicaProcesses:
     worker_class: type = WorkerActor
 
     def __init__(self, config: ServeConfig, group: PlacementGroup, labels: dict[str, Any]) -> None:
-        """Nothing starts yet. `labels` become part of every log line."""
+        """Prepare the processes; nothing starts yet. `labels` become part of every log line."""
         self._config, self._log, self._labels = config.engine, config.log, labels
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None
@@ -134,7 +135,7 @@ class ReplicaProcesses:
         self._addresses: Addresses | None = None
         self._rendezvous = ""
         self.placements: list[Placement] = []
-        """In rank order."""
+        """Placements of the workers, in rank order."""
 
     async def start(self) -> Addresses:
         """Place every process and set it running; returns where the front connects."""
@@ -163,7 +164,7 @@ class ReplicaProcesses:
 
     @property
     def folder(self) -> Path | None:
-        """Where the channel's socket files are; None before `start`, and when the channel goes over TCP."""
+        """Folder of the channel's socket files; None before `start`, and if the channel goes over TCP."""
         return None if self._addresses is None else self._addresses.folder
 
     def _actor(self, cls: type, bundle: int, gpus: float) -> Any:

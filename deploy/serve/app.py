@@ -88,16 +88,17 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Where it serves."""
+        """URL at which the application serves."""
         return f"http://{self._address}:{self.config.port}"
 
     @property
     def waits_for(self) -> str:
-        """What replicas that have no place wait for; empty while there are none."""
+        """Resources that replicas without a place wait for; empty while there are no such replicas."""
         return self._waiting.line
 
     def news(self) -> list[str]:
-        """What there is to say since the last call: progress while replicas start, failures, what they wait for."""
+        """Return the news since the last call: progress while replicas start, failures, resources that they wait
+        for."""
         return [*self._reader.new_lines(), *self._waiting.news()]
 
     def failures(self) -> list[str]:
@@ -284,7 +285,7 @@ def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) ->
 
 
 def _enter(config: ServeConfig) -> bool:
-    """Have Serve run; returns whether there is an application already where this one goes."""
+    """Let Serve run. Return whether there is an application already where this one goes."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -320,7 +321,7 @@ def _deploy(running: Running, engine_class: type | None) -> None:
 
 
 def _wait(running: Running, say: Say) -> None:
-    """Until the application answers; StartFailed with the first cause once it never will."""
+    """Wait until the application answers; StartFailed with the first cause once it never will."""
     from ray import serve
 
     begin = time.monotonic()
@@ -355,7 +356,7 @@ def _wait(running: Running, say: Say) -> None:
 
 
 def _health_problem(url: str) -> str:
-    """What is wrong with the answer of /health; empty when nothing is."""
+    """Return what is wrong with the answer of /health; empty if nothing is."""
     try:
         status = httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code
     except httpx.HTTPError as error:

@@ -38,7 +38,8 @@ ONGOING_REQUESTS = 1 << 20
 
 
 def running_ingress(config: ServeConfig) -> Ingress:
-    """What this cluster's processes were started for; EnvironmentProblem when the settings ask for something else."""
+    """Return the ingress that this cluster's processes were started for; EnvironmentProblem if the settings ask for
+    another."""
     direct = _has_ha_proxy()
     if config.ingress == "direct" and not direct:
         raise EnvironmentProblem(

@@ -37,7 +37,7 @@ def needs(config: ServeConfig, replicas: int) -> dict[str, float]:
 
 
 def shortage(config: ServeConfig) -> str:
-    """What all replicas together need and the nodes of this Ray do not have; empty when they have it."""
+    """Return the resources that all replicas together need and the nodes of this Ray lack; empty if they have them."""
     there = ray.cluster_resources()
     short = [
         f"{_counted(needed, name)} where there are {there.get(name, 0):g}"
@@ -60,7 +60,7 @@ class WaitingReplicas:
         self._capacity_since = math.inf
         self._told, self._looked = 0, -math.inf
         self.line = ""
-        """What is waited for; empty while every replica has its place."""
+        """Resources that are waited for; empty while every replica has its place."""
 
     def news(self) -> list[str]:
         """`line`, if the number of replicas that wait has changed since the last call."""

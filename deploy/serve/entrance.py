@@ -1,4 +1,5 @@
-"""What an application needs of Ray Serve itself: where it listens already, and the end of an application begun.
+"""Parts of Ray Serve that an application needs: the address at which it listens already, and the shutdown of an
+application that has begun to start.
 
 Written for Ray 2.60.0: both are private parts of Serve. Each function says what happens without.
 """

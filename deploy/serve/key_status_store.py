@@ -1,5 +1,6 @@
-"""What each replica's clients have taken of the limits of their API keys, and what they were given, told to the other
-replicas once a second through Ray's key-value store, so that limits and fair shares hold for all of them together.
+"""Use of API keys across replicas. Each replica tells the others once a second, through Ray's key-value store, what its
+clients have taken of their keys' limits and what they were given, so that limits and fair shares hold for all of them
+together.
 
 What is taken between two reports is known to its own replica alone. A store that hangs holds up one thread and no
 request: each replica then goes on with what it heard last.
@@ -37,14 +38,14 @@ class KeyStatusStore:
     """A replica's own report, and those of all others, which `keys` hear."""
 
     def __init__(self, application: str, replica: str, keys: KeyRing) -> None:
-        """In the running event loop."""
+        """Begin the exchange. Call this in the running event loop."""
         self._prefix, self._own = f"keys/{application}/".encode(), replica
         self._keys = keys
         self._client: FailoverEngine | None = None
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
     def serving(self, client: FailoverEngine) -> None:
-        """From now on the scheduler of `client` says what it gives to keys, and hears what others give them."""
+        """Connect `client`: from now on its scheduler says what it gives to keys, and hears what others give them."""
         client.on_charges.append(self._keys.charged)
         self._client = client
 

@@ -1,4 +1,5 @@
-"""What each replica of an application does, told to the others once a second through Ray's key-value store.
+"""Current state of the replicas of an application. Each tells the others its own once a second, through Ray's key-value
+store.
 
 A replica that dies without a word is noticed by its silence, so nobody has to be asked, and whoever answers `/live`
 waits for no other replica. A store that hangs holds up one thread and no stream.
@@ -45,7 +46,7 @@ class LiveStatusStore:
         self._telling = asyncio.ensure_future(self._keep_telling())
 
     def serving(self, client: FailoverEngine) -> None:
-        """From now on the figures of `client` are told."""
+        """Report the figures of `client` from now on."""
         self._client, self._state, self._cause = client, "serving", ""
 
     def starting_again(self, cause: str) -> None:
@@ -76,7 +77,7 @@ class LiveStatusStore:
         return sorted([*others, self.report()], key=lambda state: state.name)
 
     def report(self) -> ReplicaState:
-        """Of this replica, now."""
+        """Return the current state of this replica."""
         figures = None if self._client is None else self._window.figures(self._client.stats)
         return ReplicaState(name=self.own, state=self._state, cause=self._cause, at=time.time(), figures=figures)
 

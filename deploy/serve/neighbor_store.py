@@ -1,5 +1,5 @@
-"""Where each replica's streams can go on when its engine is away: the replicas of an application tell each other once a
-second, through Ray's key-value store, what serves there and where to connect.
+"""Neighbors at which a replica's streams can go on while its engine is away. The replicas of an application tell each
+other once a second, through Ray's key-value store, what serves there and where to connect.
 
 A front binds a channel for each neighbor and connects to the one that each neighbor has bound for it, before any of
 them is needed (`workers.processes.guests`). A store that hangs holds up one thread and no stream: what is connected
@@ -37,7 +37,7 @@ FORGET_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a front runs."""
+    """Node and address of a front."""
 
     node: str
     """Ray's node id."""
@@ -45,18 +45,19 @@ class Place:
 
 
 class Offer(msgspec.Struct):
-    """What a replica tells its neighbors."""
+    """Offer of a replica to its neighbors, to continue their streams."""
 
     at: float
     """Unix time, seconds."""
     fingerprint: str
     node: str
     channels: dict[str, Addresses]
-    """By the name of the neighbor that each is for."""
+    """Addresses of the channels, by the name of the neighbor that each is for."""
 
 
 def fingerprint(config: ServeConfig) -> str:
-    """Of all that decides which tokens follow: equal where one replica may continue what another one began."""
+    """Hash of everything that decides which tokens follow. It is equal where one replica may continue what another one
+    began."""
     numerics = config.engine.model_dump_json(exclude={"record_plans", "record_prompts"})
     parts = (config.model_name, numerics, version("latentserve"), version("torch"))
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
@@ -66,7 +67,7 @@ class NeighborStore:
     """A replica's own offer, and what follows from those of all others."""
 
     def __init__(self, application: str, replica: str, config: ServeConfig, place: Place) -> None:
-        """Nothing is told yet."""
+        """Prepare the store; nothing is told yet."""
         self._prefix, self._own = f"neighbors/{application}/".encode(), replica
         self._config, self._place, self._fingerprint = config, place, fingerprint(config)
         self._engine: FailoverEngine | None = None
@@ -78,7 +79,7 @@ class NeighborStore:
         """Told of the folder of each channel that is bound."""
 
     def open(self, engine: FailoverEngine) -> None:
-        """In the running event loop: from now on streams of neighbors may go on at `engine`."""
+        """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop."""
         self._engine = engine
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
@@ -105,7 +106,7 @@ class NeighborStore:
             await asyncio.sleep(PERIOD_S)
 
     def offer(self) -> Offer:
-        """Of this replica, now."""
+        """Return the current offer of this replica."""
         channels = {name: channel.addresses for name, channel in self._channels.items()}
         return Offer(time.time(), self._fingerprint, self._place.node, channels)
 

@@ -1,4 +1,4 @@
-"""What starting replicas report to whoever waits for them: lines and failures, in Ray's key-value store.
+"""Progress of starting replicas, for whoever waits for them: lines and failures, in Ray's key-value store.
 
 It needs no process of its own, and survives the replica that wrote it.
 
@@ -27,7 +27,7 @@ _KEPT_REPORTS = 32
 
 
 class Report(msgspec.Struct):
-    """What one replica has to say so far."""
+    """Report of one replica so far."""
 
     replica: str
     started: float
@@ -38,7 +38,7 @@ class Report(msgspec.Struct):
     failed: str = ""
     """First cause of its end."""
     lasting: bool = False
-    """Another start would end the same."""
+    """Whether another start would end the same."""
 
 
 class StatusStore:
@@ -118,8 +118,8 @@ def _key(application: str, replica: str) -> bytes:
 
 
 def others(prefix: bytes, own: str) -> Iterator[tuple[bytes, str, bytes]]:
-    """What other replicas than `own` have put into Ray's store, each below `prefix` under its name: (key, name,
-    value)."""
+    """Yield the entries that other replicas than `own` have put into Ray's store, each below `prefix` under its name:
+    (key, name, value)."""
     for key in store("list", prefix) or ():
         name = bytes(key).removeprefix(prefix).decode()
         value = None if name == own else store("get", key)

@@ -44,7 +44,7 @@ logger = logging.getLogger("latentserve.replica")
 FIRST_CAUSE_WAIT_S = 0.3
 """Seconds for the scheduler's report of a process that failed in order."""
 START_CAUSE_WAIT_S = 2.0
-"""The same while it starts, when no stream waits and processes are slow."""
+"""Seconds for that report while the replica starts, when no stream waits and processes are slow."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
@@ -65,7 +65,8 @@ def read_tokenizer(config: ServeConfig) -> Tokenizer | None:
 
 
 def sampling_defaults(config: ServeConfig) -> SamplingDefaults:
-    """How requests are sampled that do not say so. EngineFault, which another start would only repeat."""
+    """Return the sampling parameters for requests that give none. EngineFault, lasting because another start would only
+    repeat it, for a file that cannot be used."""
     if config.api.generation_config == "none":
         return {}
     try:
@@ -186,7 +187,8 @@ class EngineReplica:
         return client
 
     async def _start_again(self) -> EngineClient:
-        """Another scheduler and other ranks in the places of those that died, ready to serve."""
+        """Start another scheduler and other ranks in the places of those that died. Return their client, ready to
+        serve."""
         if not self._serving:
             raise EngineFault("the replica is ending")
         self.processes.kill()
@@ -257,7 +259,7 @@ class EngineReplica:
         return create_app(engine, self.tokenizer, self.config.api, *known, self.handed)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """What Serve mounts, called once the constructor is through."""
+        """Return the ASGI application that Serve mounts, once the constructor is through."""
         assert self.engine is not None
         return UnderServe(self.front(self.engine), self.name, self.arrivals, self.watchdog, self.handed)
 
@@ -267,7 +269,7 @@ class EngineReplica:
         self.handed.give(ticket, EncodedPrompt(digest, packed))
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Serve; routers find it with the replica."""
+        """Return the load for routers. Serve calls this, and routers find the result with the replica."""
         assert self.engine is not None
         load = self.arrivals.load(self.engine.stats)
         return load_to_report(out_of_service(load) if self.engine.down else load)
@@ -279,7 +281,7 @@ class EngineReplica:
             raise EngineFault(self.engine.down)
 
     def __del__(self) -> None:
-        """Called by Serve once every request is through."""
+        """End the replica's own tasks. Serve calls this once every request is through."""
         for task in (self._reporter, self._beating):
             if task is not None:
                 task.cancel()

@@ -75,7 +75,7 @@ class StreamWatchdog:
 
     @property
     def pid(self) -> int:
-        """Of the stream watchdog."""
+        """Process id of the stream watchdog."""
         return self._process.pid
 
     def hold(self, connection: int, words: int = 0) -> int | None:
@@ -105,7 +105,7 @@ class StreamWatchdog:
             self._keep(held, _RELEASE, None)
 
     def remove_at_end(self, folder: Path | None) -> None:
-        """From now on the replica's socket files are in this folder; None: in none."""
+        """Name the folder that has the replica's socket files from now on; None: there are none."""
         if folder is None:
             return
         self._next += 1
@@ -141,7 +141,7 @@ class StreamWatchdog:
         self._unsent[number] = kind, descriptor
 
     def _send_kept(self) -> None:
-        """There is room again."""
+        """Send what was kept, now that there is room again."""
         while self._unsent:
             number, (kind, descriptor) = next(iter(self._unsent.items()))
             if not self._send(kind, number, descriptor):

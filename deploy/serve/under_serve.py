@@ -17,7 +17,7 @@ from deploy.text.handed import HandedPrompts
 from kernels.private_api import PrivateApi
 
 REPLICA_HEADER = "x-latentserve-replica"
-"""Of every answer: which replica gave it, as logs and metrics name it."""
+"""Header of every answer with the name of its replica, as logs and metrics have it."""
 _ROUTING_RECORD = ROUTING_HEADER.encode()
 _CONNECTION: Final = PrivateApi(
     "ray",

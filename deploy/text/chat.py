@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 MOST_MESSAGES: Final = 8192
-"""Of a chat. Each is looked at by itself, and a body has room for hundreds of thousands of empty ones."""
+"""Most messages of a chat. Each is looked at by itself, and a body has room for hundreds of thousands of empty ones."""
 MOST_TEMPLATE_VARIABLES: Final = 256
-"""Of a chat. The template's engine handles each by itself, several times."""
+"""Most template variables of a chat. The template's engine handles each by itself, several times."""
 MOST_TOOLS: Final = 1024
-"""Of a chat, and calls of a message."""
+"""Most tools of a chat, and most calls of a message."""
 
 Content = str | list[dict[str, str]]
-"""What a message says: a text, or several parts of one, each `{"type": "text", "text": ...}`."""
+"""Content of a message: a text, or several parts of one, each `{"type": "text", "text": ...}`."""
 
 
 def template_message(role: str, content: Content, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -36,7 +36,8 @@ def template_message(role: str, content: Content, more: Mapping[str, Any] | None
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
-    """What an assistant thought before it answered. `reasoning` is what vLLM and others call the field."""
+    """Return the reasoning that an assistant wrote before its answer; None if there is none. vLLM and others call the
+    field `reasoning`."""
     given = (message.get(name) for name in ("reasoning_content", "reasoning"))
     return next((text for text in given if isinstance(text, str)), None)
 

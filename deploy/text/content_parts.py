@@ -1,4 +1,4 @@
-"""What a chat template writes between the parts of a message's content, found out by trying it."""
+"""The text that a chat template writes between the parts of a message's content, found out by trying it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deploy.text.errors import ChatTemplateError
 Render = Callable[[Sequence[dict[str, Any]]], str]
 """Messages to a prompt. ChatTemplateError."""
 USUAL: Final = "\n"
-"""Between parts where a template takes no lists of them."""
+"""Separator of parts for a template that takes no lists of them."""
 _FIRST, _SECOND = "first-part", "second-part"
 _PARTS: Final = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
 _USER: Final = {"role": "user", "content": "Hello"}
@@ -26,14 +26,14 @@ _BEFORE: Final[Mapping[str, Sequence[dict[str, Any]]]] = {
     "assistant": (_USER,),
     "tool": (_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
 }
-"""By role what stands before a message that is tried."""
+"""Messages that stand before the one that is tried, by its role."""
 _MOST: Final = 16
 """Characters between two parts: more is no separator."""
 
 
 def separators(render: Render, arguments_as_text: bool) -> dict[str, str]:
-    """By the role of a message what the template behind `render` writes between two parts of its content, so that the
-    joined text gives the prompt that the parts would give; `USUAL` where it takes no parts."""
+    """Find the text that the template behind `render` writes between two parts of a message's content, by role. Text
+    that is joined by it gives the prompt that the parts would give. `USUAL` where the template takes no parts."""
     return {role: _separator(render, role, arguments_as_text) for role in _BEFORE}
 
 

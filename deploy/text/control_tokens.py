@@ -17,15 +17,16 @@ BREAK: Final = secrets.token_hex(8)
 templates leave them as they are."""
 _CONTROL: Final = re.compile(r"[<\[(|｜].*[>\])|｜]", re.DOTALL)
 _THINKING: Final = ("<think>", "</think>")
-"""What templates look for in earlier answers, to leave their reasoning out."""
+"""Tags by which templates find the reasoning in earlier answers, to leave it out."""
 _OF_ANSWERS: Final = ("content", "reasoning_content")
 
 
 class ControlTokens:
-    """Of one tokenizer."""
+    """Control tokens of one tokenizer."""
 
     def __init__(self, backend: Any) -> None:
-        """Of the tokens that a `tokenizers.Tokenizer` adds to its vocabulary, special ones and those in brackets."""
+        """Collect the tokens that a `tokenizers.Tokenizer` adds to its vocabulary: special ones and those in
+        brackets."""
         added = backend.get_added_tokens_decoder().values()
         texts = [(token.content, token.special) for token in added]
         tokens = [token for token, special in texts if len(token) > 1 and (special or _CONTROL.fullmatch(token))]

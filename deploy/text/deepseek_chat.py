@@ -124,7 +124,7 @@ def encode_v32(
 
 
 class _V32:
-    """One chat with V3.2."""
+    """Chat with DeepSeek V3.2, as text."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _V32:
         return "".join(pieces)
 
     def _turn(self, index: int, begin: str) -> str:
-        """What opens the answer to the message `index`."""
+        """Return the text that opens the answer to message `index`."""
         if index + 1 == len(self._messages) and not self._opens:
             return ""
         return begin + (OPEN if self._thinks and index >= self._asked else CLOSE)

@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: `table` gives each token's bytes."""
+    """Detokenizer for byte-level vocabularies: `table` gives each token's bytes."""
 
     __slots__ = ("_decode", "_table")
 
@@ -49,7 +49,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder: the text of a token is what decoding a window with it adds to decoding the window without it."""
+    """Detokenizer for any decoder: the text of a token is what decoding a window with it adds to decoding the window
+    without it."""
 
     __slots__ = ("_backend", "_base", "_hidden", "_ids", "_limit", "_shown")
 
@@ -60,7 +61,7 @@ class WindowDetokenizer:
         self._limit = limit
         self._ids: list[int] = []
         self._base = 0
-        """How many of `_ids` only give context: their text was returned."""
+        """Number of tokens at the front of `_ids` that only give context: their text was returned."""
         self._shown = ""
         """Text of the context ids."""
 

@@ -17,7 +17,7 @@ RANKED: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _USUAL: Final = "high"
 """What a template is told that knows efforts alone and is to have its model think."""
 _MILD: Final = ("auto", "default", "minimal", "low", "medium")
-"""Those that a model may ignore that does not think: clients send them whatever the model is."""
+"""Efforts that a model without reasoning may ignore: clients send them whatever the model is."""
 _KINDS: Final[Mapping[Any, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 """Values of the field `type` of `thinking`."""
 FIELDS: Final = (EFFORT, "reasoning", *SWITCHES, "thinking_budget", "thinking_token_budget")
@@ -72,7 +72,7 @@ def tried(render: Callable[[Mapping[str, Any]], str | None], read: frozenset[str
 
 @dataclass(frozen=True)
 class Thinking:
-    """What a request says of thinking; None is nothing."""
+    """Thinking settings of a request; None: not given."""
 
     thinks: bool | None = None
     effort: str | None = None
@@ -108,9 +108,9 @@ def checked(field: str, value: Any) -> Any:
 
 
 def thinking_of(data: Mapping[str, Any]) -> Thinking:
-    """What the fields of a chat say: OpenAI's `reasoning_effort`, `reasoning` with an effort, a bound or a switch,
-    Anthropic's `thinking` with a type and a bound, and the names of templates' switches. A later one of these counts.
-    ValueError for values that nobody knows."""
+    """Read a chat's fields about thinking: OpenAI's `reasoning_effort`, `reasoning` with an effort, a bound or a
+    switch, Anthropic's `thinking` with a type and a bound, and the names of templates' switches. A later one of these
+    overrides an earlier one. ValueError for unknown values."""
     found = Thinking()
     for field in FIELDS:
         if (value := data.get(field)) is None:

@@ -30,15 +30,15 @@ class Encode(Protocol):
 
 @dataclass(frozen=True)
 class Encoder:
-    """One of them, and how the answers to its prompts are read."""
+    """Encoder of chats, and how the answers to its prompts are read."""
 
     encode: Encode
     tool_parser: str
     """The name of the parser of calls (`deploy.parsing.registry`)."""
     reasoning_parser: str
-    """The same of reasoning."""
+    """Name of the parser of reasoning."""
     variables: frozenset[str]
-    """By which of the variables in `deploy.text.effort` it is told how to think."""
+    """Variables of `deploy.text.effort` that control its thinking."""
 
 
 ENCODERS: Final[Mapping[str, Encoder]] = {
@@ -46,7 +46,7 @@ ENCODERS: Final[Mapping[str, Encoder]] = {
         encode_v32, tool_parser="deepseek_v32", reasoning_parser="deepseek_v3", variables=frozenset({"thinking"})
     ),
 }
-"""By `model_type`."""
+"""Encoders by `model_type`."""
 
 
 def encoder_of(folder: Path) -> Encoder | None:

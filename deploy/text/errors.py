@@ -1,4 +1,4 @@
-"""What is wrong with a chat."""
+"""Errors in a chat."""
 
 from __future__ import annotations
 

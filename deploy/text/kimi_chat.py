@@ -1,5 +1,5 @@
-"""What Moonshot's tokenizer class (`tokenization_kimi.py`) and its guide to tool calling do to the chat of a Kimi model
-before the chat template gets it."""
+"""Changes that Moonshot's tokenizer class (`tokenization_kimi.py`) and its guide to tool calling make to the chat of a
+Kimi model before the chat template gets it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_own_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return [*messages]
     count = 0
     waiting: dict[str, deque[str]] = {}
-    """By the id that a client gave the new ids of the newest message's calls that have no result yet."""
+    """New ids of those calls of the newest message that have no result yet, by the id that the client gave."""
     answered: dict[str, str] = {}
     made = []
     for message in messages:

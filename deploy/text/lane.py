@@ -23,14 +23,15 @@ LARGE_AT_ONCE = 1
 
 
 class Worker(Protocol):
-    """Who has a turn."""
+    """Holder of a turn."""
 
     async def __call__(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(*arguments)`, in the event loop or aside."""
 
 
 class _Lane:
-    """So many turns at one time. Keys that wait are served one after the other, and each by arrival."""
+    """A limited number of turns at one time. Keys that wait are served in turn, and the requests of each in order of
+    arrival."""
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once  # while anybody waits, none
@@ -81,7 +82,7 @@ class _Lane:
 
 
 class Lanes:
-    """One per process."""
+    """Lanes of work. There is one object per process."""
 
     def __init__(self) -> None:
         self._middle = _Lane(MIDDLE_AT_ONCE)

@@ -16,7 +16,7 @@ _ESCAPED_HALF: Final = rf"{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW}"
 _HALF_IN_BYTES: Final = re.compile(_ESCAPED_HALF.encode())
 _HALF_IN_TEXT: Final = re.compile(_ESCAPED_HALF)
 _MOST_HALVES: Final = 10_000
-"""Of a text are replaced: each is looked at by itself."""
+"""Most surrogate halves of a text that are replaced: each is looked at by itself."""
 _LONGEST_RUN: Final = 64
 """Backslashes in a row that are counted."""
 _ODD: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|,(?=\s*[}\]])', re.DOTALL)

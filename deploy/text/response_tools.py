@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 INPUT: Final = "input"
-"""The one argument of the function that a custom tool becomes."""
+"""Argument of the function that a custom tool becomes; it has no other."""
 _UNSAFE: Final = re.compile(r"[^\w.\-]", re.ASCII)
 
 
@@ -30,14 +30,14 @@ class AskedTools:
     """Tools of a request, taken apart."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """As chats have them."""
+    """Functions in the form that chats have."""
     origins: dict[str, Origin] = field(default_factory=dict)
-    """By the name of the function, of those that another tool stands behind."""
+    """Origins of those functions that stand for another tool, by name of the function."""
     grammars: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The syntax and the definition of the grammar that a custom tool has as its format, by the function's name."""
     left_out: list[str] = field(default_factory=list)
-    """What the model is not told of or not held to: types of tools, and `NAME.format` of custom tools whose grammar
-    is no more than described."""
+    """Requirements that the model is not told of or not held to: types of tools, and `NAME.format` of custom tools
+    whose grammar is only described to it."""
 
 
 def named(kind: str) -> str:
@@ -134,9 +134,9 @@ class InputStream:
 
     def __init__(self) -> None:
         self._head = ""
-        """What stands before the text."""
+        """JSON before the text."""
         self._rest: str | None = None
-        """What of the text is no whole character yet; None before the text begins."""
+        """Part of the text that makes no whole character yet; None before the text begins."""
 
     def push(self, arguments: str) -> str:
         """Take more of the arguments; returns what more of the text is certain."""

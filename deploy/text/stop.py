@@ -20,9 +20,9 @@ class _Automaton:
     to the next number, and are kept as no more than a character: requests may bring thousands of them."""
 
     chain: list[str]
-    """By state: the character that leads to the next number, "" if none does."""
+    """Characters that lead from each state to the next number; "" if none does."""
     branches: dict[int, dict[str, int]]
-    """By state: where other characters lead."""
+    """States that other characters lead to, by state."""
     fail: array[int]
     depth: array[int]
     match: array[int]

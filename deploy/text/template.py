@@ -24,8 +24,8 @@ PROBES = (
 
 
 def syntax_problem(template: str) -> str | None:
-    """Why `template` is no Jinja as transformers reads it, None where it is: templates that do not compile would refuse
-    every chat as if its messages were wrong."""
+    """Return why `template` is no Jinja as transformers reads it; None if it is. Templates that do not compile would
+    refuse every chat as if its messages were wrong."""
     try:
         environment().compile(template)
     except TemplateSyntaxError as error:
@@ -57,7 +57,8 @@ def check_template(tokenizer: Tokenizer, folder: Path, template: str | None) -> 
 
 
 def why_no_chat(tokenizer: Tokenizer | None, folder: Path, template: str | None) -> str | None:
-    """Why every chat is refused, and what to do; None where chats can be written. `template`: that of the settings."""
+    """Return why every chat is refused, and what to do; None where chats can be written. `template`: that of the
+    settings."""
     if tokenizer is None:
         return f"chats are refused: {folder} has no tokenizer"
     if template is None and not tokenizer.has_chat_template:
@@ -66,6 +67,6 @@ def why_no_chat(tokenizer: Tokenizer | None, folder: Path, template: str | None)
 
 
 def template_file(folder: Path) -> str:
-    """Where a model folder's chat template is, to be said after `the chat template`."""
+    """Return the place of a model folder's chat template, in words that follow `the chat template`."""
     files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
     return f"in {next((file for file in files if file.is_file()), folder)}"

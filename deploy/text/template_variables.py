@@ -1,4 +1,4 @@
-"""Which variables a chat template reads."""
+"""The variables that a chat template reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Generation(Extension):
 
 
 def environment() -> Environment:
-    """In which chat templates compile as in transformers."""
+    """Return an environment in which chat templates compile as in transformers."""
     return ImmutableSandboxedEnvironment(extensions=[loopcontrols, Generation])
 
 

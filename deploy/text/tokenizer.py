@@ -28,7 +28,7 @@ from workers.vocabulary.spelling import byte_vocabulary
 INLINE_CHARS = 4_000
 """Texts up to this length are encoded in the event loop (about 1 ms); longer ones in a thread."""
 INLINE_IDS = 4_000
-"""The same for ids to decode."""
+"""Number of ids up to which they are decoded in the event loop; more are decoded in a thread."""
 LONG_CHARS = 2**18
 """Texts longer than this are encoded one after another. While it is encoded a text takes up to 250 bytes a character:
 the longest of a few requests at once would be more memory than there is."""
@@ -56,7 +56,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         "tokenizer_kwargs",
     )
 )
-"""What a request's `chat_template_kwargs` may not set."""
+"""Names that a request's `chat_template_kwargs` must not set."""
 
 
 class TooManyTokens(Exception):
@@ -93,7 +93,8 @@ class Tokenizer:
         self._bytes = byte_vocabulary(self._backend)
         self._shown_bytes = [b"" if i in self.special_ids else raw for i, raw in enumerate(self._bytes or ())]
         self._kept_bytes: dict[frozenset[int], list[bytes]] = {}
-        """As `_shown_bytes`, by the special tokens that are shown; there are as many as parsers."""
+        """Bytes of the tokens as in `_shown_bytes`, by the set of special tokens that are shown. There are as many sets
+        as parsers."""
         lengths = map(len, self._bytes if self._bytes is not None else (token.encode() for token in self._tokens))
         self.longest_token = max(lengths)
         """Bytes of the longest token: a text of more than `longest_token` * n bytes has more than n tokens."""
@@ -115,7 +116,8 @@ class Tokenizer:
         return bool(self._hf.chat_template) or self._encoder is not None
 
     def encoder_for(self, template: str | None) -> Encoder | None:
-        """What writes chats in place of a chat template; None where there is one, `template` or the folder's."""
+        """Return the encoder that writes chats in place of a chat template; None where there is a template, `template`
+        or the folder's."""
         return self._encoder if template is None else None
 
     def template_for(self, template: str | None, tools: bool) -> str:
@@ -131,11 +133,13 @@ class Tokenizer:
         return given[chosen[0]] if chosen else ""
 
     def thinking_variables(self, thinking: Thinking, template: str | None, tools: bool) -> dict[str, Any]:
-        """What the chat template is told of how the model is to think; `template` and `tools`: see `template_for`."""
+        """Return the variables that tell the chat template how the model is to think; `template` and `tools`: see
+        `template_for`."""
         return thinking.variables(self.known_thinking(template, tools))
 
     def thinking_switches(self, template: str | None, tools: bool) -> frozenset[str]:
-        """Those of the variables of `deploy.text.effort` that the chat template reads, or the encoder in its place."""
+        """Return those of the variables of `deploy.text.effort` that the chat template, or the encoder in its place,
+        reads."""
         encoder = self.encoder_for(template)
         read = read_variables(self.template_for(template, tools)) if encoder is None else encoder.variables
         return read & {*SWITCHES, EFFORT}
@@ -406,7 +410,8 @@ class Tokenizer:
         template: str,
         variables: Mapping[str, Any],
     ) -> str:
-        """What `apply_chat_template` renders, which leaves fields out that are none; here templates find them."""
+        """Render as `apply_chat_template` does, but with empty fields: it leaves them out, and here templates find
+        them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = {**self._hf.special_tokens_map, **variables}

@@ -1,4 +1,4 @@
-"""What a chat template knows of tools, found out by trying it: nothing in its text says so reliably."""
+"""A chat template's knowledge of tools, found out by trying it: nothing in its text says so reliably."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CALL_OF_V3: Final = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>prob
 
 @dataclass(frozen=True)
 class ToolTemplate:
-    """One template."""
+    """Properties of a chat template that concern tools."""
 
     knows_tools: bool
     """Whether tools change what it writes."""
@@ -55,7 +55,7 @@ class ToolTemplate:
 
     @staticmethod
     def tried(render: Render) -> ToolTemplate:
-        """What the template behind `render` knows."""
+        """Try the template behind `render`, and return what it knows."""
         try:
             with_tool = render([_USER], [_TOOL])
         except ChatTemplateError:

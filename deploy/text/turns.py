@@ -22,7 +22,7 @@ NOT_SHOWN: Final[Mapping[str, str]] = {
     "redacted_thinking": "[Part of the reasoning was withheld.]",
     "compaction": "[Earlier turns were left out here.]",
 }
-"""What a model reads in place of Anthropic's blocks that are no text, by their types."""
+"""Texts that a model reads in place of Anthropic's blocks that are no text, by type."""
 
 
 def said_in(block: Mapping[str, Any]) -> str | None:
@@ -129,8 +129,8 @@ _CALLS: Final[Mapping[str, tuple[str, str]]] = {
     "apply_patch_call": ("apply_patch", "operation"),
     "computer_call": ("computer", "action"),
 }
-"""By types of items that are calls of a tool with a type of its own: the name that a model reads, and the field with
-what it was called with."""
+"""Calls of tools that have an item type of their own, by type: the name that a model reads, and the field with the
+arguments."""
 _OF_RESPONSES_SERVER: Final = (
     "web_search_call",
     "file_search_call",
@@ -161,12 +161,12 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(_COMPACTIONS, ()),
     **dict.fromkeys(_LEFT_OUT, ()),
 }
-"""By the types of items that are known the fields of each that must be strings."""
+"""Fields of each known item type that must be strings."""
 _PARTS_IN_WORDS: Final[Mapping[str, str]] = {
     "input_image": NOT_SHOWN["image"],
     "input_file": NOT_SHOWN["document"],
 }
-"""What a model reads in place of parts of a tool's result that are no text, by their types."""
+"""Texts that a model reads in place of those parts of a tool's result that are no text, by type."""
 
 
 def _call_of(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _call_of(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_id(item: Mapping[str, Any]) -> str:
-    """By which a call and its result belong together. Some have it as their own id."""
+    """Return the id by which a call and its result belong together. Some items have it as their own id."""
     return next((item[name] for name in ("call_id", "id") if isinstance(item.get(name), str)), "")
 
 
@@ -206,12 +206,12 @@ def _result(value: Any) -> Any:
 
 
 def _spoken(value: Any) -> Any:
-    """What an assistant said as content, refusals among it."""
+    """Return the content that an assistant wrote, refusals among it."""
     return spoken(value) if isinstance(value, list) else value
 
 
 def _said_by_item(item: Mapping[str, Any]) -> str:
-    """What a server did, in words that a model can read."""
+    """Describe a server's action in words that a model can read."""
     kind = item["type"]
     if kind in _COMPACTIONS:
         return NOT_SHOWN["compaction"]

@@ -19,7 +19,7 @@ _BOUNDS: Final[dict[str, tuple[str, ...]]] = {
     "integer": ("maximum", "minimum"),
     "array": ("maxItems", "minItems"),
 }
-"""What is told of a type besides its description, in this order."""
+"""Keywords of a type that are told besides its description, in this order."""
 _IN_UNIONS: Final = {
     "string": "string",
     "number": "number",
@@ -36,7 +36,7 @@ _OF_ENUMS: Final[dict[str, type | tuple[type, ...]]] = {
     "boolean": bool,
 }
 _ROOT: Final = "parameters"
-"""What a schema that refers to itself is called."""
+"""Name of a schema that refers to itself."""
 
 
 def declarations(tools: Sequence[Mapping[str, Any]]) -> str | None:
@@ -51,21 +51,21 @@ def declarations(tools: Sequence[Mapping[str, Any]]) -> str | None:
 
 @dataclass(frozen=True)
 class _Type:
-    """One type, to be written at any depth."""
+    """TypeScript type, to be written at any depth."""
 
     write: Callable[[str], str]
-    """Its text behind an indentation."""
+    """Writes its text behind an indentation."""
     told: tuple[str, ...] = ()
-    """What comments say of it, a line each; those of a description that are empty have no comment's mark."""
+    """Comment lines about the type; empty lines of a description have no comment mark."""
 
     def comment(self, indent: str) -> str:
-        """These lines."""
+        """Return the comment's lines."""
         return _comment(self.told, indent)
 
 
 @dataclass
 class _Names:
-    """What the schema of one function may refer to."""
+    """Names that the schema of one function may refer to."""
 
     defined: dict[str, Any] = field(default_factory=dict)
     itself: bool = False
@@ -176,7 +176,7 @@ def _array(schema: Mapping[str, Any], names: _Names) -> _Type:
 
 
 def _object(schema: Mapping[str, Any], names: _Names) -> tuple[list[_Type], _Type]:
-    """Its fields as the schema has them, and the type."""
+    """Return its fields as the schema has them, and the type."""
     names.defined |= schema.get("$defs") or {}
     others = schema.get("additionalProperties")
     if isinstance(others, bool):

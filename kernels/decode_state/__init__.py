@@ -59,7 +59,7 @@ def feed(
     length_R: Tensor,
     page_RP: Tensor,
 ) -> None:
-    """What the rows feed: the last token, then W - 1 drafts, at positions length ... length + W - 1.
+    """Prepare the tokens that the rows feed: the last token, then W - 1 drafts, at positions length ... length + W - 1.
 
     Writes `token_RW`, `position_RW`, `cache_slot_RW` (int64: page * 64 + offset), `length_R` (int32: entries the last
     of a row's tokens may see, itself included; 0 for a padded row) and `page_RP` (int32, the rows' page tables).

@@ -118,7 +118,7 @@ def feed_draft(
     pages,
     drafts,
 ):
-    """One program per row."""
+    """Feed the rows' drafts; one program per row."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     live = slot >= 0

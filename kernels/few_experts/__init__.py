@@ -28,7 +28,7 @@ __all__ = ["ChosenExperts", "choosable", "choose", "experts", "router"]
 
 @dataclass(frozen=True)
 class ChosenExperts:
-    """Who chose whom."""
+    """Experts that the tokens chose."""
 
     place_TX: Tensor
     """int32: where an expert stands among a token's choices, -1 if nowhere."""

@@ -1,4 +1,5 @@
-"""How a few tokens choose experts, and the list of all that were chosen, in Gluon: one program, some tokens per warp.
+"""The choice of experts for a few tokens, and the list of all that were chosen, in Gluon: one program, some tokens per
+warp.
 
 A warp holds all experts of its tokens, so the best of them is found by one instruction (`redux.sync`, of 32-bit
 integers that are ordered like the scores), and nothing but who was chosen passes between warps: once, a bit an expert.
@@ -18,10 +19,10 @@ from triton.experimental.gluon import language as gl
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 
 _NONE = gl.constexpr(-(2**31))
-"""Below what any score is ordered by: of experts already chosen, and of lanes that are no expert."""
+"""Integer below those by which any score is ordered: of experts already chosen, and of lanes that are no expert."""
 _CLOSED = gl.constexpr(float("-inf"))
 _INFINITELY_LOW = gl.constexpr(-0x7F800001)
-"""What -inf is ordered by."""
+"""Integer by which -inf is ordered."""
 _AGAIN = gl.constexpr(-(2**31))
 """The bit of a lane's word that says that a token's scores were equal."""
 _APART = gl.constexpr(2**-15)
@@ -41,13 +42,13 @@ def _order(score):
 
 @gluon.jit
 def _score(order):
-    """What is ordered so."""
+    """Invert `_order`: the score that such an integer stands for."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _bits(word):
-    """How many bits are set. (Written with shifts the compiler knows it in some places only.)"""
+    """Count the bits that are set. (Written with shifts the compiler knows it in some places only.)"""
     return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -83,7 +84,7 @@ def _exact_places(order, lane, CHOSEN: gl.constexpr):
 def _open(order, WARPS: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr, GROUP_BLOCK: gl.constexpr,
     MEMBER_BLOCK: gl.constexpr, TOP_GROUPS: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
-    """Which experts are of the best groups: of those whose best, or with a bias two best, experts are the best."""
+    """Find the experts of the best groups. Groups are ranked by their best expert, or with a bias by their two best."""
     HELD: gl.constexpr = GROUP_BLOCK * MEMBER_BLOCK // 32
     threads: gl.constexpr = [1, GROUP_BLOCK, 32 // GROUP_BLOCK]
     tile: gl.constexpr = gl.BlockedLayout([1, HELD], [1, 32], [WARPS, 1], [1, 0])

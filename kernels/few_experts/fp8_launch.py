@@ -27,8 +27,8 @@ SHORT_EXPERTS: Final = 256
 """Most features of an expert for `down_short`, which has two warps for them. Of 512 it took longer than `down` on an
 H200: a step of two rows of six layers of DeepSeek-V3, as a rank of four has them, 0.731 ms in place of 0.720."""
 SHORT_STAGES: Final = 6
-"""Of the ring of `down_short`, each an expert: as many bytes are under way as memory takes to answer, and programs of
-all rows stand at once."""
+"""Stages of the ring of `down_short`, each an expert: as many bytes are in flight as memory takes to answer, and the
+programs of all rows are resident at once."""
 
 
 def gate_up(

@@ -58,7 +58,7 @@ def down_short(
     STORED: gl.constexpr, SIZE: gl.constexpr, CHOICES: gl.constexpr, SUM: gl.constexpr, STREAMS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """As `fp8.down`, of experts whose features the warps take at once. Grid: E / 16."""
+    """Variant of `fp8.down` for experts whose features the warps take at once. Grid: E / 16."""
     E: gl.constexpr = SIZE.rows
     I: gl.constexpr = SIZE.features
     EXPERTS: gl.constexpr = CHOICES.experts

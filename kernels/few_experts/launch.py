@@ -224,7 +224,7 @@ def down(
 
 
 def _shared(choice: ChosenExperts, weight: Matrix, act_YI: Tensor) -> int:
-    """How many experts are shared."""
+    """Return the number of shared experts; ValueError if the tensors do not fit together."""
     (tokens, chosen), shared = choice.weight_TK.shape, weight.shape[0] - choice.experts
     if shared < 0 or act_YI.shape[0] != tokens * (chosen + shared):
         raise ValueError(

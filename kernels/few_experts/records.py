@@ -17,7 +17,7 @@ class Choices(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """What becomes of the sum over a token's experts."""
+    """Destination of the sum over a token's experts."""
 
     residual: bool
     """Whether it is added to a residual stream; else it is stored."""

@@ -57,7 +57,8 @@ def expert_of(slot, unit, slots, EXPERTS: gl.constexpr, SHARED: gl.constexpr):
 def choice_ranks(
     place, expert, tokens, layout: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, TOKENS: gl.constexpr
 ):  # fmt: skip
-    """Which activation of every token is of this expert; -1 if none. The shared experts' come behind the chosen."""
+    """Return, for every token, the index of its activation of this expert; -1 if there is none. The shared experts'
+    come behind the chosen."""
     t = gl.arange(0, TOKENS, layout)
     routed = (t < tokens) & (expert >= 0) & (expert < EXPERTS)
     rank = gl.load(place + t * EXPERTS + expert, mask=routed, other=-1, cache_modifier=".cg")

@@ -1,1 +1,2 @@
-"""What kernels in Gluon share: dependent launch, tiles of weights and tokens, rings of them, weights in fewer bits."""
+"""Common parts of kernels in Gluon: dependent launch, tiles of weights and tokens, rings of them, weights in fewer
+bits."""

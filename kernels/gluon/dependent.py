@@ -13,13 +13,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def wait_for_kernel_before():
-    """With programmatic dependent launch: wait until the kernel before has finished and its writes are visible."""
+    """Wait, under programmatic dependent launch, until the kernel before has finished and its writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def let_kernel_after_start():
-    """With programmatic dependent launch: let the kernel after start; it still waits for this one where it must."""
+    """Let the kernel after start, under programmatic dependent launch; it still waits for this one where it must."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -27,9 +27,9 @@ def let_kernel_after_start():
 
 @gluon.jit
 def hand_on():
-    """In place of the work, in every program of a kernel launched dependently that has none: let the kernel after start
-    at once. One program waits, so that the kernel's end still proves that all before have ended; the others make room.
-    """
+    """Let the kernel after start at once. Called in place of the work, in every program of a dependently launched
+    kernel that has none. One program waits, so that the kernel's end still proves that all before have ended; the
+    others make room."""
     if gl.program_id(0) == 0:
         let_kernel_after_start()
         wait_for_kernel_before()

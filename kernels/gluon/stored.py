@@ -1,4 +1,4 @@
-"""How kernels of few tokens read weights that are stored in fewer bits than they are multiplied in.
+"""Reading of weights that are stored in fewer bits than they are multiplied in, for kernels of few tokens.
 
 FP8 (e4m3) weights with a scale for every block of neighbouring rows and features, as DeepSeek-V3 publishes them
 (arXiv:2412.19437, section 3.3): they stay 8 bits on their way, become bf16 in registers, which is exact, and the sums
@@ -20,10 +20,10 @@ from kernels.matrix import BlockScaled, Matrix
 
 
 class Stored(NamedTuple):
-    """How a matrix is stored; of its scales, where it has some, how many rows and features share one."""
+    """Storage of a matrix, with the numbers of rows and features that share a scale, where it has scales."""
 
     fp8: bool = False
-    """As bytes of e4m3; otherwise in bf16."""
+    """Whether it is stored as bytes of e4m3; otherwise in bf16."""
     rows: int = 1
     features: int = 1
     scales: int = 1

@@ -26,7 +26,7 @@ STORE = 0
 RESIDUAL = 1
 """residual += y; out = residual * norm; the sum of squares of each program's columns of the residual."""
 NORMED = 2
-"""As STORE; the first `NORM_FEATURES` columns are multiplied by a norm's weight, with their sums of squares."""
+"""Variant of STORE: the first `NORM_FEATURES` columns are multiplied by a norm's weight, with their sums of squares."""
 
 
 @gluon.constexpr_function

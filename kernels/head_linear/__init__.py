@@ -37,8 +37,8 @@ def head_linear(
 
 
 def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: bool = False) -> None:
-    """From roped queries to what attention reads, in one launch: out[..., :L] = q[..., :N] · weight; out[..., L:] =
-    q[..., N:].
+    """Convert roped queries to the absorbed form that attention reads, in one launch: out[..., :L] = q[..., :N] ·
+    weight; out[..., L:] = q[..., N:].
 
     All of one dtype; `q_THD` may be a strided view whose heads are contiguous, `out_THC` is contiguous. `dependent`:
     the kernel behind is launched dependently. This one is not: it starts when all before it has ended.
@@ -63,7 +63,7 @@ def rope_absorb(
     eps: float,
     dependent: bool = False,
 ) -> None:
-    """From the projections to what attention reads, in one launch.
+    """Convert the projections to the absorbed queries and cache entries that attention reads, in one launch.
 
     out[..., :L] = q[..., :N] · weight; out[..., L:] = q[..., N:] rotated. Cache entry of every token: its latent
     `kv_TC`[:, :L] normed with `norm_L`, then its key `kv_TC`[:, L:] rotated. The pairs are features (2i, 2i + 1).

@@ -27,7 +27,7 @@ def _rotate(x, turn, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _projected(at, mask, dtype: tl.constexpr, FROM: tl.constexpr):
-    """What a product has left: its result, or as many parts of it as FROM says."""
+    """Load the result of a product, or the sum of as many parts of it as FROM says."""
     PARTS: tl.constexpr = FROM.parts
     if PARTS:
         value = sum_of_parts(at, mask, FROM.part, PARTS).to(dtype)

@@ -106,8 +106,8 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
 
 
 def _cut(tokens: int, weight_HNL: Tensor, parts: bool, dtype: torch.dtype) -> tuple[AbsorbCut, TensorDescriptor | None]:
-    """How so many tokens' queries are absorbed, and by what the copy engine fetches the weights, if it does. `parts`:
-    whether the queries are parts of sums."""
+    """Choose how the queries of `tokens` tokens are absorbed, and the descriptor with which the copy engine fetches the
+    weights, if it does. `parts`: whether the queries are partial sums."""
     heads, _, latent = weight_HNL.shape
     wide = dtype == torch.float32
     if parts:
@@ -130,7 +130,7 @@ def _products(cut: AbsorbCut, tokens: int, heads: int, latent: int) -> int:
 
 
 def _features(weight_HNL: Tensor, rope: int) -> Features:
-    """Of heads with these W_UK, and so many rope features."""
+    """Return the features of heads with these W_UK and this number of rope features."""
     heads, nope, latent = weight_HNL.shape
     return Features(
         heads=heads,
@@ -144,17 +144,17 @@ def _features(weight_HNL: Tensor, rope: int) -> Features:
 
 
 def _projected(x: Tensor, parts: list[int]) -> Projected:
-    """Where a product has left `x`, of so many parts if of any."""
+    """Describe where a product has left `x`: its strides and number of parts, if any."""
     return Projected(token=x.stride(0), part=x.stride(1) if parts else 0, parts=parts[0] if parts else 0)
 
 
 def _matrices(weight_HNL: Tensor) -> Matrices:
-    """Where one weight matrix per head lies."""
+    """Describe where one weight matrix per head is."""
     return Matrices(head=weight_HNL.stride(0), row=weight_HNL.stride(1))
 
 
 def _box(weight_HNL: Tensor, columns: int) -> TensorDescriptor | None:
-    """What the copy engine needs to know to fetch `columns` of a head's weights, None where it cannot."""
+    """Make the descriptor with which the copy engine fetches `columns` of a head's weights; None where it cannot."""
     heads, nope, latent = weight_HNL.shape
     apart, row, _ = weight_HNL.stride()
     pieces = weight_HNL.itemsize == 2 and row % 8 == 0 and weight_HNL.data_ptr() % 16 == 0

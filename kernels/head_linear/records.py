@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Projected(NamedTuple):
-    """Where a product has left its result, or parts of it."""
+    """Location of a product's result, or of parts of it."""
 
     token: int
     """Elements from one token to the next."""
@@ -17,7 +17,7 @@ class Projected(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Where the weight matrices of the heads lie."""
+    """Location of the heads' weight matrices."""
 
     head: int
     """Elements from one head's matrix to the next's."""
@@ -39,7 +39,7 @@ class Features(NamedTuple):
 
 
 class AbsorbCut(NamedTuple):
-    """What a program of `rope_absorb` does, and how it multiplies."""
+    """Work of a program of `rope_absorb`, and its precision."""
 
     tokens: int
     """Tokens of a product."""
@@ -48,7 +48,7 @@ class AbsorbCut(NamedTuple):
     group: int
     """Heads that are rotated together."""
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
     boxed: bool
     """Whether the copy engine fetches the weights."""
 
@@ -65,7 +65,7 @@ class Attended(NamedTuple):
 
 
 class MergeCut(NamedTuple):
-    """How `merge_tile` cuts its products, and how it multiplies."""
+    """Division of `merge_tile`'s products, and their precision."""
 
     tokens: int
     """Tokens of a program."""
@@ -78,4 +78,4 @@ class MergeCut(NamedTuple):
     stages: int
     """Steps of that in flight."""
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""

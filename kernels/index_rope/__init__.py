@@ -1,5 +1,5 @@
-"""What an indexer's products become before they are scored: LayerNorm of the keys, rope of queries and keys, factors of
-the heads' weights.
+"""Computations between an indexer's products and its scores: LayerNorm of the keys, rope of queries and keys, factors
+of the heads' weights.
 
 Shape legend: T tokens, J indexer heads, I features of a query or key, X = I + J, O <= I rope features.
 """

@@ -41,7 +41,7 @@ def spread(x: Tensor) -> Tensor:
 
 @triton.jit
 def spread_lanes(x, STAGES: tl.constexpr):
-    """The same of [rows, lanes], lanes being a power of two, with 0 behind the features."""
+    """Variant of `spread` for [rows, lanes], lanes being a power of two, with 0 behind the features."""
     ROWS: tl.constexpr = x.shape[0]
     LANES: tl.constexpr = x.shape[1]
     HEIGHT: tl.constexpr = LANES // _WIDTH

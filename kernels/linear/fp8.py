@@ -41,7 +41,7 @@ from kernels.gluon.tiles import (
 WIDTH = 128
 """Features of a warp at a time, and of a block of scales."""
 COLUMNS = 8
-"""Of a tile of the tensor cores."""
+"""Columns of a tile of the tensor cores."""
 
 _ROWS = gl.constexpr(ROWS)
 _WIDTH = gl.constexpr(WIDTH)
@@ -73,7 +73,7 @@ def to_fp16(tile):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr):
-    """One for every stage, signalled when its bytes are there."""
+    """Make a barrier for every stage, signalled when its bytes are there."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(COUNT):
         mbarrier.init(full.index(stage), count=1)
@@ -156,7 +156,7 @@ def scale_rows(warps):
 
 @gluon.jit
 def scales_at(program, F: gl.constexpr, WARPS: gl.constexpr, STORED: gl.constexpr):
-    """Where the scales of a program's 16 rows begin: offsets [16]."""
+    """Return the offsets at which the scales of a program's 16 rows begin, [16]."""
     row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows(WARPS)), F - 1)
     return row // STORED.rows * STORED.scales
 
@@ -171,7 +171,7 @@ def chunk_scales(scale, at, chunk, exists, WARPS: gl.constexpr, STORED: gl.const
 
 @gluon.jit
 def all_scales(scale, at, exists, CHUNKS: gl.constexpr, WARPS: gl.constexpr, STORED: gl.constexpr):
-    """Those of every chunk."""
+    """Load the scales of all chunks."""
     scales = ()
     for chunk in gl.static_range(CHUNKS):
         scales = scales + (chunk_scales(scale, at, chunk, exists, WARPS, STORED),)
@@ -198,7 +198,7 @@ def token_memory(TOKENS: gl.constexpr, WARPS: gl.constexpr, COUNT: gl.constexpr)
 def load_tokens(
     x, tokens, X_STRIDE: gl.constexpr, K: gl.constexpr, CHUNKS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """All of the tokens, bf16, as tiles [WARPS, TOKENS, 128]; zeros past their features."""
+    """Load all features of the tokens, bf16, as tiles [WARPS, TOKENS, 128]; zeros past their features."""
     token = gl.arange(0, TOKENS, tokens_layout(_WIDTH, WARPS))
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
@@ -246,7 +246,8 @@ def load_columns(x, at, live, chunk, K: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def fp16_scaled_columns(tile, WARPS: gl.constexpr):
-    """What `load_columns` gave, in fp16, and the unit of every warp's 128 features of every token, [WARPS, 8]."""
+    """Convert the result of `load_columns` to fp16, with the unit of every warp's 128 features of every token, [WARPS,
+    8]."""
     value = tile.to(gl.float32)
     unit, inverse = unit_of(gl.max(gl.abs(value), 1))
     half = (value * inverse[:, None, :]).to(gl.float16)

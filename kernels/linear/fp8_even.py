@@ -53,7 +53,7 @@ def unit_expert(slot, unit, slots, EXPERTS: gl.constexpr, SHARED: gl.constexpr, 
 
 @gluon.jit
 def unit_rank(place, expert, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, LISTED: gl.constexpr):
-    """Which of the token's rows a matrix multiplies, -1 if none."""
+    """Return the index of the token's row that a matrix multiplies, -1 if there is none."""
     if LISTED:
         routed = (expert >= 0) & (expert < EXPERTS)
         rank = gl.load(place + expert, mask=routed, other=-1, cache_modifier=".cg")
@@ -79,7 +79,7 @@ def token_features(x, rank, chunk, K: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def fp16_scaled_features(tile, WARPS: gl.constexpr):
-    """These features in fp16, and the unit of each warp's."""
+    """Convert these features to fp16, with the unit of each warp's."""
     value = tile.to(gl.float32)
     unit, inverse = unit_of(gl.max(gl.max(gl.abs(value), 2), 1))
     half = (value * inverse[:, None, None]).to(gl.float16)

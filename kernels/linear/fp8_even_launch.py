@@ -19,20 +19,20 @@ from kernels.runtime.hopper import multiprocessors
 ROWS: Final = 8
 """Rows of a block, of which a program has some."""
 MOST_BLOCKS: Final = 16
-"""Of a program: as many rows as share a scale, so that they lie in at most two blocks of scales."""
+"""Most blocks of a program: as many rows as share a scale, so that they lie in at most two blocks of scales."""
 LONG_ROWS: Final = 16384
 """Fewest features of a matrix."""
 LONG_EXPERTS: Final = 2048
 """Fewest of an expert, of which a token has several."""
 WARPS: Final = 8
-"""Of a program, which share the features, 256 at a time."""
+"""Warps of a program, which share the features, 256 at a time."""
 PROGRAMS: Final = 2
-"""On a multiprocessor. Of larger programs, of which one is enough, two would stand on some multiprocessors and none on
-others unless their shared memory keeps a second one away: with one of 6 stages a step of one row of six layers of
-DeepSeek-V3 took 1.540 ms on an H200, with one of 8 stages 1.459, with two of 3 stages 1.454, without this kernel 1.476
-(medians of six measurements in one run; in another run two of 3 stages took 1.470, without it 1.497)."""
+"""Programs on a multiprocessor. With larger programs one would be enough, but two would run on some multiprocessors and
+none on others unless their shared memory keeps a second one away: with one of 6 stages a step of one row of six layers
+of DeepSeek-V3 took 1.540 ms on an H200, with one of 8 stages 1.459, with two of 3 stages 1.454, without this kernel
+1.476 (medians of six measurements in one run; in another run two of 3 stages took 1.470, without it 1.497)."""
 STAGES: Final = 3
-"""Of a program's ring, each a block's features of all warps."""
+"""Stages of a program's ring, each a block's features of all warps."""
 
 
 def even(tokens: int, weight: Matrix) -> bool:

@@ -29,16 +29,16 @@ BLOCK: Final = 128
 WIDEST_KEPT: Final = 7168
 """Features of several tokens that stay in shared memory: with more, what a program knows of them spills registers."""
 MOST_BYTES: Final = 224 * 1024
-"""Of a program's shared memory for tokens and weights."""
+"""Most bytes of a program's shared memory for tokens and weights."""
 WHOLE_BYTES: Final = 144 * 1024
-"""Of it that the weights of a program of `fp8_whole` and its token take at most."""
+"""Most of these bytes for the weights of a program of `fp8_whole` and its token."""
 BESIDE: Final = 6 * 1024
-"""What such a program has besides: the warps' sums, squares of a norm, what the driver keeps for itself."""
+"""Other bytes of such a program: the warps' sums, squares of a norm, and those that the driver keeps for itself."""
 ASKED_BYTES: Final = 80 * 1024
-"""Of weights that the programs of `fp8_whole` on a multiprocessor ask for at once. Tokens come behind what has been
-asked for before them: with all of 115 KB they came 4 us after the kernel before had ended."""
+"""Bytes of weights that the programs of `fp8_whole` on a multiprocessor ask for at once. Tokens come behind what has
+been asked for before them: with all of 115 KB they came 4 us after the kernel before had ended."""
 LEAST_STAGES: Final = 3
-"""With fewer the stream of weights would run dry."""
+"""Fewest stages: with fewer the stream of weights would run dry."""
 
 
 def fetched(tokens: int, weight: Matrix) -> bool:
@@ -81,7 +81,7 @@ def whole_warps(tokens: int, features: int) -> int:
 
 
 def whole_bytes(tokens: int, features: int) -> int:
-    """Of a program of `fp8_whole`: 16 rows of so many weights, and one token in two forms."""
+    """Return the bytes of a program of `fp8_whole`: 16 rows of `features` weights, and one token in two forms."""
     chunk = whole_warps(tokens, features) * BLOCK
     return -(-features // chunk) * chunk * (ROWS + 2)
 
@@ -122,7 +122,7 @@ def columns(tokens: int) -> int:
 
 
 def box(data: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """How the copy engine sees FP8 weights."""
+    """Make the descriptor with which the copy engine fetches FP8 weights."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from kernels.linear.fp8 import BOXES  # a machine without Hopper GPUs need not have Gluon

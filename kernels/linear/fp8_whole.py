@@ -67,7 +67,7 @@ _RESIDUAL = gl.constexpr(RESIDUAL)
 
 @gluon.jit
 def load_token(x, K: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """All of the token, as tiles [WARPS, 1, 128]; zeros past its features."""
+    """Load all features of the token, as tiles [WARPS, 1, 128]; zeros past its features."""
     tiles = ()
     for chunk in gl.static_range(CHUNKS):
         feature = features_of(chunk, WARPS)

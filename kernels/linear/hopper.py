@@ -35,7 +35,7 @@ TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 
 def box(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch `rows` x 64 elements of a matrix of 16-bit floats."""
+    """Make the descriptor with which the copy engine fetches `rows` x 64 elements of a matrix of 16-bit floats."""
     return TensorDescriptor.from_tensor(matrix, [rows, STEP.value], TILED.value)
 
 

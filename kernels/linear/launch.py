@@ -33,7 +33,7 @@ programs that end, on one H200 (bytes at 4.2 TB/s: 441)."""
 
 @dataclass(frozen=True)
 class Streaming:
-    """How the features of a streamed product are cut up. A function of their number alone: with it a token's result
+    """Division of the features of a streamed product. It is a function of their number alone: with it a token's result
     does not depend on the other tokens."""
 
     warps: int
@@ -48,12 +48,12 @@ class Streaming:
         return self.chunks if self.chunks <= 4 else 6
 
     def token_bytes(self, tokens: int) -> int:
-        """Of all features of the token columns, in shared memory."""
+        """Return the bytes of shared memory for all features of the token columns."""
         return 2 * columns(tokens) * self.warps * self.width * self.chunks
 
     @staticmethod
     def of(features: int) -> Streaming:
-        """For so many input features."""
+        """Make the division of this number of input features."""
         warps = 8
         while warps > 1 and warps * 64 >= 2 * features:
             warps //= 2
@@ -113,7 +113,7 @@ def stream_linear(
     scale_T: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
-    """One product with few tokens; which of the options go together `kernels.linear` says."""
+    """Launch one product with few tokens; `kernels.linear` says which of the options go together."""
     tokens, features = x_TE.shape
     rows = weight_FE.shape[0]
     cut = Streaming.of(features)
@@ -188,7 +188,7 @@ def _ring_linear(
 
 
 def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependent: bool = False) -> None:
-    """One product a head with few tokens; weight rows are contiguous."""
+    """Launch one product a head with few tokens; weight rows are contiguous."""
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
     kernel = stream.stream_linear[(triton.cdiv(rows, ROWS), heads)](

@@ -1,4 +1,4 @@
-"""How products of some tokens are shared out as parts of their sums, and their launch.
+"""Split-K products of some tokens, which leave parts of their sums, and their launch.
 
 Allocates nothing and waits for nothing, so it may be captured into a CUDA graph.
 """
@@ -14,19 +14,20 @@ from torch import Tensor
 from kernels.linear.launch import options
 
 MOST_TOKENS: Final = 64
-"""Of a product in parts: the rows of its matrix instruction."""
+"""Most tokens of a product in parts: the rows of its matrix instruction."""
 MOST_PARTS: Final = 8
-"""More would cost the kernel that adds them up more than they bring."""
+"""Most parts: more would cost the kernel that adds them up more than they bring."""
 MOST_BYTES: Final = 192 * 1024
-"""Of a program's shared memory for tokens and weights; small kernels that start early should find room beside it."""
+"""Most bytes of a program's shared memory for tokens and weights; small kernels that start early should find room
+beside it."""
 _STEP: Final = 64
 """Input features of a stage."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is cut up. A function of the weight's shape and the device alone: with it a token's result does not
-    depend on the other tokens."""
+    """Division of a product. It is a function of the weight's shape and the device alone: with it a token's result does
+    not depend on the other tokens."""
 
     block: int
     """Weight rows of a program."""
@@ -41,8 +42,8 @@ class Cut:
 
     @staticmethod
     def of(rows: int, features: int, programs: int) -> Cut | None:
-        """For so many output and input features, and programs that run at once; None where one program would need more
-        memory than it gets. As few parts as there can be, then as many programs."""
+        """Divide a product of `rows` output and `features` input features among `programs` that run at once. None where
+        one program would need more memory than it gets. There are as few parts as possible, then as many programs."""
         steps, cuts = -(-features // _STEP), []
         for block in (64, 128):
             share = min(MOST_PARTS, programs // -(-rows // block))

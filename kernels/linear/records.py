@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """Of a weight matrix."""
+    """Size of a weight matrix."""
 
     rows: int
     """Output features; of a gate and an up matrix in one, those of each."""
@@ -32,13 +32,13 @@ class Pieces(NamedTuple):
     scaled: bool
     """Whether there is one: whether results are divided by the root mean square."""
     sums: int
-    """Of a token."""
+    """Sums of a token."""
     block: int
-    """The same, padded to a power of two."""
+    """Number of these sums, padded to a power of two."""
 
 
 class Epilogue(NamedTuple):
-    """What becomes of a product."""
+    """Treatment of a product's result."""
 
     kind: int
     """STORE, RESIDUAL or NORMED of `stream`."""
@@ -51,7 +51,7 @@ class Epilogue(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """How the features of a product are cut up, and how much of them is on its way."""
+    """Division of the features of a product, and how much of them is in flight."""
 
     tokens: int
     """Columns: the tokens, padded."""

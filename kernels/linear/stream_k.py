@@ -43,14 +43,14 @@ TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 
 def box(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch `rows` x 128 numbers of a matrix in FP8; behind its last row are
-    zeros."""
+    """Make the descriptor with which the copy engine fetches `rows` x 128 numbers of a matrix in FP8; behind its last
+    row are zeros."""
     return TensorDescriptor.from_tensor(matrix, [rows, STEP.value], TILED.value)
 
 
 @gluon.jit
 def scales_of(x_scale, weight_scale, step, tokens, scale_stride, COLUMNS: gl.constexpr, STEPS: gl.constexpr):
-    """Of a step: those of the tokens, [COLUMNS], times that of the weights."""
+    """Load the scales of a step: those of the tokens, [COLUMNS], times that of the weights."""
     block = step // STEPS
     group = step - block * STEPS
     t = gl.arange(0, COLUMNS, gl.SliceLayout(0, sums_layout(COLUMNS)))
@@ -61,7 +61,7 @@ def scales_of(x_scale, weight_scale, step, tokens, scale_stride, COLUMNS: gl.con
 
 @gluon.constexpr_function
 def sums_layout(columns):
-    """Of the sums of a block of weight rows, [128, columns], in four warps."""
+    """Layout of the sums of a block of weight rows, [128, columns], in four warps."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
 
 

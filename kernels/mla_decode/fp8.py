@@ -131,7 +131,7 @@ def fetch(
 
 @gluon.jit
 def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many mbarriers, [COUNT, 1]."""
+    """Allocate and initialize COUNT mbarriers, [COUNT, 1]."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -199,8 +199,8 @@ def attend_fp8(
     table_stride, queries, drafts, heads, blocks,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """As `kernel.attend`, of FP8 entries of 512 latent features and 64 roped ones in bfloat16, without invariant mode;
-    four warps, the others come on top. Grid: CTAs times blocks.
+    """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16, without
+    invariant mode; four warps, the others come on top. Grid: CTAs times blocks.
 
     `pairs`, `rope`, `scales`: TMA descriptors of the cache, see `fp8_boxes`.
     """

@@ -1,5 +1,5 @@
-"""What the scoring group of `fp8` does before it weighs: query vectors to shared memory, products with them. What the
-copy engine fetched in pairs is seen as single codes by a private part of Gluon, of Triton 3.6.
+"""Work of the scoring group of `fp8` before the softmax: query vectors to shared memory, products with them. The pairs
+that the copy engine fetched are seen as single codes by a private part of Gluon, of Triton 3.6.
 
 Shape legend of comments: N entries of a tile, M query vectors, P = 64 pairs of features of a group of 128.
 """
@@ -99,7 +99,7 @@ def begin_scores(queries, fetched, stage, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _scaled(sums, scale, BLOCK: gl.constexpr):
-    """Both parts of the products of one group of features, times the scale of each entry."""
+    """Add both parts of the products of one group of features, and multiply by the scale of each entry."""
     high, low = column_halves(sums)
     SUMS: gl.constexpr = sums_layout(BLOCK)
     high = gl.convert_layout(high, SUMS, assert_trivial=True)

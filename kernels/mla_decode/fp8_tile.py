@@ -1,4 +1,4 @@
-"""What the groups of `fp8` do with one tile of FP8 entries: scores, weights, sums, results; and the layouts they share.
+"""Work of the groups of `fp8` on one tile of FP8 entries: scores, weights, sums, results; and the layouts they share.
 
 Shape legend of comments: N entries of a tile, M query vectors, P = 64 pairs of features of a group of 128.
 """
@@ -30,7 +30,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """Shared-memory layout of matrices whose rows are 64 numbers of 16 bits, or pairs of bytes."""
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
-"""The same of rows of 128 bytes."""
+"""Shared-memory layout of matrices whose rows are 128 bytes."""
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 
 
@@ -59,7 +59,8 @@ class Queries(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What the scoring group tells the others in shared memory, the first two in S places each, see `slots_of`."""
+    """Shared memory through which the scoring group tells the others its results, the first two in S places each, see
+    `slots_of`."""
 
     weights: Any
     """fp16 [S x 4, N, M]: those of each group of features, with the ratios of its scales to the entries' units."""
@@ -86,13 +87,13 @@ class Messages(NamedTuple):
 
 @gluon.constexpr_function
 def sums_layout(BLOCK):
-    """Of sums of wgmma: 64 entries, or 64 pairs of features, by the query vectors of a block."""
+    """Layout of sums of wgmma: 64 entries, or 64 pairs of features, by the query vectors of a block."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
 
 
 @gluon.constexpr_function
 def code_sums_layout(BLOCK):
-    """Of products of 8-bit numbers, 64 entries by the two parts of a block's query vectors."""
+    """Layout of products of 8-bit numbers, 64 entries by the two parts of a block's query vectors."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * BLOCK, 32])
 
 
@@ -129,8 +130,8 @@ def load_scales(scales_s, BLOCK: gl.constexpr):
 
 @gluon.jit
 def units_of(scales, low, first, tokens, BLOCK: gl.constexpr):
-    """Of every entry [N, 1]: whether it is one of the row's, and its unit, the power of two at or below the largest of
-    its scales, or rather that number's exponent in fp32. Outside of the row's entries the unit is 1."""
+    """Return for every entry [N, 1] whether it is one of the row's, and its unit: the power of two at or below the
+    largest of its scales, or rather that number's exponent in fp32. Outside of the row's entries the unit is 1."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     largest = gl.maximum(gl.maximum(scales[0], scales[1]), gl.maximum(scales[2], scales[3]))
     entry = low + gl.arange(0, TILE, gl.SliceLayout(1, SUMS))

@@ -1,4 +1,4 @@
-"""What the summing groups of `fp8` do: products of weights and values, results.
+"""Work of the summing groups of `fp8`: products of weights and values, results.
 
 Shape legend of comments: N entries of a tile, M query vectors, P = 64 pairs of features of a group of 128.
 """
@@ -89,7 +89,7 @@ def store_pairs(to, even, odd, factor_s, share, OFFSET: gl.constexpr, BLOCK: gl.
 
 @gluon.jit
 def _store_32(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
-    """Those of 32 query vectors, from number FIRST of the block on."""
+    """Store the results of 32 query vectors, from number FIRST of the block on."""
     evens, odds = column_halves(even), column_halves(odd)
     for i in gl.static_range(2):
         _store_16(to, evens[i], odds[i], factor_s, share, FIRST + 16 * i, OFFSET, BLOCK)
@@ -97,7 +97,7 @@ def _store_32(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.co
 
 @gluon.jit
 def _store_16(to, even, odd, factor_s, share, FIRST: gl.constexpr, OFFSET: gl.constexpr, BLOCK: gl.constexpr):
-    """Those of 16."""
+    """Store the results of 16 query vectors, from number FIRST of the block on."""
     own: gl.constexpr = sums_layout(16)
     per_query: gl.constexpr = gl.SliceLayout(0, own)
     factor = factor_s.slice(FIRST, 16, dim=0).load(per_query)[None, :]

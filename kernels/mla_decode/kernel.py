@@ -58,8 +58,8 @@ def schedule_splits(
     CTAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program writes the records of `CTAS` programs of the attention; the first one also lists the rows to
-    merge and where their pieces will lie.
+    """Write the split-KV schedule. Each program writes the records of `CTAS` programs of the attention; the first one
+    also lists the rows to merge and where their pieces will lie.
 
     A CTA has one record, unless no row has more than `short` tokens: then `parts` in turn, one for each narrow
     block, and as many CTAs fewer share the rows.

@@ -215,7 +215,7 @@ def _check(
 
 
 def _split(shape: DecodeShape, tiling: DecodeTiling) -> Split:
-    """How plan and attention count the rows' cache."""
+    """Return how plan and attention count the rows' cache."""
     return Split(unit=tiling.unit, page=PAGE_TOKENS, row_cost=tiling.row_cost, invariant=shape.invariant)
 
 

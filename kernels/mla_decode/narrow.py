@@ -217,8 +217,8 @@ def attend_narrow(
     TILE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """As `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8 entries of
-    them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
+    """Variant of `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8
+    entries of them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
     cta = gl.program_id(0) // blocks
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()

@@ -1,4 +1,4 @@
-"""What `narrow` does to one tile of FP8 entries, with eight warps: see `narrow_tile`, of which these are the parts.
+"""Work of `narrow` on one tile of FP8 entries, with eight warps: see `narrow_tile`, of which these are the parts.
 
 Entries stay 8 bits on their way to shared memory, and in it. Two neighbouring features are taken as one number of 16
 bits, so that tiles are read as those of bf16 are, the transposed ones included. In registers such a number becomes two
@@ -75,13 +75,13 @@ class Held(NamedTuple):
 
 @gluon.constexpr_function
 def grouped_layout():
-    """Of sums of mma.sync over eight warps: two have a group, side by side."""
+    """Layout of sums of mma.sync over eight warps: two have a group, side by side."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 2], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def side_by_side_layout():
-    """Of the same sums of all groups, as `narrow` has scores: eight warps side by side."""
+    """Layout of the same sums of all groups, as `narrow` has scores: eight warps side by side."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1, 8], instr_shape=[1, 16, 8])
 
 
@@ -108,7 +108,7 @@ def fp8_tiles(STAGES: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def fp8_queries(BLOCK: gl.constexpr):
-    """Two places for query vectors: latents [2, 2 G, M, P], roped features [2, G, M, 16]."""
+    """Allocate two places for query vectors: latents [2, 2 G, M, P], roped features [2, G, M, 16]."""
     wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     short: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     latent_s = gl.allocate_shared_memory(gl.bfloat16, [2, 2 * _GROUPS, BLOCK, _PAIRS], wide)
@@ -186,7 +186,7 @@ def take_apart(latent_s, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _joined(half, BLOCK: gl.constexpr):
-    """Of every second feature of 64, those of 128, [G, M, P]."""
+    """Join two parts with every second feature of 64 to those of 128, [G, M, P]."""
     parts = gl.permute(gl.reshape(half, [_GROUPS, 2, BLOCK, _PAIRS // 2]), (0, 2, 1, 3))
     return (gl.reshape(parts, [_GROUPS, BLOCK, _PAIRS]).to(gl.float32) * _UP).to(gl.bfloat16)
 

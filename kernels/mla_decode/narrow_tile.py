@@ -1,5 +1,5 @@
-"""What `narrow` does to one tile of cache entries: copies it, multiplies it with queries, and with their weights. What
-is different where entries are FP8 is in `narrow_fp8`.
+"""Work of `narrow` on one tile of cache entries: it is copied, and multiplied with queries and with their weights. The
+differences for FP8 entries are in `narrow_fp8`.
 
 Shape legend of comments: M query vectors, N entries.
 """
@@ -34,13 +34,13 @@ _ROPE = gl.constexpr(64)
 
 @gluon.constexpr_function
 def products_layout(warps):
-    """Of sums of mma.sync: the warps side by side."""
+    """Layout of sums of mma.sync: the warps side by side."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, warps], instr_shape=[16, 8])
 
 
 @gluon.constexpr_function
 def stored_layout(warps):
-    """Of results as they are written, 16 bytes per thread."""
+    """Layout of results as they are written, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [1, 32], [warps, 1], [1, 0])
 
 
@@ -52,11 +52,11 @@ class Tiles(NamedTuple):
     rope: Any
     """[stages, N, 64] in bf16."""
     scales: Any
-    """Of FP8 entries alone."""
+    """Scales of FP8 entries; unused for others."""
 
 
 class Queries(NamedTuple):
-    """Two places in shared memory, each for a block of query vectors."""
+    """Query vectors in shared memory: two places, each for a block of them."""
 
     latent: Any
     """[2, M, 512] in bf16."""
@@ -155,8 +155,8 @@ def copy_query(q, row, block, count, queries, to, BLOCK: gl.constexpr, ENTRY: gl
 
 @gluon.jit
 def query_of_row(queries, own, arrived, AHEAD: gl.constexpr, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
-    """What `scores` needs of a row's query vectors in registers. Of FP8 entries: when they have `arrived`, if they were
-    asked for, in the group of copies that AHEAD - 1 others have followed."""
+    """Load the registers that `scores` needs of a row's query vectors. For FP8 entries: when they have `arrived`, if
+    they were asked for, in the group of copies that AHEAD - 1 others have followed."""
     held = ()
     if ENTRY.fp8:
         if arrived:
@@ -240,8 +240,8 @@ def whole_rows(sums, divisor, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
 
 @gluon.jit
 def places(begin, queries, BLOCK: gl.constexpr):
-    """Of results of query vectors from number `begin` on: where they lie behind those of vector 0, and which of the
-    vectors there are."""
+    """Return the offsets of the results of query vectors from number `begin` on, behind those of vector 0, and which of
+    the vectors there are."""
     stored: gl.constexpr = stored_layout(gl.num_warps())
     m = begin + gl.arange(0, BLOCK, gl.SliceLayout(1, stored)) + unknown_zero()
     c = gl.arange(0, _LATENT, gl.SliceLayout(0, stored))

@@ -1,5 +1,5 @@
-"""What the decode kernels and their functions take together, as one parameter: constants of a launch, and values of a
-running kernel."""
+"""Records that the decode kernels and their functions take as one parameter each: constants of a launch, and values of
+a running kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Features(NamedTuple):
     rope_lanes: int
     """Roped features padded to a power of two."""
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
 class Split(NamedTuple):
-    """How the rows' cache is counted when CTAs share it. The plan and the attention of a step have the same."""
+    """Counting of the rows' cache when CTAs share it. The plan and the attention of a step have the same."""
 
     unit: int
     """Cache tokens of a KV block."""
@@ -33,7 +33,7 @@ class Split(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time."""
+    """Tile that a program works on at a time."""
 
     queries: int
     """Query vectors, the same ones all the time."""
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """What one of Hopper's kernels does beside its products, and beside the kernels before and after it."""
+    """Overlap of one of Hopper's kernels: with its own products, and with the kernels before and after it."""
 
     stages: int
     """Tiles in flight; in wide blocks, how many tiles ahead the L2 cache is told of (0: not at all)."""
@@ -56,19 +56,19 @@ class Overlap(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a CTA is to do, for one block of query vectors: values of a running kernel, most of them the launch's."""
+    """Share of a CTA, for one block of query vectors: values of a running kernel, most of them the launch's."""
 
     length: Any
     """Tokens of every row, in memory."""
     out: Any
     lse: Any
-    """Where results of whole rows go, [rows, queries, latent] and [rows, queries]."""
+    """Log-sum-exp of whole rows, [rows, queries], beside their results in `out`, [rows, queries, latent]."""
     partial: Any
     partial_lse: Any
-    """Where results of pieces go, slot by slot."""
+    """Log-sum-exp of pieces, beside their results in `partial`, slot by slot."""
     metadata: Any
     scale: Any
-    """Of the scores; log2(e) is in it."""
+    """Scale of the scores; log2(e) is in it."""
     first: Any
     """The first entry of a row that is attended to."""
     queries: Any
@@ -77,8 +77,8 @@ class Share(NamedTuple):
     """Tokens of a row less one."""
     heads: Any
     ctas: Any
-    """As many as share the rows."""
+    """Number of CTAs that share the rows."""
     cta: Any
-    """Which of them this is."""
+    """Index of this CTA among them."""
     block: Any
-    """Which of a row's blocks of query vectors."""
+    """Index of the block among a row's blocks of query vectors."""

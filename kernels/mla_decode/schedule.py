@@ -1,4 +1,4 @@
-"""How one decode launch is cut up: the static tiling, the buffers it needs, and the rule that splits rows over CTAs.
+"""Schedule of one decode launch: the static tiling, the buffers it needs, and the rule that splits rows over CTAs.
 
 The cache of every row is counted in *KV blocks* (`DecodeTiling.unit` tokens). All rows' KV blocks, laid end to end, are
 dealt to a fixed number of *CTAs* in equal contiguous shares, so a captured graph has a fixed grid while lengths
@@ -32,10 +32,10 @@ ROW_FIELDS = 4
 """int32 per row in the tile scheduler metadata, after those of the CTAs: slot of its first piece, slot of its second,
 pieces; the fourth of record i is the i-th row to merge, one of several pieces or of none."""
 MERGED_FIELD = 6
-"""Where the first CTA's record holds how many rows there are to merge."""
+"""Field of the first CTA's record that holds the number of rows to merge."""
 PARTS_FIELD = 7
-"""Where every record holds how many there are of each CTA: 1, and for a short row as many as it has narrow blocks in
-each of its blocks."""
+"""Field of every record that holds the number of parts of each CTA: 1, and for a short row as many as it has narrow
+blocks in each of its blocks."""
 NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
 NARROW_STAGES = 2
@@ -58,7 +58,7 @@ MOST_FP8_VECTORS = 48
 FP8_RINGS = {16: 4, 32: 4}
 """Query vectors that a program of `attend_fp8` holds, and the tiles that fit into shared memory beside them."""
 FP8_AHEAD = 2
-"""How many tiles ahead `attend_wide_fp8` tells the L2 cache of."""
+"""Number of tiles by which `attend_wide_fp8` prefetches into the L2 cache."""
 NARROW_BLOCKS_ALONE = 2
 """Narrow blocks in which a row alone is always taken. With 32 query vectors attention and merge took on an H200, in
 microseconds (`run_tiling` of bench/mla_decode.py with either tiling), 5.6 / 7.2 / 13.5 / 21.8 in narrow blocks and
@@ -101,8 +101,8 @@ class DecodeTiling:
     """The static choices of one launch."""
 
     path: str
-    """Which attention kernel: "triton" (portable), "narrow", "wide" or "fp8" (Hopper); "either": narrow and wide, of
-    which one works."""
+    """Name of the attention kernel: "triton" (portable), "narrow", "wide" or "fp8" (Hopper); "either": narrow and wide,
+    of which one works."""
     block: int
     """Query vectors a program holds; on the path "either", where the row is long."""
     tile: int
@@ -126,7 +126,8 @@ class DecodeTiling:
     """Pieces a merge program loads at once."""
     merge_warps: int
     short: int = -1
-    """On the path "either": tokens up to which a row is short, taken in narrow blocks by as many CTAs fewer."""
+    """Tokens up to which a row is short, on the path "either". Short rows are taken in narrow blocks by as many CTAs
+    fewer."""
 
     def __post_init__(self) -> None:
         if self.unit % self.tile:

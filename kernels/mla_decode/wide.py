@@ -225,7 +225,7 @@ def attend_wide(
     cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, metadata, scale, first,
     table_stride, queries, drafts, heads, blocks, ctas, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """As `kernel.attend`, for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
+    """Variant of `kernel.attend` for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
 
     `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
     with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short.

@@ -109,8 +109,8 @@ def attend_wide_fp8(
     table_stride, queries, drafts, heads, blocks, ctas,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """As `kernel.attend`, of FP8 entries of 512 latent features and 64 roped ones in bfloat16; four warps, the others
-    come on top. `q_half`, `q_rope`: see `wide.boxes`."""
+    """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16; four warps, the
+    others come on top. `q_half`, `q_rope`: see `wide.boxes`."""
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()

@@ -1,4 +1,4 @@
-"""What the two groups of `wide` do with one tile: scores, weights, sums, results; and the layouts they share."""
+"""Work of the two groups of `wide` on one tile: scores, weights, sums, results; and the layouts they share."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -34,14 +34,14 @@ TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 @gluon.constexpr_function
 def output_layout(stored):
-    """Of a group's sums. Where eight more warps store tiles, a thread starts with 128 registers, and ptxas takes no
-    instruction that names more of them, so products have 128 columns there."""
+    """Layout of a group's sums. Where eight more warps store tiles, a thread starts with 128 registers, and ptxas takes
+    no instruction that names more of them, so products have 128 columns there."""
     columns = 128 if stored else 256
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 class Fetched(NamedTuple):
-    """What the fetching warp brings into shared memory, in bfloat16."""
+    """Shared memory that the fetching warp fills, in bfloat16."""
 
     q: Any
     """[2, BLOCK, HALF]: the halves of the query's latent features."""
@@ -65,7 +65,8 @@ class Ring(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What the groups tell each other in shared memory. Vectors are fp32 [2, BLOCK], first left's, then right's."""
+    """Shared memory through which the groups tell each other results. Vectors are fp32 [2, BLOCK], first left's, then
+    right's."""
 
     weights: Any
     """bfloat16 [BLOCK, TILE]: right's weights."""
@@ -109,7 +110,7 @@ def share_of(length, out, lse, partial, partial_lse, metadata, scale, first, que
 
 @gluon.jit
 def next_share(tokens, at, left, first, unit, row_cost, invariant):
-    """What a CTA does next in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
+    """Return the next work of a CTA in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
     end)."""
     lowest = first // unit
     units = gl.where(tokens > first, (tokens + unit - 1) // unit - lowest, 0)
@@ -127,8 +128,8 @@ def next_share(tokens, at, left, first, unit, row_cost, invariant):
 
 @gluon.jit
 def seen_entries(tokens, share):
-    """How many of a row's entries each query vector sees. Computed anew for every row: there are no registers to keep
-    what all rows have in common."""
+    """Return the number of a row's entries that each query vector sees. It is computed anew for every row: there are no
+    registers to keep what all rows have in common."""
     query = share.block * BLOCK + unknown_zero() + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
     return gl.minimum(tokens - (share.drafts - query // share.heads), tokens)
 
@@ -183,7 +184,7 @@ def weigh(score, top, scale, low, first, sure, bound):
 
 @gluon.jit
 def scaled(sums, factor):
-    """Each query's sums times its factor."""
+    """Multiply each query's sums by its factor."""
     per_query: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     return sums * gl.convert_layout(factor, per_query, assert_trivial=True)[:, None]
 

@@ -1,5 +1,5 @@
-"""How FP8 entries become tiles in bfloat16 for the groups of `wide`: for each half of the features four warps load the
-latents of a tile and write to shared memory what they are read as, 16 entries at a time. Either half is widened as
+"""Conversion of FP8 entries to tiles in bfloat16 for the groups of `wide`: for each half of the features four warps
+load the latents of a tile and write their numbers to shared memory, 16 entries at a time. Either half is widened as
 soon as the group that reads it last has handed it back, and a scheduler has a warp of each: while one waits for its
 loads or conversions, the other goes on. Whoever calls brings the roped features, which are bfloat16 already.
 
@@ -23,15 +23,15 @@ ROWS = gl.constexpr(16)
 """Entries of a piece."""
 QUARTERS = gl.constexpr(TILE.value // ROWS.value)
 PIECES = gl.constexpr(2 * QUARTERS.value)
-"""Of a half of a tile: of each quarter of the entries two groups of features."""
+"""Pieces of a half of a tile: for each quarter of the entries, two groups of features."""
 AHEAD = gl.constexpr(3)
 """Pieces that are on their way while one is written."""
 PIECE = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
-"""Of words of four codes. Eight threads write a line of shared memory, of which no two share a bank."""
+"""Layout of words of four codes. Eight threads write a line of shared memory, of which no two share a bank."""
 PLACE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
-"""Of a half of a tile in words of two numbers."""
+"""Layout of a half of a tile in words of two numbers."""
 WORDS = gl.constexpr(GROUP // 4)
-"""Of a group of features."""
+"""Words of a group of features."""
 
 # A word of codes and their scale become two words of numbers.
 _WIDEN = gl.constexpr(
@@ -62,7 +62,7 @@ _WIDEN = gl.constexpr(
 
 @gluon.jit
 def widened(codes, scale):
-    """What words of codes [ROWS, WORDS] are read as, in words of two bfloat16 [ROWS, 2 WORDS]."""
+    """Convert words of codes [ROWS, WORDS] to words of two bfloat16 [ROWS, 2 WORDS]."""
     kinds: gl.constexpr = (gl.int32, gl.int32)
     first, second = gl.inline_asm_elementwise(
         _WIDEN, "=r,=r,r,r", [codes, gl.expand_dims(scale, 1)], dtype=kinds, is_pure=False, pack=1

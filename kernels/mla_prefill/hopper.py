@@ -61,7 +61,7 @@ class Boxes(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What the fetching warp brings into shared memory, in bfloat16."""
+    """Shared memory that the fetching warp fills, in bfloat16."""
 
     q: Any
     """[2, GROUP_QUERIES, NOPE]: of both groups."""
@@ -253,8 +253,8 @@ def attend_hopper(
     q_box, q_rope_box, k_box, k_rope_box, v_box, cu_q, cu_k, out, lse, scale, heads, blocks, pairs,
     out_part, lse_part, STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As `kernel.attend` with 128 queries per program and four warps, to which five come. Boxes of `box`: queries
-    64 x 128 and 64 x 64, keys 128 x 128, their roped part 128 x 64, values 128 x 128."""
+    """Variant of `kernel.attend` with 128 queries per program and four warps, to which five come. Boxes of `box`:
+    queries 64 x 128 and 64 x 64, keys 128 x 128, their roped part 128 x 64, values 128 x 128."""
     block, row, head = place(gl.program_id(0), blocks, pairs, heads)
     first = block * (2 * GROUP_QUERIES)
     begin_q = gl.load(cu_q + row)

@@ -31,7 +31,7 @@ class PrefillTiling:
 
 
 HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
-"""For compute capability 9.0 and bfloat16, 128 + 64 features per key and 128 per value."""
+"""Tiling for compute capability 9.0 and bfloat16, 128 + 64 features per key and 128 per value."""
 HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row for which `hopper` is the faster kernel where they attend to each other
 (bench/prefill_attention.py). Over context it is the faster one for any number."""
@@ -39,7 +39,8 @@ MOST_KEY_PARTS: Final = 8
 FEWEST_TILES: Final = 4
 """Tiles of keys in a part, but for the last one's: fewer do not pay for the part's results."""
 _QUERIES, _KEYS = 128, 128
-"""Of a program, as it is counted here: of `hopper` always, of the portable kernel where rows are long."""
+"""Queries and keys of a program, as they are counted here: of `hopper` always, of the portable kernel where rows are
+long."""
 _EDGE_TILES = 4
 """Tiles in whose time a program begins and ends."""
 _MERGED = 64
@@ -167,7 +168,7 @@ def mla_prefill(
 
 
 def _not_for_hopper(tensors: dict[str, Tensor]) -> str:
-    """Why `hopper` does not serve these tensors; empty if it does."""
+    """Return why `hopper` does not take these tensors; empty if it does."""
     sizes = tuple(tensors[name].shape[-1] for name in ("k_SHN", "k_SO", "v_SHV"))
     dtype = tensors["q_THD"].dtype
     if sizes != (128, 64, 128) or dtype != torch.bfloat16:

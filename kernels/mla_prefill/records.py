@@ -36,12 +36,12 @@ class Features(NamedTuple):
     v: int
     v_lanes: int
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time."""
+    """Tile that a program works on at a time."""
 
     queries: int
-    """The same ones all the time."""
+    """Queries, which are the same ones all the time."""
     keys: int

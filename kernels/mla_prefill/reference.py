@@ -34,7 +34,7 @@ def mla_prefill(
 
 
 def _part(cu_k_B1: Tensor, part: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Where a part of every row's keys begins and ends."""
+    """Return the beginning and the end of a part of every row's keys."""
     each_B = (cu_k_B1.diff() + parts - 1) // parts
     begin_B = torch.minimum(cu_k_B1[:-1] + part * each_B, cu_k_B1[1:])
     return begin_B, torch.minimum(begin_B + each_B, cu_k_B1[1:])

@@ -56,12 +56,12 @@ ROWS = gl.constexpr(128)
 HALF_TILE = gl.constexpr(64)
 """Pairs of a multiplying partition."""
 LEAD = gl.constexpr(8)
-"""So many stages before the end of an item a program claims its next."""
+"""Stages before the end of an item at which a program claims its next item."""
 
 
 @gluon.jit
 def _spread_before(item, spread, tiles):
-    """How many of the items before `item` are those of the tiles to spread."""
+    """Return the number of items before `item` that are among the tiles to spread."""
     return (item.to(gl.int64) * spread // gl.maximum(tiles, 1)).to(gl.int32)
 
 
@@ -193,7 +193,7 @@ def fetch_sorted(
 
 @gluon.jit
 def report_full(full, step, STAGES: gl.constexpr, OUTSTANDING: gl.constexpr):
-    """Once all but the last OUTSTANDING stages' own copies are there: tell that `step` is."""
+    """Report that `step` is there, once all but the last OUTSTANDING stages' own copies are."""
     async_copy.wait_group(OUTSTANDING)
     fence_async_shared()
     gl.thread_barrier()

@@ -1,5 +1,5 @@
-"""What Hopper's kernels for few tokens with INT4 weights have in common (`int4_single`, `int4_tiles`): weights, in
-groups of 32, go from memory to registers and are multiplied there with inputs from shared memory.
+"""Common parts of Hopper's kernels for few tokens with INT4 weights (`int4_single`, `int4_tiles`): weights, in groups
+of 32, go from memory to registers and are multiplied there with inputs from shared memory.
 
 A lane asks for the weights of two rows, a group of 32 at a time (16 bytes), some steps ahead of what it multiplies, and
 every warp has its own 16 rows. So no warp waits for another but where the inputs change.
@@ -29,9 +29,9 @@ from kernels.matrix import GROUP
 STEP = 256
 """Features that a warp multiplies at a time: 128 bytes of every row."""
 COLUMNS = 8
-"""Of a tile of the tensor cores."""
+"""Columns of a tile of the tensor cores."""
 SCALE = 256.0
-"""By which scales are multiplied before they are rounded to fp16: so those from 2^-22 to 31 are exact."""
+"""Factor of scales before they are rounded to fp16: with it those from 2^-22 to 31 are exact."""
 
 _STEP = gl.constexpr(STEP)
 _COLUMNS = gl.constexpr(COLUMNS)
@@ -61,9 +61,9 @@ _TO_FP16_PAIRS = gl.constexpr(
     }
     """
 )
-"""Of eight numbers the four pairs that are 16 bits apart, times a scale: behind the exponent of 1024 a number is its
-lowest bits, or 16 times itself; 1024 + 8 are taken off, or 64 + 8 of a sixteenth. (0x6408 is 1032, 0x2C00 1 / 16,
-0xD480 -72.)"""
+"""Conversion of eight numbers to the four pairs that are 16 bits apart, times a scale: behind the exponent of 1024 a
+number is its lowest bits, or 16 times itself; 1024 + 8 are taken off, or 64 + 8 of a sixteenth. (0x6408 is 1032, 0x2C00
+1 / 16, 0xD480 -72.)"""
 
 
 @gluon.constexpr_function
@@ -101,8 +101,8 @@ def inputs_layout(PAIRS, WARPS):
 
 @gluon.jit
 def left_to_divide(square, row, inside, eps, FEATURES: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr):
-    """What rows of a pending norm are to be multiplied by, for each of `row` that is `inside`: of their PIECES sums of
-    squares (`kernels.pending_norm`) 1 / sqrt(mean + eps). `layout`: in which [rows, pieces] are read."""
+    """Compute the factor of a pending norm, 1 / sqrt(mean + eps), for each of `row` that is `inside`, from its PIECES
+    sums of squares (`kernels.pending_norm`). `layout`: in which [rows, pieces] are read."""
     BLOCK: gl.constexpr = power_of_two(PIECES)
     piece = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     at = square + row[:, None] * PIECES + piece[None, :]
@@ -113,7 +113,8 @@ def left_to_divide(square, row, inside, eps, FEATURES: gl.constexpr, PIECES: gl.
 
 @gluon.jit
 def weights_at(K: gl.constexpr, FEATURES: gl.constexpr, GATE: gl.constexpr, WARPS: gl.constexpr):
-    """Where a thread's weights of a step are, in 16-bit units from the block's first row on; and their scales."""
+    """Return the offsets of a thread's weights of a step, in 16-bit units from the block's first row on; and those of
+    their scales."""
     tile: gl.constexpr = bytes_layout(WARPS)
     groups: gl.constexpr = gl.SliceLayout(3, tile)
     r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, groups)))
@@ -186,5 +187,5 @@ def multiplied(
 
 @gluon.jit
 def row_halves(total, WARPS: gl.constexpr):
-    """Of every warp's 16 rows the first eight, and the others."""
+    """Split every warp's 16 rows into the first eight and the others."""
     return gl.split(total.reshape(WARPS, 2, 8, _COLUMNS).permute((0, 2, 3, 1)))

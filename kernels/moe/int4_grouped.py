@@ -57,13 +57,13 @@ from kernels.moe.hopper import announce, announcement, claim, report_full, store
 STEP = gl.constexpr(128)
 """Input features of a stage."""
 HALF_TILE = gl.constexpr(64)
-"""Of an order of their own, and of a swizzled row."""
+"""Features that have an order of their own, and features of a swizzled row."""
 BLOCK = gl.constexpr(128)
 """Weight rows that come at a time."""
 CHUNK = gl.constexpr(64)
-"""Those of a partition, and of a product."""
+"""Pairs of a partition, and of a product."""
 LEAD = gl.constexpr(4)
-"""So many stages before the end of an item a program claims its next."""
+"""Stages before the end of an item at which a program claims its next item."""
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2))
 FETCHED = gl.constexpr(8)
@@ -92,23 +92,23 @@ _TO_BF16 = gl.constexpr(
     }
     """
 )
-"""Of eight numbers the four pairs that are 16 bits apart, times a scale. (0x4300 is 128, 0x4308 136.)"""
+"""Conversion of eight numbers to the four pairs that are 16 bits apart, times a scale. (0x4300 is 128, 0x4308 136.)"""
 
 
 def word_box(matrix: GroupScaled) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch 128 rows' numbers of a stage."""
+    """Make the descriptor with which the copy engine fetches 128 rows' numbers of a stage."""
     halfwords = matrix.data.view(torch.int16).flatten(0, 1)
     return TensorDescriptor.from_tensor(halfwords, [BLOCK.value, STEP.value // 4], WORDS.value)
 
 
 def scale_box(matrix: GroupScaled) -> TensorDescriptor:
-    """The same of its scales."""
+    """Make the descriptor with which the copy engine fetches the scales of 128 rows of a stage."""
     return TensorDescriptor.from_tensor(matrix.scales.flatten(0, 1), [BLOCK.value, FETCHED.value], SCALES.value)
 
 
 @triton.jit
 def place(i):
-    """Which of 64 features stands at place i of their order."""
+    """Return which of 64 features is at place i of their order."""
     two, eighth, quarter, one = i // 16, i // 8 % 2, i // 2 % 4, i % 2
     return 16 * quarter + 8 * (two // 2) + 4 * one + 2 * (two % 2) + eighth
 
@@ -366,7 +366,7 @@ def _narrow_item(
     sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
     WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The same of a tile of at most ROWS pairs; `x_s` has halves of a stage's inputs."""
+    """Compute a tile of at most ROWS pairs, as `_wide_item` does; `x_s` has halves of a stage's inputs."""
     top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, ROWS, 2, STAGES)
     _finished(top, low, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
     return step

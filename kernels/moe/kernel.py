@@ -181,7 +181,7 @@ def down(
 
 @triton.jit
 def _exist(ids, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Which of a token's pairs are work."""
+    """Tell which of a token's pairs are work."""
     exist = ()
     for c in tl.static_range(COLUMNS):
         id = tl.load(ids + c, cache_modifier=".cg")

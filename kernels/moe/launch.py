@@ -33,7 +33,7 @@ from kernels.routing_rule import RoutingRule
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
-"""Of routing."""
+"""Most experts that routing chooses for a token."""
 
 
 def route(
@@ -95,22 +95,22 @@ class ExpertLaunches:
     gate_up_XFE: Matrix
     down_XEI: Matrix
     out_TE: Tensor
-    """With groups [T, G, E], and added to."""
+    """Output that is added to; with groups [T, G, E]."""
     scratch: Workspace
     shape: ExpertsShape
     tiling: ExpertTiling
     dependent: bool = False
-    """Of tall tiles only the sort of few tokens is launched so: a launch costs nothing beside their products, and early
-    starts disturb those."""
+    """Whether launches are dependent. For tall tiles only the sort of few tokens is: a launch costs nothing beside
+    their products, and early starts disturb those."""
     add_norm: AddNorm | None = None
-    """None: `out_TE` gets the sum itself."""
+    """Norm after the sum; None: `out_TE` gets the sum itself."""
 
     @property
     def _dependent(self) -> bool:
         return self.dependent and self.tiling.rows < 128
 
     def run(self) -> None:
-        """Everything."""
+        """Launch everything."""
         if not self.shape.tokens:
             return
         if self.tiling.rows == 0 and not self.tiling.programs:
@@ -384,8 +384,9 @@ class ExpertLaunches:
         }
 
     def sums(self, block: int) -> dict[str, Any]:
-        """Of programs that sum up `block` features: as many results at once as 64 registers of a thread hold. Of
-        many tokens it is the many programs on a multiprocessor that keep results on their way."""
+        """Return the options of programs that sum up `block` features: as many results at once as 64 registers of a
+        thread hold. With many tokens it is the many programs on a multiprocessor that keep loads of results in
+        flight."""
         warps = min(max(block // 256, 1), 16)
         held = warps * 32 * 256 // (block * self.tiling.partial.itemsize)
         return {
@@ -409,7 +410,7 @@ class ExpertLaunches:
 
 
 def _box(weight: Tensor, product: Product) -> Tensor | TensorDescriptor:
-    """What the copy engine needs to know to fetch a tile of the experts' rows, laid end to end."""
+    """Make the descriptor with which the copy engine fetches a tile of the experts' rows, laid end to end."""
     if not product.tma:
         return weight
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [product.block, product.block_k])

@@ -49,7 +49,7 @@ class PendingExperts:
     gate_up_XFE: Matrix
     down_XEI: Matrix
     launches: ExpertLaunches | None
-    """None on a CPU."""
+    """Launches on a GPU; None on a CPU."""
 
     @staticmethod
     def of(

@@ -1,5 +1,5 @@
-"""What the experts' kernels of scaled weights take together, as one parameter: how the weights lie in memory, and what
-a program works on at a time."""
+"""Records that the experts' kernels of scaled weights take as one parameter each: the storage of the weights, and the
+tile that a program works on at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
 
 
 class Stored(NamedTuple):
-    """How the matrices of a product are stored; of their scales, where they have some, which ones share one."""
+    """Storage of the matrices of a product, with the numbers of features that share a scale, where they have scales."""
 
     format: str = "plain"
     """"plain", "fp8" or "int4"."""
@@ -31,7 +31,7 @@ PLAIN: Final = Stored()
 
 
 class Tile(NamedTuple):
-    """What a program of the tiles of scaled weights works on at a time, and how."""
+    """Tile that a program with scaled weights works on at a time, and how it does."""
 
     rows: int
     """Pairs."""
@@ -45,18 +45,18 @@ class Tile(NamedTuple):
     tma: bool
     """Whether weights come through the copy engine."""
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
 STORED: Final[dict[type, Callable[[Any], tuple[str, int, int]]]] = {
     BlockScaled: lambda matrix: ("fp8", matrix.rows, matrix.features),
     GroupScaled: lambda matrix: ("int4", 1, GROUP),
 }
-"""By the class of a matrix: how its numbers are stored, and the output and input features that share a scale."""
+"""Storage by the class of a matrix: its format, and the output and input features that share a scale."""
 
 
 def stored(matrix: Matrix) -> Stored:
-    """How the experts' matrices [X, N, K] are stored."""
+    """Return the storage of the experts' matrices [X, N, K]."""
     if isinstance(matrix, Tensor):
         return PLAIN
     if type(matrix) not in STORED:

@@ -95,7 +95,7 @@ def experts_grouped(
 
 
 def _product(x_YE: Tensor, weight_XFE: Matrix, expert: int) -> Tensor:
-    """With an expert's matrix: of plain weights in their dtype, of others in fp32 (fp64 in fp64)."""
+    """Multiply by an expert's matrix: plain weights in their dtype, others in fp32 (fp64 in fp64)."""
     if isinstance(weight_XFE, Tensor):
         return F.linear(x_YE, weight_XFE[expert])
     compute = torch.promote_types(x_YE.dtype, torch.float32)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _NONE = tl.constexpr(-(2**31))
-"""Below what any score is ordered by: of experts already chosen, and of lanes that are no expert."""
+"""Integer below those by which any score is ordered: of experts already chosen, and of lanes that are no expert."""
 _CLOSED = tl.constexpr(float("-inf"))
 
 
@@ -26,7 +26,7 @@ def _order(score):
 
 @triton.jit
 def _score(order):
-    """What is ordered so."""
+    """Invert the order: the score that such an integer stands for."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -17,15 +17,15 @@ from kernels.pending_norm import PendingNorm
 from kernels.runtime.carveout import leave_to_cache
 
 REGISTERS: Final = 168
-"""Of a thread, where a multiprocessor is to have three programs of four warps."""
+"""Registers of a thread, where a multiprocessor is to have three programs of four warps."""
 SINGLE_PROGRAMS: Final = 4
-"""Of a single token's products with INT4 weights, on a multiprocessor."""
+"""Programs of a single token's products with INT4 weights, on a multiprocessor."""
 SINGLE_REGISTERS: Final = 128
-"""Of a thread, so that they find room there."""
+"""Registers of a thread with which that many programs fit."""
 TILED_PROGRAMS: Final = {2: 4, 8: 1}
-"""Of several tokens' products with INT4 weights, on a multiprocessor, by the pairs of a tile."""
+"""Programs of several tokens' products with INT4 weights, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
-"""Of a thread, so that they find room there."""
+"""Registers of a thread with which that many programs fit."""
 REARRANGED: Final = 1024
 """Features of a program that brings tokens into another order."""
 
@@ -279,7 +279,7 @@ def _pending(x: Tensor | PendingNorm) -> tuple[PendingNorm | None, Tensor]:
 
 
 def _checked(matrix: Scaled, planned: Stored) -> Stored:
-    """How the matrices are stored; ValueError where the tiles were made for others."""
+    """Return the storage of the matrices; ValueError where the tiles were made for another."""
     how = stored(matrix)
     if how != planned:
         raise ValueError(f"the tiles are for weights that are stored as {planned}, not as {how}")
@@ -287,7 +287,7 @@ def _checked(matrix: Scaled, planned: Stored) -> Stored:
 
 
 def _fp8(matrix: Scaled, planned: Stored) -> Stored:
-    """The same of matrices that must be in FP8."""
+    """Return the storage of matrices that must be in FP8."""
     how = _checked(matrix, planned)
     if how.format != "fp8":
         raise ValueError(f"a single token without tiles takes plain weights or FP8, not {how}")

@@ -1,4 +1,4 @@
-"""How one call of the experts is cut up: the tiles, and the memory it needs.
+"""Schedule of one call of the experts: the tiles, and the memory it needs.
 
 All of it follows from the sizes of the call, known when a graph is captured; which expert gets how many tokens only the
 device knows. Grids are made for the worst case, and programs without work end at once.
@@ -85,7 +85,7 @@ class ExpertsShape:
 
     @property
     def routed_pairs(self) -> int:
-        """Those that a token chose."""
+        """Pairs that the tokens chose, those of shared experts not among them."""
         return self.tokens * (self.chosen - self.shared)
 
     @property
@@ -170,15 +170,15 @@ class ExpertTiling:
     """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
     weights; fp32 where groups are summed apart."""
     programs: int = 0
-    """Of Hopper's own kernels (`hopper`, `w8a8`, `int4_grouped`), which go through all tiles, one for each
-    multiprocessor; of those for few tokens with INT4 weights the multiprocessors, each of which has several; 0: the
-    Triton kernels."""
+    """Number of programs. Hopper's own kernels (`hopper`, `w8a8`, `int4_grouped`) go through all tiles with one program
+    for each multiprocessor; for those of few tokens with INT4 weights it is the number of multiprocessors, each of
+    which has several programs; 0: the Triton kernels."""
     spread: bool = False
-    """Those spread the work of shared experts evenly among that of the others."""
+    """Whether Hopper's own kernels spread the work of shared experts evenly among that of the others."""
     w8a8: bool = False
-    """Those are the ones for activations in FP8 (`w8a8`)."""
+    """Whether Hopper's own kernels are those for activations in FP8 (`w8a8`)."""
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
-    """How the weights of either product are stored."""
+    """Storage of the weights of either product."""
 
     @property
     def rearranged(self) -> bool:

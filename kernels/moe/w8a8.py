@@ -43,7 +43,7 @@ LEAST = gl.constexpr(LEAST_SCALE)
 
 
 def box(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch `rows` x 128 numbers of a matrix in FP8."""
+    """Make the descriptor with which the copy engine fetches `rows` x 128 numbers of a matrix in FP8."""
     return TensorDescriptor.from_tensor(matrix, [rows, STEP.value], TILED.value)
 
 

@@ -32,7 +32,7 @@ BUFFERS: Final = 2
 
 @dataclass(frozen=True)
 class Inbox:
-    """Of one rank. Its calls are ordered by one stream."""
+    """Inbox of one rank. Its calls are ordered by one stream."""
 
     own: Tensor
     """uint8 [`Inbox.nbytes`], which the other ranks can write; whole pieces, empty before anybody's first call."""
@@ -44,17 +44,17 @@ class Inbox:
 
     @property
     def fields(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """In their order."""
+        """Fields in their order."""
         return self.own, self.address_R, self.turn_L, self.rank
 
     @staticmethod
     def nbytes(ranks: int) -> int:
-        """Of so many ranks' inboxes, each."""
+        """Return the bytes of an inbox, for this number of ranks."""
         return BUFFERS * ranks * MOST_BYTES
 
     @staticmethod
     def of(own: Tensor, addresses: list[int], rank: int) -> Inbox:
-        """Over memory that becomes empty; every rank's has to be before anybody's first call."""
+        """Make an inbox over memory that becomes empty; every rank's has to be before anybody's first call."""
         own.view(torch.int32).fill_(EMPTY)
         address_R = torch.tensor(addresses, dtype=torch.int64, device=own.device)
         return Inbox(own, address_R, torch.zeros(launch.LANES, dtype=torch.int32, device=own.device), rank)

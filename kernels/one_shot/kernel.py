@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EMPTY: Final = -1
-"""What a word holds that nobody has written: two NaN of bf16, or one of fp32."""
+"""Value of a word that nobody has written: two NaN of bf16, or one of fp32."""
 _OTHER_NAN: Final = 0x7FFF7FFF
 
 _EMPTY, _NAN = tl.constexpr(EMPTY), tl.constexpr(_OTHER_NAN)
@@ -112,7 +112,7 @@ def _packed(low, high, FP32: tl.constexpr):
 
 @triton.jit
 def _summed_word(words, WORD: tl.constexpr, RANKS: tl.constexpr, FP32: tl.constexpr):
-    """One word of the sum."""
+    """Return one word of the sum."""
     low, high = _summed(words, WORD, RANKS, FP32)
     return _packed(low, high, FP32)
 

@@ -15,7 +15,7 @@ from kernels.one_shot.kernel import EMPTY
 __all__ = ["EMPTY", "LANES", "MOST_BYTES", "PIECE_BYTES", "one_shot"]
 
 PIECE_BYTES: Final = 16
-"""What a thread has at a time."""
+"""Bytes that a thread handles at a time."""
 LANES: Final = 128
 """Most programs: so many that all of them run at once on any GPU."""
 _THREADS: Final = 128

@@ -42,7 +42,7 @@ _PRIVATE: Final = PrivateApi(
 
 @dataclass
 class Compiled:
-    """What `compile_ahead` did."""
+    """Result of `compile_ahead`."""
 
     kernels: int = 0
     """Handed to its threads: kernels that this process had not compiled or loaded before."""
@@ -50,13 +50,13 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the kernels a process compiles first, of several processes that all need them at the same time."""
+    """Part of the kernels that a process compiles first, where several processes need all of them at the same time."""
 
     index: int = 0
     of: int = 1
 
     def distance(self, key: str) -> int:
-        """How far the share that a kernel of this key belongs to is behind this one: 0 if it is this one."""
+        """Return how far the share that a kernel of this key belongs to is behind this one: 0 if it is this one."""
         return (zlib.crc32(key.encode()) - self.index) % self.of
 
 
@@ -71,7 +71,7 @@ class _Builders(Executor):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile", initializer=prepare)
         self._of_others: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
         self.key = ""
-        """Of the kernel that is submitted next."""
+        """Key of the kernel that is submitted next."""
 
     @override
     def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
@@ -84,7 +84,7 @@ class _Builders(Executor):
         return future
 
     def all_known(self) -> None:
-        """No more kernels will be submitted: compile those of other shares, too."""
+        """Note that no more kernels will be submitted: compile those of other shares, too."""
         for _, _, future, compile in sorted(self._of_others, key=lambda one: one[:2]):
             self._pool.submit(self._build, future, compile)
         self._of_others.clear()
@@ -114,9 +114,9 @@ def possible() -> bool:
 
 @contextmanager
 def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Iterator[Compiled]:
-    """Within this context a launch computes nothing: its kernel is compiled, in one of so many threads, if it was not
-    before. At the end all are ready. A kernel that does not compile raises where it is launched afterwards. `share`:
-    of this process, where others compile the same kernels beside it.
+    """Compile kernels ahead: within this context a launch computes nothing; its kernel is compiled, in one of `threads`
+    threads, if it was not before. At the end all are ready. A kernel that does not compile raises where it is launched
+    afterwards. `share`: of this process, where others compile the same kernels beside it.
 
     For the whole process, so nobody else may launch anything meanwhile. What launches would have written is what it
     was: with memory of zeros, say, all indices are valid. PrivateApiGone where it is not `possible`.

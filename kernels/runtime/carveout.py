@@ -25,10 +25,10 @@ from kernels.runtime.hopper import is_hopper
 logger = logging.getLogger("latentserve.carveout")
 
 SHARED_PERCENT: Final = 58
-"""Of the 228 KiB that can be shared memory: 132 KiB, which leaves 124 to the cache. The same for all kernels, so that
-they need not wait for each other."""
+"""Percentage of the 228 KiB that can be shared memory: 132 KiB, which leaves 124 to the cache. It is the same for all
+kernels, so that they need not wait for each other."""
 SHARED_BYTES: Final = 132 * 1024
-"""Which the programs of a multiprocessor have between them, with 1 KiB that the system takes for each."""
+"""Shared memory of the programs of a multiprocessor together, with 1 KiB that the system takes for each."""
 
 _CARVEOUT: Final = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""

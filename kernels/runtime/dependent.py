@@ -1,4 +1,4 @@
-"""Where kernels may be launched dependently: docs/internals/kernels.md states the rules."""
+"""The places where kernels may be launched dependently: docs/internals/kernels.md states the rules."""
 
 from __future__ import annotations
 

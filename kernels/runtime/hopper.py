@@ -1,4 +1,4 @@
-"""What launchers ask about a device: whether Hopper's own kernels may run there, and how many programs fill it."""
+"""Questions of launchers about a device: whether Hopper's own kernels may run there, and how many programs fill it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; where there is none (kernels are only compiled then) an H200's."""
+    """Return the multiprocessors of a GPU, or an H200's where there is none: kernels are only compiled then."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132

@@ -1,4 +1,5 @@
-"""What is inside of the launcher that Triton makes for a compiled kernel: called directly, it spares most of a launch.
+"""The inner function of the launcher that Triton makes for a compiled kernel: calling it directly saves most of the
+time of a launch.
 
 Written for Triton 3.6, whose launcher is private. Where it is made of other parts a line is logged, and launches go
 through the whole of it.
@@ -23,7 +24,7 @@ _INSIDE: Final = PrivateApi(
 )
 
 STREAM: Final = 3
-"""Which of a launcher's arguments is the stream."""
+"""Index of the stream among a launcher's arguments."""
 _LAUNCHER: Final = "iiiKKppOOOOOO"
 """The arguments before a kernel's own that Triton 3.6 hands to what it compiled: the grid, the stream, the kernel, two
 flags, two pieces of memory, what is known about the kernel and the launch, two hooks."""
@@ -31,8 +32,9 @@ flags, two pieces of memory, what is known about the kernel and the launch, two 
 
 @cache
 def direct(compiled: Any) -> tuple[Callable[..., None], Callable[..., list[Any]]] | None:
-    """What a compiled kernel's `run` calls in the end, and what makes that one's arguments of `run`'s, descriptors
-    encoded: most of the time of `run` is spent on that. None where this Triton has it otherwise."""
+    """Return the function that a compiled kernel's `run` calls in the end, and one that makes its arguments from those
+    of `run`, with descriptors encoded: most of the time of `run` is spent on that. None where this Triton has it
+    otherwise."""
     if not _INSIDE.there():
         return None
     from triton.backends.nvidia import driver as nvidia
@@ -56,7 +58,7 @@ def direct(compiled: Any) -> tuple[Callable[..., None], Callable[..., list[Any]]
 
 
 def _missing_inside(compiled: Any, nvidia: Any) -> str:
-    """What a compiled kernel's launcher does not have of what `direct` takes; empty when it has all."""
+    """Return what a compiled kernel's launcher lacks of what `direct` takes; empty if it has all."""
     if nvidia._BASE_ARGS_FORMAT != _LAUNCHER:
         return f"launcher with the arguments {_LAUNCHER}"
     if gone := lacking(compiled, ("src", "metadata")) or lacking(compiled.src, ("signature",)):

@@ -1,4 +1,4 @@
-"""To see every operator of torch that a piece of code calls.
+"""A mode that sees every operator of torch that a piece of code calls.
 
 Written for torch 2.11 to 2.13, whose dispatch modes are private. Without them a mode sees nothing.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING or WATCHING.there():
 else:
 
     class TorchDispatchMode:
-        """Stands in for torch's."""
+        """Substitute for torch's class, where that is missing."""
 
         def __enter__(self) -> Any:
             return self

@@ -46,10 +46,10 @@ _STREAMS: Final = PrivateApi(
     "torch", ("torch._C._cuda_getCurrentRawStream",), "the stream is asked for through objects, which takes longer"
 )
 _RUN: Final[Any] = getattr(JITFunction, "run", None)
-"""How Triton launches. Whoever puts another function there, to compile alone for example, sees every launch."""
+"""Triton's launch function. Whoever puts another function there, to compile alone for example, sees every launch."""
 _off = 0
 _known_types: set[tuple[type, type]] = set()
-"""Of kernels, and of what Triton makes of them: those that have what `_Kernel` takes."""
+"""Types of kernels, and of what Triton makes of them, that have everything `_Kernel` takes."""
 
 
 class Layers:
@@ -66,7 +66,7 @@ class Layers:
         ]
 
     def place(self, tensor: Tensor) -> _Place | None:
-        """Where in the first layer's own tensors `tensor` begins."""
+        """Return the place of `tensor` in the first layer's own tensors; None if it is in none of them."""
         address = tensor.data_ptr()
         for which, begin, end in self._spans:
             if begin <= address < end:
@@ -83,7 +83,7 @@ class Layers:
 
 
 class Repeat:
-    """What the first layer does in a pass, done again for the layers after it."""
+    """Repeats the first layer's launches of a pass for the layers after it."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -113,7 +113,7 @@ class Repeat:
 
 @contextmanager
 def nothing_repeated() -> Iterator[None]:
-    """Within this context every layer runs itself: for those who watch it."""
+    """Let every layer run itself within this context: for those who watch it."""
     global _off
     _off += 1
     try:
@@ -144,15 +144,15 @@ class _Again(Protocol):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a layer's own tensor something begins."""
+    """Place in a layer's own tensor."""
 
     which: int
     offset: int
-    """In bytes."""
+    """Offset in bytes."""
 
 
 class _Address:
-    """What Triton asks of the tensor behind a descriptor."""
+    """Stands for the tensor behind a descriptor: it has what Triton asks of one."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -172,7 +172,7 @@ class _Box:
 
 
 class _Kernel:
-    """One launch of a Triton kernel."""
+    """Launch of a Triton kernel."""
 
     def __init__(
         self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any], options: dict[str, Any], layers: Layers
@@ -215,7 +215,7 @@ class _Kernel:
 
 
 class _Operation:
-    """One operator of torch that writes into given memory."""
+    """Operator of torch that writes into given memory."""
 
     def __init__(self, function: Any, args: Sequence[Any], options: dict[str, Any], layers: Layers) -> None:
         self._function, self._args, self._options = function, list(args), dict(options)
@@ -260,7 +260,7 @@ class _Operations(OperatorMode):
 
 @contextmanager
 def _noting(layers: Layers) -> Iterator[list[_Again]]:
-    """Within this context everything that is launched is also noted; if a launch cannot be, nothing is at the end."""
+    """Note every launch within this context; if one cannot be noted, there are none at the end."""
     noted: list[_Again] = []
     thread, whole = get_ident(), True
 
@@ -287,8 +287,8 @@ def _noting(layers: Layers) -> Iterator[list[_Again]]:
 
 
 def _unknown(kernel: Any, compiled: Any) -> str:
-    """What a kernel, or what Triton made of it, does not have of what `_Kernel` takes; empty when they have all. It is
-    asked at every launch, and looks once a type."""
+    """Return what a kernel, or what Triton made of it, lacks of what `_Kernel` takes; empty if they have all. It is
+    called at every launch, and looks once for each type."""
     types = type(kernel), type(compiled)
     if types in _known_types:
         return ""
@@ -300,7 +300,7 @@ def _unknown(kernel: Any, compiled: Any) -> str:
 
 
 def _storages(value: Any) -> set[int]:
-    """Of a tensor, or of those in a list or tuple."""
+    """Return the storages of a tensor, or of those in a list or tuple."""
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr()}
     return {at for item in value for at in _storages(item)} if isinstance(value, (list, tuple)) else set()

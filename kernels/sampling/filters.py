@@ -28,5 +28,5 @@ def min_p(share_N: Tensor, scaled_NV: Tensor) -> Tensor:
 
 
 FLOORS: dict[str, Floor] = {"min_p": min_p}
-"""By the name of the parameter, which is that of its column in `tables.SlotTables.real_SF`, too. All look at the whole
-row, so their order does not matter."""
+"""Filters by the name of their parameter, which is also that of its column in `tables.SlotTables.real_SF`. All look at
+the whole row, so their order does not matter."""

@@ -18,11 +18,10 @@ from kernels.sampling.tables import FILTERS, LOGIT_FEATURES, Feature, SlotTables
 from kernels.sampling.workspace import MASK_BITS, TokenMasks
 
 _HEAD = 256
-"""On a CPU the filters look at this many of the most probable ids first; only if those do not settle it is the row
-sorted."""
+"""Most probable ids that the filters look at first on a CPU; only if those do not settle it the row is sorted."""
 
 _SPARSE = 8
-"""On a CPU a step that keeps less than one id in this many draws noise for those alone."""
+"""Ratio of ids to kept ids above which, on a CPU, a step draws noise for the kept ids alone."""
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -193,7 +192,7 @@ def filter_floor(
 
 
 def _first_floor(scaled_NV: torch.Tensor, slot_N: torch.Tensor, tables: SlotTables) -> torch.Tensor:
-    """Of the filters that need no order of the logits: the highest of their floors."""
+    """Compute the highest floor of the filters that need no order of the logits."""
     return reduce(torch.maximum, (floor(tables.real(name)[slot_N], scaled_NV) for name, floor in FLOORS.items()))
 
 
@@ -229,7 +228,7 @@ def _prefix_floor(
 
 
 def _owned(slot: torch.Tensor, tables: SlotTables) -> torch.Tensor:
-    """Which rows are not padding."""
+    """Tell which rows are not padding."""
     return (slot >= 0) & (slot < tables.real_SF.shape[0] - 1)
 
 

@@ -46,7 +46,7 @@ class SlotPointers(NamedTuple):
 
 
 class Adjustment(NamedTuple):
-    """What is compiled into the adjustment of logits: one constant of a launch."""
+    """Parts of the adjustment of logits that are compiled in: one constant of a launch."""
 
     vocab: int
     """Ids of the vocabulary."""
@@ -55,7 +55,7 @@ class Adjustment(NamedTuple):
     biases: int
     """Biases a slot has room for."""
     bias_lanes: int
-    """The same, padded to a power of two."""
+    """Number of biases, padded to a power of two."""
     counted: bool
     """Whether some slot may have penalties, so that its tokens are counted."""
     masked: bool
@@ -65,7 +65,7 @@ class Adjustment(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Where logits rows and their drafts lie: one constant of a launch."""
+    """Layout of logits rows and their drafts: one constant of a launch."""
 
     stride: int
     """Elements from one logits row to the next."""
@@ -85,18 +85,18 @@ class PeakBlocks(NamedTuple):
     number: int
     """Blocks of a logits row."""
     lanes: int
-    """The same, padded to a power of two."""
+    """Number of blocks, padded to a power of two."""
 
 
 @triton.jit
 def real_value(real, slot, COLUMN: tl.constexpr):
-    """One float parameter of a slot."""
+    """Load one float parameter of a slot."""
     return tl.load(real + slot * _REALS + COLUMN)
 
 
 @triton.jit
 def whole_value(whole, slot, COLUMN: tl.constexpr):
-    """One integer parameter of a slot."""
+    """Load one integer parameter of a slot."""
     return tl.load(whole + slot * _WHOLES + COLUMN, cache_modifier=".cg")
 
 
@@ -110,7 +110,7 @@ def row_and_place(n, decode_tokens, WIDTH: tl.constexpr):
 
 @triton.jit
 def drafts_before(n, place, before, windows, LAYOUT: tl.constexpr):
-    """How many drafts lie before logits row `n`, at `place` of its window."""
+    """Return the number of drafts before logits row `n`, at `place` of its window."""
     window = place * 0
     if LAYOUT.drafted:
         window = place + before
@@ -121,7 +121,7 @@ def drafts_before(n, place, before, windows, LAYOUT: tl.constexpr):
 
 @triton.jit
 def mask_of(n, tables, ADJUST: tl.constexpr):
-    """Where the mask of logits row `n` begins, below 0 where it has none."""
+    """Return the offset of the mask of logits row `n`, below 0 where it has none."""
     mask = n.to(tl.int64) * 0 - 1
     if ADJUST.masked:
         mask = tl.load(tables.mask_index + n).to(tl.int64) * ADJUST.words

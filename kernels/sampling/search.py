@@ -39,7 +39,7 @@ _LOWEST_KEY = tl.constexpr(-2139095041)
 
 
 class SearchCut(NamedTuple):
-    """How a search walks over a logits row: one constant of a launch."""
+    """Division of a search over a logits row: one constant of a launch."""
 
     rows: int
     lanes: int
@@ -84,7 +84,7 @@ def row_block(first, offset, SIZE: tl.constexpr, mine, slot, mask, window, own, 
 
 @triton.jit
 def allowed(mine, slot, mask, window, own, tables, ADJUST: tl.constexpr, CUT: tl.constexpr):
-    """How many ids of the row have a logit above -inf."""
+    """Count the ids of the row whose logit is above -inf."""
     LANES: tl.constexpr = CUT.lanes
     BLOCK: tl.constexpr = CUT.rows * LANES
     inner = tl.arange(0, CUT.rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]

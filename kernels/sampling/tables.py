@@ -1,5 +1,4 @@
-"""What sampling knows of every slot, as device tensors: nothing here is a host value that a captured graph would
-freeze.
+"""State of sampling for every slot, as device tensors: nothing here is a host value that a captured graph would freeze.
 
 Shape legend: S slots (the last one belongs to nobody), V vocabulary, K most stop ids, B most bias entries.
 """
@@ -32,7 +31,7 @@ NEUTRAL_WHOLE: Final = (0, 0, 0, 0, 0)
 
 
 class Feature(IntFlag):
-    """What a row needs beyond the argmax of its logits. Computing more than a row needs changes nothing in its
+    """Features that a row needs beyond the argmax of its logits. Computing more than a row needs changes nothing in its
     result."""
 
     PENALTIES = 1
@@ -48,9 +47,9 @@ class Feature(IntFlag):
 
 ALL_FEATURES = Feature(sum(Feature))
 LOGIT_FEATURES = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
-"""Those that change logits before the argmax."""
+"""Features that change logits before the argmax."""
 FILTERS = Feature.TOP_K | Feature.TOP_P | Feature.FLOOR
-"""Those that leave only some ids to draw from."""
+"""Features that leave only some ids to draw from."""
 
 
 def real_columns() -> tuple[str, ...]:

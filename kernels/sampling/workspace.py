@@ -1,4 +1,4 @@
-"""What a call of the sampling kernels needs besides logits and tables: where its rows' state is, and memory.
+"""Inputs of the sampling kernels besides logits and tables: the location of the rows' state, and memory.
 
 Shape legend: N logits rows, R sampled rows, D decode rows, X drafts per row, S slots, P blocks or parts of a row,
 A values kept aside, M masks, V vocabulary, B integers of a mask.
@@ -31,7 +31,7 @@ def mask_words(vocab: int) -> int:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which ids some logits rows may have. Rows without a mask cost a load."""
+    """Ids that some logits rows may have. A row without a mask costs one load."""
 
     index_N: Tensor
     """int32, for every logits row, or more: which of the masks is its own; -1 for none."""
@@ -44,7 +44,7 @@ class TokenMasks:
         assert self.bits_MB.is_contiguous()
 
     def of(self, row_M: Tensor) -> TokenMasks:
-        """Those of some logits rows (int64) alone."""
+        """Return the masks of some logits rows (int64) alone."""
         return TokenMasks(self.index_N[row_M], self.bits_MB)
 
 
@@ -70,7 +70,7 @@ class SampledRows:
     window_N: Tensor | None = None
     """int64: still more of them, row by row."""
     masks: TokenMasks | None = None
-    """Which ids the rows may have; None: any of them."""
+    """Ids that the rows may have; None: any of them."""
 
     def __post_init__(self) -> None:
         assert self.position_N.shape == (self.logits_rows,)
@@ -120,7 +120,8 @@ class SampleWorkspace:
 
     @staticmethod
     def allocate(rows: int, vocab: int, empty: Callable[..., Tensor]) -> SampleWorkspace:
-        """For calls of exactly `rows` logits rows. `empty(*shape, dtype=)` gives uninitialised device memory."""
+        """Allocate memory for calls of exactly `rows` logits rows. `empty(*shape, dtype=)` gives uninitialised device
+        memory."""
         blocks = -(-vocab // DRAW_BLOCK)
         # Enough programs to fill a GPU when rows are few, few where every program that has nothing to do costs time.
         parts = max(min(blocks, 512 // max(rows, 1)), min(blocks, 2))

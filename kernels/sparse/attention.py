@@ -37,21 +37,21 @@ class Features(NamedTuple):
     piece: int
     """Features of a piece; of several pieces a group of FP8 entries."""
     lanes: int
-    """The same, padded to a power of two."""
+    """Features of a piece, padded to a power of two."""
     rope: int
     rope_lanes: int
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
 class Shared(NamedTuple):
-    """How a token's entries are shared: one constant of a launch."""
+    """Division of a token's entries among programs: one constant of a launch."""
 
     selected: int
     part: int
     """Entries of a program."""
     part_lanes: int
-    """The same, padded to a power of two."""
+    """Entries of a program, padded to a power of two."""
     parts: int
 
 
@@ -80,8 +80,8 @@ def load_piece(at, mask, dtype: tl.constexpr, piece: tl.constexpr, FEATURES: tl.
 
 @triton.jit
 def places_of(position, table, own, rows, columns, pages, table_stride, fault, counting):
-    """Where in the flattened cache the entries at some positions of row `own` lie, -1 for absent ones. What is outside
-    is absent, and counted if `counting`."""
+    """Return the indices in the flattened cache of the entries at some positions of row `own`, -1 for absent ones.
+    Positions outside are absent, and counted if `counting`."""
     known = (own >= 0) & (own < rows)
     there = (position >= 0) & (position < columns * _PAGE) & known
     at_page = table + tl.where(known, own, 0).to(tl.int64) * table_stride + position // _PAGE

@@ -22,7 +22,7 @@ from kernels.sparse.workspace import InvariantWorkspace, SparseWorkspace, invari
 _MERGED = 256
 """Latent columns that a program merges."""
 _MERGED_OF_FEW = 64
-"""Of few query vectors, which have many parts."""
+"""Parts that are merged at a time for few query vectors, which have many parts."""
 _FEW_VECTORS = 512
 _HOPPER_ROPE = 64
 """Roped features of Hopper's own kernels."""

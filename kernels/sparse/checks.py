@@ -1,5 +1,5 @@
-"""What can be known of the tensors of sparse attention before a launch: kernels see only pointers. ValueError where a
-tensor is not what its function says."""
+"""Checks of the tensors of sparse attention before a launch: kernels see only pointers. ValueError where a tensor is
+not what its function says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRID: Final = 65535
 
 
 def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor) -> None:
-    """Of `kernels.sparse.write_index_keys`."""
+    """Check the tensors of `kernels.sparse.write_index_keys`."""
     _index_cache(index_PKE)
     if not is_int8(index_PKE) and index_PKE.dtype != key_TD.dtype:
         raise ValueError(f"index_PKE must be {key_TD.dtype}, or INT8 entries as bytes, not {index_PKE.dtype}")
@@ -37,7 +37,7 @@ def index_scores(
     score_TN: Tensor,
     fault_1: Tensor,
 ) -> None:
-    """Of `kernels.sparse.index_scores`."""
+    """Check the tensors of `kernels.sparse.index_scores`."""
     tokens, heads, features = q_THD.shape
     _index_cache(index_PKE)
     wanted = torch.int8 if is_int8(index_PKE) else index_PKE.dtype
@@ -55,7 +55,7 @@ def index_scores(
 
 
 def select_positions(score_TN: Tensor, bound_T: Tensor, selected_TS: Tensor, fault_1: Tensor) -> None:
-    """Of `kernels.sparse.select_positions`."""
+    """Check the tensors of `kernels.sparse.select_positions`."""
     tokens = score_TN.shape[0]
     _scores(score_TN, tokens)
     _contiguous("bound_T", bound_T, (tokens,), torch.int32)
@@ -73,7 +73,7 @@ def sparse_decode(
     lse_TH: Tensor,
     fault_1: Tensor,
 ) -> None:
-    """Of `kernels.sparse.sparse_decode`."""
+    """Check the tensors of `kernels.sparse.sparse_decode`."""
     tokens, heads, features = q_THC.shape
     latent = out_THL.shape[2]
     if cache_PKC.dtype not in (q_THC.dtype, torch.uint8):

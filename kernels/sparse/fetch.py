@@ -1,4 +1,4 @@
-"""How Hopper's kernels of sparse attention fetch entries: four warps copy those of a tile one by one, 16 bytes a
+"""Fetching of entries in Hopper's kernels of sparse attention: four warps copy those of a tile one by one, 16 bytes a
 thread, to where `kernels.mla_decode` has whole pages."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -12,21 +12,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from kernels.mla_decode.wide_tile import TILE, share_of
 
 THREADS = gl.constexpr(128)
-"""That fetch; as many arrivals make a tile complete."""
+"""Threads that fetch; as many arrivals make a tile complete."""
 HALF_TILE = gl.constexpr(TILE.value // 2)
 """Entries of half a tile."""
 
 
 @gluon.constexpr_function
 def rows_layout(width):
-    """Of the elements of a tile's entries that are copied at once, `width` of them in 16 bytes, eight times as many of
-    an entry."""
+    """Layout of the elements of a tile's entries that are copied at once: `width` of them in 16 bytes, eight times as
+    many of an entry."""
     return gl.BlockedLayout([1, width], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def single_layout(width):
-    """Likewise, but only 16 bytes of an entry."""
+    """Layout in which only 16 bytes of an entry are copied at once, by one thread each."""
     return gl.BlockedLayout([1, width], [32, 1], [4, 1], [1, 0])
 
 
@@ -39,8 +39,8 @@ def share_of_part(length, out, lse, partial, partial_lse, metadata, scale, heads
 
 @gluon.jit
 def places_of(mine, first, count, ENTRIES: gl.constexpr, layout: gl.constexpr):
-    """Where so many entries lie in the flattened cache: at 0 those that a token does not have, which are masked where
-    they are used."""
+    """Return the indices in the flattened cache of ENTRIES entries; 0 for those that a token does not have, which are
+    masked where they are used."""
     entry = first + gl.arange(0, ENTRIES, gl.SliceLayout(1, layout))
     return gl.load(mine + entry, mask=entry < count, other=0, cache_modifier=".cg")
 

@@ -35,7 +35,7 @@ are resident and never more, because those that start late end late; and else.""
 _PAGES = 4
 """Pages that a program scores at least, if the context is as long as it may be."""
 _HEADS_OF_HOPPER = (16, 32, 64, 128)
-"""Of an indexer, in Hopper's own kernel."""
+"""Numbers of an indexer's heads that Hopper's own kernel takes."""
 _GROUPS = (2, 3)
 """Groups of warps of Hopper's kernel: with half of `_FEW_COLUMNS` or fewer, where memory is what it waits for, and with
 more, where it is the weighing."""
@@ -49,11 +49,11 @@ _MAXIMA = 512
 """Programs that look for maxima, where each has neither fewer nor more groups than the next line says."""
 _COLUMNS_OF_MAXIMA = (128, 1024)
 _CANDIDATE_WARPS = (16, 8)
-"""Of programs that look for candidates: of few tokens, and of `_MANY_TOKENS` or more, where several programs share a
-multiprocessor."""
+"""Warps of programs that look for candidates: for few tokens, and for `_MANY_TOKENS` or more, where several programs
+share a multiprocessor."""
 _MANY_TOKENS = 8
 _LIST_WARPS = (4, 8)
-"""Of programs that list positions, likewise."""
+"""Warps of programs that list positions, likewise."""
 
 
 def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor, *, dependent: bool = False) -> None:
@@ -199,7 +199,8 @@ def _scores_on_hopper(
 
 
 def hopper_groups(width: int, heads: int, *, invariant: bool) -> Groups:
-    """How Hopper's kernel deals out the tokens of a row. In invariant mode a token's heads are added up in one way."""
+    """Return how Hopper's kernel divides the tokens of a row. In invariant mode a token's heads are added up in one
+    way."""
     tokens = 1 if invariant else max(1, min(_FEW_COLUMNS // heads, triton.next_power_of_2(width)))
     groups = _GROUPS[0] if tokens * heads <= _FEW_COLUMNS // 2 else _GROUPS[1]
     shared = width > groups * tokens and not invariant
@@ -325,7 +326,7 @@ def _index(index_PKE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tile(width: int, most: int) -> TokenTile:
-    """As many of `width` tokens as fit, in about equal tiles."""
+    """Return the tile that takes as many of `width` tokens as fit, with about equal tiles."""
     tokens = triton.cdiv(width, triton.cdiv(width, most))
     return TokenTile(tokens=tokens, lanes=triton.next_power_of_2(tokens))
 

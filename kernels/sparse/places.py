@@ -1,5 +1,5 @@
-"""What Hopper's kernels of sparse attention are told beforehand, in Triton: where the entries lie that are there, one
-after the other, and which of them each program takes."""
+"""Input that Hopper's kernels of sparse attention get from a kernel in Triton: the cache indices of the entries that
+are there, one after the other, and which of them each program takes."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

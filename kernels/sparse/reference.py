@@ -160,7 +160,8 @@ def _keys(index_PKE: Tensor, page_X: Tensor, compute: torch.dtype) -> tuple[Tens
 def _rows(
     row_T: Tensor, bound_T: Tensor, rows: int, most: int, fault_1: Tensor
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """Of tokens of one row that stand side by side and see something: the row, the first of them, and their bounds."""
+    """Yield, for tokens of one row that stand side by side and see something: the row, the first of them, and their
+    bounds."""
     both = []
     for row, bound in zip(row_T.tolist(), bound_T.tolist(), strict=True):
         wrong = bound != 0 and not (0 <= row < rows and 0 < bound <= most)
@@ -173,7 +174,7 @@ def _rows(
 
 
 def _places(cache_PKC: Tensor, page_RP: Tensor, row_T: Tensor, selected_TS: Tensor, fault_1: Tensor) -> Tensor:
-    """Where the selected entries lie in the flattened cache, int64 [T, S]; -1 for absent ones."""
+    """Return the indices of the selected entries in the flattened cache, int64 [T, S]; -1 for absent ones."""
     rows, columns = page_RP.shape
     position_TS = selected_TS.long()
     outside_T1 = ((row_T < 0) | (row_T >= rows)).unsqueeze(1)

@@ -21,7 +21,7 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
 class Indexer(NamedTuple):
-    """What an indexer's heads are, and how their entries lie: one constant of a launch."""
+    """Sizes of an indexer's heads, and layout of their entries: one constant of a launch."""
 
     heads: int
     head_lanes: int
@@ -33,13 +33,13 @@ class Indexer(NamedTuple):
     page: int
     """Elements from one page of keys to the next."""
     scale_page: int
-    """Of scales likewise; in INT8 alone."""
+    """Elements from one page of scales to the next; in INT8 alone."""
     precision: str
-    """Of products, as `tl.dot` names it. It matters in fp32 alone."""
+    """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
 class TokenTile(NamedTuple):
-    """Which tokens a program takes."""
+    """Tokens that a program takes."""
 
     tokens: int
     lanes: int

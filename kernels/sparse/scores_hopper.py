@@ -33,7 +33,7 @@ from kernels.index_entry import SCALE_BYTES
 from kernels.page import PAGE_TOKENS
 
 FEATURES = 128
-"""Of a key."""
+"""Features of a key."""
 LINES = PAGE_TOKENS * (FEATURES + SCALE_BYTES) // FEATURES
 """Lines of 128 bytes of a page: its keys, and two of scales."""
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
@@ -45,14 +45,14 @@ _SCALE_LINES = gl.constexpr(LINES // 2)
 
 
 class Groups(NamedTuple):
-    """How a launch deals out its work: one constant of it."""
+    """Division of a launch's work: one constant of it."""
 
     heads: int
-    """Of the indexer, a power of two."""
+    """Heads of the indexer, a power of two."""
     tokens: int
-    """Of a group, a power of two."""
+    """Tokens of a group, a power of two."""
     groups: int
-    """Of four warps, 2 or 3."""
+    """Groups of four warps, 2 or 3."""
     shared: bool
     """Whether groups have tokens of their own and share pages; else they have the same tokens and share them out."""
     stages: int
@@ -117,8 +117,8 @@ def of_token(values, turn, TOKENS: gl.constexpr):
 
 @gluon.jit
 def turn_of(tile, turn, TOKENS: gl.constexpr):
-    """Of token `turn`: its row, and how many keys its row's tokens see; 0 where an earlier one of its row had its
-    turn."""
+    """Return, for token `turn`, its row and the number of keys that its row's tokens see; 0 where an earlier one of its
+    row had its turn."""
     own = of_token(tile.row, turn, TOKENS)
     longest = of_token(tile.sees, turn, TOKENS)
     seeing = longest > 0
@@ -131,7 +131,7 @@ def turn_of(tile, turn, TOKENS: gl.constexpr):
 
 @gluon.jit
 def pages_of(longest, share, shares):
-    """Which of a row's pages are a program's."""
+    """Return which of a row's pages are a program's, and how many are used."""
     used = (longest + _PAGE - 1) // _PAGE
     each = (used + shares - 1) // shares
     begin = share * each
@@ -204,7 +204,7 @@ def fetch(boxes, table, tile, pages, table_stride, fault, ring, GROUPS: gl.const
 def score_group(
     weight, table, score, tile, pages, table_stride, score_stride, ring, GROUPS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """One group of four warps: scores of its tokens, of its pages."""
+    """Run one group of four warps: scores of its tokens, of its pages."""
     TOKENS: gl.constexpr = GROUPS.tokens
     ALL: gl.constexpr = GROUPS.of_program
     COLUMNS: gl.constexpr = TOKENS * GROUPS.heads
@@ -278,8 +278,8 @@ def score_pages_hopper(
     tokens, width, tiles, rows, pages, scores, table_stride, score_stride,
     GROUPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.sparse.scores.score_pages`: programs (share of the pages, tile of tokens), `tiles` for every `width`
-    tokens. Boxes: see `boxes`. Four warps, those of the other groups and the fetching one come on top."""
+    """Variant of `kernels.sparse.scores.score_pages`: programs (share of the pages, tile of tokens), `tiles` for every
+    `width` tokens. Boxes: see `boxes`. Four warps, those of the other groups and the fetching one come on top."""
     if DEPENDENT:
         wait_for_kernel_before()
         let_kernel_after_start()

@@ -36,7 +36,7 @@ Where scores have both signs this finds the interval sooner."""
 
 
 class Cut(NamedTuple):
-    """How scores are shared: one constant of a launch."""
+    """Division of scores among programs: one constant of a launch."""
 
     selected: int
     columns: int
@@ -66,7 +66,8 @@ def score_of(key):
 
 @triton.jit
 def scores_of(token, bound, scores, CUT: tl.constexpr):
-    """How many scores a token has to be selected from, 0 if all are; and whether its bound makes no sense."""
+    """Return the number of scores a token has to be selected from, 0 if all are selected; the number it sees; and
+    whether its bound makes no sense."""
     sees = tl.load(bound + token)
     wrong = (sees < 0) | (sees > scores)
     return tl.where(wrong | (sees <= CUT.selected), 0, sees), tl.where(wrong, 0, sees), wrong
@@ -91,7 +92,7 @@ def keys_at(mine, at, end):
 
 @triton.jit
 def middle_of(low, high, step, GUESSES: tl.constexpr):
-    """Where to cut an interval of keys: somewhere between its ends."""
+    """Return where to cut an interval of keys: somewhere between its ends."""
     middle = low + (high - low) // 2
     if GUESSES > 0:
         guess = key_of(score_of(low) * 0.5 + score_of(high) * 0.5)
@@ -230,8 +231,8 @@ def candidates_at(keys, positions, i, end):
 
 @triton.jit
 def before_part(key, at, begin, threshold):
-    """Of some positions, as two counts in one integer each: keys above the threshold and its equals, of those before
-    `begin`; and keys above it of all."""
+    """Count, for some positions, keys above the threshold and its equals before `begin`, as two counts in one integer;
+    and keys above it in all."""
     larger = (key > threshold).to(tl.int32)
     both = larger + ((key == threshold).to(tl.int32) << 16)
     return tl.sum(tl.where(at < begin, both, 0), 0), tl.sum(larger, 0)

@@ -42,7 +42,7 @@ _SIXTEEN = gl.constexpr(0xFFFF)
 
 @gluon.constexpr_function
 def tile_layout(side, warps):
-    """Of a tile [threads, side]: a thread has a line of it."""
+    """Layout of a tile [threads, side]: a thread has a line of it."""
     return gl.BlockedLayout([1, side], [32, 1], [warps, 1], [1, 0])
 
 
@@ -73,7 +73,7 @@ def _total(tile):
 
 @gluon.jit
 def _places(SIDE: gl.constexpr, WARPS: gl.constexpr):
-    """Where the numbers of a tile stand: [threads, side]."""
+    """Return the places of the numbers of a tile: [threads, side]."""
     LAYOUT: gl.constexpr = tile_layout(SIDE, WARPS)
     thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, LAYOUT))
     return thread[:, None] * SIDE + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -81,14 +81,14 @@ def _places(SIDE: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def lines_layout(warps):
-    """Of a tile [warps, 128]: a warp has a line of it."""
+    """Layout of a tile [warps, 128]: a warp has a line of it."""
     return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _lines_at(stretch, step, SHAPE: gl.constexpr):
-    """Where the first of the lines lies that warps take in a step: [warps, 128]. Warps have stretches of so many
-    steps."""
+    """Return the places of the first of the lines that warps take in a step: [warps, 128]. Warps have `stretch` steps
+    each."""
     WARPS: gl.constexpr = SHAPE.warps
     LAYOUT: gl.constexpr = lines_layout(WARPS)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
@@ -131,7 +131,7 @@ def _larger(tiles, others, TILES: gl.constexpr):
 
 @gluon.jit
 def _reaching(tiles, number, TILES: gl.constexpr):
-    """How many keys of some tiles reach a number."""
+    """Count the keys of some tiles that reach a number."""
     count = (tiles[0] >= number).to(gl.int32)
     for i in gl.static_range(1, TILES):
         count += (tiles[i] >= number).to(gl.int32)
@@ -140,7 +140,7 @@ def _reaching(tiles, number, TILES: gl.constexpr):
 
 @gluon.jit
 def _least_of(tiles, SELECTED: gl.constexpr, SLACK: gl.constexpr, GUESSES: gl.constexpr, TILES: gl.constexpr):
-    """As `kernels.sparse.select.least_of`, of the keys of some tiles."""
+    """Variant of `kernels.sparse.select.least_of` for the keys of some tiles."""
     least = gl.where(tiles[0] == 0, _NAN, tiles[0]).to(gl.uint32)
     most = tiles[0]
     for i in gl.static_range(1, TILES):
@@ -178,7 +178,7 @@ def _total_of_bytes(x):
 
 @gluon.jit
 def _counts(mine, stretch, end, threshold, SHAPE: gl.constexpr):
-    """How many candidates each warp has."""
+    """Count the candidates of each warp."""
     WARPS: gl.constexpr = SHAPE.warps
     block = _scores_at(mine, stretch, 0, end, SHAPE)
     count = gl.zeros([WARPS, _LINE], gl.int32, lines_layout(WARPS))
@@ -242,7 +242,7 @@ def _list(out, key, at, least, place, left, WARPS: gl.constexpr):
 
 @gluon.jit
 def _reaching_of_all(mine, seen, number, SHAPE: gl.constexpr):
-    """How many of all scores' keys reach a number."""
+    """Count the keys of all scores that reach a number."""
     ROWS: gl.constexpr = SHAPE.rows
     count = seen * 0
     for first in range(0, seen, 32 * SHAPE.warps * _SIDE * ROWS):

@@ -19,7 +19,7 @@ from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_
 from kernels.sparse.fetch import copy_columns, places_of, rows_layout, share_of_part
 
 LINES = gl.constexpr(gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0]))
-"""Of the lines of a tile's entries that are asked for: two threads have one entry, and so one place each."""
+"""Layout of the lines of a tile's entries that are asked for: two threads have one entry, and so one place each."""
 _LINE = gl.constexpr(128)
 """Bytes of a line of the L2 cache."""
 
@@ -52,7 +52,7 @@ def into_l2(cache, places, first, last, BYTES: gl.constexpr):
 
 @gluon.jit
 def places_of_quarters(mine, first, count):
-    """Where a tile's entries lie in the flattened cache, [ROWS] for each quarter."""
+    """Return the indices of a tile's entries in the flattened cache, [ROWS] for each quarter."""
     places = ()
     for quarter in gl.static_range(QUARTERS):
         own = places_of(mine, first + quarter * ROWS, count, ROWS, PIECE)
@@ -113,7 +113,7 @@ def attend_selected_wide_fp8(
     q_half, q_rope, cache, place, length, out, lse, partial, partial_lse, metadata, scale, heads, blocks,
     SELECTED: gl.constexpr, ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """As `selected_wide.attend_selected`, of FP8 entries."""
+    """Variant of `selected_wide.attend_selected` for FP8 entries."""
     if OVERLAP.dependent:
         wait_for_kernel_before()
         let_kernel_after_start()

@@ -44,7 +44,7 @@ SCORES: Final = (1024, 4096)
 
 
 class Whole(NamedTuple):
-    """How one program selects from all scores of a token on Hopper: a constant of `kernels.sparse.select_whole`."""
+    """Selection from all scores of a token by one program on Hopper: a constant of `kernels.sparse.select_whole`."""
 
     warps: int
     rows: int
@@ -54,7 +54,7 @@ class Whole(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Of which it takes the largest score each: lines have 128."""
+        """Number of groups of scores, of each of which it takes the largest: lines have 128."""
         return 128 * self.rows * self.warps
 
 
@@ -92,9 +92,9 @@ class SelectWorkspace:
         selected: int = SELECTED,
         hopper: bool | None = None,
     ) -> SelectWorkspace:
-        """For calls of exactly `tokens` tokens with up to `scores` scores each, of which `selected` positions are
-        selected at most. `empty(*shape, dtype=)` gives uninitialised device memory. `hopper`: whether Hopper's own
-        kernel may be taken; None asks the device."""
+        """Allocate memory for calls of exactly `tokens` tokens with up to `scores` scores each, of which `selected`
+        positions are selected at most. `empty(*shape, dtype=)` gives uninitialised device memory. `hopper`: whether
+        Hopper's own kernel may be taken; None asks the device."""
         lanes = 4 * _power_of_2(max(selected, 512) - 1)
         best = empty(0, dtype=torch.int32)
         hopper = is_hopper(best.device) if hopper is None else hopper
@@ -119,10 +119,10 @@ class SelectWorkspace:
 
 @dataclass(frozen=True)
 class SparseTiling:
-    """How a call of `kernels.sparse.sparse_decode` is cut."""
+    """Tiling of a call of `kernels.sparse.sparse_decode`."""
 
     path: str
-    """Which attention kernel: "triton" (portable), "wide" or "fp8" (Hopper)."""
+    """Name of the attention kernel: "triton" (portable), "wide" or "fp8" (Hopper)."""
     block: int
     """Heads of a program."""
     tile: int
@@ -166,9 +166,9 @@ class SparseWorkspace:
         multiprocessors: int = 132,
         hopper: bool | None = None,
     ) -> SparseWorkspace:
-        """For calls of exactly `tokens` tokens of so many heads, with `selected` entries each. `dtype` is the queries',
-        `fp8` says whether the cache has FP8 entries. `hopper`: whether Hopper's own kernels may be taken; None asks the
-        device."""
+        """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, with `selected` entries each. `dtype`
+        is the queries', `fp8` says whether the cache has FP8 entries. `hopper`: whether Hopper's own kernels may be
+        taken; None asks the device."""
         length_T = empty(tokens, dtype=torch.int32)
         if hopper is None:
             hopper = is_hopper(length_T.device)
@@ -228,8 +228,8 @@ class InvariantWorkspace:
         cache_PKE: Tensor,
         empty: Callable[..., Tensor],
     ) -> InvariantWorkspace:
-        """For calls of exactly `tokens` tokens of so many heads, with `selected` entries each. `dtype` is the queries',
-        `cache_PKE` a cache such as they read."""
+        """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, with `selected` entries each. `dtype`
+        is the queries', `cache_PKE` a cache such as they read."""
         group, pages = min(tokens, INVARIANT_TOKENS), pages_for(selected)
         shape = DecodeShape(max(group, 1), 1, heads, latent, rope, pages, invariant=True)
         tiling = invariant_tiling(shape, cache_PKE, dtype)
@@ -242,8 +242,9 @@ class InvariantWorkspace:
 
 
 def whole_selection(tokens: int, selected: int, lanes: int) -> Whole | None:
-    """With room for so many candidates a token; None where several programs share a token's scores. One program knows a
-    number that as many scores reach as it has groups, so it must have one for each selected position."""
+    """Return the selection by one program with room for `lanes` candidates a token; None where several programs share a
+    token's scores. One program knows a number that as many scores reach as it has groups, so it must have one for each
+    selected position."""
     warps, rows = WHOLE_OF_FEW if tokens <= FEW_TOKENS else WHOLE_OF_MANY
     whole = Whole(warps=min(warps, lanes // 32), rows=rows, lanes=lanes)
     return whole if tokens >= WHOLE_TOKENS and selected <= whole.groups else None
@@ -278,8 +279,8 @@ def sparse_tiling(
 def hopper_sparse_tiling(
     tokens: int, heads: int, latent: int, selected: int, dtype: torch.dtype, *, fp8: bool, multiprocessors: int
 ) -> SparseTiling:
-    """For Hopper's own kernels, of 512 latent and 64 roped features: one program per multiprocessor, whole tiles
-    each."""
+    """Return the tiling of Hopper's own kernels, for 512 latent and 64 roped features: one program per multiprocessor,
+    whole tiles each."""
     block = next((most for most in FP8_RINGS if fp8 and heads <= most), 64)
     programs = max(1, tokens * -(-heads // block))
     tiles = pages_for(selected)

@@ -53,7 +53,7 @@ def test_what_is_trained_is_what_the_paper_has(tokens: list[int]) -> None:
 
 
 def test_it_drafts_for_the_demo_model(tokens: list[int]) -> None:
-    """More than a guess would have been accepted, and no token changes."""
+    """More drafts are accepted than guesses would be, and no token changes."""
     found = {}
     for draft in (None, "demo-eagle3"):
         settings = {"width": 3 if draft else 1, "max_rows": 2, "token_budget": 64, "max_context": 400}
@@ -68,7 +68,7 @@ def test_it_drafts_for_the_demo_model(tokens: list[int]) -> None:
 
 @torch.no_grad()
 def test_what_the_model_writes_is_what_it_finds_most_probable(tokens: list[int]) -> None:
-    """With a cache as without one, beside rows that are drawn."""
+    """The model writes the same with a cache as without one, beside rows that are drawn."""
     trunk, _ = load(DEMO_MODEL, torch.device("cpu"))
     prompts_BT = torch.tensor([tokens[:30], tokens[30:60], tokens[60:90]])
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a setting, the message is for people who never saw the code."""
+"""Messages about wrong settings are for people who never saw the code."""
 
 from __future__ import annotations
 

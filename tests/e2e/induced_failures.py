@@ -15,7 +15,7 @@ SILENT_S = 2.5
 
 
 def socket_folders(server: Server) -> list[Path]:
-    """Of the channels that the application's schedulers hold open on this node."""
+    """Return the folders of the channels that the application's schedulers hold open on this node."""
     found = set()
     for pid in server.pids("ray::SchedulerActor"):
         for connection in psutil.Process(pid).net_connections("unix"):
@@ -50,7 +50,7 @@ async def kill_under_load(
             assert result.ended - begun < within_s * patience, f"{result.ended - begun:.2f} s: {result.error}"
 
         async def health() -> list[str]:
-            """What it says until it is well again."""
+            """Collect the answers until it is well again."""
             said = []
             while (answer := await http.get(f"{server.url}/health", timeout=SILENT_S * patience)).status_code != 200:
                 said.append(answer.json()["error"]["message"])

@@ -16,7 +16,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 120
-"""On a slow machine that other tests load, a start takes two minutes."""
+"""Seconds until the server must have ended. On a slow machine that other tests load, a start takes two minutes."""
 
 SERVE = """
 import sys
@@ -77,7 +77,7 @@ class Server:
         return ""
 
     def pids(self, title: str = "") -> list[int]:
-        """Of everything it started, or of those whose title begins so."""
+        """Return the ids of all processes that it started, or of those whose title begins so."""
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:

@@ -142,7 +142,7 @@ async def test_logs_are_json_with_the_request_id(server: Server) -> None:
 
 
 def test_only_the_asked_for_address_is_open_to_others(server: Server) -> None:
-    """Whatever listens does so for this machine alone: the application's port, Ray's own, those between the ranks."""
+    """All other sockets listen for this machine alone: Ray's own and those between the ranks."""
     listening = {}
     for pid in [server.process.pid, *server.pids()]:
         with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends processes that nobody needed

@@ -29,7 +29,7 @@ main()
 
 @pytest.mark.soak
 def test_more_gpus_than_there_are(launch, tmp_path: Path) -> None:
-    """Nobody waits for GPUs that this machine will never have."""
+    """Waiting would be in vain for GPUs that this machine will never have."""
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     shared = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
     (tmp_path / "config.json").write_text(json.dumps(config | dict.fromkeys(shared, 4096)))

@@ -70,7 +70,7 @@ async def test_nobody_notices_and_nothing_is_left(server: Server) -> None:
         begun = time.monotonic()
 
         def enough() -> bool:
-            """Not before much was served and some refused, which a busy machine takes longer for."""
+            """Tell whether much was served and some was refused, which a busy machine takes longer for."""
             spent = time.monotonic() - begun
             assert spent < MOST_SECONDS, habits.seen
             return spent > SECONDS and habits.seen["200"] > 10 and habits.seen["429"] > 0

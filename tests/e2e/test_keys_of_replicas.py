@@ -37,7 +37,8 @@ CONFIG = {
 REPLICAS = "ray::ServeReplica:latentserve:engine"
 ANSWER = {"model": "demo", "prompt": "def f(x):", "max_tokens": 32, "ignore_eos": True}
 MOST_TIMES = 5.0
-"""What a request of a key that sends one at a time takes beside a flood, as a multiple of what it takes alone."""
+"""Most time that a request of a key that sends one at a time takes beside a flood, as a multiple of what it takes
+alone."""
 HEARD_S = 2.5
 """Replicas report once a second and look for reports once a second: by then all know what was before."""
 
@@ -49,7 +50,7 @@ def server(launch: Callable[..., Server]) -> Server:
 
 @pytest.fixture(scope="module")
 def replicas(server: Server) -> list[str]:
-    """Where each replica takes requests itself, past the router."""
+    """Return the address at which each replica takes requests itself, past the router."""
     connections = [psutil.Process(pid).net_connections("inet") for pid in server.pids(REPLICAS)]
     ports = [
         connection.laddr.port
@@ -68,18 +69,18 @@ async def ask(http: httpx.AsyncClient, url: str, key: str, **changes: object) ->
 
 @dataclass
 class Load:
-    """What the clients of one key got."""
+    """Results of the clients of one key."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    """That were computed for it: of prompts, but for what was cached, and generated."""
+    """Tokens that were computed for the key: of prompts, but for what was cached, and generated."""
     refused: int = 0
     """Requests, for want of a place in the line."""
     replicas: Counter[str] = field(default_factory=Counter)
     clients: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def answered(self, count: int) -> None:
-        """Until so many requests were."""
+        """Wait until `count` requests were answered."""
         while len(self.seconds) < count:
             self.check()
             await asyncio.sleep(0.02)
@@ -110,7 +111,7 @@ async def keep_asking(url: str, key: str, load: Load) -> None:
 
 @contextlib.asynccontextmanager
 async def asking(key: str, clients: int, *urls: str) -> AsyncIterator[Load]:
-    """So many clients of the key, dealt out to the addresses, who ask again as soon as they are answered."""
+    """Run `clients` clients of the key, dealt out to the addresses, who ask again as soon as they are answered."""
     load = Load()
     load.clients += [asyncio.create_task(keep_asking(urls[n % len(urls)], key, load)) for n in range(clients)]
     try:
@@ -123,7 +124,8 @@ async def asking(key: str, clients: int, *urls: str) -> AsyncIterator[Load]:
 
 
 async def test_a_key_that_floods_leaves_another_its_turn(server: Server) -> None:
-    """Who sends one request at a time waits for a slot to come free, and not for the line of the key that floods."""
+    """A client that sends one request at a time waits for a slot to come free, and not for the line of the key that
+    floods."""
     async with asyncio.timeout(60):
         async with asking("quiet", 1, server.url) as alone:
             await alone.answered(8)

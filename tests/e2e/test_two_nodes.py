@@ -85,7 +85,7 @@ async def ask(http: httpx.AsyncClient, server: Server, **body: object) -> tuple[
 
 
 async def settle() -> None:
-    """Until the router knows that all is quiet: reports come every 0.2 s, on a busy machine later."""
+    """Wait until the router knows that all is quiet: reports come every 0.2 s, on a busy machine later."""
     await asyncio.sleep(1.5)
 
 
@@ -144,7 +144,8 @@ async def test_a_lost_replica_disturbs_only_its_own_streams(server: Server) -> N
         tasks: list[asyncio.Task[Stream]] = []
 
         async def at_both() -> bool:
-            """With one stream more. Where a report of loads comes late, two of them may go to the same replica."""
+            """Begin one more stream, and tell whether there is now one at both replicas. Where a report of loads comes
+            late, two of them may go to the same replica."""
             new = Stream()
             body = {"prompt": [7, 8, 9], "max_tokens": 1500, "ignore_eos": True}
             results.append(new)
@@ -180,8 +181,8 @@ def test_stopping_leaves_nothing_behind(server: Server) -> None:
 
 @pytest.mark.soak
 async def test_a_replica_may_span_nodes(launch) -> None:
-    """More ranks than a node has GPUs: the channel and the rendezvous go over tcp. How fast a failure is told and
-    repaired, test_direct says."""
+    """The replica has more ranks than a node has GPUs: the channel and the rendezvous go over tcp. test_direct says how
+    fast a failure is told and repaired."""
     engine = {"model": "demo", "device": "cpu", "tensor_parallel": 2, "max_rows": 8, "token_budget": 256}
     server = launch({**CONFIG, "engine": engine}, CODE).wait()
     ranks = [node_of(pid) for pid in server.pids("ray::WorkerActor")]

@@ -10,7 +10,7 @@ import httpx
 
 @dataclass
 class Stream:
-    """What one streamed completion looked like from outside."""
+    """One streamed completion as seen from outside."""
 
     events: list[dict] = field(default_factory=list)
     done: bool = False
@@ -18,12 +18,12 @@ class Stream:
     broken: str = ""
     """The connection's error, if it broke."""
     replica: str = ""
-    """Which one gives it, by the answer's header."""
+    """Name of the replica that gives it, by the answer's header."""
     ended: float = 0.0
 
     @property
     def begun(self) -> bool:
-        """More than its first event came."""
+        """Whether more than its first event came."""
         return len(self.events) > 1
 
     @property

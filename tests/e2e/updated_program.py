@@ -13,8 +13,8 @@ from deploy.serve.app import APPLICATION, POLL_S, launch, tell
 
 
 def main() -> None:
-    """What `serve deploy` of a changed file does: Serve builds the application anew, in a task of its own, and a change
-    among the `args` replaces every replica and the router."""
+    """Do what `serve deploy` of a changed file does: Serve builds the application anew, in a task of its own, and a
+    change among the `args` replaces every replica and the router."""
     # HAProxy checks replicas every 5 s, and only once in a while in the moment that matters: here more often.
     os.environ["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"] = "1s"
     config = ServeConfig.load(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels say of wrong results and of the fastest."""
+"""Verdict of the benchmarks of kernels on wrong results, and on the fastest."""
 
 from __future__ import annotations
 

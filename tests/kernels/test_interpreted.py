@@ -13,7 +13,7 @@ from tests.support.interpreter import interpreted_pytest
 HERE = Path(__file__).parent
 FEW_TOKENS = "small_batch/interpreted_small_batch.py"
 NARROW = "mla_decode_triton/interpreted_mla_decode_narrow.py"
-"""This one and the one above also interpret Gluon, which changes what is imported after them."""
+"""File that interprets Gluon, as the one above does: that changes what is imported after them."""
 LONG = ("moe_triton/interpreted_experts.py", "moe_triton/interpreted_scaled.py")
 """The emulator and a GPU run these kernels, too."""
 TOGETHER = sorted(

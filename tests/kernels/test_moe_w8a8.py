@@ -1,4 +1,4 @@
-"""When the experts' activations are rounded to FP8, and where in the workspace they lie then."""
+"""Rounding of the experts' activations to FP8: when it is done, and where in the workspace they lie then."""
 
 from __future__ import annotations
 

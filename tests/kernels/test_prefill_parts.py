@@ -44,7 +44,7 @@ def test_short_context_is_not_cut() -> None:
     more=st.integers(0, 3000),
 )
 def test_memory_is_bounded(queries: list[int], keys: int, heads: int, more: int) -> None:
-    """By what so many tokens, and all that have more, are taken to need at most."""
+    """The bound is what that many tokens, and all that have more, are taken to need at most."""
     parts = key_parts(max(queries), keys, len(queries), heads, CPU)
     tokens = sum(queries)
     assert 1 <= parts <= MOST_KEY_PARTS
@@ -58,7 +58,7 @@ def test_memory_is_bounded(queries: list[int], keys: int, heads: int, more: int)
     parts=st.integers(1, 4),
 )
 def test_parts_together_are_the_whole(rows: list[tuple[int, int]], parts: int) -> None:
-    """In the reference, which cuts a row's keys wherever it likes."""
+    """The reference cuts a row's keys wherever it likes."""
     counts = torch.tensor(rows, dtype=torch.int32).t()
     cu_q_B1, cu_k_B1 = (torch.nn.functional.pad(count.cumsum(0, dtype=torch.int32), (1, 0)) for count in counts)
     tokens, keys = int(cu_q_B1[-1]), int(cu_k_B1[-1])

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Where Triton or torch are not what they were: slower, with a line that says so, and never wrong."""
+"""A Triton or torch that has changed: slower, with a line that says so, and never wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def runs_of_three_layers() -> int:
-    """How often layers do something themselves; what is done is right however often that is."""
+    """Return how often layers do something themselves; what is done is right however often that is."""
     own, ran = [(torch.ones(4),) for _ in range(3)], 0
     repeated = Repeat(Layers(own))
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What is repeated for a layer is what the layer itself would have launched."""
+"""A repeat for a layer launches what the layer itself would have launched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,7 +167,7 @@ def test_what_cannot_be_repeated_is_refused(log: list[tuple[Any, ...]], call: Ca
 def test_copies_that_torch_calls_views_are_refused(
     log: list[tuple[Any, ...]], call: Callable[[Tensor], object]
 ) -> None:
-    """In inference mode it shows an operator that copies only where it must, not what that is made of."""
+    """Torch shows, in inference mode, an operator that copies only where it must, and not what that is made of."""
     x = torch.ones(4, 3)
     with pytest.raises(RuntimeError, match="cannot be repeated"):
         Repeat(Layers([(x,), (x,)]))(0, lambda: call(x))
@@ -303,7 +303,7 @@ def test_descriptors_of_both_kinds_say_what_a_repeated_one_does() -> None:
 
 @dataclass(eq=False)
 class Compiled:
-    """What is asked of a compiled kernel."""
+    """Parts of a compiled kernel that are asked for."""
 
     run: Any
     src: Any

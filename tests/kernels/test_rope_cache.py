@@ -41,7 +41,7 @@ def case(slots: list[int], pages: int, dtype: torch.dtype = torch.float32) -> di
 
 
 def run(c: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What the kernel is to produce, computed before it runs: queries [T, H, O], cache entries [T, C]."""
+    """Compute what the kernel is to produce, before it runs: queries [T, H, O], cache entries [T, C]."""
     kv, angle = c["kv_TC"].double(), c["angle"].tolist()
     latent = kv[:, :LATENT] / (kv[:, :LATENT].square().mean(-1, keepdim=True) + EPS).sqrt() * c["weight_L"].double()
     key = torch.stack([naive_rotation(kv[t, LATENT:], angle[t]) for t in range(len(kv))])

@@ -73,7 +73,7 @@ def test_triton_computes_the_same_words(tmp_path):
 
 
 def test_the_ways_to_compute_words_agree():
-    """On a CPU NumPy does the rounds; on other devices torch does."""
+    """NumPy does the rounds on a CPU; torch does on other devices."""
     generator = torch.Generator().manual_seed(3)
     counter = tuple(torch.randint(0, 2**32, (500,), generator=generator) for _ in range(4))
     key = tuple(torch.randint(0, 2**32, (500,), generator=generator) for _ in range(2))

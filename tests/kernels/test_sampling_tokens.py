@@ -184,7 +184,8 @@ def test_penalties(seed, repetition, frequency, presence, prompt, generated, dra
 
 
 def test_logits_are_adjusted_in_the_documented_order():
-    """By hand: repetition penalty, the two others, bias, min_tokens; the temperature comes behind them."""
+    """The order is checked by hand: repetition penalty, the two others, bias, min_tokens; the temperature comes behind
+    them."""
     logits = torch.tensor([[2.0, 1.2, -4.0, 0.0]])
     real = {column.REPETITION: 2.0, column.FREQUENCY: 0.5, column.PRESENCE: 0.25}
     tables = make_tables(1, 4, real, {column.MIN_TOKENS: 1, column.BIASED: 2})
@@ -280,7 +281,8 @@ def every_combination(vocab):
 
 @pytest.mark.parametrize("vocab", [67, 1031])
 def test_a_row_alone_equals_the_row_in_any_batch(vocab):
-    """For every combination of parameters, bit for bit, however much work the other rows of the batch need."""
+    """Every combination of parameters gives the same, bit for bit, however much work the other rows of the batch
+    need."""
     tables, slots = every_combination(vocab)
     logits = distinct_logits(slots, vocab, 3, 2.0)
     draft = torch.randint(0, vocab, (slots, 3), generator=torch.Generator().manual_seed(4))

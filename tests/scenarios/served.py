@@ -47,7 +47,7 @@ def places(gpu: pytest.MarkDecorator) -> tuple[Any, ...]:
 
 
 def named(place: Place) -> str:
-    """For the name of a test."""
+    """Return the place for the name of a test."""
     return f"{place[0]} {'replayed' if place[1] else 'eager'}"
 
 
@@ -63,7 +63,7 @@ class StandIn:
 
 
 class StandInGraphs:
-    """What `GraphRunner` is on a GPU."""
+    """Stand-in for `GraphRunner` on a GPU."""
 
     @torch.inference_mode()
     def __init__(self, parts: StepParts, token_budget: int, stats: GraphStats) -> None:
@@ -76,7 +76,7 @@ class StandInGraphs:
             self._steps[key].run()
 
     def captured(self, plan: StepPlan, *, dense: bool) -> StandIn | None:
-        """As there."""
+        """Return the captured step of a plan, as `GraphRunner` does."""
         key = self.buckets.key(plan.layout, plan.drafts, dense=dense)
         if key is None:
             self._stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
@@ -88,7 +88,7 @@ class StandInGraphs:
         return StandIn(self._steps[key])
 
     def stage(self, layout: BatchLayout) -> Stage:
-        """As there."""
+        """Return the stage of a layout, as `GraphRunner` does."""
         self._stats.mixed_steps += 1
         tokens = self.token_buckets.key(layout).tokens
         return Stage(self._parts, tokens, Scratch(self._parts.device), Scratch(self._parts.device))
@@ -157,5 +157,5 @@ def _alone(folder: Path, device: str, count: int, longest: int, tokens: int, see
 
 
 def alone(folder: Path, device: str, count: int, longest: int, tokens: int, seed: int = 1) -> list[list[int]]:
-    """What `greedy_jobs` of these numbers give one at a time, eagerly, without drafts."""
+    """Generate the answers of `greedy_jobs` of these numbers one at a time, eagerly, without drafts."""
     return _alone(folder, device, count, longest, tokens, seed)

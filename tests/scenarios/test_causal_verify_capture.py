@@ -122,7 +122,7 @@ def padding_of_one_token() -> Fault:
 
 @pytest.mark.parametrize("drafter", ["eagle3", "mtp"])
 def test_padding_of_one_token_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
-    """It would not change an answer here, for nothing reads what padding makes: the lengths themselves say it."""
+    """Padding would not change an answer here, because nothing reads what it makes: the lengths themselves show it."""
     padding_of_one_token()(monkeypatch, None)
     lengths = Lengths(monkeypatch)
     serve(replica(folder, ("cpu", True), max_rows=8, **DRAFTERS[drafter]), greedy_jobs(*JOBS))

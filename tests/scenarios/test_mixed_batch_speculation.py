@@ -170,12 +170,12 @@ def test_attention_is_planned_for_decode_rows_alone(folder: Path, monkeypatch: p
 
 
 def test_drafts_after_a_mixed_step_are_those_of_the_tokens(folder: Path) -> None:
-    """Of each row and number of tokens: whether prompts were beside it does not show in its drafts."""
+    """Whether prompts were beside a row does not show in its drafts, for any row and number of tokens."""
     assert drafts(folder, BUDGET) == drafts(folder, 120)
 
 
 def drafts(folder: Path, budget: int) -> dict[tuple[str, int], list[int]]:
-    """What every decode row fed in verification, by request and length."""
+    """Return what every decode row fed in verification, by request and length."""
     given = {"width": WIDTH, "max_rows": ROWS + 2, "prefix_cache": False}
     run = replica(folder, ("cpu", False), token_budget=budget, **given)
     state, found = run.runner.parts.state.tensors, {}
@@ -209,7 +209,7 @@ def rejected_tail(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_that_see_the_rejected_tail_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They cost acceptance and never an answer, so it is the drafts that are compared."""
+    """Such drafts cost acceptance and never an answer, so the drafts are compared."""
     right = drafts(folder, BUDGET)
     rejected_tail(monkeypatch)
     assert drafts(folder, BUDGET) != right
@@ -284,7 +284,7 @@ def logits_gathered_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_of_every_other_row(patch: pytest.MonkeyPatch) -> None:
-    """Of what a step generated only every other row's tokens are counted."""
+    """Count only every other row's tokens of those that a step generated."""
     honest = SamplingState.commit
 
     def commit(state: SamplingState, slot_R: Any, token_RW: Any, count_R: Any, more: int = 0) -> None:
@@ -359,7 +359,8 @@ def test_decode_rows_that_starve_are_seen(
 
 
 FORM = r"([ab][0-9][c-f](-|\+))*"
-"""Which characters may come depends on the place in the text, so the mask of one position is that of no other."""
+"""Form in which the allowed characters depend on the place in the text, so the mask of one position is that of no
+other."""
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +370,8 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bound_jobs() -> list[Job]:
-    """As `jobs`; two of the rows that decode and both that come later have a grammar, the second one has none."""
+    """Make jobs as `jobs` does; two of the rows that decode and both that come later have a grammar, the second one has
+    none."""
 
     def params(index: int, tokens: int) -> SamplingParams:
         grammar = None if index == 1 else Grammar("regex", FORM)
@@ -414,7 +416,7 @@ def test_masks_are_those_of_the_position(writer: Path, monkeypatch: pytest.Monke
 
 
 def masks_of_stale_candidates(patch: pytest.MonkeyPatch) -> None:
-    """In mixed steps masks follow from the drafts that the step before has verified."""
+    """Let masks in mixed steps follow from the drafts that the step before has verified."""
     drafted, fill = ConstrainedRows.drafted, ConstrainedRows.fill
     stale: dict[int, Any] = {}
 
@@ -433,7 +435,7 @@ def masks_of_stale_candidates(patch: pytest.MonkeyPatch) -> None:
 
 
 def masks_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    """In mixed steps masks lie where they would if prompts came first."""
+    """Let masks in mixed steps lie where they would if prompts came first."""
     fill = ConstrainedRows.fill
 
     def filled(rows: ConstrainedRows, layout: BatchLayout, slots: Any, constrained: Any, masks: Any) -> Any:

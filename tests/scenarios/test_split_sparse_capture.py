@@ -47,7 +47,7 @@ JOBS = (6, 60, 14)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With layers that attend to what another has selected."""
+    """Write a model with layers that attend to what another has selected."""
     return write_tiny(tmp_path_factory.mktemp("glm5"), "glm5", seed=1, indexer_types=["full", "shared"] * 2)
 
 
@@ -68,7 +68,7 @@ def test_every_request_is_served(folder: Path, settings: dict[str, Any], place: 
 
 
 def indices_of_the_capture() -> Fault:
-    """What was selected is that of the first run of a shape."""
+    """Select in every run of a shape what was selected in the first."""
     memory, honest = Memory(), sparse_rows.select_positions
 
     def select(score_TN: Tensor, bound_T: Tensor, selected_TS: Tensor, *rest: Any, **options: Any) -> None:
@@ -79,7 +79,7 @@ def indices_of_the_capture() -> Fault:
 
 
 def bounds_of_the_capture() -> Fault:
-    """What tokens see is what those of the first run of a shape saw."""
+    """Let tokens see what those of the first run of a shape saw."""
     memory, honest = Memory(), sparse.selection
 
     def stale(batch: Batch, *rest: Any) -> Selection:
@@ -235,7 +235,7 @@ def tables_out_of_bounds(patch: pytest.MonkeyPatch, *, clamped: bool) -> None:
 
 
 def test_indices_outside_of_the_cache_end_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they are counted. Where they were clamped, wrong answers would be served."""
+    """Indices are counted on a GPU. Where they were clamped, wrong answers would be served."""
     expected, jobs = alone(folder, "cpu", *JOBS), greedy_jobs(*JOBS)
     with monkeypatch.context() as patch:
         tables_out_of_bounds(patch, clamped=False)

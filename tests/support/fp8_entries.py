@@ -33,7 +33,7 @@ def used(latent: int, rope: int, dtype: torch.dtype) -> int:
 
 
 def numbers(entry_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """What bytes stand for, in float64, no number rounded."""
+    """Return the numbers that bytes stand for, in float64, no number rounded."""
     scales = -(-latent // 4) * 4
     keys = used(latent, rope, dtype) - rope * dtype.itemsize
     scale = entry_TE[:, scales:keys].clone().view(torch.float32).double().repeat_interleave(GROUP, 1)
@@ -43,7 +43,7 @@ def numbers(entry_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Ten
 
 
 def read(entry_TE: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """What bytes are read as, [T, C]: rounded to fp32 and to `dtype`."""
+    """Return what bytes are read as, [T, C]: rounded to fp32 and to `dtype`."""
     return numbers(entry_TE, latent, rope, dtype).float().to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which test files need a GPU, by their names."""
+"""Names of the test files that need a GPU."""
 
 from pathlib import Path
 

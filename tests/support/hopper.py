@@ -29,11 +29,11 @@ SHARED_MEMORY_LIMIT = 227 * 1024
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/ +(?:@!?\w+ +)?([A-Z0-9]+)", re.MULTILINE)
 _COMPILED = "Compiling entry function"
-"""What ptxas says when it compiles anything."""
+"""Remark of ptxas when it compiles anything."""
 _dumped: dict[tuple[str, ...], str] = {}
-"""What cuobjdump printed, by a kernel's hash and the options."""
+"""Output of cuobjdump, by a kernel's hash and the options."""
 _remarks: dict[str, str] = {}
-"""What ptxas said when this process compiled a kernel, by the kernel's hash."""
+"""Remarks of ptxas when this process compiled a kernel, by the kernel's hash."""
 
 read: set[str] = set()
 """Names, `qualified`, of the kernels whose resources this process has read."""
@@ -41,7 +41,7 @@ read: set[str] = set()
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel needs of a multiprocessor."""
+    """Resources of a multiprocessor that one compiled kernel needs."""
 
     name: str
     registers: int
@@ -86,7 +86,7 @@ class _NoDevice:
 
 @contextmanager
 def instead_of_launches(do: Callable[..., None], capability: int = 90, *, assembled: bool = True) -> Iterator[None]:
-    """Within this context a launch compiles for the given compute capability, and `do` is called in its stead: with
+    """Let a launch, within this context, compile for the given compute capability, and call `do` in its stead: with
     Triton's compiled kernel, the function it was compiled from, the launch's arguments, grid and options.
 
     Without `assembled` kernels are compiled as far as PTX, which takes a third less time: they have no machine code.
@@ -129,7 +129,7 @@ def _as_far_as_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 
 @contextmanager
 def compile_only(capability: int = 90) -> Iterator[list[Any]]:
-    """Within this context launches compile for the given compute capability and do not run.
+    """Let launches, within this context, compile for the given compute capability and not run.
 
     Yields the list that fills with Triton's compiled kernels, one for each launch.
     """
@@ -161,7 +161,7 @@ def qualified(function: JITFunction[Any]) -> str:
 
 
 def instructions(kernel: Any) -> Counter[str]:
-    """How often each machine instruction occurs in a compiled kernel, by its name up to the first dot."""
+    """Count each machine instruction in a compiled kernel, by its name up to the first dot."""
     return Counter(_INSTRUCTION.findall(machine_code(kernel)))
 
 
@@ -188,7 +188,7 @@ def serialized(kernel: Any) -> bool:
 
 
 def _cuobjdump(kernel: Any, *options: str) -> str:
-    """What it prints of a compiled kernel. It takes a quarter of a second, so that is kept."""
+    """Return what cuobjdump prints of a compiled kernel. It takes a quarter of a second, so that is kept."""
     if (kernel.hash, *options) not in _dumped:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])

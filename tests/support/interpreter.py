@@ -140,7 +140,7 @@ def repair() -> None:
 
 
 class _Results:
-    """Of inline assembly."""
+    """Results of inline assembly."""
 
     def __init__(self, handles: list[Any]) -> None:
         self.get_result = handles.__getitem__

@@ -1,4 +1,4 @@
-"""To take another project's private parts away, and see what is told of it."""
+"""Removal of another project's private parts, to see what is told of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kernels.private_api import PrivateApi, logger
 
 @contextmanager
 def untouched(*modules: ModuleType) -> Iterator[list[str]]:
-    """Within, these modules know nothing of what they lean on, as in a process that has just begun. Yields the list
-    that fills with what they log of it, whatever other tests made of the logger."""
+    """Let these modules, within this context, know nothing of what they lean on, as in a process that has just begun.
+    Yields the list that fills with what they log of it, whatever other tests made of the logger."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

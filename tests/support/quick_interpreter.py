@@ -48,7 +48,7 @@ def quicken() -> None:
 
 
 class _NumpyTypes:
-    """Of Triton's types, each looked up once."""
+    """NumPy's types for Triton's, each looked up once."""
 
     def __init__(self, plain: Any) -> None:
         self._of_scalar = functools.cache(plain)
@@ -111,7 +111,7 @@ def _given(semantic: Any, function: Any) -> Any:
 
 
 def _tuple_init(self: Any, values: Any, type: Any = None) -> None:
-    """As Triton's, but the type of the values is worked out when it is asked for."""
+    """Make a tuple as Triton does, but work out the type of the values when it is asked for."""
     self.values = list(values)
     self._type = None if type is None else type if isinstance(type, core.tuple_type) else core.tuple_type(type)
 
@@ -226,7 +226,7 @@ def _broadcast(plain: Any) -> Any:
 
 
 def _operands(plain: Any) -> Any:
-    """Of tensors of one type, and of a tensor and a small number, which takes the tensor's type."""
+    """Operands that are tensors of one type, or a tensor and a small number, which takes the tensor's type."""
     integers = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
     kept, takes_int, takes_float = {*integers, "fp32", "fp64"}, {"int32", "int64", "fp32", "fp64"}, {"fp32", "fp64"}
 
@@ -254,7 +254,7 @@ def _operands(plain: Any) -> Any:
 
 
 def _reduce(plain: Any) -> Any:
-    """Of integers by a bitwise function, whose result does not depend on the order."""
+    """Reduce integers at once by a bitwise function, whose result does not depend on the order."""
     at_once = ((standard._or_combine, np.bitwise_or), (standard._xor_combine, np.bitwise_xor))
 
     def generic_reduce(self: Any, input: Any) -> Any:

@@ -25,7 +25,7 @@ def drawn(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def check(agreement: Any, agree: Callable[[Tensor, Tensor, int], None]) -> None:
-    """As often as it was told, and nothing else changes."""
+    """Check that targets agree as often as was told, and that nothing else changes."""
     for probability in (0.0, 0.3, 1.0):
         agreement._probability[0] = probability
         agreed = total = 0

@@ -60,7 +60,7 @@ def serve(run: InlineEngine, jobs: list[Job]) -> list[list[int]]:
 
 
 def of_all_widths(run: InlineEngine, period: int) -> InlineEngine:
-    """Another width is taken for the one that pays every `period` steps."""
+    """Take another width for the one that pays, every `period` steps."""
     run.scheduler = Scheduler(replace(run.scheduler.config, adaptive=True))
     most, steps = run.scheduler.config.width, count()
     restless(run.scheduler, lambda: 1 + (3 * (next(steps) // period)) % most)

@@ -36,7 +36,7 @@ Fault = Callable[[pytest.MonkeyPatch, StepParts], None]
 
 
 def no_fault(patch: pytest.MonkeyPatch, parts: StepParts) -> None:
-    """For a bucket that is right."""
+    """Plant no fault, for a bucket that is right."""
 
 
 @torch.inference_mode()
@@ -68,7 +68,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, parts: StepParts, key: GraphKey, fau
 
 
 def _write(to: Tensor, value: Tensor) -> None:
-    """By a kernel, as a step's own work is, where `copy_` would ask for a copy of memory."""
+    """Write by a kernel, as a step's own work does, where `copy_` would ask for a copy of memory."""
     torch.add(value, 0, out=to)
 
 
@@ -85,7 +85,7 @@ class Memory:
 
 
 def frozen(name: str, output: int) -> Fault:
-    """What the kernel `name` of a step's bookkeeping writes to its argument `output` is what it was at the capture."""
+    """Freeze, at the capture, what the kernel `name` of a step's bookkeeping writes to its argument `output`."""
     memory, honest = Memory(), getattr(decode_state, name)
 
     def stale(*args: Any) -> None:
@@ -310,7 +310,7 @@ class Case:
     """Random states, where it takes some that not every one is: padding, and a slot without a row."""
 
     def check(self, monkeypatch: pytest.MonkeyPatch, parts: StepParts) -> None:
-        """Of three like buckets the one with the fault fails, as it should, and the others pass."""
+        """Check that of three like buckets the one with the fault fails, as it should, and the others pass."""
         right, wrong = bucket(monkeypatch, parts, self.key), self.planted(monkeypatch, parts, self.key)
         problems: list[str] = []
         for seed in self.seeds:
@@ -321,7 +321,7 @@ class Case:
 
 
 def case(make: Callable[[], Fault], *caught: str, key: GraphKey = KEY, seeds: range = range(1)) -> Case:
-    """Of a fault that is planted for a capture."""
+    """Make the case of a fault that is planted for a capture."""
     return Case(lambda monkeypatch, parts, key: bucket(monkeypatch, parts, key, make()), caught, key, seeds)
 
 
@@ -345,7 +345,7 @@ FAULTS = {
     "a tensor stashed across segments": case(stashed_hidden_states, "cache of layer"),
     "a frozen random offset": case(frozen_random_offset, "target tokens differ"),
 }
-"""Of decode steps."""
+"""Faults of decode steps."""
 
 
 class StaleAttention(Stage):
@@ -392,7 +392,8 @@ class ForgottenResidual(Stage):
 
 
 class ForgottenPadding(Stage):
-    """What the memory held before stands where a padded token's cache index belongs: here the pool's last page."""
+    """Stage that leaves what the memory held before where a padded token's cache index belongs: here the pool's last
+    page."""
 
     def __init__(self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch) -> None:
         super().__init__(parts, tokens, scratch, inner)
@@ -426,7 +427,7 @@ SEGMENT_FAULTS: dict[type[Stage], str] = {
     ForgottenResidual: "logits differ",
     StashedHidden: "cache of layer",
 }
-"""Of mixed steps, and what the proof must say of every bucket."""
+"""Faults of mixed steps, and what the proof must say of every bucket."""
 
 
 class StaleTail(Tail):
@@ -476,7 +477,7 @@ class KeptResidual(Tail):
 
 
 TAIL_FAULTS: tuple[type[Tail], ...] = (StaleTail, GatheredOnce, KeptResidual)
-"""Of mixed steps' last pass."""
+"""Faults of mixed steps' last pass."""
 
 T = TypeVar("T")
 

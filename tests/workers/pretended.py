@@ -30,19 +30,19 @@ class _Compiled:
     function = packed_metadata = None
 
     def launch_metadata(self, *args: Any) -> None:
-        """What Triton tells its profiler."""
+        """Tell Triton's profiler nothing."""
 
     def run(self, *args: Any) -> None:
         """A launch."""
 
     def replay(self) -> None:
-        """Of a graph."""
+        """Replay a graph, which does nothing here."""
 
     reset = replay
 
 
 class _Device:
-    """As much of a `torch.device` as the sampling looks at."""
+    """Part of a `torch.device` that the sampling looks at."""
 
     type = "cuda"
 
@@ -64,8 +64,8 @@ class _Driver:
 
 
 def pretend(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """From now on this is a Hopper GPU. Returns the list that fills with the variants that Triton compiles, by its own
-    rule: kernels with what it specialises of their arguments."""
+    """Pretend from now on that this is a Hopper GPU. Return the list that fills with the variants that Triton compiles,
+    by its own rule: kernels with what it specialises of their arguments."""
     variants: list[tuple[str, str]] = []
 
     def compile(self: Any, key: str, signature: Any, device: int, *rest: Any) -> _Compiled:

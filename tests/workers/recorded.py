@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: the operators of a call, recorded once, run again on the same memory.
+"""Emulation of a CUDA graph on a CPU: the operators of a call, recorded once, run again on the same memory.
 
 Nothing of the call's Python runs at a replay, so what it computed on the host, or kept from a former step, is frozen.
 """
@@ -28,7 +28,7 @@ def no_host_values(monkeypatch: pytest.MonkeyPatch) -> None:
 def add_experts_of_all(
     x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, sum_TGE: Tensor
 ) -> None:
-    """As the reference; every expert computes every token."""
+    """Add experts as the reference does; every expert computes every token."""
     tokens, compute = x_TE.shape[0], torch.promote_types(x_TE.dtype, torch.float32)
     part_TKGE = torch.zeros(*id_TK.shape, *sum_TGE.shape[1:], dtype=compute)
     for expert, (gate_up_FE, down_EI) in enumerate(zip(gate_up_XFE, down_XEI, strict=True)):

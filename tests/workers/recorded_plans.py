@@ -12,7 +12,7 @@ from workers.protocol.plan import StepPlan, StepResult
 from workers.recording.file import Recorder, Recording, read_recording
 
 VOCAB = 64
-"""Of the model in the folder."""
+"""Vocabulary of the model in the folder."""
 
 
 def recorded(folder: Path, file: Path, **settings: Any) -> tuple[Recording, InlineEngine]:

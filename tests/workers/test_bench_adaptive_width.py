@@ -42,7 +42,8 @@ def test_drafts_are_random(bench: ModuleType) -> None:
 
 
 def test_whatever_a_drafter_makes_is_replaced(bench: ModuleType, tmp_path: Path) -> None:
-    """In a running process, by what the file says, and in the slots of rows that were drafted for."""
+    """Drafts are replaced in a running process, by what the file says, and in the slots of rows that were drafted
+    for."""
     synthetic, file = bench.synthetic_acceptance, tmp_path / "acceptance"
     tensors = Namespace(length_S=torch.arange(4), draft_SK=torch.zeros(4, 3, dtype=torch.int64))
     parts = Namespace(state=Namespace(tensors=tensors), model=Namespace(config=Namespace(vocab_size=case.VOCAB)))
@@ -69,7 +70,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 def test_steps_follow_the_file(bench: ModuleType, tmp_path: Path) -> None:
-    """Of the first position that agrees in the target, the draft stands; and so on, in a running process."""
+    """A draft stands where the target agrees with it, from the first position on, in a running process."""
     synthetic, file = bench.synthetic_acceptance, tmp_path / "acceptance"
     counts: list[int] = []
 

@@ -54,7 +54,7 @@ def test_a_slice_of_v3_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", ["v32-slice", "glm52-slice"])
 @torch.inference_mode()
 def test_slices_with_indexers_select(shape: str, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a context beyond what is attended to; and what they cannot do without counts their indexers."""
+    """The context is longer than what is attended to; and what the slices cannot do without counts their indexers."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import decode_step as bench
     import shapes
@@ -97,7 +97,7 @@ def test_a_slice_of_k2_has_experts_in_int4(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_bytes_of_a_product_with_int4_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of gate and up of one of Kimi K2's experts are what its matrix has."""
+    """The bytes of gate and up of one of Kimi K2's experts are those that its matrix has."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import decode_step as bench
 

@@ -1,4 +1,4 @@
-"""What stands for one rank of several, or for files that are too large, is what the loader would have made of files."""
+"""Stand-ins for one rank of several, or for files that are too large, are what the loader would have made of files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tensors(thing: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def write_files(folder: Path, source: Any) -> None:
-    """As a checkpoint is published, the numbers that `source` gives."""
+    """Write the numbers that `source` gives as a checkpoint is published."""
     import json
 
     import checkpoint

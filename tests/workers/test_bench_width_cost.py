@@ -114,7 +114,8 @@ def test_what_is_printed(
 
 @torch.inference_mode()
 def test_steps_are_replayed_in_turns(bench: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only a replay moves, by its step's width; a replay runs what it would have been captured from."""
+    """The clock is one that only a replay moves, by its step's width; a replay runs what it would have been captured
+    from."""
     now = 0.0
 
     class Event:

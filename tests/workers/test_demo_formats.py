@@ -54,7 +54,7 @@ def loss(folder: Path, invariant: bool = False, fp8_cache: bool = False) -> tupl
     ("fp8", FP8_BLOCKS, 0.005), ("int4", INT4_GROUPS, 0.03)
 ])  # fmt: skip
 def test_quantized_weights_cost_little(form: str, stored: Format, share: float, tmp_path: Path) -> None:
-    """At most so much of the loss in bf16, which is that of a model that has learnt the text."""
+    """Quantized weights add at most so much to the loss in bf16, which is that of a model that has learnt the text."""
     assert len(held_out()) >= 4
     quantize(DEMO_MODEL, tmp_path, form)
     got, formats = loss(tmp_path)

@@ -71,7 +71,7 @@ QUICK = ((65, 60, 3), (66, 60, 2), (160, 3, 2))
     ],
 )
 def test_requests_that_fill_the_context(folder: Path, width: int, context: int, pages: int) -> None:
-    """On every side of a page's end; the smallest pool shortens the context itself."""
+    """Lengths are on every side of a page's end; the smallest pool shortens the context itself."""
     made = engine(folder, width=width, max_context=context, cache_pages=pages, max_rows=3, token_budget=200)
     most = made.scheduler.config.max_context
     prompts = [random_prompts(1, 1, seed)[0] * (most - count) for seed, count in enumerate((1, 2, 30))]
@@ -198,7 +198,7 @@ def test_the_most_extreme_parameters_a_scheduler_takes_leave_logits_finite(
     ids=["greedy", "with every parameter"],
 )
 def test_logprobs_are_transformers_log_probabilities(folder: Path, sampling: dict[str, Any]) -> None:
-    """Whatever the tokens are sampled with: they are of the model's own distribution."""
+    """Log-probabilities are of the model's own distribution, whatever the tokens are sampled with."""
     prompt = random_prompts(1, 50, seed=30)[0]
     run = engine(folder, width=3)
     [tokens] = run.generate([prompt], [SamplingParams(12, logprobs=4, **sampling)])

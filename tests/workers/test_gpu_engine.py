@@ -152,7 +152,7 @@ def test_a_pool_of_two_pages_is_enough_for_a_capture(width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_all_kernels_are_compiled_ahead(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From an empty cache: warming up, the capture and the self-test compile nothing."""
+    """The cache is empty at first: warming up, the capture and the self-test compile nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name, module in list(sys.modules.items()):
         for value in list(vars(module).values()) if name.startswith("kernels.") else ():
@@ -178,7 +178,7 @@ def test_all_kernels_are_compiled_ahead(width: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_scheduler_hears_what_steps_take() -> None:
-    """With prompts and without."""
+    """Times are those of steps with prompts and without."""
     run = engine("cuda", width=2, dtype="bfloat16", graphs=True, selftest=True, token_budget=1024)
     times = run.replica.ready.step_times
     assert all(time.seconds > 0 for time in times)
@@ -211,7 +211,8 @@ def test_a_mixed_step_waits_for_nothing() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @torch.inference_mode()
 def test_twenty_replays_are_bitwise_equal(width: int) -> None:
-    """Of every bucket, with rows that attend and write, each from the same state: only a race could change a bit."""
+    """Replays are of every bucket, with rows that attend and write, each from the same state: only a race could change
+    a bit."""
     run = engine("cuda", width=width, dtype="bfloat16", graphs=True)
     graphs = run.runner.graphs
     assert graphs is not None
@@ -235,7 +236,7 @@ def test_twenty_replays_are_bitwise_equal(width: int) -> None:
 
 @pytest.mark.parametrize(("width", "drafter", "max_rows"), [(1, None, 8), (3, None, 8), (3, "ngram", 40)])
 def test_log_probabilities_of_prompts_are_those_of_the_cpu(width: int, drafter: str | None, max_rows: int) -> None:
-    """In pieces for which there is a captured tail, and for which there is none."""
+    """Prompts are scored in pieces for which there is a captured tail, and for which there is none."""
     more = {} if drafter is None else {"drafter": drafter}
     asking = [SamplingParams(4, temperature=0.0, prompt_logprobs=3 if i % 3 else -1) for i in range(12)]
     found = []
@@ -252,6 +253,6 @@ def test_log_probabilities_of_prompts_are_those_of_the_cpu(width: int, drafter: 
 
 
 def test_a_gpu_says_how_fast_it_reads() -> None:
-    """Within what data sheets say of GPUs that this project knows."""
+    """The speed is within what data sheets say of GPUs that this project knows."""
     reads = engine("cuda", graphs=False).runner.stats.step_reads
     assert 1e12 < reads["step_bandwidth"] < 1.5e13

@@ -53,7 +53,7 @@ def test_a_request_in_any_batch_is_the_request_alone(
 
 
 def test_an_fp8_cache_changes_no_bit_either(dtype: str, alone: list[Outcome]) -> None:
-    """In graphs or not, in other batches and chunks, and on cached pages."""
+    """Bits are equal in graphs or not, in other batches and chunks, and on cached pages."""
     how = {"dtype": dtype, "kv_cache_dtype": "fp8"}
     run = engine(width=1, prefix_cache=False, token_budget=400, graphs=False, **how)
     single = [generate(run, [job])[0] for job in jobs("demo")]

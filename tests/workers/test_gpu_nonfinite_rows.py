@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_everybody_else_goes_on_bit_for_bit(width: int, dtype: str, graphs: bool, tmp_path: Path) -> None:
-    """In graphs, whose decisions name the non-finite rows, and on eager steps."""
+    """Other requests go on in graphs, whose decisions name the non-finite rows, and on eager steps."""
     config = settings(write_poisoned(tmp_path), width=width, dtype=dtype, graphs=graphs, device="cuda", invariant=True)
     device = torch.device("cuda")
     expected = serve(InlineEngine(config, device), good_jobs())
@@ -30,7 +30,7 @@ def test_everybody_else_goes_on_bit_for_bit(width: int, dtype: str, graphs: bool
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_outside_of_invariant_mode_all_are_served(width: int, tmp_path: Path) -> None:
-    """On the ways that only this mode takes: expanded prefill and few tokens."""
+    """Requests are served on the paths that only this mode takes: expanded prefill and few tokens."""
     config = settings(write_poisoned(tmp_path), width=width, dtype="bfloat16", device="cuda")
     jobs, places = mixed(good_jobs(), nonfinite_jobs())
     records = serve(InlineEngine(config, torch.device("cuda")), jobs)

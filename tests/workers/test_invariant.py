@@ -113,7 +113,8 @@ def test_preemptions_and_prefix_hits_on_generated_pages_change_no_bit(kind: str,
 
 @pytest.mark.long
 def test_an_fp8_cache_changes_no_bit_either(folders: dict[str, Path]) -> None:
-    """In other chunks and batches, and on cached pages, which the requests find that have a beginning in common."""
+    """Bits are equal in other chunks and batches, and on cached pages, which the requests find that have a beginning in
+    common."""
     kind, fp8 = "v3-yarn", {"kv_cache_dtype": "fp8"}
     single = [
         generate(engine(folders[kind], width=1, prefix_cache=False, token_budget=400, **fp8), [job])[0]

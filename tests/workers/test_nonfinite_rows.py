@@ -72,7 +72,7 @@ def good_jobs() -> list[Job]:
 
 
 def nonfinite_jobs() -> list[Job]:
-    """With the poison at the end, at the beginning, within the shared pages, and three times the same."""
+    """Make jobs with the poison at the end, at the beginning, within the shared pages, and three times the same."""
     shared, [more] = good_jobs()[1][0][:130], prompts(1, 90, seed=3)
     same = [*more, *more, POISON, *more]
     return [
@@ -89,7 +89,7 @@ def serve(run: InlineEngine, jobs: list[Job]) -> list[Finished]:
 
 
 def mixed(good: list[Job], bad: list[Job]) -> tuple[list[Job], list[int]]:
-    """Both kinds in turns, and where the good ones are."""
+    """Return both kinds in turns, and where the good ones are."""
     jobs: list[Job] = []
     places = []
     for index in range(max(len(good), len(bad))):
@@ -131,7 +131,7 @@ def test_outside_of_invariant_mode_tokens_stay_what_they_are(folder: Path, width
 
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_row_that_goes_bad_ends_with_what_it_had(folder: Path, width: int) -> None:
-    """It is made to say the poison: that token is sound, and none comes after it."""
+    """The row is made to say the poison: that token is sound, and none comes after it."""
     good = good_jobs()
     expected = [record.tokens for record in serve(InlineEngine(settings(folder, width=width)), good)]
     run = InlineEngine(settings(folder, width=width))
@@ -168,7 +168,7 @@ def test_who_read_the_pages_of_a_nonfinite_row_is_computed_again(folder: Path, w
 
 
 def test_a_draft_layer_without_finite_numbers_costs_drafts_alone(folder: Path) -> None:
-    """Its drafts are tokens, though bad ones: the answers are those without any."""
+    """Drafts of such a layer are tokens, though bad ones: the answers are those without any."""
     expected = [record.tokens for record in serve(InlineEngine(settings(folder, width=1)), good_jobs())]
     run = InlineEngine(settings(folder, width=3))
     drafter = run.runner.parts.drafter

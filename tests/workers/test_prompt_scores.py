@@ -77,7 +77,8 @@ def serve(run: InlineEngine, prompts: list[list[int]], params: list[SamplingPara
 
 @pytest.mark.parametrize(("width", "budget"), [(1, 30), (3, 33), (3, 400)])
 def test_they_are_those_of_transformers(folder: Path, width: int, budget: int) -> None:
-    """In chunks of any size, beside rows that decode, next to others that ask for more, less or nothing."""
+    """Prompts come in chunks of any size, beside rows that decode, next to others that ask for more, less or
+    nothing."""
     run = InlineEngine(settings(folder, width=width, token_budget=budget, max_context=400))
     lengths, tops = (1, 2, 64, 65, 150, 130), (0, 1, TOP, -1, TOP, 0)
     prompts = [prompt_of(count, seed) for seed, count in enumerate(lengths)]
@@ -148,7 +149,7 @@ def test_in_invariant_mode_no_bit_depends_on_chunks_widths_and_neighbours(kind: 
 
 @pytest.mark.long
 async def test_two_ranks(folder: Path) -> None:
-    """In processes of their own; what comes is packed all the way."""
+    """The ranks have processes of their own; what comes is packed all the way."""
     prompts = [prompt_of(count, count) for count in (1, 60, 140)]
 
     async def ask(client: Any, prompt: list[int]) -> list[RequestOutput]:

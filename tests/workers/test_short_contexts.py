@@ -141,8 +141,8 @@ def test_a_dense_step_leaves_what_a_sparse_one_does(
 
 
 def same_entries(spec: CacheSpec, ours: Tensor, theirs: Tensor) -> None:
-    """What two contents of a layer's cache are read as, which is NaN where nothing was written, is the same but for
-    rounding: where a number lies between two codes, these may be either."""
+    """Check that two contents of a layer's cache are read as the same numbers, but for rounding; NaN where nothing was
+    written. Where a number lies between two codes, these may be either."""
     if isinstance(spec, Fp8LatentSpec):
         our, their = (decode(content, spec.latent, spec.rope, spec.dtype) for content in (ours, theirs))
         torch.testing.assert_close(our, their, atol=1e-4, rtol=1 / 8, equal_nan=True)
@@ -230,7 +230,7 @@ def test_a_crowd_does_not_notice(kind: str, folders: dict[str, Path], monkeypatc
 def test_keys_that_short_rows_do_not_write_are_missed(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else comparing tokens would show nothing."""
+    """Comparing tokens would otherwise show nothing."""
     monkeypatch.setattr(ShortRows, "write", lambda *of: None)
     [asked], [got] = prompts(101), engine(folders["v32"], width=1).generate(prompts(101), greedy(70))
     want = expected(folders["v32"], tuple(asked), 70)
@@ -287,7 +287,7 @@ def test_keys_that_are_not_written_fail_the_self_test(
 
 
 def test_drafts_that_share_a_selection_are_not_dense(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They attend to what was selected for a token before them, not to all there is."""
+    """Such drafts attend to what was selected for a token before them, not to all there is."""
     run = engine(folders["v32"], width=3)
     passes, step = (
         Passes(monkeypatch),

@@ -94,7 +94,7 @@ def test_preemptions_and_prefix_hits_change_no_token(kind: str, folders: dict[st
 
 @pytest.mark.long
 def test_an_fp8_cache_has_index_keys_in_int8(folders: dict[str, Path]) -> None:
-    """And what is selected does not depend on chunks, batches and drafts."""
+    """The selection does not depend on chunks, batches and drafts."""
     run = engine(folders["v32"], kv_cache_dtype="fp8", selftest=True, invariant=True)
     specs = run.runner.parts.cache.specs
     assert [type(spec) for spec in specs] == [Fp8LatentSpec, Int8IndexSpec] * 4
@@ -105,7 +105,7 @@ def test_an_fp8_cache_has_index_keys_in_int8(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("drafter", ["ngram", "none"])
 def test_other_drafters(drafter: str, folders: dict[str, Path]) -> None:
-    """That have no indexer."""
+    """Other drafters have no indexer."""
     asked = [prompt * 3 for prompt in prompts(30, 20)]
     width = 3 if drafter == "ngram" else 1
     got = engine(folders["glm5"], width=width, drafter=drafter).generate(asked, greedy(20))

@@ -8,7 +8,7 @@ from workers.scheduler import Scheduler
 
 
 def restless(scheduler: Scheduler, next_width: Callable[[], int]) -> None:
-    """Before every plan, `next_width` says what is taken for the width that pays: 1 ... the most."""
+    """Let `next_width` say, before every plan, what is taken for the width that pays: 1 ... the most."""
     speculation = scheduler._speculation
 
     def settle(rows: int) -> None:

@@ -27,10 +27,10 @@ class OutOfBoundsFault(RuntimeError):
 
 @dataclass
 class PagedCache:
-    """One tensor per layer, all of the same pages: the model's layers, then the drafter's."""
+    """Paged cache: one tensor per layer, all of the same pages; the model's layers, then the drafter's."""
 
     layers: list[Tensor]
-    """Each as its spec allocates it."""
+    """Cache tensors, each as its spec allocates it."""
     specs: Sequence[CacheSpec]
     out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""

@@ -1,4 +1,4 @@
-"""What a cache keeps of every token of one layer, how much memory that takes, and how it is tested.
+"""Cache specs: what one layer caches per token, how much memory that takes, and how it is tested.
 
 All caches of a rank have the same pages: a page id means the same 64 tokens in each of them, so page tables, the prefix
 cache and preemption know of pages alone.
@@ -44,11 +44,11 @@ class CacheSpec(ABC):
         """Make the chosen entries (bool [P, K]) of `content` such that whatever is computed from one of them is NaN."""
 
     def bits(self, content: Tensor) -> Tensor:
-        """All bits of every entry of `content`, as integers [P, K, C]."""
+        """Return all bits of every entry of `content`, as integers [P, K, C]."""
         return bits(content)
 
     def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
-        """All bits of some entries, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
+        """Return all bits of some entries, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
         return bits(cache.view(-1, cache.shape[-1]).index_select(0, entry_E))
 
     @property
@@ -80,7 +80,7 @@ class LatentSpec(CacheSpec):
 
     @override
     def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
-        """About as large as normed latents are."""
+        """Draw contents about as large as normed latents are."""
         content_PKC = torch.empty(pages, PAGE_TOKENS, self.width, dtype=self.dtype, device=device)
         return content_PKC.uniform_(-1.7, 1.7, generator=generator)
 
@@ -103,7 +103,7 @@ class Fp8LatentSpec(CacheSpec):
     rope: int
     """Features: qk_rope_head_dim."""
     dtype: torch.dtype
-    """Of the model."""
+    """Dtype of the model."""
 
     @override
     @property
@@ -136,7 +136,7 @@ class Int8IndexSpec(CacheSpec):
     width: int
     """Features."""
     dtype: torch.dtype
-    """Of the model."""
+    """Dtype of the model."""
 
     @override
     @property
@@ -150,7 +150,7 @@ class Int8IndexSpec(CacheSpec):
 
     @override
     def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
-        """Such keys as `IndexSpec` draws."""
+        """Draw keys as `IndexSpec` does, in INT8."""
         content = self.allocate(pages, device)
         code_PKD, scale_PK = parts(content)
         code_TD, scale_T = encode_keys(IndexSpec(self.width, self.dtype).random(pages, device, generator).flatten(0, 1))
@@ -179,10 +179,10 @@ class Int8IndexSpec(CacheSpec):
 
 
 def index_spec(features: int, dtype: torch.dtype, *, int8: bool) -> CacheSpec:
-    """Of an indexer's keys in a model in `dtype`."""
+    """Return the spec of the index cache of a model in `dtype`."""
     return Int8IndexSpec(features, dtype) if int8 else IndexSpec(features, dtype)
 
 
 def latent_spec(latent: int, rope: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:
-    """Of a model in `dtype`."""
+    """Return the spec of the latent cache of a model in `dtype`."""
     return Fp8LatentSpec(latent, rope, dtype) if fp8 else LatentSpec(latent + rope, dtype)

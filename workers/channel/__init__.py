@@ -1,1 +1,1 @@
-"""How the processes of a replica find, hear and trust each other."""
+"""Communication between the processes of a replica: how they find, hear and trust each other."""

@@ -1,4 +1,4 @@
-"""Who may take part in a channel that goes over TCP: CURVE keys of its two ends, made for one replica, kept in memory.
+"""Access to a channel that goes over TCP: CURVE keys of its two ends, made for one replica, kept in memory.
 
 CURVE (https://rfc.zeromq.org/spec/26) encrypts a connection and proves either end to the other. The end that binds has
 a key pair; all who connect share another. What those need travels in the channel's addresses, from process to process
@@ -17,7 +17,7 @@ _DOMAIN = "latentserve"
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
-    """What one needs to connect. Keys are 40 characters in Z85; `secret` must not be printed, so no key is."""
+    """Keys for connecting, each of 40 characters in Z85. `secret` must not be printed, so no key is."""
 
     server: bytes
     """Public key of the end that binds."""

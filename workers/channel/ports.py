@@ -13,7 +13,8 @@ _ABOVE_RAYS: Final = 20000
 """Ray's workers listen below."""
 _OUTGOING: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _OUTGOING_FROM: Final = 32768
-"""Where the kernel does not say: Linux's own choice, and below others'."""
+"""Lowest port of outgoing connections where the kernel does not give it: Linux's own default, which is below that of
+others."""
 _DRAWS: Final = 200
 _SOCKET_PATH: Final = 107
 """Most bytes of a socket's path on Linux, see unix(7)."""
@@ -65,7 +66,7 @@ def bound(host: str, port: int, reuse: bool = False) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One of `free_ports`."""
+    """Return one port of `free_ports`."""
     return free_ports(host, 1)[0]
 
 

@@ -35,7 +35,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where to connect, as ZeroMQ endpoints."""
+    """ZeroMQ endpoints to connect to."""
 
     requests: str
     """Front -> scheduler."""
@@ -48,16 +48,16 @@ class Addresses(msgspec.Struct, frozen=True):
     pulse: str
     """Scheduler -> workers and front, published: it lives."""
     keys: ClientKeys | None = None
-    """What the scheduler asks of those who connect over tcp."""
+    """Keys that the scheduler requires from those who connect over tcp."""
 
     @property
     def folder(self) -> Path | None:
-        """Where the socket files are; None over tcp."""
+        """Folder of the socket files; None over tcp."""
         return Path(self.requests.removeprefix("ipc://")).parent if self.requests.startswith("ipc://") else None
 
 
 class PeerGone(RuntimeError):
-    """There is nobody at the other end; the message says who should be."""
+    """Error when there is nobody at the other end; the message says who should be."""
 
 
 class Sender:
@@ -88,7 +88,7 @@ class Sender:
         self._flags = zmq.NOBLOCK
 
     def never_wait(self) -> None:
-        """From now on a peer that is not there is gone, though it never came."""
+        """Take, from now on, a peer that is not there for gone, even if it never came."""
         self._flags = zmq.NOBLOCK
 
     def close(self, linger_ms: int = 500) -> None:
@@ -235,7 +235,7 @@ class HeartbeatThread:
         the first sign."""
         self._addresses, self._rank, self._silence_s = addresses, rank, silence_s
         self.figures: Callable[[], Figures] = dict
-        """What is told along; called in this thread."""
+        """Returns the figures that heartbeats carry. It is called in this thread."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()

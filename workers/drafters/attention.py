@@ -1,4 +1,4 @@
-"""How a draft layer attends: to keys and values of its own, or to latents. Both read F = 2 E features per token.
+"""Attention of a draft layer: to keys and values of its own, or to latents. Both read F = 2 E features per token.
 
 Shape legend: T tokens, E hidden features, F features that are read, H query heads and G key heads of this rank, D
 features of a head, Q = (H + 2 G) D, O roped features, P pages of the cache (`rotation_PO`: positions), K = 64 entries
@@ -31,7 +31,7 @@ class DraftAttention(ABC):
 
     cache: CacheSpec
     out_EF: Weight
-    """This rank's columns."""
+    """Columns of the output matrix that are this rank's."""
 
     @abstractmethod
     def __call__(

@@ -1,4 +1,4 @@
-"""Which drafter a model gets by its replica's settings."""
+"""The choice of a model's drafter by the settings of its replica."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "n_shared_experts": 1,
     "rms_norm_eps": 1e-6,
 }
-"""Of fields that a config.json may leave away: those of transformers."""
+"""Defaults of fields that a config.json may omit: those of transformers."""
 
 
 class AXK1(DeepseekV3):

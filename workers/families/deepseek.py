@@ -14,7 +14,7 @@ from workers.quantization import unsupported_quantization
 
 
 class _Deepseek(Family):
-    """What V2 and V3 have in common."""
+    """Common base of DeepSeek V2 and V3."""
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -70,7 +70,7 @@ class _Deepseek(Family):
 
     @abstractmethod
     def rule(self, fields: Fields) -> RoutingRule:
-        """How tokens choose experts."""
+        """Return the rule by which tokens choose experts."""
 
     @abstractmethod
     def interleaved(self, fields: Fields) -> bool:

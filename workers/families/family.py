@@ -1,4 +1,5 @@
-"""What a family of models says of itself. A new one is a file in `families` and a line in `registry`."""
+"""The description that a family of models gives of itself. A new family is a file in `families` and a line in
+`registry`."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, fields: Fields) -> ModelConfig:
-        """What the values of a config.json mean. Every value that would change the computation is either understood or
+        """Read the values of a config.json. Every value that would change the computation is either understood or
         refused with a `ConfigError` that names it."""
 
     def tensor(self, name: str) -> str:
-        """What the checkpoint calls the tensor that DeepSeek V3's checkpoints call `name`."""
+        """Return the checkpoint's name of the tensor that DeepSeek V3's checkpoints call `name`."""
         return name
 
     def ignored(self, config: ModelConfig) -> list[str]:

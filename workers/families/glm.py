@@ -23,7 +23,7 @@ class Glm4MoeLite(DeepseekV3):
 
 
 def dense_layers(fields: Fields, default: int = 1) -> int:
-    """How many of the first layers are dense; `default` where the config does not say."""
+    """Return the number of leading layers that are dense; `default` where the config does not say."""
     layers = fields.count("num_hidden_layers")
     if (kinds := fields.values.get("mlp_layer_types")) is None:
         return min(layers, fields.count("first_k_dense_replace", default, least=0))

@@ -13,7 +13,7 @@ from workers.models.fields import Fields, all_ids
 from workers.quantization import unsupported_quantization
 
 _TEXT_TYPES: Final = ("kimi_k2", "deepseek_v3")
-"""Both mean the same."""
+"""Types of the text model; both mean the same."""
 
 
 class KimiK25(DeepseekV3):

@@ -97,9 +97,9 @@ def counted(
     fp8_cache: bool = False,
     own: Container[str] = (),
 ) -> tuple[Model, DryRun]:
-    """This rank's share of a model without memory, and the dry run that says what it wants of a checkpoint whose
-    tensors have these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError for sizes that
-    ranks cannot share."""
+    """Build this rank's share of a model without memory. Also return the dry run that says what it wants of a
+    checkpoint whose tensors have these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError
+    for sizes that ranks cannot share."""
     _check_shares(config, group.mesh)
     family = FAMILIES[config.model_type]
     dry_run = DryRun(group.mesh, dtype, family.tensor, dtype_of, invariant, own)
@@ -123,8 +123,8 @@ def has_draft_layer(config: ModelConfig, has_any: Callable[[str], bool] | None) 
 
 
 def _undeclared(family: Family, config: ModelConfig, has_any: Callable[[str], bool]) -> list[str]:
-    """With what the names of tensors begin that draft, though config.json declares no layer that does. Another layer
-    than such a one has no projection of two hidden states, and would be one that config.json has forgotten."""
+    """Return the prefixes of tensor names of draft layers that config.json does not declare. Only a layer with a
+    projection of two hidden states is one; any other would be a layer that config.json has forgotten."""
     found: list[str] = []
     layer = config.num_layers
     while not config.draft_layers and has_any(family.tensor(f"model.layers.{layer}.eh_proj.weight")):
@@ -134,7 +134,7 @@ def _undeclared(family: Family, config: ModelConfig, has_any: Callable[[str], bo
 
 
 def _draft_prefix(family: Family, config: ModelConfig) -> str:
-    """With which the names of the draft layer's tensors begin."""
+    """Return the prefix of the names of the draft layer's tensors."""
     return family.tensor(f"model.layers.{config.num_layers}.")
 
 

@@ -21,7 +21,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
 }
-"""Of fields that a config.json may leave away: those of transformers."""
+"""Defaults of fields that a config.json may omit: those of transformers."""
 _BY_POSITION: Final = ("llama_4_scaling_beta", "llama_4_original_positions")
 _SCALES_OF_ACTIVATIONS: Final = r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$"
 """Activations are rounded, if at all, with scales of their own."""

@@ -16,7 +16,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "routed_scaling_factor": 2.5,
     "rms_norm_eps": 1e-6,
 }
-"""Of fields that a config.json may leave away. Without groups of experts there is one, as the model was trained
+"""Defaults of fields that a config.json may omit. Without groups of experts there is one, as the model was trained
 (vLLM, pull request 56034, by its makers)."""
 _NAMES: Final = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 

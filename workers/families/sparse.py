@@ -14,7 +14,7 @@ from workers.models.config import ConfigError, Indexing, ModelConfig
 from workers.models.fields import Fields
 
 _LAYER_TYPES: Final = ("indexed_attention", "deepseek_sparse_attention")
-"""What versions of transformers call these layers' attention."""
+"""Names that versions of transformers have for these layers' attention."""
 
 
 class DeepseekV32(DeepseekV3):
@@ -31,7 +31,7 @@ class DeepseekV32(DeepseekV3):
         "rms_norm_eps": 1e-6,
         "index_n_heads": 64,
     }
-    """Of fields that a config.json may leave away: those of transformers."""
+    """Defaults of fields that a config.json may omit: those of transformers."""
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -72,8 +72,8 @@ class DeepseekV32(DeepseekV3):
 
 
 class GlmMoeDsa(DeepseekV32):
-    """Some layers, "shared" ones, attend to what the last "full" layer before them has chosen. The indexers' roped
-    features are in pairs."""
+    """Family of GLM's sparse models. Some layers, "shared" ones, attend to what the last "full" layer before them has
+    chosen. The indexers' roped features are in pairs."""
 
     indexer_interleaved = True
     defaults: ClassVar[dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""How many pages of latent cache a rank gets, and the longest request that then fits."""
+"""Number of pages that the latent cache of a rank gets, and the longest request that then fits."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def longest_request(pages: int, context: int, width: int) -> int:
 
 
 def in_words(form: str, pages: int, rows: int, context: int) -> str:
-    """What a cache holds, for people: `pages` of entries in `form`, the null page included, and how many `rows` of
-    `context` tokens at once."""
+    """Describe the contents of a cache for people: `pages` pages of entries in `form`, the null page included, and the
+    number of `rows` of `context` tokens that fit at once."""
     tokens, requests = max(0, pages - 1) * PAGE_TOKENS, f"{rows:,} request{'s' * (rows != 1)}"
     return f"in {form}: {pages:,} pages, {tokens:,} tokens, {requests} of {context:,} tokens at once"
 

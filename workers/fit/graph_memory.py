@@ -25,15 +25,16 @@ BESIDE_EXPERTS: Final = 1.25
 
 
 def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
-    """What `warm_up` would find, of a model on the meta device. What mixed steps hand on is exact, and so is what
-    attention takes where its kernels are those of any GPU; the rest, and so the whole, may be a fifth off."""
+    """Estimate what `warm_up` would find, for a model on the meta device. The memory that mixed steps hand on is exact,
+    and so is that of attention where its kernels are the same on any GPU; the rest, and so the whole, may be a fifth
+    off."""
     scratch, inner, decode = (Scratch(parts.device) for _ in range(3))
     reserve_attention(Stage(parts, token_budget, scratch, inner))  # of a long context it may need most
     reserve_decode(parts, max_rows, decode)
     tokens, dequantized = max_rows * parts.width, _dequantized_bytes(parts.model)
 
     def beside(tokens: int, scored: int) -> int:
-        """What segments of so many tokens take, and the logits of some of them."""
+        """Estimate the bytes that segments of so many tokens take, with the logits of `scored` of them."""
         feed_forward = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, tokens))
         return feed_forward + scored * parts.model.config.vocab_size * torch.float32.itemsize + dequantized
 
@@ -43,7 +44,8 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
 
 
 def _dequantized_bytes(model: Model) -> int:
-    """Of the largest matrix that many tokens need in the model's dtype and that is stored in another one."""
+    """Return the bytes of the largest matrix that the general path needs in the model's dtype and that is stored in
+    another one."""
     weights = [
         weight
         for layer in model.layers
@@ -55,7 +57,7 @@ def _dequantized_bytes(model: Model) -> int:
 
 
 def _feed_forward_bytes(model: Model, tokens: int) -> int:
-    """Of the largest feed-forward part."""
+    """Return the bytes that the largest feed-forward part takes for this number of tokens."""
     config, dtype, ranks = model.config, model.norm_E.dtype, model.group.mesh.experts.size
     most = 3 * tokens * config.intermediate_size // ranks * dtype.itemsize  # gate, up and their product
     for part in (layer.feed_forward for layer in model.layers):

@@ -1,4 +1,5 @@
-"""What a start with some settings would take of a GPU's memory, computed without one and without reading weights.
+"""Plan of the GPU memory that a start with some settings would take, computed without a GPU and without reading
+weights.
 
 The parts are counted by what a start itself uses: the weights by a dry run over the files' headers, the cache by the
 specs of its layers. Only the graphs' share is estimated, since a start measures it.
@@ -33,7 +34,7 @@ from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats.registry import assumed_dtypes
 
 DRIVER_BYTES: Final = 1 << 30
-"""For the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
+"""Bytes for the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class MemoryPlan:
     """Bytes of rank 0, which takes most: it samples."""
 
     total: int
-    """Of the GPU."""
+    """Bytes of the GPU."""
     weights: int
     from_files: bool
     """Whether the files said how their tensors are stored; else config.json did."""
@@ -50,7 +51,7 @@ class MemoryPlan:
     rest: int
     """Sampling, the slots' state, rope tables."""
     room: int
-    """For the cache; below 0 where the others already take too much."""
+    """Bytes that are left for the cache; below 0 where the others already take too much."""
     page_bytes: int
     pages: int
     """Null page included."""
@@ -69,7 +70,7 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        """That the cache holds."""
+        """Tokens that the cache holds."""
         return max(0, self.pages - 1) * PAGE_TOKENS
 
     @property
@@ -147,7 +148,8 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
 def _dtypes(
     config: EngineConfig,
 ) -> Iterator[tuple[Callable[[str], str | None], Callable[[str], bool] | None]]:
-    """How tensors are stored, by name; and whether there are any with a prefix, where there are files to tell."""
+    """Yield a function that gives a tensor's stored dtype by name, and, where there are files to tell, one that tells
+    whether there are tensors with a prefix."""
     if any(config.folder.glob("*.safetensors*")):
         with Checkpoint.open(config.folder) as checkpoint:
             yield checkpoint.dtype_of, checkpoint.has_any
@@ -159,7 +161,7 @@ def _dtypes(
 
 
 def _bytes_of(thing: object) -> int:
-    """Of the tensors that an object and its parts hold."""
+    """Return the bytes of the tensors that an object and its parts hold."""
     if isinstance(thing, torch.Tensor):
         return thing.nbytes
     if not type(thing).__module__.startswith(("workers.", "kernels.")):

@@ -1,4 +1,4 @@
-"""What a model's config.json alone says about settings that cannot be served, before anything is started.
+"""Checks of settings against a model's config.json alone, before anything is started.
 
 Whatever else is wrong with a checkpoint is found by those who read it (`workers.models`), which takes torch and time.
 """
@@ -20,7 +20,7 @@ SHARED: Final[dict[str, AxisName]] = {
     "intermediate_size": "experts",
     "moe_intermediate_size": "experts",
 }
-"""What ranks divide among themselves, and along which axis: counts in config.json."""
+"""Counts in config.json that the ranks divide among themselves, with the mesh axis of each."""
 LEAST_CONTEXT: Final = 2
 """Tokens of the shortest request: one of prompt, and one of output."""
 _MOST_NAMED = 8

@@ -23,7 +23,7 @@ from workers.grammar.regex import Chars, Either, Node, Ranges, Repeat, Run, of_t
 __all__ = ["Automaton", "Branching", "automaton_of", "same_texts", "same_texts_beside", "work"]
 
 Edge = tuple[int, int, int]
-"""From a byte to another, both included, and the state that they lead to."""
+"""Edge of an automaton: from a byte to another, both included, and the state that they lead to."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Automaton:
     """A deterministic one, whose state 0 is the first."""
 
     edges: tuple[tuple[Edge, ...], ...]
-    """By state, in the order of the bytes."""
+    """Edges of each state, in the order of the bytes."""
     ends: frozenset[int]
 
     def next(self, state: int, byte: int) -> int:
@@ -57,14 +57,14 @@ class Branching:
     """An automaton that may be in several states at once."""
 
     edges: Sequence[Sequence[Edge]]
-    """By state."""
+    """Edges of each state."""
     free: Sequence[Sequence[int]]
-    """By state, where it leads without a byte."""
+    """States that each state leads to without a byte."""
     first: int
     ends: Sequence[int]
 
     def closed(self, states: Iterable[int]) -> frozenset[int]:
-        """With all that they lead to without a byte."""
+        """Return the states with all those that they lead to without a byte."""
         found, left = set(states), list(states)
         while left:
             for state in self.free[left.pop()]:
@@ -122,7 +122,7 @@ def same_texts(node: Node, other: Branching, most_states: int) -> bool:
 
 
 def same_texts_beside(node: Node, other: Branching, most_states: int) -> bool:
-    """The same, while other threads run. RuntimeError when the other process fails."""
+    """Compare as `same_texts` does, while other threads run. RuntimeError when the other process fails."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     asked = rules(node), other.edges, other.free, other.first, other.ends, most_states
     done = subprocess.run(
@@ -150,7 +150,7 @@ class _Writer:
         self.last = self._behind(node, self.first)
 
     def done(self) -> Branching:
-        """What was made."""
+        """Return the automaton that was built."""
         return Branching(self.edges, self.free, self.first, (self.last,))
 
     def _state(self) -> int:
@@ -203,7 +203,7 @@ class _Writer:
 
 
 def _determined(branching: Branching, most: int) -> Automaton | None:
-    """None where it has more states than that."""
+    """Make the automaton deterministic; None if it then has more than `most` states."""
     first = branching.closed([branching.first])
     number, left = {first: 0}, [first]
     edges: list[tuple[Edge, ...]] = []
@@ -253,7 +253,7 @@ def _smallest(automaton: Automaton) -> Automaton:
 
 
 def _joined(edges: Iterable[Edge]) -> list[Edge]:
-    """In the order of their bytes, those side by side that lead to the same state as one."""
+    """Sort edges by their bytes, and join those side by side that lead to the same state."""
     joined: list[Edge] = []
     for low, high, target in sorted(edges):
         if joined and joined[-1][1] == low - 1 and joined[-1][2] == target:
@@ -297,7 +297,7 @@ def _sequences(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def _of_length(low: int, high: int, places: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Of code points that all have so many bytes behind the first."""
+    """Yield the byte ranges of code points that all have `places` bytes after the first."""
     for place in range(1, places + 1):
         size = 1 << 6 * place
         # From a code point that is not at the beginning of a block, to the block's end; the rest likewise.

@@ -19,10 +19,10 @@ from workers.grammar.surrogates import without_surrogates
 from workers.protocol.grammar import Grammar, Kind
 
 MOST_BYTES: Final = 1 << 17
-"""Of a constraint's text: the longest take half a second to parse."""
+"""Most bytes of a constraint's text: the longest take half a second to parse."""
 MOST_TAG_BYTES: Final = 1 << 19
-"""Of a structural tag, which says more at length: that of 60 tools with a dozen arguments each has 330,000 bytes, and
-is parsed in half a second."""
+"""Most bytes of a structural tag, which is more verbose: that of 60 tools with a dozen arguments each has 330,000
+bytes, and is parsed in half a second."""
 MOST_CHOICES: Final = 4096
 MOST_WHITESPACE: Final = 1
 """Characters of white space in a row between two tokens of JSON, as it has them on one line. Without a limit a model
@@ -36,16 +36,17 @@ MOST_LOOKED_AT: Final = 1 << 13
 Follower = Callable[[Node], str | None]
 
 _WHERE = re.compile(r"^\s*\[[^\]]*\]\s*\S+:\d+:\s*")
-"""What xgrammar begins its errors with: time, file and line of its own."""
+"""Beginning of xgrammar's errors: its time, file and line."""
 
 
 CONTROLS: Final = frozenset(range(0x20))
 
 
 def vocabulary_for(kind: Kind, table: Sequence[bytes]) -> list[bytes]:
-    """What the tokens of a vocabulary write under a grammar. None holds a surrogate. JSON is written without control
-    characters: some of xgrammar's strings, those of a given length or pattern, would hold them as they are, which JSON
-    forbids. So white space between its tokens is spaces alone."""
+    """Return the bytes that each token of a vocabulary writes under a grammar; empty for tokens that must not be used.
+    None holds a surrogate. JSON is written without control characters: some of xgrammar's strings, those of a given
+    length or pattern, would hold them as they are, which JSON forbids. So white space between its tokens is spaces
+    alone."""
     table = without_surrogates(table)
     if kind not in ("json", "json_schema"):
         return table

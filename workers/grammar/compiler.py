@@ -22,12 +22,12 @@ from workers.vocabulary.beside import text_of_tokens_beside
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES: Final = 1 << 28
-"""Of compiled grammars that nobody uses now."""
+"""Most bytes of compiled grammars that are not in use."""
 MOST_COMPILERS: Final = 4
 """One for text, one for JSON, and those for calls of tools, whose markers may be special tokens."""
 _KINDS: Final[tuple[Kind, ...]] = ("regex", "json")
 PROGRESS_PERIOD_S: Final = 0.5
-"""Between two reports of how long a grammar has been worked on."""
+"""Time between two reports of how long a grammar has been worked on, in seconds."""
 _PREPARING_S: Final = 60.0
 """A start waits no longer for the compilers of ordinary grammars."""
 _ORDINARY: Final = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}')
@@ -36,7 +36,7 @@ TRIAL_TOKENS: Final = 48
 
 
 class _Vocabulary(NamedTuple):
-    """What tokens write."""
+    """Bytes of the tokens of a vocabulary."""
 
     table: list[bytes]
     special: frozenset[int]
@@ -53,7 +53,7 @@ class Compiled:
 
 
 class NotCompiled(ValueError):
-    """Why a grammar cannot be used, for whoever sent it."""
+    """Reason why a grammar cannot be used, for whoever sent it."""
 
 
 class Compiler:
@@ -77,14 +77,15 @@ class Compiler:
         self._ready: dict[int, Compiled] = {}
         self._forgotten: set[int] = set()
         self._compilers: dict[tuple[bool, tuple[int, ...]], Any] = {}
-        """By whether they are for JSON, and by the special tokens that write text."""
+        """Compilers by whether they are for JSON, and by the special tokens that write text."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         self._preparing: threading.Thread | None = None
         self._under_way: dict[int, tuple[int, float]] = {}
-        """By grammar id the clock of the thread that compiles it, and what that said when it began."""
+        """Grammars that are being compiled, by grammar id: the clock of the compiling thread, and its time at the
+        beginning."""
 
     def prepare(self) -> None:
         """Begin to read the vocabulary now, beside whatever happens."""
@@ -106,7 +107,7 @@ class Compiler:
             self.forget(message.grammar_id)
 
     def ask(self, grammar_id: int, grammar: Grammar) -> None:
-        """Have a grammar compiled; one of any text is ready at once."""
+        """Let a grammar be compiled; one of any text is ready at once."""
         if grammar.kind == "free":
             self._ready[grammar_id] = Compiled(grammar, None)
             self._on_ready(grammar_id, "")
@@ -122,7 +123,7 @@ class Compiler:
         self._asked.put((grammar_id, grammar))
 
     def forget(self, grammar_id: int) -> None:
-        """Nobody will ask for it any more, ready or not."""
+        """Drop a grammar, ready or not: it will not be asked for again."""
         with self._lock:
             if self._ready.pop(grammar_id, None) is None:
                 self._forgotten.add(grammar_id)
@@ -193,7 +194,7 @@ class Compiler:
                 self._on_progress(grammar_id, seconds)
 
     def _open(self) -> None:
-        """Have the compilers of ordinary grammars ready: for text, and for JSON."""
+        """Get the compilers of ordinary grammars ready: for text, and for JSON."""
         with suppress(NotCompiled):  # a request that asks for a grammar is told why it can have none
             for kind in _KINDS:
                 self._compiler(Grammar(kind))

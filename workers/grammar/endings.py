@@ -49,7 +49,7 @@ def _at_once(schema: Any, depth: int) -> Iterator[str]:
 
 
 def _on_circles(after: Mapping[str, list[str]]) -> set[str]:
-    """Those that lead back to themselves, or lie between two that do."""
+    """Return the names that lead back to themselves, or lie between two that do."""
     before: defaultdict[str, list[str]] = defaultdict(list)
     for name, others in after.items():
         for other in others:

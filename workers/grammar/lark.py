@@ -29,28 +29,28 @@ class TextGrammarError(ValueError):
 
 @dataclass(frozen=True)
 class Ref:
-    """What another definition matches."""
+    """Whatever another definition matches."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Seq:
-    """One behind the other."""
+    """Parts that follow one another."""
 
     parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of several."""
+    """Alternative of several parts."""
 
     options: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Rep:
-    """So many of it, without end if `most` is None."""
+    """Repetition of a part, without an upper bound if `most` is None."""
 
     part: Part
     least: int
@@ -146,7 +146,7 @@ class _Reader:
         self.ignored: list[Part] = []
 
     def read(self) -> None:
-        """All of them."""
+        """Read all definitions."""
         while self._now.kind != "end":
             if self._now.kind == "statement":
                 self._statement()
@@ -332,7 +332,7 @@ def _expression(text: str) -> Node:
 
 
 def _in_any_case(node: Node) -> Node:
-    """With letters of ASCII in both cases; TextGrammarError for others, which have their own ideas of case."""
+    """Allow letters of ASCII in both cases; TextGrammarError for others, which have their own ideas of case."""
     match node:
         case Run(parts):
             return Run(tuple(map(_in_any_case, parts)))

@@ -20,7 +20,7 @@ _UNUSED = "transformers"
 
 
 class _NamesAlone(ModuleType):
-    """Has an empty class of every name."""
+    """Module that has an empty class for every name."""
 
     @override
     def __getattr__(self, name: str) -> type:

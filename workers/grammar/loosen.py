@@ -64,7 +64,8 @@ def total_work(schema: Any) -> int:
 
 
 def form_work(schema: Mapping[str, Any]) -> int:
-    """What the pattern or the lengths of a string cost to compile; a character that is counted costs at least 4."""
+    """Return the cost of compiling the pattern or the lengths of a string; a character that is counted costs at least
+    4."""
     named = schema.get("type")
     if named != "string" and not (isinstance(named, list) and "string" in named):
         return 0
@@ -75,7 +76,7 @@ class _Reader:
     def __init__(self, most_nested: int) -> None:
         self._most_nested = most_nested
         self._places: dict[int, tuple[str, ...]] = {}
-        """Of every schema that was made, by its `id`."""
+        """Place of every schema that was made, by its `id`."""
         self._made: list[dict[str, Any]] = []
         self.left_out: list[tuple[str, str]] = []
 
@@ -161,7 +162,7 @@ class _Reader:
 
 
 def _of_type(values: list[Any], named: Any) -> list[Any]:
-    """Those of the types that a schema names; none where that would be all, or none."""
+    """Return the values that have a type which a schema names; none if that would be all of them, or none."""
     types = {named} if isinstance(named, str) else set(map(str, named)) if isinstance(named, list) else set[str]()
     kept = [value for value in values if type_of(value) in types or (type_of(value) == "integer" and "number" in types)]
     return kept if len(kept) < len(values) else []

@@ -1,4 +1,5 @@
-"""What one request may generate next, by the tokens it has: its grammar, before which its text may be free.
+"""Matcher of one request: the tokens that it may generate next, by those it has. Before its grammar begins, its text
+may be free.
 
 Shape legend: B integers of a mask: id v is bit v % 32 of integer v // 32.
 """
@@ -32,7 +33,7 @@ class _Phase(Enum):
     FREE = auto()
     """The grammar has not begun."""
     OPEN = auto()
-    """Nothing is asked of the text, or no more."""
+    """Phase in which nothing is asked of the text, or no more."""
     BOUND = auto()
     ENDED = auto()
     """An end-of-sequence id was generated behind a complete text."""
@@ -85,7 +86,8 @@ class RequestMatcher:
         return self._lost_at is not None
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """These tokens were generated. Returns how many of them stand: where the matcher is lost, those before that."""
+        """Take in tokens that were generated. Return how many of them stand: where the matcher is lost, those before
+        that."""
         before, computing = self._generated, _Computing()
         for token in tokens:
             self._accept(token, computing)

@@ -1,4 +1,4 @@
-"""Which expressions may be handed to xgrammar's own automata, and how.
+"""The expressions that may be handed to xgrammar's own automata, and the form in which they are.
 
 xgrammar follows an expression in one of two ways. `Regex(...)` is an automaton, for every state of which it knows which
 tokens are allowed: a mask takes 10 us with a vocabulary of 129,000 ids. `from_regex` makes rules of groups that repeat,
@@ -32,14 +32,14 @@ __all__ = ["for_automaton", "grammar_of"]
 logger = logging.getLogger(__name__)
 
 MOST_STATES: Final = 2048
-"""Of an automaton."""
+"""Most states of an automaton."""
 LITTLE_STATES: Final = 256
-"""Of one that is looked at here."""
+"""Most states of an automaton that is compared in this process."""
 MOST_WORK: Final = 1024
 """`work` of an expression of which an automaton is tried: 256 characters. xgrammar takes up to 20 ms for each when it
 compiles."""
 LITTLE_WORK: Final = 100
-"""The same, of one that is looked at here, which takes 10 ms."""
+"""`work` of an expression that is compared in this process, at most, which takes 10 ms."""
 VERSION: Final = "v16"
 _PRIVATE: Final = PrivateApi(
     "xgrammar", ("xgrammar.Grammar.serialize_json",), "masks of regular expressions and of limited strings take longer"
@@ -71,7 +71,8 @@ def grammar_of(expression: str, in_json: bool = False) -> xgr.Grammar:
 
 
 def _read(expression: str, in_json: bool) -> Branching | None:
-    """What xgrammar makes of it; None, with a logged line, where grammars are kept in another form."""
+    """Read the automaton that xgrammar makes of an expression; None, with a logged line, where grammars are kept in
+    another form."""
     if (found := xgr.get_serialization_version()) != VERSION:
         _PRIVATE.lost(f"form of grammars {VERSION}, but {found}")
         return None

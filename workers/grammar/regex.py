@@ -53,28 +53,28 @@ class RegexError(ValueError):
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set."""
+    """Character of a set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Run:
-    """One behind the other."""
+    """Parts that follow one another."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Either:
-    """One of several; none: it matches nothing."""
+    """Alternative of several; with none it matches nothing."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """So many of it, one behind the other; without end if `most` is None."""
+    """Repetition of a part, one behind the other, without an upper bound if `most` is None."""
 
     part: Node
     least: int
@@ -144,7 +144,7 @@ def _of(text: str) -> Ranges:
 
 
 def _without(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """Return all other characters."""
     begin, rest = 0, []
     for low, high in (*ranges, (_LAST + 1, _LAST + 1)):
         if begin < low:
@@ -175,7 +175,7 @@ _SPACES: Final = _of(" \t\n\r\f\v")
 
 @cache
 def _class_of(letter: str) -> Ranges:
-    """What `\\d`, `\\D` and so on stand for, whoever reads them."""
+    """Return the characters that `\\d`, `\\D` and so on stand for in any dialect."""
     match letter:
         case "d":
             return _DIGITS
@@ -209,7 +209,7 @@ _GROUPS: Final = (
     ("?>", "an atomic group"),
     ("?", "a flag"),
 )
-"""How a group can begin, the longer ones first, and what it is."""
+"""Openings of groups, the longer ones first, and their kinds."""
 
 
 def _parse(pattern: str, dot_is_any: bool = False) -> Node:
@@ -241,7 +241,7 @@ class _Parser:
         return False
 
     def options(self) -> Node:
-        """Up to the end, or to the parenthesis that closes."""
+        """Parse options up to the end, or to the parenthesis that closes."""
         options = [self._run()]
         while self._next("|"):
             options.append(self._run())
@@ -354,8 +354,8 @@ class _Parser:
         return self._escape(within=True, negated=negated) if char == "\\" else _of(char)
 
     def _escape(self, within: bool = False, negated: bool = False) -> Ranges:
-        """What a backslash and what follows stand for, `within` a set or not. Of what is `negated`, all that anybody
-        takes for it."""
+        """Parse a backslash and what follows, `within` a set or not. If it is `negated`, the characters are all those
+        that any dialect takes for it."""
         begin = self._at - 1
         if self.at_end:
             raise self.error("nothing follows the backslash", begin)
@@ -408,7 +408,7 @@ def _is_one(ranges: Ranges) -> bool:
 
 
 def _within(node: Node, at_begin: bool, at_end: bool, around: Node) -> Node:
-    """Without anchors. At either end `around` is put where no anchor stands."""
+    """Remove anchors. At either end `around` is put where no anchor stands."""
     if isinstance(node, Anchor):
         if not (at_begin if node.sign == "^" else at_end):
             where = "begins" if node.sign == "^" else "ends"
@@ -431,7 +431,7 @@ def _within(node: Node, at_begin: bool, at_end: bool, around: Node) -> Node:
 
 
 def _reduced(node: Node, allowed: Ranges) -> Node:
-    """With the allowed characters alone; `_NOTHING` where none are left of what must be there."""
+    """Keep the allowed characters alone; `_NOTHING` where none are left of what must be there."""
     match node:
         case Chars(ranges):
             kept = both(ranges, allowed)
@@ -480,7 +480,8 @@ def _written(node: Node, chars: Callable[[Ranges], str], repeat: Callable[[str, 
 
 
 _BEGIN_ALIKE: Final = (0, 0x800, 0x1000, 0xD000, 0xE000, 0x10000, 0x40000, 0x100000, _LAST + 1)
-"""From each to the next one, whatever the first byte of a character in UTF-8 is, all others may follow it."""
+"""Ends of ranges of code points. From each to the next one, whatever the first byte of a character in UTF-8 is, all
+others may follow it."""
 
 
 def _sets_of(ranges: Ranges) -> str:
@@ -509,6 +510,7 @@ def _range(ends: tuple[int, int]) -> str:
 
 
 def _char(code: int) -> str:
-    """By its number, as signs mean something else in different places; but for letters and digits."""
+    """Write a character by its number, because signs have other meanings in different places; letters and digits stay
+    as they are."""
     char = chr(code)
     return char if char.isascii() and char.isalnum() else f"\\u{{{code:x}}}"

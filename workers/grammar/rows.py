@@ -17,11 +17,11 @@ from workers.grammar.matcher import Bits, RequestMatcher
 from workers.protocol.plan import Admission, BatchLayout
 
 MOST_THREADS: Final = 8
-"""That fill masks of rows whose grammars take long."""
+"""Most threads that fill the masks of rows whose grammars take long."""
 
 
 class Masks(Protocol):
-    """Where masks go, as `workers.step.masks.StepMasks` has it."""
+    """Destination of masks; `workers.step.masks.StepMasks` is one."""
 
     def take(self, logits_row: int) -> Bits:
         """The mask that is to be that of a logits row."""

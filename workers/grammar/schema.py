@@ -1,4 +1,5 @@
-"""Which JSON schemas xgrammar enforces to the letter. What it would ignore or only come near to is refused by name.
+"""The JSON schemas that xgrammar enforces to the letter. Keywords that it would ignore or only approximate are refused
+by name.
 
 The rules are of xgrammar 0.2.8, and `tests/workers/grammar/test_schema.py` tries every one of them: whatever text a
 schema allows here, the schema's own definition finds valid. The other way round need not hold: a model is not free to
@@ -44,7 +45,7 @@ _OF_TYPE: Final = {
     "boolean": frozenset(),
     "null": frozenset(),
 }  # fmt: skip
-"""By type the keywords that are enforced where `type` names it."""
+"""Keywords that are enforced where `type` names their type."""
 _OF_FORM: Final = _OF_TYPE["string"]
 _LENGTHS: Final = frozenset(("minLength", "maxLength"))
 _WHOLE: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
@@ -81,7 +82,7 @@ the format matches, but what matches is."""
 
 
 _MAKE_RULES: Final = "\u00e9{0}"
-"""Behind a pattern: it matches nothing more, but makes xgrammar 0.2.8 take the pattern for rules, as every character
+"""Suffix of a pattern. It matches nothing more, but makes xgrammar 0.2.8 take the pattern for rules, as every character
 does that is not of ASCII. Its automata, which it would make otherwise, match too much."""
 
 
@@ -139,7 +140,8 @@ def work_of_form(schema: Mapping[str, Any]) -> int:
 
 
 def _form_of(schema: Mapping[str, Any], chars: Ranges) -> Node | None:
-    """That of a string of certain characters; None of one without, or with one that only xgrammar knows. RegexError."""
+    """Return the form of a string of certain characters; None if it has none, or one that only xgrammar knows.
+    RegexError for patterns that are not supported."""
     if isinstance(pattern := schema.get("pattern"), str):
         return of_string(pattern, chars)
     if isinstance(name := schema.get("format"), str):
@@ -158,7 +160,7 @@ class _Walk:
         return endless(self._root, self._most_nested)
 
     def schema(self, schema: Any, place: str, depth: int) -> None:
-        """One schema, and all within it."""
+        """Check a schema, and all schemas within it."""
         if depth > self._most_nested:
             raise SchemaError(f"{place}: schemas are nested more than {self._most_nested} levels deep")
         if schema is True:
@@ -225,7 +227,7 @@ class _Walk:
                     raise SchemaError(str(error), schema, name) from None
 
     def target(self, reference: Any, place: str) -> Any:
-        """What a reference leads to."""
+        """Return the schema that a reference leads to. SchemaError if it is not supported or leads nowhere."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise SchemaError(f"{place}/$ref: only references within the schema (#/...) are supported")
         if "~" in reference or "%" in reference:

@@ -18,7 +18,7 @@ _WHOLE: Final = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 def without_surrogates(table: Sequence[bytes]) -> list[bytes]:
-    """What the tokens of a vocabulary write, nothing for those that hold one."""
+    """Return the bytes of the tokens of a vocabulary, empty for those that hold a surrogate."""
     return [b"" if _WHOLE.search(raw) else raw for raw in table]
 
 

@@ -12,7 +12,7 @@ from workers.grammar.regex import Chars, Either, Node, Ranges, RegexError, Repea
 __all__ = ["TextGrammar", "TextGrammarError"]
 
 MOST_BYTES: Final = 1 << 16
-"""Of a definition."""
+"""Most bytes of a definition."""
 MOST_WORK: Final = 1 << 13
 """Characters of all rules, repetitions written out."""
 _ROOT: Final = ""
@@ -26,7 +26,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def _with_ignored(definitions: Mapping[str, Part], ignored: Sequence[Part]) -> dict[str, Part]:
-    """What is ignored may stand before every terminal of a rule, and at the end of the text."""
+    """Allow ignored text before every terminal of a rule, and at the end of the text."""
     blank = Rep(ignored[0] if len(ignored) == 1 else Alt(tuple(ignored)), 0, None)
 
     def spaced(part: Part) -> Part:
@@ -226,5 +226,6 @@ def _range_text(ends: tuple[int, int]) -> str:
 
 
 def _char(char: str) -> str:
-    """By its number, as signs mean something else in different places; but for letters and digits."""
+    """Write a character by its number, because signs have other meanings in different places; letters and digits stay
+    as they are."""
     return char if char.isascii() and char.isalnum() else f"\\U{ord(char):08x}"

@@ -96,7 +96,7 @@ than the 0.22 MiB (of 718 graphs) and 0.4 MiB (of 1,131) that starts on an H200 
 
 @dataclass(frozen=True)
 class Warmed:
-    """What warming up found the graphs of a rank to need."""
+    """Memory and graphs that a rank needs, as found by warming up."""
 
     scratch: int
     """Bytes for decode steps, and for what mixed steps hand on."""
@@ -106,7 +106,7 @@ class Warmed:
 
     @property
     def bytes(self) -> int:
-        """All device memory that a capture will take."""
+        """Device memory that a capture will take in all, in bytes."""
         return self.scratch + self.inner + self.graphs * GRAPH_BYTES
 
 
@@ -159,7 +159,7 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int, masks: TokenMask
 
 
 def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
-    """How many graphs a capture will make."""
+    """Return the number of graphs that a capture will make."""
     buckets = TokenBuckets(token_budget)
     segments = sum(map(len, parts.passes)) - 1  # the last one's are the tails
     rows = parts.buckets(max_rows)
@@ -234,7 +234,7 @@ class GraphRunner:
             )
 
     def stage(self, layout: BatchLayout) -> CapturedStage:
-        """Where a mixed step of this layout runs; ValueError when it exceeds the token budget."""
+        """Return the stage in which a mixed step of this layout runs; ValueError if it exceeds the token budget."""
         key = self.token_buckets.key(layout)
         self.stats.mixed_steps += 1
         self.stats.tokens += layout.tokens
@@ -252,7 +252,8 @@ class GraphRunner:
         return self._graphs[key]
 
     def split_step(self, plan: StepPlan) -> CapturedSplitStep | None:
-        """The same for a plan with rows that have a grammar."""
+        """Return the split step for a plan with rows that have a grammar, its slots filled in; None, with the reason
+        counted, when there is none."""
         key = self.buckets.split_key(plan.layout, plan.drafts)
         if key is None:
             self.stats.eager[f"width {plan.width}, {plan.drafts} drafts, masks"] += 1

@@ -1,4 +1,5 @@
-"""What must not happen while a graph is captured, made impossible: allocation, compilation, waiting for the device.
+"""Guard of graph captures: allocation, compilation and waiting for the device, which must not happen in one, are made
+impossible.
 
 That a kernel is compiled, Triton 3.6 tells a hook that is meant for its cache. Without it a line is logged, and a
 compilation is not noticed here.
@@ -28,8 +29,8 @@ _HOOK: Final = PrivateApi(
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _WAITS = ("synchronizing CUDA operation", "CUDA graph capture", "stream is capturing")
-"""What torch and CUDA say of an operator that waits: in the debug mode that is on here, of a copy between a device and
-memory that is not pinned, and otherwise."""
+"""Messages of torch and CUDA about an operator that waits: one of the debug mode that is on here, about a copy between
+a device and memory that is not pinned, and others."""
 
 
 class CaptureViolation(RuntimeError):
@@ -108,9 +109,9 @@ def _no_compilation() -> Iterator[None]:
 
 @contextmanager
 def capture_guard(device: torch.device) -> Iterator[None]:
-    """Within this context allocating on `device`, compiling a kernel, or an operator that waits for the device raises
-    CaptureViolation. Waiting without an operator, as torch.cuda.synchronize does, is refused by CUDA itself, and the
-    traceback of its error names the line."""
+    """Raise CaptureViolation, within this context, for allocating on `device`, compiling a kernel, or an operator that
+    waits for the device. Waiting without an operator, as torch.cuda.synchronize does, is refused by CUDA itself, and
+    the traceback of its error names the line."""
     with _OnDeviceAlone(device.type), _no_compilation():
         if device.type != "cuda":
             yield

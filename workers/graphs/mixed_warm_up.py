@@ -107,7 +107,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 
 def _single(rows: int, context: int) -> Iterator[PrefillRow]:
-    """So many chunks of one token, each the end of a prompt."""
+    """Yield this number of chunks of one token, each the end of a prompt."""
     return (PrefillRow(NOBODY, context, (0,), 0, True) for _ in range(rows))
 
 

@@ -54,7 +54,7 @@ class CapturedStage(Stage):
 
     @property
     def graphs(self) -> int:
-        """How many there are, tails aside."""
+        """Number of its graphs, without those of tails."""
         return sum(map(len, self._graphs))
 
     @override
@@ -64,7 +64,8 @@ class CapturedStage(Stage):
 
     @override
     def tail(self, key: TokenKey) -> Tail:
-        """That of all stages; an eager one for more tokens than steps sample, which prompts that are scored end for."""
+        """Return the tail that all stages share, or an eager one for more tokens than steps sample: prompts that are
+        scored need that."""
         return self._tails.get(key) or super().tail(key)
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""How the captured graphs of a rank are used."""
+"""Usage of a rank's captured graphs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class GraphStats:
     bytes: int = 0
     """Device memory that the graphs and their scratch took."""
     step_reads: Mapping[str, float] = field(default_factory=dict)
-    """What a decode step reads at the least, see `workers.rank.step_reads`."""
+    """Least bytes that a decode step reads; see `workers.rank.step_reads`."""
 
     def figures(self) -> Figures:
-        """For the scheduler; another thread than the one that counts may call it."""
+        """Return the figures for the scheduler; another thread than the one that counts may call it."""
         return {
             "graph_replays": {"": self.replays},
             "graph_rows": {"": self.rows},

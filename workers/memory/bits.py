@@ -9,7 +9,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x: Tensor) -> Tensor:
-    """The same memory as integers, of as many bytes as an element has."""
+    """View the memory of a tensor as integers, of as many bytes as an element has."""
     return x.view(_INTS[x.element_size()])
 
 

@@ -21,7 +21,7 @@ class ScratchExhausted(RuntimeError):
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """What a tensor takes of a `Scratch`."""
+    """Return the bytes that a tensor takes of a `Scratch`."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -63,7 +63,7 @@ class Scratch:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """What is asked for inside is given back at the end, and will be overwritten."""
+        """Give back, at the end of the block, the memory that was taken inside. It will be overwritten."""
         mark = self._used
         try:
             yield

@@ -1,1 +1,1 @@
-"""What models are made of: layers, attention, experts, and the execution paths through them."""
+"""Parts of models: layers, attention, experts, and the execution paths through them."""

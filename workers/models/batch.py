@@ -25,7 +25,7 @@ class DecodeBatch:
     page_RP: torch.Tensor
     """int32 page table rows; entries past the length are arbitrary."""
     workspace: Workspace | None = None
-    """How the rows' cache is dealt out on a GPU; the model makes it, once per pass."""
+    """Split-KV plan of the rows' cache on a GPU; the model makes it once per pass."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the tokens of a step attend to where that is sparse."""
+    """Entries that the tokens of a step attend to, where attention is sparse."""
 
     row_T: torch.Tensor
     """int32: whose page table is a token's, among the rows of its kind."""
@@ -55,16 +55,16 @@ class Selection:
     given: bool = False
     """Whether the positions are there already: no layer selects."""
     choices: Choices | None = None
-    """What is handed every selection; nothing, unless passes are compared."""
+    """Receives every selection; None unless passes are compared."""
 
     def of(self, own: slice) -> Selection:
-        """Of some tokens alone."""
+        """Return the selection of some tokens alone."""
         return replace(self, row_T=self.row_T[own], bound_T=self.bound_T[own], selected_TS=self.selected_TS[own])
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass over the layout's tokens: decode tokens first, then prefill tokens."""
+    """Batch of one forward pass over the layout's tokens: decode tokens first, then prefill tokens."""
 
     layout: BatchLayout
     position_T: torch.Tensor
@@ -86,10 +86,10 @@ class Batch:
     out_of_bounds_count_1: torch.Tensor | None = None
     """See `PagedCache`."""
     selection: Selection | None = None
-    """Of a model with sparse attention, which makes it once per pass."""
+    """Selection of a model with sparse attention, which makes it once per pass."""
 
     def noting(self, choices: Choices | None) -> Batch:
-        """This batch, whose selections are handed to `choices`."""
+        """Return this batch with its selections handed to `choices`."""
         if self.selection is None or choices is None:
             return self
         return replace(self, selection=replace(self.selection, choices=choices))

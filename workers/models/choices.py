@@ -1,5 +1,5 @@
-"""What tokens chose among the experts, and which positions an indexer selected for them, noted in one pass and taken in
-another that is compared with it.
+"""Discrete choices, recorded in one pass and imposed on another that is compared with it: the experts that tokens
+chose, and the positions that an indexer selected for them.
 
 Routers and indexers decide discretely: on the least difference of rounding a token may go to other experts, or attend
 to another position, and then all behind it is different. Who compares two passes lets the second take what the first
@@ -62,9 +62,9 @@ class Taken(Choices):
     """Puts the recorded ones in the place of a pass's own."""
 
     def __init__(self, recorded: Recorded, layers: int, period: int = 0, selecting: int = 0) -> None:
-        """Of the first so many choices, and of the first `selecting` selections: behind a target's pass come others,
-        whose tokens may differ. `period`: the pass has these tokens again and again; 0: it has the first of those that
-        were recorded."""
+        """Take over the choices of the first `layers` layers, and the first `selecting` selections: other passes follow
+        the target's, and their tokens may differ. `period`: the pass has these tokens again and again; 0: it has the
+        first of those that were recorded."""
         self._recorded, self._layers, self._period, self._at = recorded, layers, period, 0
         self._selecting, self._selected = selecting, 0
         self._agreed: list[Tensor] = []
@@ -94,8 +94,9 @@ class Taken(Choices):
 
     @override
     def select(self, selected_TS: Tensor, bound_T: Tensor) -> None:
-        """What is not selected has to agree as well, of nearly all there would else always be most. How
-        many positions are, and that they lie below the bound, rounding does not change: else nothing agrees."""
+        """Compare a selection with the recorded one and replace it. Positions that are not selected have to agree as
+        well: where nearly all are selected, most would always agree. Rounding changes neither the number of positions
+        nor that they lie below the bound. If these differ, nothing agrees."""
         at = self._selected
         self._selected += 1
         if at >= min(self._selecting, len(self._recorded.selected)) or not len(selected_TS):
@@ -118,6 +119,6 @@ class Taken(Choices):
         selected_TS.copy_(theirs_TS)
 
     def _index(self, of_T: Tensor) -> Tensor:
-        """Which of the recorded tokens each of these is."""
+        """Return the index of the recorded token for each of these tokens."""
         index_T = torch.arange(len(of_T), device=of_T.device)
         return index_T % self._period if self._period else index_T

@@ -1,4 +1,4 @@
-"""What a model is: its sizes and choices, whatever its checkpoint calls them."""
+"""Description of a model: its sizes and choices, whatever its checkpoint calls them."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ class Routing:
 
 @dataclass(frozen=True)
 class Indexing:
-    """How queries choose the cached tokens that they attend to (DeepSeek-V3.2, 2025, section 2.1): an indexer scores
-    every token that they may see, and the best are attended to."""
+    """Sparse attention's selection of the cached tokens that queries attend to (DeepSeek-V3.2, 2025, section 2.1): an
+    indexer scores every token that they may see, and the best are attended to."""
 
     heads: int
     features: int
-    """Of each head's query, and of the one key of a token. The first qk_rope_head_dim of them are roped."""
+    """Features of each head's query, and of the one key of a token. The first qk_rope_head_dim of them are roped."""
     top_k: int
     """Most tokens that a query attends to."""
     interleaved: bool
     """Whether the roped features are in pairs (2i, 2i + 1) in the checkpoint's weights; else (i, i + half)."""
     shared: tuple[bool, ...]
-    """Of each of the model's layers, whether it has no indexer and attends to what the layer before it attends to."""
+    """For each of the model's layers, whether it has no indexer and attends to what the layer before it attends to."""
     shared_by_drafts: bool = False
     """Whether the layer that drafts selects for a row's newest token alone, and all drafts behind it attend to that."""
 
@@ -105,13 +105,13 @@ class ModelConfig:
     """Sizes and choices of one model. Counts are of the whole model, not of a rank's share."""
 
     model_type: str
-    """As config.json has it; `workers.families.registry` knows its family."""
+    """Model type as in config.json; `workers.families.registry` knows its family."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of the dense layers."""
+    """Intermediate size of the dense layers."""
     moe_intermediate_size: int
-    """Of one expert; 0 where there are none."""
+    """Intermediate size of one expert; 0 where there are none."""
     num_layers: int
     num_dense_layers: int
     """The first layers, which have no experts."""
@@ -124,7 +124,7 @@ class ModelConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     routing: Routing | None
-    """None: all layers are dense."""
+    """Routing of the experts; None: all layers are dense."""
     rope: Rope
     rms_norm_eps: float
     max_positions: int
@@ -132,9 +132,9 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     """End-of-sequence ids: of generation_config.json where that names some."""
     indexing: Indexing | None = None
-    """None: every query attends to all tokens before it."""
+    """Selection of sparse attention; None: every query attends to all tokens before it."""
     query_scaling: QueryScaling | None = None
-    """None: queries are not scaled by their position. Else they have a latent, `q_lora_rank`."""
+    """Scaling of queries by their position; None: there is none. With it queries have a latent, `q_lora_rank`."""
 
     @property
     def qk_head_dim(self) -> int:

@@ -1,5 +1,5 @@
-"""What the forward pass that one can read (`workers.models.deepseek`) is made of: products, norms, rope, and the paged
-cache, which it reads row by row.
+"""Parts of the readable forward pass (`workers.models.deepseek`): products, norms, rope, and the paged cache, which it
+reads row by row.
 
 Shape legend: T tokens, E input features, F output features, O rope features, R rows, P pages, K = 64 entries per page,
 C features or bytes of an entry, S entries of a row.
@@ -31,13 +31,13 @@ class PagedTokens:
 
     @property
     def slot_T(self) -> Tensor:
-        """Where in the flattened cache [P * 64] each token's entry is, int64."""
+        """Index of each token's entry in the flattened cache [P * 64], int64."""
         page_T = self.page_RP[self.row_T, self.position_T // PAGE_TOKENS].long()
         return page_T * PAGE_TOKENS + self.position_T % PAGE_TOKENS
 
     def contexts(self, cache_PKC: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of every row: which tokens are its own, bool [T]; its entries up to the last of these, [S, C]; and which of
-        the entries each of its tokens sees, bool [own tokens, S]: those up to its own."""
+        """Yield for every row: its own tokens, bool [T]; its entries up to the last of these, [S, C]; and the entries
+        that each of its tokens sees, bool [own tokens, S]: those up to its own."""
         for row in torch.unique(self.row_T).tolist():
             own_T = self.row_T == row
             last = int(self.position_T[own_T].max())

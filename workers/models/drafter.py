@@ -1,4 +1,4 @@
-"""What proposes the tokens that a model verifies.
+"""Drafters: they propose the tokens that a model verifies.
 
 Shape legend: T tokens, R rows, E hidden features, V vocabulary.
 """
@@ -20,7 +20,7 @@ from workers.models.segments import Segments
 
 
 class DraftedRows(Protocol):
-    """What a step lets a drafter do for its rows."""
+    """The part of a step that a drafter may use for its rows."""
 
     @property
     def slot_R(self) -> Tensor:
@@ -28,7 +28,7 @@ class DraftedRows(Protocol):
 
     @property
     def state(self) -> SlotTensors:
-        """Of all slots. A drafter that needs no pass of its own writes `draft_SK` itself."""
+        """State of all slots. A drafter that needs no pass of its own writes `draft_SK` itself."""
 
     def choose(self, logits: Callable[[], Tensor], index: int) -> Tensor:
         """Draft number `index` of every row, int64 [R], decided on rank 0 for all ranks, of `logits` (fp32 [R, V]),
@@ -44,12 +44,12 @@ class Drafter(ABC):
     know no kind of drafter."""
 
     cache: Sequence[CacheSpec] = ()
-    """Its layers, which lie behind the model's. Its entries lie one position further than the model's, for entry j
-    pairs the hidden state of position j - 1 with the token at j: entry 0 does not exist. A drafter without any has no
-    pass over the tokens of a step."""
+    """Cache specs of its layers, which lie behind the model's. Its entries lie one position further than the model's,
+    because entry j pairs the hidden state of position j - 1 with the token at j: entry 0 does not exist. A drafter
+    without any has no pass over the tokens of a step."""
     segments: Segments | None = None
-    """Of its pass over the tokens of a step, behind the model's, where it has one that reads the model's final hidden
-    states of all of them."""
+    """Segments of its pass over the tokens of a step, which comes after the model's. None unless it has one that reads
+    the model's final hidden states of all tokens."""
     aux_hidden_state_layers: tuple[int, ...] = ()
     """Layers of the model: it reads the residual stream that enters each of them, side by side, [T, E for each], in
     place of the model's final hidden states. A layer may be there twice."""

@@ -46,7 +46,7 @@ class ExecutionPaths:
         )
         """The path that any pass may take."""
         self.group = group
-        """By which passes reach the other ranks."""
+        """Group through which passes reach the other ranks."""
         self._config, self._formats = config, formats or Formats()
         self._quantize_activations = quantize_activations and not invariant
         self._decode, self._few = (
@@ -72,7 +72,7 @@ class ExecutionPaths:
 
     @contextmanager
     def without_w8a8(self) -> Iterator[None]:
-        """Within this context no pass rounds activations to FP8: for those who compare passes that would round other
+        """Let no pass round activations to FP8 within this context: for those who compare passes that would round other
         numbers. What is dequantized then needs memory of the pass's scratch."""
         paths = (self.any, self._decode)
         before = [ops.quantize_activations for ops in paths]
@@ -86,7 +86,7 @@ class ExecutionPaths:
 
     @contextmanager
     def choosing(self, choices: Choices) -> Iterator[None]:
-        """Within this context every pass hands its choices of experts to `choices`."""
+        """Let every pass within this context hand its choices of experts to `choices`."""
         paths: tuple[LayerOps[Any], ...] = (self.any, self._decode, self._few)
         for ops in paths:
             ops.choices = choices

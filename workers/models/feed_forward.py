@@ -89,12 +89,12 @@ class MixtureOfExperts:
     def __call__(
         self, ops: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
     ) -> None:
-        """As `DenseFeedForward`."""
+        """Add the output of this part to `out`, as `DenseFeedForward` does."""
         ops.add_experts(x, self.mixture, norm, out, scratch, live_R)
 
 
 class _Network:
-    """One expert's tensors, or one unit's of the shared experts'."""
+    """Tensors of one expert, or of one unit of the shared experts."""
 
     def __init__(self, name: str, config: ModelConfig, unit: int = 0, units: int = 1) -> None:
         hidden, width = config.hidden_size, units * config.moe_intermediate_size

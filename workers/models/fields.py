@@ -54,7 +54,7 @@ class Fields:
         return float(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One id, a list of them, or none."""
+        """Read a field that has one id, a list of ids, or none."""
         value = self.values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
@@ -72,7 +72,7 @@ class Fields:
         return value
 
     def unsupported(self, name: str, value: object, supported: Any) -> ConfigError:
-        """To raise where a field has a value that would change the computation, and is not understood."""
+        """Make the error for a field with a value that would change the computation and is not understood."""
         return ConfigError(
             f"config.json: {self.prefix}{name} = {value!r} is not supported; supported: "
             f"{', '.join(map(repr, supported))}"

@@ -69,7 +69,7 @@ def dependent(x_TE: Tensor) -> bool:
 
 
 class GeneralOps(LayerOps[Tensor]):
-    """For any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
+    """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
 
     def __init__(self, group: Group, *, quantize_activations: bool = False) -> None:
         """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
@@ -175,7 +175,7 @@ class GeneralOps(LayerOps[Tensor]):
     def add_gated(
         self, x: Tensor, gate_up_FE: Weight, down_EI: Weight, norm: AddNorm, out: Tensor, scratch: Scratch
     ) -> None:
-        """Where `down` takes activations in FP8, the gate rounds them at once."""
+        """Add a gated feed-forward part. Where `down` takes activations in FP8, the gate rounds them at once."""
         part_TE, down = self.group.part(out), down_EI.matrix
         if x.dtype != torch.bfloat16 or not self._quantizes_for(down, part_TE):
             super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
@@ -203,8 +203,9 @@ class GeneralOps(LayerOps[Tensor]):
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
 
     def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> Tensor | None:
-        """What shared experts that are a network of their own add. With one rank it is in the residual then; with
-        several it is this rank's part, which is summed over ranks together with the other experts'."""
+        """Add the output of shared experts that are a network of their own. With one rank it is then in the residual,
+        and the result is None. With several the result is this rank's part, which is summed over ranks together with
+        the other experts'."""
         if self.group.summed.size == 1:  # the norm of the sum so far is written over
             self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
             return None
@@ -293,12 +294,12 @@ class GeneralOps(LayerOps[Tensor]):
 
     @override
     def leave(self, norm: AddNorm, last: Tensor, out_TE: Tensor) -> None:
-        """It is there already."""
+        """Leave the result, which is there already."""
 
 
 class DecodeOps(GeneralOps):
-    """For passes of decode rows alone. Some products of their tokens leave parts of sums for the kernel behind to add
-    up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs."""
+    """Token-wise work of passes of decode rows alone. Some products of their tokens leave parts of sums for the kernel
+    behind to add up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs."""
 
     decode_alone = True
 

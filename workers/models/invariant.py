@@ -67,7 +67,7 @@ class DeterministicOps(GeneralOps):
 
     @override
     def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        """They have a sum over ranks of their own, in its order."""
+        """Add the output of shared experts, which have a sum over ranks of their own, in its order."""
         self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
 
     @override

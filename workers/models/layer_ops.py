@@ -1,4 +1,4 @@
-"""What layers compute token by token: products with weights, norms, experts, sums over ranks.
+"""Token-wise work of layers: products with weights, norms, experts, sums over ranks.
 
 Layers ask one object for it, and know neither a mode nor a number of tokens. There is one class for many tokens
 (`general`), one for few (`small_batch`) and one whose bits are always the same (`invariant`); `execution_paths` chooses
@@ -44,17 +44,17 @@ class Mixture:
 
     routing: Routing
     router_XE: Weight
-    """Of the experts that tokens choose from."""
+    """Router's rows for the experts that tokens choose from."""
     bias_X: Tensor | None
     """fp32."""
     gate_up_XFE: Weight
-    """Of an expert its gate rows, then its up rows."""
+    """For each expert, its gate rows, then its up rows."""
     down_XEI: Weight
     shared: Gated | None = None
     """The shared experts where they are a network of their own; else they are behind the others."""
     norm_E: Tensor | None = None
-    """Of the norm that the sum of all experts, the shared ones included, goes through before it is added to the
-    residual stream; where there is one, the shared experts are behind the others. The small-batch path has none."""
+    """Weight of a norm of the sum of all experts, shared ones included, before it is added to the residual stream.
+    Where there is one, the shared experts are behind the others. The small-batch path has none."""
 
 
 class LayerOps(ABC, Generic[N]):
@@ -64,9 +64,9 @@ class LayerOps(ABC, Generic[N]):
     """
 
     group: Group
-    """By which sums go over ranks: attention's along the heads, those of feed-forward parts along the experts."""
+    """Group for sums over ranks: attention's along the heads, those of feed-forward parts along the experts."""
     choices: Choices | None = None
-    """What is handed every choice of experts; nothing, unless passes are compared."""
+    """Receives every choice of experts; None unless passes are compared."""
     decode_alone = False
     """Whether it is for passes of decode rows alone whose attention reads queries and latents neither roped nor normed,
     and writes the cache itself: see `Entering`."""
@@ -159,7 +159,7 @@ class LayerOps(ABC, Generic[N]):
 
     @abstractmethod
     def last(self, normed: N, out_TE: Tensor) -> N:
-        """Where the last layer leaves the final norm, which `leave` is told of: `normed` or `out_TE`."""
+        """Return the place where the last layer leaves the final norm, for `leave`: `normed` or `out_TE`."""
 
     @abstractmethod
     def leave(self, norm: AddNorm, last: N, out_TE: Tensor) -> None:

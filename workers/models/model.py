@@ -52,7 +52,7 @@ class Model:
             source.progress(f"layer {index + 1} of {config.num_layers}")
             self.layers.append(layer(index))
         self.cache: list[CacheSpec] = [spec for layer in self.layers for spec in layer.attention.caches]
-        """Of its layers, one behind the other."""
+        """Cache specs of its layers, in order."""
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
         self.query_scale_P = query_scale_table(config.query_scaling, max_positions, source.device)
         self.segments = Segments(
@@ -66,16 +66,16 @@ class Model:
             query_scale_P=self.query_scale_P,
         )
         self.drafter: Drafter | None = None
-        """What proposes tokens to it, where there is something: whoever builds the model says."""
+        """Proposes tokens to the model; None unless whoever builds the model sets it."""
 
     @property
     def caches(self) -> list[CacheSpec]:
-        """Of every layer of the paged cache that this model needs: its own, then its drafter's."""
+        """Cache specs of all layers of the paged cache: the model's, then its drafter's."""
         return [*self.cache, *(() if self.drafter is None else self.drafter.cache)]
 
     def shallow(self) -> Model:
-        """This model with a few of its layers: enough that it launches every kernel that the whole launches, for any
-        batch. For warming up; the drafter stays."""
+        """Return this model with a few of its layers: enough that it launches every kernel that the whole launches, for
+        any batch. For warming up; the drafter stays."""
         kinds = [(type(layer.feed_forward), layer.attention.kind) for layer in self.layers]
         last = len(kinds) - 1
         few = copy(self)
@@ -85,7 +85,7 @@ class Model:
         return few
 
     def _head(self, source: WeightSource) -> Weight:
-        """This rank's rows of the output head, see `load_head`."""
+        """Load this rank's rows of the output head, see `load_head`."""
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         if not self.config.tied_embeddings:
             return load_head(source, "lm_head.weight", vocab, hidden)

@@ -1,4 +1,4 @@
-"""What the segments of a pass and the attention between them read, write and hand on.
+"""Buffers that the segments of a pass and the attention between them read, write and hand on.
 
 Shape legend: T tokens, padding included, E hidden features, H heads of this rank, V value features, O rope features,
 R rows.
@@ -17,16 +17,16 @@ from workers.models.layer_ops import LayerOps, N
 
 @dataclass(frozen=True)
 class PassBuffers(Generic[N]):
-    """What segments and attention hand on to each other. One for all layers: each part is dead when the next layer
-    writes it."""
+    """Buffers that segments and attention hand on to each other. There is one set for all layers: each part is dead
+    when the next layer writes it."""
 
     ops: LayerOps[N]
-    """How what is token-wise is computed; the memory here is made for it."""
+    """Token-wise work of the pass; the memory here is made for it."""
     normed: N
     """The norm of `residual_TE` that the next layer reads."""
     residual_TE: Tensor
     rotation_TO: Tensor | None
-    """None in passes of decode rows alone, whose attention rotates."""
+    """Rotations of the tokens. None in passes of decode rows alone, whose attention rotates."""
     query_scale_T: Tensor | None
     """fp32: what each token's query is multiplied by, of models whose queries are scaled by their position."""
     projected: MlaInputs

@@ -1,4 +1,5 @@
-"""What depends on positions: rotary position embedding with YaRN, the softmax scale, and the scale of queries.
+"""Computations that depend on positions: rotary position embedding with YaRN, the softmax scale, and the scale of
+queries.
 
 Shape legend: P positions, O rope features, I = O / 2 angles.
 """
@@ -30,14 +31,14 @@ def rotation_table(rope: Rope, features: int, positions: int, device: torch.devi
 
 
 def query_scale_table(scaling: QueryScaling | None, positions: int, device: torch.device) -> Tensor | None:
-    """What the query at each position is multiplied by, fp32 [positions + LOOKAHEAD]; None: nothing."""
+    """Compute the factor of the query at each position, fp32 [positions + LOOKAHEAD]; None if there is no scaling."""
     if scaling is None:
         return None
     return query_scale(scaling, torch.arange(positions + LOOKAHEAD)).to(device)
 
 
 def query_scale(scaling: QueryScaling | None, position_T: Tensor) -> Tensor:
-    """What the queries at these positions (integers) are multiplied by, fp32 [T]; without a `scaling` 1."""
+    """Compute the factors of the queries at these positions (integers), fp32 [T]; 1 without a `scaling`."""
     if scaling is None:
         return torch.ones(position_T.shape, dtype=torch.float32, device=position_T.device)
     # The quotient's floor is exact in integers; others take it of an fp32 quotient, which is the same below 2^24.

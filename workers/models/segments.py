@@ -137,7 +137,7 @@ class Segments:
         return replace(self.buffers(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
 
     def gather(self, buffers: PassBuffers[Any], token_N: Tensor, buffers_N: PassBuffers[Any]) -> None:
-        """Of a pass whose last attention has run, what `end` reads of the tokens `token_N` (int64)."""
+        """Copy the input of `end` for the tokens `token_N` (int64), in a pass whose last attention has run."""
         torch.index_select(buffers.residual_TE, 0, token_N, out=buffers_N.residual_TE)
         torch.index_select(buffers.attended_THV, 0, token_N, out=buffers_N.attended_THV)
 
@@ -219,7 +219,8 @@ class Segments:
                 segment(len(self.layers))
 
     def _own(self, cache: PagedCache) -> Layers:
-        """What attention of each layer has for itself; the cache is nearly always the one it was the last time."""
+        """Return the tensors that each layer's attention has for itself; the cache is nearly always the one it was the
+        last time."""
         tensors = cache.layers[self._caches_of[0].start : self._caches_of[-1].stop]
         before = self._layers_of
         # Not the cache's identity: somebody may have given it other tensors.

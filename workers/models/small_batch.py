@@ -34,7 +34,7 @@ from workers.weights.weight import Weight
 
 @cache
 def unsupported(config: ModelConfig, mesh: Mesh) -> str:
-    """Why a model of this shape cannot take this path on a GPU; empty if it can."""
+    """Return why a model of this shape cannot take this path on a GPU; empty if it can."""
     heads, experts = config.num_heads // mesh.heads.size, config.moe_intermediate_size // mesh.experts.size
     rank_features = {
         "hidden_size": config.hidden_size,
@@ -62,7 +62,8 @@ def unsupported(config: ModelConfig, mesh: Mesh) -> str:
 
 
 class SmallBatchOps(LayerOps[PendingNorm]):
-    """For passes of at most `kernels.linear.MOST_STREAMED` tokens of decode rows alone; on a GPU in bf16."""
+    """Token-wise work of passes of at most `kernels.linear.MOST_STREAMED` tokens of decode rows alone; on a GPU in
+    bf16."""
 
     decode_alone = True
 

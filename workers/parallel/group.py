@@ -45,15 +45,15 @@ def _peers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's way to the others of its mesh. Each collective names the axis that it runs along; along an axis of
-    one rank it is the identity, and in a world of one rank no process group exists.
+    """Communication of this rank with the others of its mesh. Each collective names the axis that it runs along; along
+    an axis of one rank it is the identity, and in a world of one rank no process group exists.
 
     A group that was not connected knows its mesh alone, which is enough to load this rank's share of a model.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
     symmetric: SymmetricSum | None = field(default=None, compare=False)
-    """For sums that are not very large, where all ranks are GPUs of one node."""
+    """Symmetric memory for sums that are not very large, where all ranks are GPUs of one node."""
 
     @property
     def summed(self) -> Axis:
@@ -67,7 +67,7 @@ class Group:
         return self.mesh.experts
 
     def part(self, out: torch.Tensor) -> torch.Tensor:
-        """Where this rank's part of a sum into `out` is to be written: `out` itself, or memory that other ranks read.
+        """Return the place for this rank's part of a sum into `out`: `out` itself, or memory that other ranks read.
         There is one such place, so the sum comes before the next part is written."""
         return self.symmetric.part(out) if self.symmetric is not None and fits(out, self.summed.size) else out
 

@@ -1,4 +1,4 @@
-"""How the ranks of a replica are counted: along one axis for each thing that they share.
+"""The mesh of a replica's ranks, with one axis for each thing that they share.
 
 There is no number of ranks as such. Attention asks how many ranks share its heads, the feed-forward part how many share
 its experts, who waits for every process asks for the whole world; today these happen to be the same ranks. Without
@@ -35,7 +35,7 @@ class Axis:
         return self.rank == 0
 
     def share(self, length: int, what: str) -> slice:
-        """This rank's part of `length` in equal shares; ValueError, naming `what`, when it does not divide."""
+        """Return this rank's part of `length` in equal shares; ValueError, naming `what`, when it is not divisible."""
         if length % self.size:
             raise ValueError(
                 f"{what} = {length} is not divisible by the {self.size} ranks of the axis {self.name} (tensor_parallel)"
@@ -44,8 +44,8 @@ class Axis:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def padded_share(self, length: int) -> tuple[int, slice]:
-        """How much each rank has room for, and this rank's part: the last ranks have less than that, or nothing, where
-        `length` does not divide."""
+        """Return the room that each rank has, and this rank's part: the last ranks have less than that, or nothing,
+        where `length` is not divisible."""
         room = -(-length // self.size)
         begin = min(self.rank * room, length)
         return room, slice(begin, min(begin + room, length))

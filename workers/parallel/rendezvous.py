@@ -1,4 +1,4 @@
-"""Where the ranks of a replica find each other, and on which interface they then listen for each other."""
+"""Rendezvous of a replica's ranks, and the network interface on which they then listen for each other."""
 
 from __future__ import annotations
 

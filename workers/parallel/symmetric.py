@@ -34,11 +34,11 @@ MOST_BYTES = 1 << 24
 ONE_SHOT_BYTES = 1 << 20
 """Largest part that up to 4 ranks sum in one shot: on H200s two shots took longer at this size, on 2 GPUs twice."""
 ONE_SHOT_BYTES_OF_MANY = 1 << 19
-"""The same of more ranks, each of which sends its part to all: not measured."""
+"""Largest part that more ranks sum in one shot, each of which sends its part to all: not measured."""
 _MOST_RANKS = 8
-"""Of which a thread can hold a piece each."""
+"""Most ranks of which a thread can hold a piece each."""
 _TWO_SHOT_RANKS = (2, 4, 8)
-"""What torch's kernel is compiled for."""
+"""Numbers of ranks for which torch's kernel is compiled."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -92,7 +92,7 @@ class SymmetricSum:
         return out.nbytes <= self._one_shot_bytes
 
     def part(self, out: torch.Tensor) -> torch.Tensor:
-        """Where this rank's part of a sum into `out` has to be; the next sum's may be there, too."""
+        """Return the place for this rank's part of a sum into `out`; the next sum may have the same one."""
         return out if self.in_one_shot(out) else self.shared_part(out)
 
     def shared_part(self, out: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,8 @@ class SymmetricSum:
 
 
 def connect(rank: int, size: int, device: torch.device) -> SymmetricSum | None:
-    """What the ranks share, or None, with the reason logged by rank 0, where one of them cannot: all decide alike."""
+    """Connect the ranks' shared memory. None, with the reason logged by rank 0, if one of them cannot: all decide
+    alike."""
     hosts: list[str | None] = [None] * size
     dist.all_gather_object(hosts, socket.gethostname())
     if len(set(hosts)) > 1:
@@ -159,7 +160,8 @@ def _first_problem(own: str, size: int) -> str:
 
 
 def _tried(shared: SymmetricSum, rank: int, size: int, device: torch.device) -> str:
-    """What is wrong with sums in one shot or in two, if anything is. All ranks try all, or the others would wait."""
+    """Return what is wrong with sums in one shot or in two; empty if nothing is. All ranks try all sums, or the others
+    would wait."""
     problem = ""
     try:
         for nbytes in (PIECE_BYTES, one_shot_bytes(size) + PIECE_BYTES):

@@ -59,10 +59,10 @@ class EngineClient:
         self.died_of_an_error = False
         """The fault is an error in a step, which what was asked of the engine may have caused."""
         self.on_fault: list[Callable[[str], None]] = []
-        """Called once, with the first cause."""
+        """Functions that are called once, with the first cause."""
         self.on_progress: list[Callable[[str], None]] = []
         self.on_selftest: list[Callable[[SelfTestReport], None]] = []
-        """Called once, before `ready` or before the fault that a failed self-test ends in."""
+        """Functions that are called once, before `ready` or before the fault that a failed self-test ends in."""
         self.on_charges: list[Callable[[Charges], None]] = []
         self._loop = asyncio.get_running_loop()
         self._fds = [receiver.socket.fileno() for receiver in (self._outputs, self._pulse)]
@@ -72,7 +72,7 @@ class EngineClient:
 
     @property
     def info(self) -> ModelInfo:
-        """What is served; RuntimeError before `ready`."""
+        """Description of the served model; RuntimeError before `ready`."""
         if not self._ready.done():
             raise RuntimeError("the replica is not ready yet")
         return self._ready.result()
@@ -105,7 +105,7 @@ class EngineClient:
         return mailbox
 
     def abandon(self, request_id: str) -> None:
-        """Nobody reads the outputs of this request any more: cancel it, unless it has ended."""
+        """Stop the output of a request that nobody reads any more: cancel it, unless it has ended."""
         if self._streams.pop(request_id, None) is not None and self.fault is None:
             self._outbox.cancel(request_id)
 
@@ -118,7 +118,7 @@ class EngineClient:
             self._requests.send(charges)
 
     async def health_check(self) -> None:
-        """One real token through every rank; EngineFault when it does not come."""
+        """Send one real token through every rank; EngineFault when it does not come."""
         request = Request(f"probe-{uuid.uuid4().hex}", (0,), SamplingParams(max_tokens=1, temperature=0.0), priority=-1)
         stream = self.generate(request)
         try:

@@ -1,4 +1,4 @@
-"""What a front talks to: the engine of its replica, and after the death of that one the next.
+"""Failover of a front from the engine of its replica to the next one, when the engine has died.
 
 A front has everything that an engine does not lose with its processes: what was asked for, and which tokens were
 delivered. Noise is a function of a sequence's seed, of the position and of the token id, so a request that another
@@ -63,8 +63,8 @@ class FailoverMailbox(OutputMailbox):
         self.holder: EngineClient | None = None
         """The engine that was asked for it and lives."""
         self.name = request.request_id
-        """Under which it was asked for: another one each time, so that an engine that is asked twice mistakes neither
-        for the other."""
+        """Name under which the request was asked for: another one each time, so that an engine that is asked twice
+        mistakes neither for the other."""
 
     @override
     def put(self, output: RequestOutput) -> None:
@@ -140,15 +140,15 @@ class FailoverEngine:
         """The engine that serves, or that served last."""
         self._info = client.info
         self.down = ""
-        """Why no engine serves at present; empty while one does."""
+        """Cause for which no engine serves at present; empty while one does."""
         self.fault: str | None = None
-        """Why requests are answered with an error: no engine came within the patience, or none will."""
+        """Cause with which requests are answered: no engine came within the patience, or none will."""
         self.over = False
         """No engine will serve here any more."""
         self.on_loss: list[Callable[[str], None]] = []
-        """Called with the cause when an engine has died and another one is to be started."""
+        """Functions that are called with the cause when an engine has died and another one is to be started."""
         self.on_return: list[Callable[[float], None]] = []
-        """Called once it serves, with the seconds that passed."""
+        """Functions that are called once it serves, with the seconds that passed."""
         self.on_fault: list[Callable[[str], None]] = []
         """Called once, with the cause, when the replica is given up. By then every stream has been told."""
         self.on_charges: list[Callable[[Charges], None]] = []
@@ -156,7 +156,7 @@ class FailoverEngine:
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
+        """Description of the served model."""
         return self._info
 
     @property
@@ -166,7 +166,7 @@ class FailoverEngine:
 
     @property
     def selftest(self) -> SelfTestReport | None:
-        """What the self-test of the engine that serves found; None if it did not run."""
+        """Report of the self-test of the serving engine; None if it did not run."""
         return self._newest.selftest
 
     @property
@@ -210,7 +210,7 @@ class FailoverEngine:
         self._alive.generate(request, mailbox)
 
     def leave(self, request_id: str) -> None:
-        """Nobody wants that request any more."""
+        """Drop a request that nobody wants any more."""
         self._alive.abandon(request_id)
 
     def place_waiting(self) -> None:
@@ -334,7 +334,7 @@ class FailoverEngine:
             tell(self.on_return, now - died)
 
     def _lose_patience(self, cause: str) -> None:
-        """Nobody waits any longer; the engine's start goes on, and so do streams at neighbors."""
+        """End the streams that wait for an engine. The engine's start goes on, and so do streams at neighbors."""
         self._patience = None
         self.fault = f"{cause}; no engine took its place within {self._patience_s:g} s"
         for stream in tuple(self._streams.values()):

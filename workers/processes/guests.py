@@ -37,11 +37,11 @@ PULSE_S: Final = 0.25
 
 
 class Host(Protocol):
-    """This replica's engine, as far as guests need it."""
+    """Engine of this replica, as far as guests need it."""
 
     @property
     def down(self) -> str:
-        """Why no engine serves at present; empty while one does."""
+        """Cause for which no engine serves at present; empty while one does."""
 
     @property
     def died_of_an_error(self) -> bool:
@@ -49,7 +49,7 @@ class Host(Protocol):
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
+        """Description of the served model."""
 
     @property
     def stats(self) -> EngineStats:
@@ -60,7 +60,7 @@ class Host(Protocol):
         of the engine's death, too."""
 
     def leave(self, request_id: str) -> None:
-        """Nobody wants that request any more."""
+        """Drop a request that nobody wants any more."""
 
 
 class _GuestMailbox(OutputMailbox):
@@ -96,8 +96,8 @@ class GuestChannel:
     """The end of a channel that one neighbor connects to."""
 
     def __init__(self, engine: Host, host: str | None, folder: Path | None = None) -> None:
-        """In the running event loop. `host`: ip of this node when the neighbor is on another; otherwise sockets are
-        files in `folder`, by default a fresh one."""
+        """Bind the channel. Call this in the running event loop. `host`: ip of this node when the neighbor is on
+        another; otherwise sockets are files in `folder`, by default a fresh one."""
         self._engine = engine
         self._binding = Binding(0, host, ToScheduler, FromWorker, folder)
         # A neighbor that is not there, or not yet, holds this front's loop up for nothing.
@@ -112,7 +112,7 @@ class GuestChannel:
 
     @property
     def addresses(self) -> Addresses:
-        """Where the neighbor connects."""
+        """Addresses to which the neighbor connects."""
         return self._binding.addresses
 
     def say(self, message: ToFront) -> None:
@@ -128,7 +128,7 @@ class GuestChannel:
         self.say(Fault(cause, in_step=self._engine.died_of_an_error))
 
     def close(self) -> None:
-        """Go on with no guest."""
+        """Close the channel and go on with no guest."""
         self._beating.cancel()
         self._turn_out()
         self.say(Fault("the replica is shutting down"))

@@ -1,4 +1,4 @@
-"""What the front has sent, taken in a little in every iteration of the scheduler's loop.
+"""Inbox of the scheduler: messages of the front, taken in a little in every iteration of its loop.
 
 Looking at a prompt's ids and hashing its pages takes time that grows with the prompt. Requests that come together,
 however many and however long, must not keep the loop from planning steps: what one iteration does not take in waits
@@ -20,7 +20,7 @@ counts once for all who share it."""
 READ_BYTES = 8 << 20
 """Bytes that one iteration takes off the socket before it stops, which only copies them."""
 REQUEST_TOKENS = 250
-"""What a request itself, or any other message, counts in tokens."""
+"""Cost of a request itself, or of any other message, in tokens."""
 
 
 class Inbox:
@@ -38,9 +38,9 @@ class Inbox:
         return len(self._waiting)
 
     def take(self) -> list[Request | Cancel | Charges | Shutdown]:
-        """What this iteration of the loop takes in. What ends something does not wait behind what begins something: a
-        `Shutdown` comes at once, and so does a `Cancel`. Of a request that still waits here a `Cancel` leaves nothing,
-        not even an output: whoever cancels does not listen any more."""
+        """Return the messages that this iteration of the loop takes in. Messages that end something do not wait behind
+        those that begin something: a `Shutdown` comes at once, and so does a `Cancel`. A `Cancel` leaves nothing of a
+        request that still waits here, not even an output: whoever cancels does not listen any more."""
         taken = self._read()
         spent = 0
         while self._waiting and spent < ITERATION_TOKENS:

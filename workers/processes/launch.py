@@ -38,7 +38,7 @@ _OF_SIGNALS: dict[int, str] = {
     signal.SIGKILL: ", perhaps by the system, which does that where memory runs out (dmesg says so)",
     signal.SIGABRT: ", by a library that could not go on; what it printed on stderr says why",
 }
-"""What is most often behind a signal that nobody here sends."""
+"""Most frequent cause of a signal that nobody here sends."""
 
 
 def _start_method() -> SpawnContext | ForkServerContext:
@@ -172,7 +172,7 @@ class LocalReplica:
         self._pipes.clear()
 
     def dead(self) -> str:
-        """Which process is gone, and how it ended; empty while all live."""
+        """Return which process is gone, and how it ended; empty while all live."""
         for process in self.processes:
             if process.exitcode is not None:
                 return f"{process.name} {_ended(process.exitcode)}"
@@ -198,7 +198,7 @@ class LocalReplica:
 
 
 def _ended(code: int) -> str:
-    """How a process ended that could not tell by itself, by its exit code."""
+    """Describe by its exit code how a process ended that could not tell it itself."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

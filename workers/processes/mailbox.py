@@ -1,4 +1,4 @@
-"""Where a request's outputs wait for their reader."""
+"""Mailbox in which a request's outputs wait for their reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the front asks of the scheduler, gathered for a moment: sequences that continue one prompt travel together."""
+"""Outbox of the front's messages to the scheduler, which gathers them for a moment: sequences that continue one prompt
+travel together."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Outbox:
     Packing a prompt takes a millisecond for some hundred thousand tokens, so the loop turns between two prompts."""
 
     def __init__(self, sender: Sender, refuse: Callable[[Request, str], None]) -> None:
-        """In the running event loop. `refuse` is told of a request that cannot be sent, and why."""
+        """Prepare the outbox, in the running event loop. `refuse` is told of a request that cannot be sent, and why."""
         self._sender, self._refuse = sender, refuse
         self._loop = asyncio.get_running_loop()
         self._groups: dict[Group, dict[str, Request]] = {}

@@ -145,7 +145,7 @@ class SchedulerProcess:
         return Scheduler(scheduler_config(config, first))
 
     def _record(self, ready: Ready) -> None:
-        """From now on, if that is asked for."""
+        """Record step plans from now on, if that is asked for."""
         if self._config.record_plans is None:
             return
         try:

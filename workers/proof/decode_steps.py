@@ -56,7 +56,7 @@ AGREED = 0.5
 """Least share of a layer's choices of experts in which two passes must agree. Rounding turns a few hundredths over, or
 a token's groups; experts that are chosen by mistake agree by chance alone, a few hundredths of them."""
 LAYERS = 27
-"""Up to so many layers `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
+"""Number of layers up to which `TOLERANCE` holds; with more it grows in proportion, as the difference does."""
 
 ATTEMPTS = 4
 """States on which the comparison with the reference is tried. Noise carries a row, or a choice of experts, past its
@@ -75,7 +75,8 @@ PROGRESS_PERIOD_S = 2.0
 
 
 def tolerance(parts: StepParts) -> float:
-    """For passes of this model, on its cache, with nothing rounded to FP8 but what the cache keeps."""
+    """Return the tolerance for passes of this model, on its cache, with nothing rounded to FP8 but what the cache
+    keeps."""
     cache = parts.cache
     coarse = FP8_CACHE if isinstance(cache.specs[0], Fp8LatentSpec) else 1
     layers = sum(not isinstance(spec, IndexSpec | Int8IndexSpec) for spec in cache.specs)
@@ -99,12 +100,13 @@ def selecting(parts: StepParts) -> int:
 
 
 def shared(parts: StepParts, taken: Taken) -> float:
-    """In how many of the choices of a layer two passes agree; the same number on all ranks."""
+    """Return the share of a layer's choices in which two passes agree; the same number on all ranks."""
     return float(parts.group.broadcast(torch.tensor(taken.agreement, device=parts.device)))
 
 
 def differences(error: float, agreed: float, bound: float, what: str, other: str) -> list[str]:
-    """What is wrong where no state was as it should be."""
+    """Return the differences between two runs that agreed in no state: errors of `what` above the bound, and too few
+    agreeing tokens."""
     found = []
     if error > bound:
         found.append(f"{what} are {error:.1e} away from {other}, more than {bound:.0e}")
@@ -120,7 +122,7 @@ class Candidate:
     step: DecodeStep
     replay: Callable[[], StepOutput]
     masks: RandomMasks | None = None
-    """What both sample under, where the step is split; `replay` puts them in place itself."""
+    """Masks under which both steps sample, where the step is split; `replay` puts them in place itself."""
 
     def eager(self, step: DecodeStep) -> StepOutput:
         """Run a step of the same shape eagerly, under the same masks."""
@@ -128,14 +130,14 @@ class Candidate:
 
 
 def timed_runs(device: torch.device) -> int:
-    """How often a step is timed. Never on a CPU, where steps are eager and the first to launch some size prepares it:
-    the scheduler measures those itself."""
+    """Return the number of times that a step is timed. On a CPU it is 0, because steps are eager there and the first to
+    launch some size prepares it: the scheduler measures those itself."""
     return TIMED if device.type == "cuda" else 0
 
 
 def _seconds(candidate: Candidate, fixture: StepFixture) -> float:
-    """What a replay takes: the least of some; 0 where none is timed. The fixture is at its beginning, and is so
-    again."""
+    """Return the seconds of a replay: the least of some; 0 where none is timed. The fixture is at its beginning, and is
+    so again."""
     device = candidate.step.parts.device
     if not timed_runs(device):
         return 0.0
@@ -163,7 +165,8 @@ class SelfTest:
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Candidate], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
-        """One report per candidate, in order. Slots and cache are zero_filled afterwards."""
+        """Prove the candidates; returns one report per candidate, in order. Slots and cache are zero_filled
+        afterwards."""
         reports: list[BucketReport] = []
         said = time.perf_counter()
         try:
@@ -182,9 +185,9 @@ class SelfTest:
         return self._fixture_pool.fixture(self._rows(key, free), former)
 
     def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
-        """As many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
-        ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does
-        not attend to everything, unless the step's is dense: there all rows are as short as that asks for."""
+        """Draw as many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
+        ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does not
+        attend to everything, unless the step is a dense one: there all rows are short enough for that."""
         state, width, number = self._parts.state, self._parts.width, self._fixture_pool.number
         overshoot = 2 * width
         slots = self._fixture_pool.order(state.slots)

@@ -32,7 +32,8 @@ def pages_to_select(parts: StepParts) -> int:
 
 
 class FixturePool:
-    """One fixture after the other is set on it, by draws that are the same on every rank."""
+    """Pool of memory for fixtures, which are set on it one after the other, by draws that are the same on every
+    rank."""
 
     def __init__(self, parts: StepParts, seed: int, pages: int) -> None:
         """`pages`: as many as the rows of one fixture may take, and one for former tenants. Equal seeds give equal
@@ -57,7 +58,7 @@ class FixturePool:
         return int(torch.randint(low, high + 1, (1,), generator=self._host))
 
     def numbers(self, count: int, end: int) -> list[int]:
-        """So many random ones below `end`."""
+        """Draw `count` random numbers below `end`."""
         return torch.randint(0, end, (count,), generator=self._host).tolist()
 
     def order(self, count: int) -> list[int]:
@@ -71,7 +72,7 @@ class FixturePool:
         return former, pool[len(former) :]
 
     def fixture(self, rows: Sequence[Row], former: Sequence[int]) -> StepFixture:
-        """These rows, written to slots and cache."""
+        """Write these rows to slots and cache."""
         # Every other row samples, and so hot that its noise decides.
         hot = self.number(0, 1)
         sampling = [

@@ -27,7 +27,7 @@ class Row:
     end: int
     """Position behind the last token that the step feeds."""
     logits_rows: int
-    """None for a chunk in the middle of a prompt, which is not sampled."""
+    """Logits rows; 0 for a chunk in the middle of a prompt, which is not sampled."""
     drafts: int
     """Drafts that the step makes for the row."""
     pages: tuple[int, ...]
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Entries:
-    """What a step may do to the pages in play in one kind of layer."""
+    """Accesses that a step may make to the pages in play in one kind of layer."""
 
     poison_PK: Tensor
     """bool: the step may not read them, unless it has written them."""
@@ -45,7 +45,7 @@ class Entries:
     """int64, page * 64 + offset: a row's own, which the step may write."""
 
     def to(self, device: torch.device) -> Entries:
-        """On a GPU, without waiting for it."""
+        """Copy the entries to a device; on a GPU without waiting for it."""
         if device.type == "cpu":
             return self
         of_all = (self.poison_PK, self.kept_PK, self.own_E)
@@ -58,14 +58,15 @@ def pages_in_play(rows: Sequence[Row], unowned: Sequence[int]) -> list[int]:
 
 
 def target_entries(rows: Sequence[Row], unowned: Sequence[int]) -> Entries:
-    """Of every layer of the target. `unowned`: pages in play that no row owns, the null page first; so below."""
+    """Return the entries of every layer of the target. `unowned`: pages in play that no row owns, the null page first;
+    so below."""
     return _entries(rows, unowned, [(0, row.cached, row.cached, row.end) for row in rows])
 
 
 def draft_entries(rows: Sequence[Row], unowned: Sequence[int]) -> Entries:
-    """Of the draft layer. Its entry j pairs the hidden state of position j - 1 with the token at j: entries lie one
-    further than the target's, entry 0 does not exist, and writes are not suppressed. Behind the verified tokens it
-    holds the drafts, but for the last one, which is never fed."""
+    """Return the entries of the draft layer. Its entry j pairs the hidden state of position j - 1 with the token at j:
+    entries lie one further than the target's, entry 0 does not exist, and writes are not suppressed. Behind the
+    verified tokens it holds the drafts, but for the last one, which is never fed."""
     spans = [(1, row.start + 1, row.start + 1, row.end + max(row.drafts, 1)) for row in rows]
     return _entries(rows, unowned, spans)
 

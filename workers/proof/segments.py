@@ -59,7 +59,7 @@ class SegmentProof:
 
     @torch.inference_mode()
     def run(self, stages: Sequence[Stage], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
-        """One report per stage, in order. Slots and cache are zero_filled afterwards."""
+        """Prove the stages; returns one report per stage, in order. Slots and cache are zero_filled afterwards."""
         reports: list[BucketReport] = []
         fixture_pool = self._fixture_pool(max((stage.tokens for stage in stages), default=0))
         try:
@@ -72,7 +72,7 @@ class SegmentProof:
         return reports
 
     def _fixture_pool(self, tokens: int) -> FixturePool:
-        """With pages for any step of up to so many tokens."""
+        """Make a pool with pages for any step of up to `tokens` tokens."""
         context = pages_for(MOST_CONTEXT + 2 * self._parts.width) + 1
         pages = pages_for(tokens) + self._parts.state.slots * context + pages_to_select(self._parts) + 1
         return FixturePool(self._parts, self._seed, pages)
@@ -113,8 +113,8 @@ class SegmentProof:
         )
 
     def _seconds(self, fixture: StepFixture, plan: StepPlan, stage: Stage) -> float:
-        """What the device takes for the step while the host is ahead of it, as a replica's is: the least of some; 0
-        where none is timed. The fixture is at its beginning afterwards."""
+        """Return the seconds that the device takes for the step while the host is ahead of it, as a replica's is: the
+        least of some; 0 where none is timed. The fixture is at its beginning afterwards."""
         device = self._parts.device
         if not (timed := timed_runs(device)):
             return 0.0
@@ -130,9 +130,9 @@ class SegmentProof:
         return min(1e-3 * float(begin.elapsed_time(end)) for begin, end in marks[1:])
 
     def _eager(self, fixture: StepFixture, plan: StepPlan, bucket: int) -> tuple[Outcome, float, float]:
-        """What the eager step makes of a fixture, which is at its beginning again; how far its logits are from those of
-        the same step without padding, which takes its experts: the median over rows; and in how many of the choices
-        both agree."""
+        """Run the eager step on a fixture, which is at its beginning again afterwards. Return its outcome; the distance
+        of its logits from those of the same step without padding, which takes its experts (the median over rows); and
+        the share of choices in which both agree."""
         paths, recorded = self._parts.model.paths, Recorded()
         with nothing_repeated():  # what is repeated is to be proven
             with paths.choosing(recorded):

@@ -43,7 +43,7 @@ def slot_tensors(parts: StepParts) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a step left."""
+    """Outcome of one run of a step."""
 
     layout: BatchLayout
     decided_N: Tensor
@@ -90,7 +90,7 @@ class StepFixture:
         return on_device(values, torch.int64, self.parts.device)
 
     def _set_cache(self, unowned: Sequence[int], noise: torch.Generator) -> None:
-        """What the pages in play hold, which of their entries the step may write, and which must stay."""
+        """Fill the pages in play, and note which of their entries the step may write and which must stay."""
         rows, cache, device = self.rows, self.parts.cache, self.parts.device
         self._entries = [target_entries(rows, unowned).to(device)] * len(cache.layers)
         if self.parts.width > 1:
@@ -137,7 +137,7 @@ class StepFixture:
         self._pages.restore()
 
     def outcome(self, output: StepOutput) -> Outcome:
-        """What a step that began here has left."""
+        """Return the outcome of a step that began here."""
         assert output.logits_NV is not None
         own, outside, unwritten = [], [], []
         for layer, entries in enumerate(self._entries):
@@ -163,7 +163,7 @@ class StepFixture:
         )
 
     def problems(self, eager: Outcome, replay: Outcome) -> list[str]:
-        """What differs between two runs that began here, and what either should not have changed."""
+        """Return the differences between two runs that began here, and the changes that neither should have made."""
         layout, rows, live = eager.layout, len(self.rows), sum(row.logits_rows for row in self.rows)
         # Padded rows, which decode steps have, are behind the others.
         eager_N, replay_N = (outcome.decided_N[layout.target_slice][:live] for outcome in (eager, replay))

@@ -35,7 +35,8 @@ def prove_tails(
     progress: Callable[[str], None] | None = None,
     seed: int = 0,
 ) -> list[BucketReport]:
-    """One report a logits-only tail, in order. All ranks do it together, from equal seeds."""
+    """Prove the logits-only tails; returns one report for each, in order. All ranks do it together, from equal
+    seeds."""
     host, noise = torch.Generator().manual_seed(seed), torch.Generator(parts.device).manual_seed(seed)
     reports: list[BucketReport] = []
     for tail in tails:

@@ -1,1 +1,1 @@
-"""What passes between the processes of a replica: step plans, messages, reports. No torch."""
+"""Messages between the processes of a replica: step plans, requests, outputs, reports. No torch."""

@@ -1,4 +1,4 @@
-"""What a replica's HTTP front asks of whoever runs the model, and what it may be told."""
+"""The interface between a replica's HTTP front and whoever runs the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.protocol.report import SelfTestReport
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the front must know of the loaded model."""
+    """Facts about the loaded model that the front needs."""
 
     name: str
     max_context: int
@@ -37,7 +37,7 @@ class EngineFault(Exception):
     def __init__(self, cause: str, lasting: bool = False) -> None:
         super().__init__(cause)
         self.lasting = lasting
-        """Another start would end the same."""
+        """Whether another start would end the same."""
 
 
 class Refused(Exception):
@@ -58,11 +58,11 @@ class RequestFailed(Exception):
     def __init__(self, reason: str, dead_end: bool = False) -> None:
         super().__init__(reason)
         self.dead_end = dead_end
-        """Its own grammar allowed no token."""
+        """Whether its own grammar allowed no token."""
 
 
 class Engine(Protocol):
-    """One replica's engine as its front sees it. Everything happens on one asyncio loop."""
+    """Engine of one replica as its front sees it. Everything happens on one asyncio loop."""
 
     @property
     def info(self) -> ModelInfo:
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
     @property
     def selftest(self) -> SelfTestReport | None:
-        """What the self-test found when the replica started, None if it did not run."""
+        """Report of the self-test that ran when the replica started; None if it did not run."""
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, the last with `finish` set. Outputs that wait for the reader may be merged.

@@ -1,4 +1,4 @@
-"""What a request's text must look like, as it travels from the front to rank 0. The scheduler never looks inside."""
+"""The grammar of a request's text, as it travels from the front to rank 0. The scheduler never looks inside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     root rule is `root`, or a structural tag as JSON; empty for `json`, which is any JSON object, and for `free`, which
     is any text: then only what comes before it is bounded."""
     strict: bool = True
-    """Of a JSON schema: objects have no properties but those that it names, unless it says otherwise."""
+    """For a JSON schema: whether objects have no properties but those that it names, unless it says otherwise."""
     begin_after: tuple[int, ...] = ()
     """Generated token ids behind which the constraint begins, such as those that end a model's reasoning; empty: it
     begins at once."""
@@ -40,7 +40,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To rank 0: make this grammar ready. Admissions name it by its grammar id."""
+    """Message to rank 0: make this grammar ready. Admissions name it by its grammar id."""
 
     grammar_id: int
     """Counts from 1."""
@@ -48,22 +48,22 @@ class CompileGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ForgetGrammar(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To rank 0: no live request has this grammar, and none will be admitted with this grammar id."""
+    """Message to rank 0: no live request has this grammar, and none will be admitted with this grammar id."""
 
     grammar_id: int
 
 
 class GrammarReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """From rank 0: a grammar can be admitted, or cannot be used."""
+    """Message from rank 0: a grammar can be admitted, or cannot be used."""
 
     grammar_id: int
     error: str = ""
-    """Why it cannot be used; for whoever sent it."""
+    """Reason why it cannot be used, for whoever sent it; empty if it can."""
 
 
 class GrammarProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """From rank 0, once in a while: how long a grammar that is not ready has been worked on."""
+    """Message from rank 0, once in a while: how long a grammar that is not ready has been worked on."""
 
     grammar_id: int
     seconds: float
-    """Of a processor. On a machine that is busy with other things they are fewer than went by."""
+    """Processor seconds. On a machine that is busy with other things they are fewer than went by."""

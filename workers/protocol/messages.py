@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True):
     key: str = ""
     """Name of the API key that it came with, never the key itself; empty where no key has a name."""
     weight: float = 1.0
-    """Of that key, in shares among keys; positive."""
+    """Weight of that key, in shares among keys; positive."""
     done: bytes = b""
     """Tokens that an engine before this one generated for the request and that were delivered, as
     `workers.protocol.prompt.pack_tokens` packs them. The request goes on behind them as after a preemption: prompt and
@@ -52,13 +52,13 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sequences that continue one prompt and differ in their seeds alone: what they share travels once."""
 
     prompt: bytes
-    """As `workers.protocol.prompt.pack_tokens` makes it."""
+    """Prompt as packed by `workers.protocol.prompt.pack_tokens`."""
     sampling: SamplingParams
-    """Of the first of them, and but for the seed of all."""
+    """Sampling parameters of the first request, which are those of all but for the seed."""
     choices: tuple[tuple[str, int], ...]
     """Request id and seed of each."""
     priority: int = 0
-    """As in `Request`, of each of them, like the next two."""
+    """Priority as in `Request`. It holds for each request, like the next two fields."""
     key: str = ""
     weight: float = 1.0
     continued: tuple[tuple[bytes, float], ...] = ()
@@ -66,8 +66,8 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @staticmethod
     def of(requests: Sequence[Request]) -> Requests:
-        """Of requests that differ in their ids, their seeds and what was done of them alone; all of them arrive now, or
-        none does. OverflowError for a token id outside 0 ... 2^32 - 1."""
+        """Pack requests that differ only in their ids, their seeds and the part that is done; all of them arrive now,
+        or none does. OverflowError for a token id outside 0 ... 2^32 - 1."""
         first = requests[0]
         choices = tuple((request.request_id, request.sampling.seed) for request in requests)
         packed = Prompt.of(first.prompt).packed
@@ -95,13 +95,14 @@ class Charge(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were computed for an API key, prompt tokens and generated ones."""
 
     key: str
-    """Its name."""
+    """Name of the key."""
     weight: float
     tokens: int
 
 
 class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What keys were given since the last such message: to the front by this replica, to the scheduler by others."""
+    """Tokens that keys were given since the last such message: to the front by this replica, to the scheduler by
+    others."""
 
     items: tuple[Charge, ...]
 
@@ -117,20 +118,21 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache (given with the first output)."""
     refused: str = ""
-    """Why the scheduler did not take the request (then nothing else is set)."""
+    """Reason why the scheduler did not take the request (then nothing else is set)."""
     overloaded: bool = False
-    """It was refused only because too many wait already."""
+    """Whether it was refused only because too many wait already."""
     failed: str = ""
-    """Why the request ends without an answer, or in the middle of one, though the replica goes on."""
+    """Reason why the request ends without an answer, or in the middle of one, though the replica goes on."""
     dead_end: bool = False
-    """It failed because its own grammar allowed no token."""
+    """Whether it failed because its own grammar allowed no token."""
     unavailable: bool = False
-    """It was refused because this replica cannot do for now what others may do."""
+    """Whether it was refused because this replica cannot do for now what others may do."""
     accepted: tuple[bool, ...] = ()
-    """Which tokens were drafts that were accepted, where outputs were merged or taken apart; empty: all but the
+    """Whether each token was a draft that was accepted, where outputs were merged or taken apart; empty: all but the
     last."""
     prompt: Scores | None = None
-    """How probable the prompt's tokens from the second on were (given with the first output, where it is asked for)."""
+    """Log-probabilities of the prompt's tokens from the second on. They come with the first output, where they are
+    asked for."""
 
     queued: float = 0.0
     """Seconds that the request waited in the scheduler for its slot and pages (given with the first output)."""
@@ -141,13 +143,13 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def drafts(self) -> tuple[bool, ...]:
-        """For each token whether it was a draft that was accepted. A step ends with a token of the model's own; where
-        the end of the sequence cut it off, the last one that is left counts as that."""
+        """Whether each token was a draft that was accepted. A step ends with a token of the model's own; where the end
+        of the sequence cut it off, the last one that is left counts as that."""
         return self.accepted or tuple(place < len(self.tokens) - 1 for place in range(len(self.tokens)))
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All outputs of one step in one message."""
+    """Outputs of one step, all in one message."""
 
     items: tuple[RequestOutput, ...]
 
@@ -158,7 +160,7 @@ Figures = dict[str, dict[str, float]]
 
 
 class Distribution(msgspec.Struct, frozen=True, array_like=True):
-    """How often values fell into each bucket of a histogram."""
+    """Histogram: the number of values that fell into each bucket."""
 
     counts: tuple[int, ...] = ()
     """One for each upper bound (inclusive) of the buckets, the last for what lies above; not cumulative."""
@@ -193,11 +195,11 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     queue_limit: int = 0
     """Requests that may wait beyond the slots."""
     step_seconds: dict[str, Distribution] = {}
-    """By kind of step: decode (rows alone), prefill (rows alone), mixed; time on rank 0."""
+    """Times of steps on rank 0, in seconds, by kind of step: decode (rows alone), prefill (rows alone), mixed."""
     step_decode_rows: dict[str, Distribution] = {}
-    """Of the steps that have any, by kind."""
+    """Decode rows of the steps that have any, by kind."""
     step_prefill_tokens: dict[str, Distribution] = {}
-    """Of the steps that have any, by kind."""
+    """Prompt tokens of the steps that have any, by kind."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -214,11 +216,11 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     width: int = 1
     """Tokens that a decode row feeds in one step, as it pays at present."""
     acceptance: tuple[float, ...] = ()
-    """By position of the draft, how probable it is that it is accepted where those before it are."""
+    """Probability, by draft position, that a draft is accepted if those before it are."""
     acceptance_falls: int = 0
-    """How often half as many drafts were accepted as before."""
+    """Number of times that acceptance fell to half of what it was."""
     worker: Figures = {}
-    """Of rank 0, half a second old at the most."""
+    """Figures of rank 0, half a second old at the most."""
     prefix_keys: bytes = b""
     """Keys of pages in the prefix cache, for routing, as `pack_keys` packs them: a bounded choice
     (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
@@ -260,7 +262,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Most tokens a decode row feeds: 1 + drafts; 1 without a drafter."""
     eos_ids: tuple[int, ...] = ()
     step_times: tuple[StepTime, ...] = ()
-    """Of rank 0; empty where nothing was proven."""
+    """Step times of rank 0; empty where nothing was proven."""
     draft_cache: bool = True
     """Whether the drafter has a cache of its own."""
     reads_tokens: bool = False
@@ -280,11 +282,11 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Says that a process lives, sent a few times a second: by a rank from a thread of its own."""
+    """Heartbeat of a process, sent a few times a second: by a rank from a thread of its own."""
 
     rank: int
     figures: Figures = {}
-    """Of rank 0."""
+    """Figures of rank 0."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -295,7 +297,7 @@ class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
     secondary: bool = False
     """A collective failed, which most often means that another rank died first: its own report is the first cause."""
     lasting: bool = False
-    """It is in the model, the settings or the machine: another start would end the same."""
+    """Whether the cause is in the model, the settings or the machine: another start would end the same."""
     in_step: bool = False
     """An error in a step, or a step that never ends: what was asked of the replica may have caused it."""
 

@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the workers for one step, and where its rows and tokens lie.
+"""The plan and the result of one step, which pass between scheduler and workers, and the layout of its rows and tokens.
 
 `BatchLayout` is the only place that computes an offset, a slice, a gather index, a mask row or a graph key.
 Pure Python on purpose: the scheduler process never imports torch. Every value here is frozen and travels as msgpack.
@@ -68,11 +68,11 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
     score_to: int = 0
     """End of those tokens, exclusive; they have one behind them. Nobody asks where it is `score_from`."""
     score_top: int = 0
-    """How many of the most probable ids are wanted there."""
+    """Number of the most probable ids that are wanted there."""
 
     @property
     def scored(self) -> int:
-        """Of how many tokens it is asked what follows them."""
+        """Number of tokens whose successors are scored."""
         return self.score_to - self.score_from
 
 
@@ -99,7 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @property
     def layout(self) -> BatchLayout:
-        """Where this plan's rows and tokens lie."""
+        """Layout of this plan's rows and tokens."""
         return BatchLayout(
             width=self.width,
             decode_rows=len(self.decode_slots),
@@ -115,15 +115,15 @@ class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     named: tuple[float, ...] = ()
-    """Of the ids that the request names (`SamplingParams.logprob_token_ids`), in their order."""
+    """Log-probabilities of the ids that the request names (`SamplingParams.logprob_token_ids`), in their order."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What one step produced, rows in plan order: decode rows, then the final prefill rows."""
+    """Result of one step, rows in plan order: decode rows, then the final prefill rows."""
 
     step: int
     tokens: tuple[tuple[int, ...], ...]
-    """For each sampled row the tokens it gained: 1 + accepted for a decode row, 1 for a final prefill row, none for a
+    """Tokens that each sampled row gained: 1 + accepted for a decode row, 1 for a final prefill row, none for a
     non-finite one, and fewer, perhaps none, at a grammar's dead end."""
     duration: float
     """Seconds the step took on rank 0."""
@@ -134,7 +134,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     dead_ends: tuple[int, ...] = ()
     """Sampled rows whose grammar allowed no token where one was to come from; they gain those before it."""
     scores: tuple[Scores, ...] = ()
-    """Of every prefill row that scores, in plan order."""
+    """Scores of every prefill row that asks for them, in plan order."""
 
 
 class GraphKey(NamedTuple):
@@ -155,7 +155,7 @@ class TokenKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where the rows and tokens of one step lie: decode rows first, in the plan's slot order, `width` tokens each; then
+    """Layout of the rows and tokens of one step: decode rows first, in the plan's slot order, `width` tokens each; then
     the prefill rows, ragged.
 
     A *sampled row* is a decode row or a final prefill row. A *logits row* is one (sampled row, position): `width` for
@@ -213,7 +213,7 @@ class BatchLayout:
 
     @property
     def final_slice(self) -> slice:
-        """Of them those of final prefill rows; what precedes are decode rows', `width` each."""
+        """Slice of the logits rows of final prefill rows. Those before it are decode rows', `width` each."""
         return slice(self.decode_tokens, self.logits_rows)
 
     @property
@@ -228,7 +228,7 @@ class BatchLayout:
 
     @property
     def fault_slice(self) -> slice:
-        """All that is 0 in the decision of a step without any fault."""
+        """Slice of the decision that is 0 in a step without any fault."""
         return slice(self.nonfinite_slice.start, self.decision_size)
 
     def decode_slice(self, row: int) -> slice:
@@ -263,7 +263,7 @@ class BatchLayout:
         return self.decode_tokens + sampled_row - self.decode_rows
 
     def logits_rows_of(self, sampled_row: int) -> range:
-        """All logits rows of a sampled row: `width` for a decode row, one for a final prefill row."""
+        """Return the logits rows of a sampled row: `width` for a decode row, one for a final prefill row."""
         first = self.logits_row(sampled_row)
         return range(first, first + (self.width if sampled_row < self.decode_rows else 1))
 

@@ -97,7 +97,7 @@ class Prompt(Sequence[int]):
 
     @staticmethod
     def of(tokens: Sequence[int]) -> Prompt:
-        """These ids; a prompt is given back as it is. OverflowError for an id outside 0 ... 2^32 - 1."""
+        """Make a prompt of ids; a prompt is given back as it is. OverflowError for an id outside 0 ... 2^32 - 1."""
         return tokens if isinstance(tokens, Prompt) else Prompt(pack_tokens(tokens))
 
     @cached_property

@@ -1,4 +1,5 @@
-"""What a self-test found, as it travels from rank 0 to the front, and as people and programs read it. No torch here."""
+"""The report of a self-test, as it travels from rank 0 to the front, and as people and programs read it. No torch
+here."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 
 class StepTime(msgspec.Struct, frozen=True, array_like=True):
-    """What a step took when it was proven."""
+    """Time of a step that was proven."""
 
     rows: int
     """Decode rows."""
@@ -25,13 +26,13 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """The verdict on one graph, or on one eager step where there are no graphs."""
 
     kind: str
-    """What it is: a `decode` step, a `dense` one of short rows where attention is sparse else, a `masked` one that is
-    split, a `mixed` step, or the `tail` of mixed steps."""
+    """Kind of the step: a `decode` step, a `dense` one of short rows where attention is otherwise sparse, a `masked`
+    one that is split, a `mixed` step, or the `tail` of mixed steps."""
     bucket: str
-    """Its shape, such as `16 x 3`: rows x tokens of a row."""
+    """Shape of the bucket, such as `16 x 3`: rows x tokens of a row."""
     seconds: float
     problems: tuple[str, ...] = ()
-    """What is wrong with it, on any rank; empty when nothing is."""
+    """Problems found, on any rank; empty if there are none."""
     drafts: int | None = None
     """Drafts it makes for the next step; None where that says nothing, here and below."""
     rows: int | None = None
@@ -42,11 +43,11 @@ class BucketReport(msgspec.Struct, frozen=True, array_like=True):
     """Relative norm of the difference from the reference, or from the same without padding: the median over rows, of
     the worst position. Of a tail's hidden states, over its tokens."""
     step_time: StepTime | None = None
-    """Of a decode step, or of a mixed one with decode rows, on the random rows of its proof."""
+    """Time of a decode step, or of a mixed one with decode rows, on the random rows of its proof."""
 
     @property
     def passed(self) -> bool:
-        """Nothing differed."""
+        """Whether nothing differed."""
         return not self.problems
 
     @override
@@ -59,10 +60,10 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The self-test of one replica, all ranks together."""
 
     device: str
-    """What rank 0 ran on."""
+    """Device that rank 0 ran on."""
     ranks: int
     eager: str
-    """Why eager steps were checked instead of graphs; empty where graphs were."""
+    """Reason why eager steps were checked instead of graphs; empty where graphs were."""
     graphs: int
     """Captured graphs."""
     graph_bytes: int
@@ -77,7 +78,7 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @property
     def failed(self) -> tuple[BucketReport, ...]:
-        """Those that did not pass."""
+        """Buckets that did not pass."""
         return tuple(bucket for bucket in self.buckets if not bucket.passed)
 
     @property
@@ -86,7 +87,7 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return not self.failed
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         checked, good = len(self.buckets), len(self.buckets) - len(self.failed)
         if not self.eager:
             return f"{good} of {checked} graphs compute what eager computes ({self.seconds:.1f} s)"
@@ -98,7 +99,7 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
         )
 
     def cause(self) -> str:
-        """Why the replica must not serve; empty when it may."""
+        """Reason why the replica must not serve; empty if it may."""
         if self.passed:
             return ""
         first, what = self.failed[0], "eager steps" if self.eager else "graphs"

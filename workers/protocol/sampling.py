@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and the table of sampling parameters.
+"""Sampling parameters of a request, and the table of them.
 
 A field of `SamplingParams` that is annotated with a `Parameter` is a row of the table. From it follow the field of
 request bodies with its range, the default that a model's generation_config.json gives it, the check before a request is
@@ -20,7 +20,7 @@ from workers.protocol.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a sampling parameter that is one number means, and which values it takes.
+    """Meaning and allowed values of a sampling parameter that is one number.
 
     Bounds belong to the range. One whose second value is None has no upper end.
     """
@@ -28,10 +28,10 @@ class Parameter:
     meaning: str
     """Help on the command line, and description of the field in a request's body."""
     asked: tuple[float, float | None]
-    """What clients may ask for over HTTP."""
+    """Range that clients may ask for over HTTP."""
     taken: tuple[float, float]
-    """What the engine takes from anyone: wide enough for any use, and no value inside can turn finite logits into
-    infinite ones, which a worker must take for broken weights."""
+    """Range that the engine takes from anyone. It is wide enough for any use, and no value inside can turn finite
+    logits into infinite ones, which a worker must take for broken weights."""
     in_generation_config: bool = False
     """A generation_config.json may say under this name what requests get that leave it out."""
     penalty: bool = False
@@ -52,11 +52,11 @@ class Row:
 
     @property
     def option(self) -> str:
-        """Its name on the command line."""
+        """Name on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def out_of_range(self, value: float) -> str:
-        """Why the engine does not take this value, "" if it does. NaN is outside of every range."""
+        """Return why the engine does not take this value, "" if it does. NaN is outside of every range."""
         least, most = self.parameter.taken
         if least <= value <= most:
             return ""
@@ -72,7 +72,7 @@ _INT31: Final = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How the tokens of one request are chosen. Field meanings follow the OpenAI API and vLLM's extensions to it."""
+    """Sampling parameters of one request. Field meanings follow the OpenAI API and vLLM's extensions to it."""
 
     max_tokens: int
     temperature: Annotated[
@@ -152,12 +152,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int = -1
     """-1: none; 0: of the chosen token; k > 0: of the k most probable tokens too."""
     grammar: Grammar | None = None
-    """What the text must look like. Then `stop_ids` must have an id that ends every text, for a grammar that is
-    complete allows nothing else; `min_tokens` yields to that."""
+    """Grammar of the text. With one `stop_ids` must have an id that ends every text, because a complete grammar allows
+    nothing else; `min_tokens` yields to that."""
     prompt_logprobs: int = -1
-    """The same as `logprobs`, of the prompt's tokens but the first."""
+    """Number of log-probabilities per prompt token but the first, as `logprobs` for generated ones."""
     logprob_token_ids: tuple[int, ...] = ()
-    """With `logprobs`: ids whose log-probabilities are told at each position, too, whatever they are."""
+    """Ids whose log-probabilities are told at each position, too, whatever they are, with `logprobs`."""
 
     @property
     def has_penalties(self) -> bool:
@@ -178,6 +178,6 @@ def rows_of(params: type[SamplingParams]) -> tuple[Row, ...]:
 
 
 TABLE: Final = rows_of(SamplingParams)
-"""All sampling parameters that are one number each."""
+"""Table of the sampling parameters that are one number each."""
 PENALTIES: Final = tuple((row.name, row.default) for row in TABLE if row.parameter.penalty)
 """Name and default of those that depend on the tokens that came before."""

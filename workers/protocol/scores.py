@@ -1,4 +1,5 @@
-"""How probable the tokens of a prompt were, as it travels: packed, for a prompt may have a hundred thousand tokens."""
+"""Log-probabilities of a prompt's tokens as they travel: packed, because a prompt may have a hundred thousand
+tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
     """
 
     top: int = 0
-    """How many of the most probable ids there are at each place."""
+    """Number of the most probable ids at each position."""
     chosen: bytes = b""
     """Floats: of the prompt's own token at each place."""
     ranks: bytes = b""
@@ -34,7 +35,7 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def joined(parts: Sequence[Scores]) -> Scores:
-        """Of one part of a prompt behind the other."""
+        """Join the scores of the parts of a prompt, in order."""
         if len(parts) == 1:
             return parts[0]
         return Scores(
@@ -46,7 +47,8 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def entries(self) -> Iterator[tuple[float, int, tuple[int, ...], tuple[float, ...]]]:
-        """Of each place: the log-probability and the rank of the prompt's token, the most probable ids, and theirs."""
+        """Yield for each position the log-probability and the rank of the prompt's token, the most probable ids, and
+        their log-probabilities."""
         ids, values, top = iter(_whole(self.ids)), iter(_real(self.logprobs)), self.top
         for chosen, rank in zip(_real(self.chosen), _whole(self.ranks), strict=True):
             yield chosen, rank, tuple(islice(ids, top)), tuple(islice(values, top))

@@ -1,4 +1,4 @@
-"""What the seed of a request becomes for each of its sequences.
+"""Seeds of a request's sequences, derived from the request's seed.
 
 The noise of sampling is a function of a sequence's seed, of the position and of the token id. If sequences of different
 prompts had the same seed, they would draw with the same noise at the same position, and whoever evaluates a thousand

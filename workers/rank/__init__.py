@@ -1,1 +1,1 @@
-"""One rank: what it holds, how it runs step plans, and the process it lives in."""
+"""Rank: what it holds, how it runs step plans, and the process it lives in."""

@@ -1,4 +1,4 @@
-"""What a rank's process imports, in the time that it takes and no more."""
+"""Imports of a rank's process, in the time that they take and no more."""
 
 from __future__ import annotations
 

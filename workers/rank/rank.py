@@ -1,4 +1,4 @@
-"""What one rank of a replica holds: model, cache, runner, graphs; how it is built and how large the cache gets."""
+"""One rank of a replica: its model, cache, runner and graphs, how it is built, and the size of its cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
 
 
 def passed_over(config: EngineConfig, device: torch.device) -> str:
-    """What to say where `auto` came to be the CPU of a machine with GPUs; empty elsewhere."""
+    """Return the message for a start where `auto` chose the CPU of a machine with GPUs; empty otherwise."""
     if device.type != "cpu" or config.device != "auto" or not (count := visible_gpus()):
         return ""
     return (
@@ -101,7 +101,7 @@ class Rank:
         pages that were copied to host memory or back, see `PageMover`.
         """
         self.selftest: SelfTestReport | None = None
-        """What the self-test found on all ranks; None if it did not run."""
+        """Report of the self-test on all ranks; None if it did not run."""
         dtype = pick_dtype(config, device)
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
@@ -129,7 +129,7 @@ class Rank:
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
         masks = constrained = None
         self.grammars: Compiler | None = None
-        """Of rank 0."""
+        """Compiler of grammars, on rank 0."""
         if group.mesh.heads.first:
             masks = StepMasks(config.max_rows * width, vocab, device)
             self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar, on_grammar_progress)
@@ -240,8 +240,8 @@ class Rank:
 def _sampling(
     config: EngineConfig, model: Model, width: int, group: Group, device: torch.device
 ) -> SamplingState | None:
-    """What rank 0 samples with, all of its memory included: the cache gets what is left, and no request, whatever it
-    asks for, needs more later."""
+    """Make the sampling state of rank 0, with all of its memory: the cache gets what is left, and no request, whatever
+    it asks for, needs more later. None on other ranks."""
     if not group.mesh.heads.first:
         return None
     sampling = SamplingState(config.max_rows, model.config.vocab_size, device)
@@ -250,7 +250,7 @@ def _sampling(
 
 
 def _compile(runner: Runner, group: Group, progress: Callable[[str], None] | None, *, proof: bool) -> None:
-    """With all cores that this process may use and, most likely, shares with the other ranks."""
+    """Compile kernels with all cores that this process may use and, most likely, shares with the other ranks."""
     begin = time.perf_counter()
     compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.mesh.world.size), proof=proof)
     if progress:
@@ -263,7 +263,7 @@ def _agree(pages: int, group: Group, device: torch.device) -> int:
 
 
 def _step_times(report: SelfTestReport | None) -> tuple[StepTime, ...]:
-    """Of the steps that draft as many tokens as the next one of their width feeds."""
+    """Return the times of the steps that draft as many tokens as the next step of their width feeds."""
     if report is None:
         return ()
     steps = [(bucket.drafts, bucket.step_time) for bucket in report.buckets]

@@ -48,22 +48,22 @@ class Launched:
     layout: BatchLayout
     begin: float
     decided_N: torch.Tensor
-    """On the host, complete once `done` has happened."""
+    """Decision on the host, complete once `done` has happened."""
     logprobs: Taken | None
     draft_SK: torch.Tensor | None
-    """On the host, as `decided_N`: the drafts of all slots after a step with constrained rows."""
+    """Drafts of all slots after a step with constrained rows; on the host, as `decided_N`."""
     out_of_bounds_count_1: torch.Tensor | None
-    """On the host, as `decided_N`: of `PagedCache`, where attention is sparse."""
+    """Out-of-bounds count of `PagedCache`, where attention is sparse; on the host, as `decided_N`."""
     dead_ends: dict[int, int]
     """Positions at which the grammars of sampled rows allowed nothing."""
     scored: Taken | None
-    """As in `StepOutput`."""
+    """Prompt scores, as in `StepOutput`."""
     done: StepEnd | None
-    """None where steps are computed while they are launched."""
+    """End of the step; None where steps are computed while they are launched."""
     timed: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    """What the device marks before and behind the step; None where there is no device that works by itself."""
+    """Events before and after the step; None where there is no device that works by itself."""
     settled: list[Settled] = field(default_factory=list)
-    """What it decided, once that is known."""
+    """Decision of the step, once it is known."""
 
     @property
     def finished(self) -> bool:
@@ -73,10 +73,10 @@ class Launched:
 
 @dataclass(frozen=True)
 class Settled:
-    """What a step decided, on the host."""
+    """Decision of a step, on the host."""
 
     tokens: list[tuple[int, ...]]
-    """Those that each sampled row gained: none of non-finite ones, and at a grammar's dead end those before it."""
+    """Tokens that each sampled row gained: none for non-finite rows, and at a grammar's dead end those before it."""
     nonfinite: tuple[int, ...]
     dead_ends: tuple[int, ...]
     faults: int
@@ -211,7 +211,7 @@ class Runner:
         return launched
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What happens when the device has done all that was launched so far, and when that was; None on a CPU."""
+        """Record an event after all work that was launched so far, with its time; None on a CPU."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ class Runner:
         return self.masks.upload()
 
     def _mixed_step(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> Callable[[], StepOutput]:
-        """What runs a step with prefill rows."""
+        """Return the function that runs a step with prefill rows."""
         layout = plan.layout
         if self.graphs is None:
             stage = Stage(self.parts, layout.tokens, Scratch(self.device), Scratch(self.device))
@@ -239,7 +239,7 @@ class Runner:
         return partial(self._mixed.run, plan, self.graphs.stage(layout), masks)
 
     def _decode_step(self, plan: StepPlan, masks: Callable[[], TokenMasks | None] | None) -> Callable[[], StepOutput]:
-        """What runs a step of decode rows alone: a graph where there is one for it."""
+        """Return the function that runs a step of decode rows alone: a graph where there is one for it."""
         dense = masks is None and self.parts.all_short(plan.decode_slots)
         if self.graphs is not None:
             if masks is not None and (split := self.graphs.split_step(plan)) is not None:
@@ -368,7 +368,7 @@ class Runner:
 
 
 def _scores(launched: Launched) -> tuple[Scores, ...]:
-    """Of each prefill row that scores, what it asked for."""
+    """Return the scores that each scoring prefill row asked for."""
     if launched.scored is None:
         return ()
     rows = [row for row in launched.plan.prefill if row.scored]

@@ -1,4 +1,4 @@
-"""What a decode step cannot do without reading from this rank's memory: the floor of its time, which `/live` shows.
+"""Least bytes that a decode step reads from this rank's memory: the floor of its time, which `/live` shows.
 
 Counted is the target's pass alone: drafts, activations and what is written come on top.
 """
@@ -23,7 +23,7 @@ STEP_READS: Final = (
 
 
 def step_reads(model: Model, device: torch.device) -> dict[str, float]:
-    """By name:
+    """Compute the parts of the least that a decode step reads, by name:
 
     - `step_weight_bytes`: of all matrices that a step reads whatever its tokens are.
     - `step_expert_bytes`: of all routed experts, of which a step reads those that its tokens choose.

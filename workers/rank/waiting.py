@@ -1,4 +1,4 @@
-"""How a rank waits for steps under way: asleep while they cannot have ended, and then without taking its eyes off."""
+"""Waiting of a rank for steps in flight: it sleeps while they cannot have ended, and then polls without a pause."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from workers.protocol.plan import StepPlan
 SHORTEST_S = 2e-3
 """Steps that may be shorter than this are looked at all the time."""
 MARGIN_S = 0.4e-3
-"""So long before a step may end nobody sleeps any more, and longer by what sleeps have lately taken too long."""
+"""Seconds before a step's expected end from which on nobody sleeps. Lately observed oversleeping is added to it."""
 SLICES = 16
 """A sleep takes at most this part of the time for which the step has been running, but for what bounds it below."""
 LEAST_SLICE_S = 0.3e-3
-"""Less is not worth going to sleep for: the system takes some 0.1 ms longer than it is asked to."""
+"""Shortest sleep, in seconds. Less is not worth it: the system takes some 0.1 ms longer than it is asked to."""
 MOST_SLICE_S = 1e-3
 RECENT = 8
 """Steps of a kind of which the shortest says when the next one may end."""
 MOST_KINDS = 256
-"""Those that nobody has met for longest are forgotten."""
+"""Most kinds of steps that are remembered; the oldest is forgotten."""
 FORGETTING = 0.8
-"""What is left, from step to step, of what sleeps took too long."""
+"""Factor by which the observed oversleeping decays from step to step."""
 
 
 class Event(Protocol):
-    """What the device marks when a step has ended, such as `torch.cuda.Event`."""
+    """Event that the device records when a step has ended, such as `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Whether that has happened."""
@@ -110,7 +110,7 @@ class StepEnd:
         self._begun = begun, begun
         """The device began no sooner and no later."""
         self._unfinished = begun
-        """When it was last seen so."""
+        """Time at which the step was last seen unfinished."""
         self._ended: float | None = None
 
     @property
@@ -147,8 +147,8 @@ class StepEnd:
             self._end(self._unfinished)
 
     def _device_began(self) -> tuple[float, float] | None:
-        """When the device began with this step, at the earliest and at the latest. None while nobody knows that the
-        step before has ended."""
+        """Return the earliest and the latest time at which the device can have begun this step. None until the step
+        before is known to have ended."""
         if (before := self._before) is not None:
             if before._ended is None:
                 return None

@@ -1,4 +1,4 @@
-"""One rank's process: load, report ready, then run step plans until told to stop."""
+"""Process of one rank: load, report ready, then run step plans until told to stop."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"latentserve plans\n"
 FORMAT: Final = 1
-"""Of files that are written here, and the only one that is read."""
+"""Format of the files that are written here, and the only one that is read."""
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -46,17 +46,17 @@ class RecordingError(ValueError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the plans come from, and what it takes to run them."""
+    """Origin of the plans, and the settings that are needed to run them."""
 
     format: int = FORMAT
     version: str = __version__
-    """Of latentserve."""
+    """Version of latentserve."""
     config_hash: str
     """See `config_hash`, of the model."""
     engine: dict[str, Any]
     """The settings of `EngineConfig`."""
     pages: int
-    """These four as in `Ready`."""
+    """Number of pages. This and the next three fields are as in `Ready`."""
     max_context: int
     vocab_size: int
     width: int
@@ -74,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a file holds."""
+    """Contents of a file."""
 
     header: Header
     steps: tuple[Step, ...]
@@ -97,7 +97,8 @@ class Concealed:
         self._admitted = 0
 
     def plan(self, plan: StepPlan) -> StepPlan:
-        """With other tokens, which depend on how many requests were admitted before a row's, and on the position."""
+        """Return the plan with other tokens, which depend on how many requests were admitted before a row's, and on the
+        position."""
         for admission in plan.admissions:
             self._admitted += 1
             self._tenants[admission.slot] = self._admitted
@@ -108,7 +109,7 @@ class Concealed:
         )
 
     def result(self, result: StepResult) -> StepResult:
-        """With as many tokens, all of them 0, and without log-probabilities."""
+        """Return the result with as many tokens, all of them 0, and without log-probabilities."""
         tokens = tuple([(0,) * len(tokens) for tokens in result.tokens])
         return replace(result, tokens=tokens, logprobs=(), scores=())
 
@@ -138,8 +139,9 @@ class Recorder:
     """Writes the plans and results of one replica to a file of its own."""
 
     def __init__(self, config: EngineConfig, ready: Ready) -> None:
-        """To `config.record_plans`, or, where that file is there, to the same name with .1, .2, ... behind it: a
-        replica that is started again keeps what the one before has left. OSError if it cannot be written."""
+        """Begin a recording in `config.record_plans`, or, where that file is there, in one of the same name with .1,
+        .2, ... behind it: a replica that is started again keeps what the one before has left. OSError if it cannot be
+        written."""
         assert config.record_plans is not None
         self._file, self.path = _created(Path(config.record_plans))
         self._concealed = None if config.record_prompts else Concealed(ready.vocab_size)
@@ -158,20 +160,20 @@ class Recorder:
         )
 
     def plan(self, plan: StepPlan) -> None:
-        """To be called before anybody runs it."""
+        """Record a plan. Call this before anybody runs it."""
         self._add(plan if self._concealed is None else self._concealed.plan(plan))
 
     def result(self, result: StepResult) -> None:
-        """In the order of the steps."""
+        """Record a result. Call this in the order of the steps."""
         self._add(result if self._concealed is None else self._concealed.result(result))
 
     def close(self) -> None:
-        """Nothing follows."""
+        """End the recording."""
         with suppress(OSError):  # what a full disk has not taken is lost
             self._file.close()
 
     def _add(self, frame: msgspec.Struct) -> None:
-        """Nobody is served the worse for a disk that is full: the recording ends there."""
+        """Write a frame. If the disk is full the recording ends; serving goes on."""
         if self._ended:
             return
         try:
@@ -198,7 +200,7 @@ def _created(path: Path) -> tuple[BinaryIO, Path]:
 
 
 def read_recording(path: Path) -> Recording:
-    """What is in a file. RecordingError where it is no recording, has another format or not even a plan; OSError where
+    """Read a recording. RecordingError if the file is no recording, has another format or not even a plan; OSError if
     it cannot be read."""
     data = path.read_bytes()
     if not data.startswith(MAGIC):
@@ -217,7 +219,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
-    """Those that are whole."""
+    """Yield the frames that are whole."""
     begin = len(MAGIC)
     while begin + _LENGTH.size <= len(data):
         (length,) = _LENGTH.unpack_from(data, begin)

@@ -19,11 +19,11 @@ from workers.recording.file import Header, Recording
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a step, run again, gave something else than is recorded."""
+    """Difference between a recorded step and its replay."""
 
     step: int
     row: str
-    """Which row of it, for people."""
+    """The row of the step, in words."""
     recorded: tuple[int, ...]
     replayed: tuple[int, ...]
 
@@ -63,8 +63,9 @@ class Replay:
         self._without_grammar: set[int] = set()
 
     def run(self) -> Iterator[Difference | None]:
-        """What differs in each step, None where nothing does. Past a difference in tokens rows have other lengths than
-        the plans were made for, so nobody should go on. Raises what a step raises."""
+        """Run the steps again, and yield the difference of each, None where there is none. After a difference in
+        tokens, rows have other lengths than the plans were made for, so nobody should go on. Raises the errors that a
+        step raises."""
         for step in self.recording.steps:
             plan = self._without_masks(step.plan)
             self._set_lengths(plan)

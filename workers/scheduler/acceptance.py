@@ -1,4 +1,4 @@
-"""How many drafts are accepted: of late, by position and by row; and against what a replica is used to."""
+"""Acceptance of drafts: recent rates, by position and by row, and their comparison with what a replica is used to."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FALLEN, RECOVERED = 0.5, 0.75
 
 
 class Acceptance:
-    """How probable it is that drafts are accepted, by position."""
+    """Probability that drafts are accepted, by position."""
 
     def __init__(self, drafts: int) -> None:
-        """Of up to so many drafts per row."""
+        """`drafts`: most drafts of a row."""
         self._reached = [LEAST_WEIGHT] * drafts
         self._accepted = [PRIOR * LEAST_WEIGHT] * drafts
         self._mean: list[float] = []
-        """Of the rows of the newest step, the probability that the first j drafts are accepted, where rows are
+        """Probability that the first j drafts are accepted, for the rows of the newest step, where rows are
         followed."""
 
     def after(self, position: int) -> float:
@@ -48,7 +48,7 @@ class Acceptance:
         return self._accepted[position] / self._reached[position]
 
     def by_position(self) -> tuple[float, ...]:
-        """Of every position."""
+        """Return the probability at every position."""
         return tuple(self.after(position) for position in range(len(self._reached)))
 
     def tokens(self, width: int, tried: int) -> float:

@@ -29,7 +29,7 @@ def max_pages_per_row(max_context: int, width: int, pipeline: int = PIPELINE) ->
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What one replica can hold and do at once."""
+    """Limits of one replica: how much it can hold and do at once."""
 
     slots: int
     """Requests on the device at once, decoding or prefilling."""
@@ -53,7 +53,7 @@ class SchedulerConfig:
     adaptive: bool = False
     """Let each step feed as many tokens per row as pays, `width` at the most; otherwise each feeds `width`."""
     step_times: tuple[StepTime, ...] = ()
-    """What steps took at the start."""
+    """Times of steps, measured at the start."""
     token_buckets: tuple[int, ...] = ()
     """Numbers of tokens to which mixed steps are padded, in order; none: they are not."""
     mixed_step_target_s: float | None = None

@@ -25,7 +25,7 @@ class Histogram:
         self._totals[kind] += value
 
     def distributions(self) -> dict[str, Distribution]:
-        """What was counted so far, by kind."""
+        """Return the counts so far, by kind."""
         return {kind: Distribution(tuple(counts), self._totals[kind]) for kind, counts in self._counts.items()}
 
 
@@ -47,7 +47,7 @@ class Counters:
     decode_context: int = 0
 
     def count_step(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
-        """One applied step."""
+        """Count one applied step."""
         kind = "decode" if not prefill_tokens else "mixed" if decode_rows else "prefill"
         self.step_seconds.add(kind, seconds)
         if decode_rows:

@@ -12,9 +12,9 @@ from typing import Final
 from workers.scheduler.kalman import Kalman
 
 NOISE: Final = 0.03
-"""Of what is expected, the standard deviation of what is observed of equal steps."""
+"""Standard deviation of what is observed of equal steps, as a share of what is expected."""
 DRIFT: Final = 0.02
-"""Of a factor's first standard deviation, how far it wanders from one observation to the next."""
+"""Distance that a factor wanders from one observation to the next, as a share of its first standard deviation."""
 FAR: Final = 3.0
 """Standard deviations beyond which an observation says that the machine was busy, and nothing else. Two in a row to one
 side, or more than `MOST_FAR` to any, say that the factors are other ones: these then are as uncertain as at first. So
@@ -22,20 +22,21 @@ do two of one kind that were less than expected, whatever came between them: not
 MOST_FAR: Final = 4
 """Observations in a row that are far off, of which nothing is believed unless two follow to one side."""
 LEAST, MOST = 1 / 64, 64.0
-"""Of its first value, what a factor may become."""
+"""Bounds of a factor, as multiples of its first value."""
 
 
 class Following:
     """Factors f, of which observed sums of f_i x_i tell."""
 
     def __init__(self, values: Sequence[float], deviations: Sequence[float], common: Sequence[float] = ()) -> None:
-        """What they are taken to be at first, above 0, and standard deviations as a `Kalman` has them."""
+        """`values`: first values of the factors, above 0. `deviations`, `common`: standard deviations, as for a
+        `Kalman`."""
         self._filter, self._first = Kalman(values, deviations, common), tuple(values)
         self._drift = [(DRIFT * deviation) ** 2 for deviation in deviations]
         self._far = 0
         """Whether the newest observation was far off, and to which side."""
         self._far_ones = 0
-        """How many in a row were."""
+        """Number of observations in a row that were far off."""
         self._far_of: dict[Hashable, int] = {}
         """Whether the newest observation of each kind was, and to which side."""
 

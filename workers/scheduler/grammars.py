@@ -1,4 +1,4 @@
-"""Which grammars the live requests need, and which requests wait for theirs.
+"""The grammars that live requests need, and the requests that wait for theirs.
 
 A request is admitted once rank 0 has its grammar ready: compiling may take seconds, and no step waits for it. What a
 grammar says is nothing to the scheduler; equal ones are compiled once, and named by a grammar id from then on.
@@ -28,23 +28,23 @@ _BLAMED_SHARE: Final = 0.5
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why requests are refused."""
+    """Reason why requests are refused."""
 
     reason: str
     unavailable: bool = False
-    """Not for what their grammar is: elsewhere, or later, it may be compiled."""
+    """Whether the reason is not their grammar: elsewhere, or later, it may be compiled."""
 
 
 @dataclass(eq=False)
 class _Use:
-    """One grammar, in use or on its way."""
+    """Use of one grammar, which is ready or on its way."""
 
     grammar: Grammar
     grammar_id: int
     deadline: float
     ready: bool = False
     late: bool = False
-    """It took longer than it may; it may still become ready."""
+    """Whether it took longer than it may; it may still become ready."""
     worked: float = 0.0
     """Seconds of a processor that rank 0 has spent on it, by what it said last."""
     users: int = 0
@@ -61,7 +61,8 @@ class Grammars:
         self._by_id: dict[int, _Use] = {}
         self._last_id = 0
         self.outbox: list[CompileGrammar | ForgetGrammar] = []
-        """For rank 0, in this order and before any plan that is made later; whoever sends them takes them out."""
+        """Messages for rank 0, in this order and before any plan that is made later; whoever sends them takes them
+        out."""
 
     @property
     def waiting(self) -> int:
@@ -70,7 +71,7 @@ class Grammars:
 
     @property
     def overdue_text(self) -> str:
-        """Why requests are refused whose grammar took too long."""
+        """Error message for requests whose grammar took too long."""
         return (
             f"the grammar was not compiled within {self._timeout_s:g} s: make it simpler (fewer alternatives, "
             "repetitions and levels), or have whoever runs this server raise --grammar-compile-timeout"
@@ -78,7 +79,7 @@ class Grammars:
 
     @property
     def busy_text(self) -> str:
-        """Why requests are refused whose grammar is late and not to blame for it."""
+        """Error message for requests whose grammar is late without being the cause of it."""
         return (
             f"the grammar was not compiled within {self._timeout_s:g} s, for most of which this replica was busy with "
             "other things or still starting; try again later"
@@ -86,7 +87,7 @@ class Grammars:
 
     @property
     def stuck_text(self) -> str:
-        """Why requests are refused whose grammars cannot even begin to be compiled."""
+        """Error message for requests whose grammar cannot even begin to be compiled."""
         return (
             f"no other grammar can be compiled for now: all {COMPILED_AT_ONCE} that can be at a time take longer than "
             f"{self._timeout_s:g} s; try again later. Grammars that are in use, and requests without one, are served. "
@@ -94,14 +95,14 @@ class Grammars:
         )
 
     def why_refused(self, grammar: Grammar) -> Refusal | None:
-        """Why a request with this grammar is refused at once, None if it is not."""
+        """Return why a request with this grammar is refused at once; None if it is not."""
         use = self._of.get(grammar)
         if use is None:
             return Refusal(self.stuck_text, unavailable=True) if self._stuck and grammar.kind != "free" else None
         return self._why_late(use) if use.late and not use.ready else None
 
     def _why_late(self, use: _Use) -> Refusal:
-        """Why those are refused who want this grammar, which rank 0 has begun to compile."""
+        """Return why requests for this grammar, which rank 0 has begun to compile, are refused."""
         if use.worked >= _BLAMED_SHARE * self._timeout_s:
             return Refusal(self.overdue_text)
         return Refusal(self.busy_text, unavailable=True)
@@ -114,7 +115,7 @@ class Grammars:
 
     @property
     def _compiling(self) -> list[_Use]:
-        """What rank 0 compiles: those of which it has not spoken, in the order in which they were asked for."""
+        """Grammars that rank 0 compiles: those that are not ready, in the order in which they were asked for."""
         return list(islice((use for use in self._by_id.values() if not use.ready), COMPILED_AT_ONCE))
 
     def take(self, sequence: Sequence, grammar: Grammar) -> bool:
@@ -162,7 +163,7 @@ class Grammars:
         return waited
 
     def overdue(self) -> list[tuple[Sequence, Refusal]]:
-        """Who has waited too long, and does so no more, and why."""
+        """Return the requests that have waited too long, and do so no more, with the reason."""
         if not self._by_id:
             return []
         now, compiling = self._clock(), self._compiling

@@ -1,4 +1,4 @@
-"""Which requests can be served at all."""
+"""The requests that can be served at all."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_BIAS: Final = 1e4
 
 
 def why_impossible(request: Request, config: SchedulerConfig) -> str:
-    """Why this replica can never serve the request, "" if it can. The front checks most of this too; here it is certain
-    for every way a request may come that no worker is given what would end the replica."""
+    """Return why this replica can never serve the request, "" if it can. The front checks most of this too. Here it is
+    certain, for every way a request may come, that no worker is given anything that would end the replica."""
     prompt, sampling = request.prompt, request.sampling
     if not prompt:
         return "the prompt is empty"
@@ -64,7 +64,7 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
 
 
 def _out_of_range(sampling: SamplingParams) -> str:
-    """Which parameter is too large, too small or no number, as text."""
+    """Return which parameter is too large, too small or no number, as text; empty if none is."""
     for row in TABLE:
         if wrong := row.out_of_range(getattr(sampling, row.name)):
             return wrong

@@ -14,14 +14,14 @@ class Kalman:
     nothing was seen of it for long."""
 
     def __init__(self, values: Sequence[float], deviations: Sequence[float], common: Sequence[float] = ()) -> None:
-        """What the values are taken to be at first, and standard deviations: of each by itself, and of its part in what
-        they have in `common`, if anything."""
+        """`values`: first values. `deviations`: standard deviation of each by itself. `common`: standard deviation of
+        its part in what the values have in common, if anything."""
         self.values = list(values)
         self._deviations, self._common = tuple(deviations), tuple(common) or (0.0,) * len(self.values)
         self.forget()
 
     def forget(self) -> None:
-        """Be as uncertain of the values as at the beginning."""
+        """Make the values as uncertain as at the beginning."""
         self._covariance = [
             [self._common[i] * self._common[j] + (own * own if i == j else 0.0) for j in range(len(self.values))]
             for i, own in enumerate(self._deviations)
@@ -41,7 +41,7 @@ class Kalman:
                 self._covariance[i][j] -= of_value * other / variance
 
     def wander(self, own: Sequence[float], common: float = 0.0) -> None:
-        """Be less certain, by variances: of each value, and of all alike."""
+        """Make the values less certain, by variances: of each value, and of all alike."""
         for i, row in enumerate(self._covariance):
             for j in range(len(row)):
                 row[j] += common

@@ -1,4 +1,5 @@
-"""How many prompt tokens a mixed step feeds, so that it takes as long as its decode rows may wait for their next token.
+"""Number of prompt tokens that a mixed step feeds, so that it takes as long as its decode rows may wait for their next
+token.
 
 A mixed step of prompts with n tokens each, that have d entries before them, is expected to take
 
@@ -40,12 +41,12 @@ from workers.scheduler.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 DECODE_STEPS: Final = 2.0
-"""What a mixed step may take where nobody says it, in steps of its decode rows alone."""
+"""Target time of a mixed step where none is set, in multiples of a step of its decode rows alone."""
 AIM: Final = 0.945
-"""Of what a mixed step may take, what is aimed at: steps take a percent or two more or less than is expected, and
-nearly all are to keep to it."""
+"""Share of the target time that is aimed at: steps take a percent or two more or less than is expected, and nearly all
+are to keep to the target."""
 LEAST_FIXED: Final = 0.05
-"""Of a step of decode rows alone, what prompts are taken to add at least, whatever their number."""
+"""Least time that prompts are assumed to add whatever their number, as a share of a step of the decode rows alone."""
 ENTRIES: Final = 40.0
 """Entries before a chunk that are taken to cost as much as one of its tokens, before anything is known."""
 STARTED: Final = 120.0
@@ -55,13 +56,13 @@ DEPTH: Final = 32_768.0
 OWN_RATE: Final = 1 / 4
 """Weight of the newest step in what factors do not explain of steps like it."""
 MOST_OWN: Final = 0.25
-"""Of what prompts add to a step, how much that may be."""
+"""Largest correction for steps of one kind, as a share of what prompts add to a step."""
 LEAST_SHARE: Final = 0.1
-"""Of the first mixed step, what its prompts are taken to have added at least, where nobody measured anything."""
+"""Least share of the first mixed step that its prompts are assumed to have added, where nothing was measured."""
 LARGE: Final = 4
-"""How many times the tokens of a large step the largest one may have."""
+"""Ratio of the largest step's tokens to those of the smallest step that still counts as large."""
 APART: Final = 1.5
-"""How many times the tokens of one measured step another must have had for both to say what a token costs."""
+"""Least ratio of the tokens of two measured steps from which the cost of a token is computed."""
 
 
 class MixedTarget:
@@ -79,7 +80,7 @@ class MixedTarget:
         self._cost = _slope(config.step_times) if measured is None else measured.cost
         """Seconds that a token costs."""
         self._counts = float if measured is None else measured.counts
-        """Of `Costs`."""
+        """Token counts, as in `Costs`."""
         if measured is not None:
             logger.info("a mixed step takes %.1f ms, and %.1f us a token", 1e3 * self._start, 1e6 * measured.cost)
         # What o and c are off by shows in every step, what entries cost in those of long prompts alone. Steps of about
@@ -91,7 +92,7 @@ class MixedTarget:
         """See `Costs`."""
 
     def prompt_budget(self, rows: int, width: int, most: int) -> PromptBudget:
-        """What is open to prompts in a step with so many decode rows: `most` tokens at the most."""
+        """Return the budget of prompts in a step with `rows` decode rows: `most` tokens at the most."""
         if not rows or not self._wanted or self._cost is None:
             return PromptBudget(most)
         alone = self._times.seconds(rows, width)
@@ -106,8 +107,8 @@ class MixedTarget:
         )
 
     def observe(self, rows: int, width: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """What a step with so many decode rows took. `chunks`: of each prompt in it, the entries before and the tokens
-        computed."""
+        """Take in the time of a step with `rows` decode rows. `chunks`: entries before and tokens computed, for each
+        prompt in it."""
         tokens = sum(count for _, count in chunks)
         if not rows or not tokens or seconds <= 0 or not self._wanted:
             return
@@ -133,7 +134,7 @@ class MixedTarget:
             self._own[like] = min(max(own, -MOST_OWN), MOST_OWN)
 
     def _costs(self, rows: int, width: int, cost: float) -> Costs:
-        """As far as is known."""
+        """Return the costs as far as they are known."""
         fixed, each, entry, deeper = self._factors.values
         return Costs(
             fixed=fixed * self._fixed(rows, width, cost),
@@ -153,7 +154,7 @@ class MixedTarget:
 
 @dataclass(frozen=True)
 class Measured:
-    """What mixed steps took whose tokens have few entries before them."""
+    """Measured times of mixed steps whose tokens have few entries before them."""
 
     start: float
     """Seconds of one without any token."""
@@ -164,8 +165,8 @@ class Measured:
 
     @classmethod
     def of(cls, measured: Sequence[StepTime], buckets: Sequence[int]) -> Measured | None:
-        """None where `measured` does not say it. Start and cost are Theil and Sen's estimate: a step that something
-        else held up changes little."""
+        """Fit the measured steps; None if they do not suffice. Start and cost are Theil and Sen's estimate: a step that
+        something else held up changes little."""
         least: dict[int, float] = {}
         for time in measured:
             if time.prompt_tokens:
@@ -189,8 +190,8 @@ class Measured:
         return cls(start, cost, tuple(zip(tokens, counted, strict=True)))
 
     def counts(self, tokens: int) -> float:
-        """As how many tokens those of a step count: what lies between two that were measured is on a line, below the
-        first one from the origin on, and behind the last one each counts as one."""
+        """Return the cost of a step's tokens in tokens of large steps. Between two measured steps it is on a line,
+        below the first one on a line from the origin, and beyond the last one each token counts as one."""
         place = bisect_left(self.points, (tokens, 0.0))
         few, low = self.points[place - 1] if place else (0, 0.0)
         if place == len(self.points):

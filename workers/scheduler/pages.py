@@ -42,7 +42,7 @@ class PagePool:
         return page
 
     def mark_suspect(self, page: int) -> None:
-        """What this page holds may be no numbers: it must be zeroed before it is anybody else's."""
+        """Mark a page whose contents may not be finite: it must be zeroed before another request gets it."""
         self._suspect.add(page)
 
     def to_zero_fill(self) -> tuple[int, ...]:
@@ -52,11 +52,11 @@ class PagePool:
         return pages
 
     def hold(self, page: int) -> None:
-        """One more row has this page."""
+        """Count one more row that has this page."""
         self._holders[page] += 1
 
     def drop(self, page: int) -> bool:
-        """One row less has this page; True when that was the last."""
+        """Count one row less that has this page. Return True when that was the last."""
         left = self._holders[page] - 1
         assert left >= 0, f"page {page} was dropped more often than held"
         self._holders[page] = left

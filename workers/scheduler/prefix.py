@@ -112,7 +112,7 @@ class PrefixCache:
         return found
 
     def needed(self, found: Sequence[Entry], pages: int) -> int:
-        """How many of the available pages a row of `pages` pages uses up whose first pages are `found`."""
+        """Return the number of available pages that a row of `pages` pages uses up if `found` are its first pages."""
         return pages - len(found) + sum(entry.page in self._unheld for entry in found)
 
     def open(self, found: Sequence[Entry], pages: int, *, overwritten: bool = False) -> RowPages:
@@ -196,7 +196,7 @@ class PrefixCache:
                 del row.chain[index:]
 
     def mark_given_up_suspect(self, pages: Sequence[int]) -> None:
-        """The same for pages that a row has given up already, as far as nobody has them now."""
+        """Mark pages suspect that a row has given up already, as far as nobody has them now."""
         for page in pages:
             entry = self._of_page.get(page)
             if self._pool.holders(page) == 0 and (entry is None or not entry.sound):
@@ -241,8 +241,8 @@ class PrefixCache:
         row.chain.clear()
 
     def _mend(self, row: RowPages) -> None:
-        """Another row's entry in this row's chain may have been evicted while deeper pages of this row were held. Put
-        this row's own pages in the gaps, so that every entry continues an entry that is there."""
+        """Mend this row's chain. Another row's entry in it may have been evicted while deeper pages of this row were
+        held. This row's own pages are put in the gaps, so that every entry continues an entry that is there."""
         chain: list[Entry] = []
         parent: Entry | None = None
         for index, known in enumerate(row.chain):

@@ -1,4 +1,4 @@
-"""What a replica tells routers of its prefix cache: a bounded choice of keys, enough to say how much of any prompt is
+"""Summary of a replica's prefix cache for routers: a bounded choice of keys, enough to tell how much of any prompt is
 cached.
 
 Cached entries form trees: an entry is only found behind the one that it continues. A router hashes a prompt into the
@@ -38,7 +38,8 @@ class Entry:
     sound: bool = False
     """A row that reads this page has sampled a token from finite logits, so all that the page holds is finite."""
     doubted: bool = False
-    """It was forgotten because a non-finite row had written or read it. Rows that had it before still have it."""
+    """Whether it was forgotten because a non-finite row had written or read it. Rows that had it before still have
+    it."""
     children: int = 0
     """Cached entries that continue it."""
     child: Entry | None = None
@@ -46,7 +47,8 @@ class Entry:
     others: dict[Entry, None] | None = None
     """The rest, where there were several."""
     level: int = -1
-    """Of the grid: how often its page number, in units of the finest stride, can be halved; -1 off the grid."""
+    """Level in the grid: the number of times that its page number, in units of the finest stride, can be halved; -1 off
+    the grid."""
     copy: Copy | None = None
     """Of a page of the device: the same page in host memory, where it was saved there or loaded from there."""
 
@@ -84,8 +86,8 @@ class PrefixSummary:
         self._orphans: dict[Entry, None] = {}  # cached, and what they continue is not: pages of rows with twins
 
     def add(self, entries: Sequence[Entry], number: int) -> None:
-        """These were cached, each of which continues the one before it: the first as page `number` of its prompt, where
-        1 is the first. Of many at once only the last becomes an end."""
+        """Add entries that were cached, each of which continues the one before it: the first as page `number` of its
+        prompt, where 1 is the first. Of many at once only the last becomes an end."""
         if not entries:
             return
         if (parent := entries[0].parent) is not None:
@@ -104,7 +106,7 @@ class PrefixSummary:
             self._grid[entry.level][entry.key] = None
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        """These are not cached any more. A chain is quickest from its end to its beginning."""
+        """Remove entries that are not cached any more. A chain is quickest from its end to its beginning."""
         first: list[Entry] = []  # those removed of which the one before was not, so far
         for entry in entries:
             if first and first[-1].parent is entry:

@@ -1,4 +1,4 @@
-"""What is left to prompts in a step that has decode rows: tokens, and time by what they are expected to cost.
+"""Budget of prompts in a step that has decode rows: tokens, and the time that they are expected to cost.
 
 Imports no torch, as all of the scheduler.
 """
@@ -17,43 +17,45 @@ FEWEST: Final = 64
 WORTHWHILE: Final = 16
 """Tokens for which another prompt joins a step: what stands before it has to be expanded for any number of them."""
 TAIL: Final = 1.15
-"""How many times the tokens for which there is time a chunk may have that ends its prompt: a few tokens more delay a
-step by less than another step would."""
+"""Tokens of a chunk that ends its prompt, as a multiple of the tokens for which there is time, at most: a few tokens
+more delay a step by less than another step would."""
 PIECE: Final = 4096
 """Entries before a chunk that are expanded at once (`workers.models.attention.expanded.CONTEXT_ENTRIES`)."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What prompts add to a step, in seconds."""
+    """Seconds that prompts add to a step."""
 
     fixed: float
-    """Whatever their number."""
+    """Seconds whatever their number."""
     each: float
-    """For a token that counts as one, or one of padding."""
+    """Seconds for a token that counts as one, or one of padding."""
     piece: float
-    """For a piece of the entries before chunks."""
+    """Seconds for a piece of the entries before chunks."""
     entry: float
-    """For each entry before a chunk."""
+    """Seconds for each entry before a chunk."""
     deeper: float
-    """For a token and an entry that it attends to."""
+    """Seconds for a token and an entry that it attends to."""
     own: Mapping[tuple[int, bool], float] = field(default_factory=dict)
     """Shares by which a step is off all that, which is padded to so many tokens, and whether its prompts have entries
     before them."""
     counts: Callable[[int], float] = float
-    """As how many tokens those of a whole step count, padding and decode rows included; no fewer for more of them."""
+    """Maps the tokens of a whole step, padding and decode rows included, to the number that they count as. It never
+    decreases."""
 
     def tokens(self, beside: int, step: int) -> float:
-        """For those of a step that is padded to so many, in which so many are decode rows'."""
+        """Return the seconds for the prompt tokens of a step that is padded to `step` tokens, `beside` of which are
+        decode rows'."""
         return self.each * (self.counts(step) - self.counts(beside))
 
     def before(self, entries: int) -> float:
-        """For so many entries before all chunks of a step, however short these are."""
+        """Return the seconds for `entries` entries before all chunks of a step, however short these are."""
         return self.piece * pieces(entries) + self.entry * entries
 
 
 class PromptBudget:
-    """What is left to prompts in a step: tokens, and seconds."""
+    """Budget that is left to prompts in a step: tokens, and seconds."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class PromptBudget:
         self._beside, self._most, self._taken = beside, most, 0
         self._generous = generous and costs is not None
         self._entries = 0
-        """Before the chunks that were taken."""
+        """Entries before the chunks that were taken."""
         self._query_key_pairs = 0.0
         """Pairs of their tokens and the entries that these attend to."""
         self._fewest = min(FEWEST, most)
@@ -94,7 +96,8 @@ class PromptBudget:
         self._fewest = min(self._taken + FEWEST, self._most)
 
     def tokens(self, before: int, left: int) -> int:
-        """Of a prompt that has so many left, behind so many entries; one at least while there is room."""
+        """Return the tokens to feed of a prompt that has `left` tokens left, behind `before` entries; at least one
+        while there is room."""
         open_tokens = self._most - self._taken
         if self._fits(before, min(left, open_tokens)):
             return min(left, open_tokens)
@@ -102,7 +105,7 @@ class PromptBudget:
         return min(left, open_tokens) if left <= TAIL * offered else offered
 
     def take(self, before: int, count: int) -> None:
-        """So many tokens of a prompt, behind so many entries."""
+        """Take `count` tokens of a prompt, behind `before` entries, out of the budget."""
         self._seconds = self._allowed(before)
         self._generous = False
         self._taken += count
@@ -141,7 +144,7 @@ class PromptBudget:
 
 
 def pieces(entries: int) -> int:
-    """In how many so many entries before chunks are expanded."""
+    """Return the number of pieces in which this number of entries before chunks is expanded."""
     return -(-entries // PIECE)
 
 

@@ -26,7 +26,7 @@ def urgency(sequence: Sequence) -> Rank:
 
 
 def turn(sequence: Sequence) -> Rank:
-    """By what the next chunk is chosen among prompts that are being read."""
+    """Return the key by which the next chunk is chosen among prompts that are being read."""
     if sequence.share is None:
         return sequence.rank
     return sequence.rank[0], sequence.share.paid, sequence.rank[2]
@@ -50,7 +50,7 @@ class WaitingQueue:
         return sum(map(len, self._lines.values())) + self._aside
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that wait, but for those that are set aside, by rank."""
+        """Iterate over the waiting requests by rank, without those that are set aside."""
         return iter(sorted(chain.from_iterable(self._lines.values()), key=_by_rank))
 
     def push(self, sequence: Sequence) -> None:
@@ -63,7 +63,8 @@ class WaitingQueue:
         self.tokens += sequence.tokens.length
 
     def _paid_by_others(self, priority: int) -> float:
-        """What a key has to have paid that begins to wait, lest it was owed for the time in which it wanted nothing."""
+        """Return the amount that a key which begins to wait is taken to have paid, so that it is owed nothing for the
+        time in which it wanted nothing."""
         paid = [
             share.paid
             for share, line in self._lines.items()
@@ -74,8 +75,8 @@ class WaitingQueue:
         return min(paid) if paid else max(self._most_paid, self._last.paid if self._last is not None else 0.0)
 
     def served_elsewhere(self, share: Share, tokens: int, ahead: float) -> None:
-        """Another replica computed `tokens` for a key. If others wait here, that puts it behind the one of them that
-        has paid least by `ahead` at the most."""
+        """Charge a key for `tokens` that another replica computed. If others wait here, that puts it behind the one of
+        them that has paid least by `ahead` at the most."""
         paid = share.paid + tokens / share.weight
         others = [other.paid for other in self._lines if other is not None and other is not share]
         if others:
@@ -106,7 +107,7 @@ class WaitingQueue:
         return self._take_head()
 
     def put_back(self, sequence: Sequence) -> None:
-        """To its old place."""
+        """Put a request back to its old place."""
         self._aside -= 1
         self._insert(sequence)
 
@@ -120,9 +121,9 @@ class WaitingQueue:
         self.tokens -= sequence.tokens.length
 
     def gives_way(self, priority: int, share: Share) -> Sequence | None:
-        """Who loses its place in a full line to a newcomer of this key: the latest request, never served, of the lowest
-        priority below the newcomer's; or of the same, where another key has the longest line for its weight, and a
-        longer one than the newcomer's key with it. None: nobody."""
+        """Return the request that loses its place in a full line to a newcomer of this key: the latest request, never
+        served, of the lowest priority below the newcomer's; or of the same, where another key has the longest line for
+        its weight, and a longer one than the newcomer's key with it. None: there is none."""
         own = (len(self._lines.get(share, ())) + 1) / share.weight
         found: Sequence | None = None
         most = (priority, own)

@@ -168,8 +168,8 @@ class Results:
         return dead_ends
 
     def _judge(self, outputs: list[RequestOutput], nonfinite: dict[int, RequestOutput | None]) -> list[RequestOutput]:
-        """What leaves the replica of a step's outputs and of its non-finite rows; the outputs of its own canary request
-        stay."""
+        """Return those of a step's outputs, and of its non-finite rows', that leave the replica. The outputs of its own
+        canary request stay."""
         if not nonfinite and not self._soundness.doubts:
             return outputs
         ended = [output for output in nonfinite.values() if output is not None]
@@ -204,7 +204,7 @@ def check(flight: Flight, result: StepResult) -> None:
 
 
 def _take_scores(sequence: Sequence, row: PrefillRow, scores: Scores) -> None:
-    """What a chunk of its prompt says, unless the request has ended or starts again."""
+    """Take in the scores of a chunk of its prompt, unless the request has ended or starts again."""
     if not sequence.gains:
         return
     if row.start + row.score_from != sequence.scored:

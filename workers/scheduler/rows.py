@@ -1,4 +1,4 @@
-"""Who has a slot and pages, and every change of that."""
+"""The requests that have a slot and pages, and every change of that."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Rows:
         self.queue = WaitingQueue()
         self.free_slots = list(range(config.slots))  # a heap: the lowest slot first
         self.prefilling: list[Sequence] = []
-        """By rank."""
+        """Requests that are being prefilled, by rank."""
         self.decoding: list[Sequence] = []
-        """By slot."""
+        """Requests that decode, by slot."""
         self.preemptions = 0
         # Of the plan that is being made:
         self._filled: set[int] = set()  # keys of the pages that its chunks complete

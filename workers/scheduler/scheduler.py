@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs or is in flight."""
+        """Whether nothing waits, runs or is in flight."""
         return not self._live and not self._flights
 
     def add(self, request: Request) -> RequestOutput | None:
@@ -129,7 +129,7 @@ class Scheduler:
         return _refusal(victim.request, why, overloaded=True)
 
     def charges(self) -> Charges | None:
-        """What was computed for API keys since the last call, for other replicas to hear; None where nothing was."""
+        """Return the tokens computed for API keys since the last call, for other replicas; None if there were none."""
         return self._shares.news()
 
     def charged_elsewhere(self, charges: Charges) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
                 self._rows.queue.served_elsewhere(share, charge.tokens, ahead)
 
     def grammar_work(self) -> list[CompileGrammar | ForgetGrammar]:
-        """What rank 0 must be told about grammars before the next plan; each message is given once."""
+        """Return the messages about grammars that rank 0 needs before the next plan; each is given once."""
         work, self._grammars.outbox = self._grammars.outbox, []
         return work
 
@@ -392,7 +392,7 @@ def _refusal(request: Request, reason: str, *, overloaded: bool = False, unavail
 
 
 def _admission(sequence: Sequence, *, with_tokens: bool) -> Admission:
-    """What the workers must know of a request that takes a slot."""
+    """Return the message that admits a request to a slot of the workers."""
     sampling = sequence.request.sampling
     history: tuple[int, ...] = ()
     if sampling.has_penalties:

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request, and of one step in flight."""
+"""The scheduler's state of one request, and of one step in flight."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Rank = tuple[int, float, int]
 
 
 class Phase(Enum):
-    """Where a request stands. Only PREFILL and DECODE own pages; what is behind them may still own a slot."""
+    """Phase of a request. Only PREFILL and DECODE own pages; in phases behind them a request may still own a slot."""
 
     COMPILING = auto()
-    """Its grammar is not ready."""
+    """Phase while its grammar is not ready."""
     WAITING = auto()
     LOADING = auto()
     """The head of its prompt is copied from host memory; then it waits again, at its old place."""
     PREFILL = auto()
-    """Has a slot and the pages of its whole prompt; chunks are left to plan."""
+    """Phase with a slot and the pages of the whole prompt; chunks are left to plan."""
     DECODE = auto()
-    """Its final chunk is planned: every further step samples."""
+    """Phase once its final chunk is planned: every further step samples."""
     PREEMPTED = auto()
     """Lost its pages; goes back to the queue when its steps in flight are applied, because they still add tokens."""
     ENDED = auto()
@@ -50,15 +50,15 @@ class Sequence:
     min_total: int
     """Tokens, prompt included, before which no stop id counts."""
     logprobs: int
-    """As in `SamplingParams`."""
+    """Number of log-probabilities, as in `SamplingParams`."""
     scores_from: int = 0
-    """How many tokens of the prompt were scored when it got its slot: chunks go on from there."""
+    """Prompt tokens that were scored when it got its slot: chunks go on from there."""
     scores: list[Scores] = field(default_factory=list)
-    """Of the prompt, as far as it is scored; empty once an output went out with them."""
+    """Scores of the prompt so far; empty once an output went out with them."""
     scored: int = 0
     """Tokens that they are of."""
     share: Share | None = None
-    """That of its API key."""
+    """Share of its API key."""
     arrived: float = 0.0
     """Seconds, of the scheduler's clock."""
     queued: float = 0.0
@@ -89,23 +89,23 @@ class Sequence:
     alone: bool = False
     """Computes every page by itself: it has read pages once that made it a non-finite row."""
     void: bool = False
-    """What its steps in flight give means nothing: it starts again when they are applied."""
+    """Whether the results of its steps in flight are void: it starts again when they are applied."""
     given_up: tuple[int, ...] = ()
     """Pages that a preemption took, until its steps in flight are applied."""
     sound: bool = False
-    """Since it has its slot, it has sampled a token from finite logits."""
+    """Whether it has sampled a token from finite logits since it has its slot."""
     drafts_tried: list[float] = field(default_factory=list)
-    """By position, steps that had a draft there, older ones for less; empty before the first."""
+    """Steps that had a draft at each position, older ones for less; empty before the first."""
     drafts_accepted_at: list[float] = field(default_factory=list)
-    """Of these, those in which all drafts up to there stood."""
+    """Steps, among these, in which all drafts up to that position were accepted."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0
     """Id of its grammar (`workers.scheduler.grammars`), 0 without one."""
 
     def go_on(self) -> None:
-        """It has tokens that an engine before this one generated: that one counted, charged and scored its prompt, and
-        its first output is out. Its key served it before, so it waits as one that was preempted."""
+        """Continue tokens that an engine before this one generated: that one counted, charged and scored its prompt,
+        and its first output is out. Its key served it before, so it waits as one that was preempted."""
         self.cached, self.paid_to, self.reported = 0, self.tokens.prompt.length, True
         self.scored = self.tokens.prompt.length - 1
         if self.share is not None:
@@ -125,7 +125,7 @@ class Sequence:
 
     @property
     def unscored(self) -> int:
-        """How many tokens of the prompt are still to be scored, of those that will be."""
+        """Number of prompt tokens that are still to be scored, of those that will be."""
         if self.request.sampling.prompt_logprobs < 0:
             return 0
         return self.tokens.prompt.length - 1 - self.scored
@@ -146,9 +146,10 @@ class Flight:
     """Parallel to the plan's prefill rows."""
 
     def sampled(self) -> list[Sequence]:
-        """Whose the sampled rows are, in the order of the result."""
+        """Return the requests of the sampled rows, in the order of the result."""
         return [*self.decode, *(s for s, row in zip(self.prefill, self.plan.prefill, strict=True) if row.final)]
 
     def logprobs_owed(self, tokens: tuple[tuple[int, ...], ...]) -> list[int]:
-        """How many log-probabilities the result must have for each sampled row that gained these tokens."""
+        """Return the number of log-probabilities that the result must have for each sampled row that gained these
+        tokens."""
         return [len(gained) if s.logprobs >= 0 else 0 for s, gained in zip(self.sampled(), tokens, strict=True)]

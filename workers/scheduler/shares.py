@@ -1,4 +1,4 @@
-"""How much each API key has had, so that the one which had least for its weight is served next.
+"""Fair shares: what each API key has had, so that the one which had least for its weight is served next.
 
 This is weighted fair queueing by tokens that are known only once they are generated: the virtual token counter of
 "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). A key pays for the prompt tokens that are
@@ -18,32 +18,32 @@ from dataclasses import dataclass
 from workers.protocol.messages import Charge, Charges
 
 AHEAD_S = 30.0
-"""What other replicas gave a key puts it behind the one that has paid least by what all keys pay here in so many
-seconds at the most: no longer has it to wait for others to catch up, whatever it was given elsewhere."""
+"""Seconds that bound how far other replicas' work for a key puts it behind: at most by what all keys pay here in that
+time. A key never has to wait longer for others to catch up, whatever it was given elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What the requests of one key have had."""
+    """Share of one key: the tokens that its requests have had."""
 
     name: str
     weight: float
-    """Of two keys that always wait, each is given tokens in proportion to it."""
+    """Weight of the key. Keys that always wait are given tokens in proportion to it."""
     paid: float = 0.0
     """Tokens by weight; of use only in comparison with that of others."""
     charged: int = 0
     """Tokens that this replica computed for it."""
     told: int = 0
-    """Those of them that other replicas were told of."""
+    """Tokens, among those charged, that other replicas were told of."""
 
     def charge(self, tokens: int) -> None:
-        """So many tokens were computed for it."""
+        """Charge the key for tokens that were computed for it."""
         self.charged += tokens
         self.paid += tokens / self.weight
 
 
 class Shares:
-    """All keys that a request has named so far."""
+    """Shares of all keys that a request has named so far."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
@@ -52,7 +52,8 @@ class Shares:
         self._looks: deque[tuple[float, float]] = deque([(clock(), 0.0)])  # when, and what all had paid here by then
 
     def of(self, name: str, weight: float) -> Share | None:
-        """That of a key, with the weight it has now; None for requests without one, which come by arrival alone."""
+        """Return the share of a key, with the weight it has now; None for requests without a key, which are served in
+        order of arrival."""
         if not name:
             return None
         share = self._known.get(name)
@@ -62,7 +63,7 @@ class Shares:
         return share
 
     def news(self) -> Charges | None:
-        """What was charged since the last call; None where nothing was."""
+        """Return the charges since the last call; None if there were none."""
         found = []
         for share in self._known.values():
             if share.charged > share.told:
@@ -71,7 +72,7 @@ class Shares:
         return Charges(tuple(found)) if found else None
 
     def ahead(self) -> float:
-        """What all keys pay here in `AHEAD_S`, by what they paid lately."""
+        """Return what all keys pay here in `AHEAD_S`, by what they paid lately."""
         now, paid = self._clock(), sum(share.charged / share.weight for share in self._known.values())
         looks = self._looks
         while len(looks) > 1 and looks[1][0] <= now - AHEAD_S:

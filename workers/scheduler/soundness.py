@@ -27,9 +27,9 @@ from workers.scheduler.tokens import Tokens
 
 CANARY_ID: Final = "the replica's own probe"
 CANARY_TOKEN: Final = 0
-"""Of every vocabulary; that of the beginning of a text in most."""
+"""Token of the canary request. It is in every vocabulary, and begins a text in most."""
 NONFINITE_STEPS: Final = 16
-"""So many steps in a row, each with a non-finite row, put the replica to the test although others gain tokens."""
+"""Steps in a row, each with a non-finite row, that put the replica to the test although others gain tokens."""
 
 NONFINITE_LOGITS: Final = (
     "the model gave no finite numbers (NaN or infinite logits) for this request, which ends here; tokens that were "

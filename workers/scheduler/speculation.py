@@ -24,22 +24,23 @@ from workers.scheduler.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 GAIN: Final = 1.01
-"""How much better another width must be: one is not left for a difference that is noise."""
+"""Least factor by which another width must be better: the best one is not left for a difference that is noise."""
 EXPLORED_DRAFTS: Final = 32
 """Drafts, at each place, that steps of a wider width try in a row."""
 FEWEST: Final = 8
-"""Of these, after how many it is given up where not one stood that a step of the best width would not have had."""
+"""Drafts of an exploration after which it ends early, if no row has accepted more than the best width would have given
+it."""
 TIMED: Final = 4
 """Steps that show what another width takes: the fewest that are tried in a row."""
 EXPLORATION_LOSS: Final = 0.0075
-"""Of the time, what that may lose in the long run."""
+"""Share of the time that exploration may lose in the long run."""
 LEAST_LOSS: Final = 0.1
-"""Of the time of such steps, what they are taken to lose at least: that they lose less may be a mistake."""
+"""Least share of their time that exploration steps are assumed to lose: a lower estimate may be a mistake."""
 IMPATIENCE: Final = 8
-"""How much sooner the first exploration comes after the width has changed, or where nothing is known of so many rows.
-Each next one comes half as soon, down to no sooner."""
+"""Factor by which the first exploration comes sooner after the width has changed, or where nothing is known of this
+number of rows. It is halved with each exploration, down to 1."""
 HOPELESS: Final = 2.0
-"""How many times as fast the best width must seem for a narrower one not to be tried."""
+"""Speed of the best width, as a multiple of a narrower one's, from which on the narrower one is not tried."""
 
 
 class Speculation:
@@ -63,7 +64,7 @@ class Speculation:
         self._exploring = 0
         """Steps that are left to try another width than the best."""
         self._explored = config.width
-        """That one, or the one that was tried last."""
+        """Width that is being explored, or was explored last."""
         self._tries = self._gains = 0
         """Rows of wider steps that a exploration has tried so far, and how many gained more than the best width
         allows."""
@@ -72,7 +73,7 @@ class Speculation:
         self._chosen = 0
         """Width of the plan that may be made."""
         self._in_flight: deque[bool] = deque()
-        """Of each plan that was made, whether its step drafts as it does in the long run, so that its time counts."""
+        """For each plan that was made, whether its step drafts as it does in the long run, so that its time counts."""
         self._credit = 0.0
         """Seconds that a exploration may lose by now."""
         self._sooner = IMPATIENCE
@@ -86,11 +87,11 @@ class Speculation:
 
     @property
     def falls(self) -> int:
-        """How often acceptance has fallen to half of what was usual."""
+        """Number of times that acceptance has fallen to half of what was usual."""
         return self._baseline.falls
 
     def by_position(self) -> tuple[float, ...]:
-        """How probable it is that a draft is accepted where those before it are, by position."""
+        """Return the probability, by draft position, that a draft is accepted if those before it are."""
         return self._acceptance.by_position()
 
     def choose(self, rows: int) -> tuple[int, int]:

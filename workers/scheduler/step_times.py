@@ -1,4 +1,4 @@
-"""How long steps of decode rows take: measured at the start, and followed since.
+"""Times of steps of decode rows: measured at the start, and followed since.
 
 What was measured is off by a factor for every bucket of rows and every width: real tokens wake other experts, contexts
 grow. In a bucket most of it is common to all widths, and changes fast; the rest is a width's own, and changes slowly.
@@ -24,7 +24,7 @@ DRAFT_COST: Final = 0.25
 UNUSUAL: Final = 3.0
 """A step that took so many times what was expected, or so little of it, says nothing: the machine was busy."""
 UNUSUAL_IN_A_ROW: Final = 3
-"""Of more than these it is what was expected that is wrong."""
+"""Unusual steps in a row after which the expectation, and not the steps, is taken to be wrong."""
 NOISE: Final = 0.03
 """Standard deviation of steps alike. This and all below are of logarithms: shares of a step's time."""
 COMMON, OWN = 0.3, 0.2
@@ -39,7 +39,7 @@ SURPRISING: Final = 3.0
 """Standard deviations beyond which a step counts for no more than this, as it may be one that was held up. But what is
 known is as uncertain from then on as would make it less surprising, and those that follow count for more."""
 FRESH: Final = 8
-"""Of that many steps after one of another width, what is surprising is taken to be the width's own."""
+"""Steps after a change of width in which what is surprising is taken to be the width's own."""
 
 
 class StepTimes:
@@ -60,7 +60,7 @@ class StepTimes:
         self._steps = self._unusual = 0
 
     def seconds(self, rows: int, width: int) -> float:
-        """What a step is expected to take."""
+        """Return the seconds that a step is expected to take."""
         place = self._bucket(rows)
         factors, measured = self._nearest(place), self._measured(rows, width)
         if factors is None:
@@ -69,7 +69,7 @@ class StepTimes:
         return measured * exp(logs[width - 1])
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
-        """What one took."""
+        """Take in the time of a step."""
         found = seconds / self.seconds(rows, width)
         self._unusual = 0 if 1 / UNUSUAL < found < UNUSUAL else self._unusual + 1
         if 0 < self._unusual <= UNUSUAL_IN_A_ROW and self._tables:
@@ -93,7 +93,7 @@ class StepTimes:
         return min(bisect_left(sizes, rows), len(sizes) - 1) if sizes else rows.bit_length()
 
     def _nearest(self, place: int) -> _Bucket | None:
-        """What is followed in a bucket, or in the nearest one in which steps were observed."""
+        """Return the factors of a bucket, or of the nearest one in which steps were observed."""
         found = self._followed.get(place)
         if found is None and self._followed:
             found = self._followed[min(self._followed, key=lambda known: abs(known - place))]
@@ -112,14 +112,14 @@ class StepTimes:
 
 
 class _Bucket:
-    """By how much each width's steps are off what was measured, as far as it is known."""
+    """Factors by which each width's steps are off what was measured, as far as they are known."""
 
     def __init__(self, begin: list[float], common: float) -> None:
         self._filter = Kalman(begin, [OWN] * len(begin), [common] * len(begin))
         self._seen = 0
         """The step that was observed last."""
         self._index, self._run = -1, 0
-        """Of its width, and how many of that there were in a row."""
+        """Index of that step's width, and the number of steps of this width in a row."""
 
     @property
     def log(self) -> list[float]:
@@ -146,6 +146,6 @@ class _Bucket:
             known.wander([0.0] * len(widths), min(more, COMMON**2))
 
     def likely(self) -> list[float]:
-        """What is to be expected of another bucket: the same in common, and half of what is a width's own."""
+        """Return the factors to expect in another bucket: the same in common, and half of what is a width's own."""
         common = sum(self.log) / len(self.log)
         return [(common + own) / 2 for own in self.log]

@@ -19,21 +19,21 @@ class Tokens:
         self.prompt = prompt
         self.generated = unpack_tokens(done)
         self.length = prompt.length + len(self.generated)
-        """Of the prompt's and the generated ones together."""
+        """Tokens of the prompt and generated ones together."""
 
     def __getitem__(self, index: int) -> int:
         known = self.prompt.length
         return self.prompt[index] if index < known else self.generated[index - known]
 
     def span(self, begin: int, end: int) -> tuple[int, ...]:
-        """Those from `begin` to `end` (exclusive)."""
+        """Return the tokens from `begin` to `end` (exclusive)."""
         known = self.prompt.length
         if end <= known:
             return self.prompt[begin:end]
         return (*self.prompt[begin:known], *self.generated[max(begin - known, 0) : end - known])
 
     def packed(self) -> bytes:
-        """All of them, as `pack_tokens` packs them."""
+        """Return all tokens as `pack_tokens` packs them."""
         return self.prompt.packed + pack_tokens(self.generated)
 
     def page(self, index: int) -> bytes:

@@ -140,7 +140,7 @@ class DecodeBuckets:
         return self._key(layout, drafts, row_buckets(self.max_rows), dense)
 
     def split_key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
-        """The same for a split step."""
+        """Return the key of the graphs that serve a split step of this layout; None when there is none."""
         return self._key(layout, drafts, split_row_buckets(self.max_rows))
 
     def _has_dense(self, rows: int) -> bool:

@@ -24,7 +24,7 @@ from workers.step.parts import StepOutput, StepParts
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where this step's tokens are: addresses stay, contents move on with the draft passes."""
+    """Tokens of this step's rows: addresses stay, contents move on with the draft passes."""
 
     token_RW: torch.Tensor
     position_RW: torch.Tensor
@@ -33,7 +33,7 @@ class _Rows:
     page_RP: torch.Tensor
 
     def batch(self, layout: BatchLayout, first: int, *, dense: bool) -> Batch:
-        """What the model reads."""
+        """Return the batch that the model reads."""
         return Batch(
             layout,
             self.position_RW.flatten(),
@@ -51,7 +51,7 @@ class Passed:
 
     fed: _Rows
     source_TF: torch.Tensor
-    """What the drafter reads: final hidden states, or the auxiliary hidden states that it reads."""
+    """Input of the drafter: final hidden states, or the auxiliary hidden states that it reads."""
     logits_NV: torch.Tensor
 
 
@@ -84,7 +84,7 @@ class DecodeStep:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Within this context the forward pass's results stay where they are."""
+        """Keep the forward pass's results where they are, within this context."""
         with self._scratch.scope():
             yield
 
@@ -132,7 +132,8 @@ class DecodeStep:
         return self.key.dense and not self.parts.drafter.keeps
 
     def _feed(self) -> _Rows:
-        """What the slots' state has the rows feed."""
+        """Compute the tokens, positions, cache slots, lengths and page tables that the rows feed, by the state of their
+        slots."""
         rows, width, scratch = self.key.rows, self.key.width, self._scratch
         fed = _Rows(
             token_RW=scratch.empty(rows, width, dtype=torch.int64),

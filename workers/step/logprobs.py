@@ -22,16 +22,16 @@ from workers.protocol.plan import TopLogprobs
 from workers.protocol.scores import Scores
 
 MOST_BYTES = 1 << 26
-"""Of the buffer, unless one row alone needs more."""
+"""Most bytes of the buffer, unless one row alone needs more."""
 
 _WIDE_BYTES = 4 + 4 + 8
-"""For an id of a row: logits, log-probabilities, and keys in whose place the logits lie before."""
+"""Bytes for an id of a row: logits, log-probabilities, and keys in whose place the logits lie before."""
 _TOP_BYTES = 8 + 8 + 4
-"""For one of the most probable ids of a row: key, id, log-probability."""
+"""Bytes for one of the most probable ids of a row: key, id, log-probability."""
 _USUAL_TOP = 20
-"""As many as the HTTP API allows by default."""
+"""Number of most probable ids that the HTTP API allows by default."""
 _ALIGNED = 8 * 256
-"""What the tensors of a piece may lose to alignment."""
+"""Bytes that the tensors of a piece may lose to alignment."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Taken:
     """Log-probabilities of some logits rows, on the host; from a GPU they are complete once the stream got there."""
 
     index: dict[int, int]
-    """Which of the A rows a logits row is."""
+    """Maps a logits row to one of the A rows."""
     chosen_A: Tensor
     """float32: of each row's token."""
     ids_AK: Tensor
@@ -51,10 +51,10 @@ class Taken:
     named_AJ: Tensor | None = None
     """float32: of the ids that rows name, where any does; a row has its own first."""
     names: tuple[int, ...] = ()
-    """How many ids each row names, where any does."""
+    """Number of ids that each row names, where any does."""
 
     def entries(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[TopLogprobs, ...], ...]:
-        """Those of the logits rows that are named for each sampled row; none where it did not ask."""
+        """Return the log-probabilities of the logits rows wanted for each sampled row; none where it did not ask."""
         chosen, ids, values = self.chosen_A.tolist(), self.ids_AK.tolist(), self.values_AK.tolist()
         index = self.index
         named: list[tuple[float, ...]] = [()] * len(chosen)
@@ -90,7 +90,7 @@ class Logprobs:
         self._ids_V: Tensor | None = None
 
     def allocate(self, rows: int) -> None:
-        """For steps of up to `rows` logits rows; more of them take more pieces. Once is enough."""
+        """Allocate memory for steps of up to `rows` logits rows; more of them take more pieces. Once is enough."""
         if self._buffer is not None:
             return
         wanted = rows * self._row_bytes(min(_USUAL_TOP, self.vocab))
@@ -143,8 +143,8 @@ class Logprobs:
         rows: Sequence[int],
         named: Sequence[Sequence[int]] = (),
     ) -> None:
-        """What `take` says of these logits rows, into `taken` from its row `first` on. `named`: the ids that each
-        names, as many for each, if there is room for any."""
+        """Compute the log-probabilities of these logits rows, as `take` does, into `taken` from its row `first` on.
+        `named`: the ids that each row names, as many for each, if there is room for any."""
         self.allocate(len(rows))
         assert self._buffer is not None
         k = taken.ids_AK.shape[1]
@@ -195,9 +195,9 @@ class Logprobs:
             taken.values_AK[part].copy_(value_PK, non_blocking=True)
 
     def _keys(self, logit_PV: Tensor, key_PV: Tensor) -> None:
-        """Each float32 becomes an integer of the same order (negative floats order backwards as bits), with the
-        complement of the id below it: all keys differ, so nothing depends on how a top-k treats ties. The logits are
-        lost."""
+        """Make keys: each float32 becomes an integer of the same order (negative floats order backwards as bits), with
+        the complement of the id below it: all keys differ, so nothing depends on how a top-k treats ties. The logits
+        are lost."""
         assert self._ids_V is not None
         logit_PV.add_(0.0)  # makes -0.0 equal 0.0
         bits_PV, flip_PV = logit_PV.view(torch.int32), _head(key_PV, torch.int32)

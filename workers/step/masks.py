@@ -34,7 +34,7 @@ class StepMasks:
         self._used = 0
         self._host_NB = self._host[rows:].view(rows, self.words).numpy()
         self.masks = TokenMasks(self._device[:rows], self._device[rows:].view(rows, self.words))
-        """On the device."""
+        """Masks on the device."""
 
     def clear(self) -> None:
         """No row has a mask. The last `upload` must have happened: its step is over."""
@@ -42,7 +42,7 @@ class StepMasks:
         self._used = 0
 
     def take(self, logits_row: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Where the mask of this logits row is to be filled, int32 [B]."""
+        """Return the buffer for the mask of this logits row, int32 [B]."""
         taken, self._used = self._used, self._used + 1
         self._index_N[logits_row] = taken
         mask_B: np.ndarray[Any, np.dtype[np.int32]] = self._host_NB[taken]

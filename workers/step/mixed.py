@@ -28,7 +28,7 @@ from workers.step.stage import TARGET, Stage
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where this step's rows are. Contents move on with the draft pass, as the stage's do."""
+    """Tensors of this step's rows. Contents move on with the draft pass, as the stage's do."""
 
     layout: BatchLayout
     slot_R: torch.Tensor
@@ -52,7 +52,7 @@ class _Rows:
 
 
 def _message(plan: StepPlan, stage: Stage) -> torch.Tensor:
-    """What the host knows about the step, laid out as `Stage.uploaded_X`; in pinned memory for a GPU.
+    """Pack the host's data about the step, laid out as `Stage.uploaded_X`; in pinned memory for a GPU.
 
     Of every prefill token its id, position, whether it is live, its slot, the slot it is written to (-1, whose pages
     are null pages, if it is suppressed) and the token after it; decode tokens come from the slots' state. Then, of the

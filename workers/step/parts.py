@@ -1,4 +1,5 @@
-"""What a step of either kind works with, the draft loop both end with, and what they leave for the host.
+"""Common parts of both kinds of steps: what they work with, the draft loop at their end, and what they leave for the
+host.
 
 Shape legend: R sampled rows, E hidden size, P most pages of a row, S slots, V vocabulary.
 """
@@ -35,7 +36,7 @@ class StepParts:
     cache: PagedCache
     state: SlotState
     sampling: SamplingState | None
-    """On rank 0 only: it decides for all ranks."""
+    """Sampling state, on rank 0 only: it decides for all ranks."""
     group: Group
     width: int
     """The most tokens a decode row feeds; above 1 a drafter's cache is kept."""
@@ -44,12 +45,12 @@ class StepParts:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """Device of all tensors."""
         return self.cache.layers[0].device
 
     @property
     def drafter(self) -> Drafter:
-        """What proposes tokens; ValueError where there is none, so where `width` is 1."""
+        """Drafter of the model; ValueError where there is none, so where `width` is 1."""
         if self.model.drafter is None:
             raise ValueError("this model has no drafter")
         return self.model.drafter
@@ -62,13 +63,13 @@ class StepParts:
         return [self.model.segments, *([] if own is None else [own])]
 
     def most_tail_tokens(self, rows: int) -> int:
-        """Of how many tokens a mixed step of so many rows wants, at most, what its last pass ends with: of one per row
-        where that pass is the drafter's, of all that are verified where it is the model's."""
+        """Return the most tokens for which a mixed step of `rows` rows needs the end of its last pass: one per row
+        where that pass is the drafter's, all that are verified where it is the model's."""
         return rows if len(self.passes) > 1 else rows * self.width
 
     @property
     def widths(self) -> range:
-        """How many tokens a decode row may feed in a step."""
+        """Numbers of tokens that a decode row may feed in a step."""
         return range(1 if self.adaptive else self.width, self.width + 1)
 
     @property
@@ -133,7 +134,8 @@ class _Drafted:
     parts: StepParts
     slot_R: torch.Tensor
     position_R: torch.Tensor
-    """Of the draft that is chosen first, then of the one that was fed last, behind which the next one stands."""
+    """Position of the draft that is chosen first, then of the one that was fed last, behind which the next one
+    stands."""
     length_R: torch.Tensor
     page_RP: torch.Tensor
     kept_RS: torch.Tensor | None
@@ -183,5 +185,5 @@ class StepOutput:
     logits_NV: torch.Tensor | None
     """Logits of every logits row; None when nothing is sampled."""
     scored: Taken | None = None
-    """On rank 0, how probable the tokens were that prefill rows score, in the order of `BatchLayout.score_tokens`; on
-    the host, and from a GPU complete once the stream got there."""
+    """Log-probabilities, on rank 0, of the tokens that prefill rows score, in the order of `BatchLayout.score_tokens`;
+    on the host, and from a GPU complete once the stream got there."""

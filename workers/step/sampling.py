@@ -204,7 +204,7 @@ class SamplingState:
 
     @property
     def scorer(self) -> Logprobs:
-        """What says how probable tokens of prompts are."""
+        """Computes the log-probabilities of prompts' tokens."""
         return self._logprobs
 
     def _sample(

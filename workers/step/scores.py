@@ -1,4 +1,4 @@
-"""How probable the tokens of prompts were: logits of a chunk, a piece at a time.
+"""Log-probabilities of prompts' tokens: the logits of a chunk are computed a piece at a time.
 
 The logits of a chunk of thousands of tokens would take gigabytes. So pieces of `at_once` tokens go through the output
 head, in memory that a piece gives back before the step samples, and of each only the log-probability of the token that
@@ -27,8 +27,8 @@ def at_once(slots: int) -> int:
 
 
 def score(parts: StepParts, plan: StepPlan, stage: Stage) -> Taken | None:
-    """Of all tokens that the plan's prefill rows score how probable what follows them was, on rank 0; all ranks take
-    part. The target's pass has run in `stage`. None where nobody asks."""
+    """Score all tokens that the plan's prefill rows ask for: how probable the token after each is. The result is on
+    rank 0; all ranks take part. The target's pass has run in `stage`. None where nobody asks."""
     tokens = plan.layout.score_tokens(plan.prefill)
     if not tokens:
         return None

@@ -1,4 +1,4 @@
-"""Where the passes of a mixed step run: what they read, write and hand on.
+"""Stages of mixed steps: the memory that their passes read, write and hand on.
 
 A `Stage` holds that for steps of so many tokens: addresses stay, contents change from step to step. Tokens past a
 step's own are padding: token 0 at position 0, written to the null page, for no expert; their outputs are never read.
@@ -38,7 +38,7 @@ class Tail:
     it repeats a token of the step."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
-        """All memory comes from `inner`: when a pass ends, nothing else in it is in use."""
+        """Take all memory from `inner`: when a pass ends, nothing else in it is in use."""
         self.tokens, self._inner = tokens, inner
         self._segments = segments = parts.passes[-1]
         hidden, dtype = parts.model.config.hidden_size, parts.model.norm_E.dtype
@@ -51,7 +51,7 @@ class Tail:
         self._segments.gather(buffers, token_N, self.buffers)
 
     def run(self) -> None:
-        """Of what was gathered, make `out_NE`."""
+        """Compute `out_NE` from the gathered inputs."""
         self._segments.end(self.buffers, self.out_NE, self._inner)
 
     def fill(self, byte: int) -> None:
@@ -78,9 +78,9 @@ class Stage:
         hidden, dtype = model.config.hidden_size, model.norm_E.dtype
         self.segments = parts.passes
         self.hidden_TE = scratch.empty(tokens, hidden, dtype=dtype) if len(self.segments) > 1 else None
-        """Of the target's pass, where the draft layer reads them."""
+        """Hidden states of the target's pass, where the draft layer reads them."""
         self.aux_hidden_TF = parts.aux_hidden(tokens, scratch)
-        """Of the target's pass, the auxiliary hidden states that the drafter reads."""
+        """Auxiliary hidden states of the target's pass, where the drafter reads them."""
         buffers = model.segments.buffers(tokens, scratch)
         inputs = (self.token_T, self.position_T, self.cache_slot_T, self.live_T)
         self.tensors = [PassTensors(*inputs, None, self.hidden_TE, buffers, model.aux_hidden(self.aux_hidden_TF))]
@@ -94,7 +94,7 @@ class Stage:
         return self.tokens + self.tokens % 2
 
     def split(self, uploaded_X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a tensor like `uploaded_X` holds the numbers of every token, [PER_TOKEN, T], and those of the rows."""
+        """Split a tensor like `uploaded_X` into the numbers of every token, [PER_TOKEN, T], and those of the rows."""
         end = PER_TOKEN * self._stride
         return uploaded_X[:end].view(PER_TOKEN, self._stride)[:, : self.tokens], uploaded_X[end:]
 
@@ -109,7 +109,7 @@ class Stage:
         self.cache_slot_T.zero_()
 
     def indices(self, which: int) -> range:
-        """Of the segments that a pass runs for all tokens."""
+        """Indices of the segments that a pass runs for all tokens."""
         return range(len(self.segments[which]) - (self.tensors[which].out_TE is None))
 
     def run_pass(self, which: int, batch: Batch) -> None:
@@ -162,7 +162,7 @@ class Stage:
         return tail.out_NE[:count]
 
     def tail(self, key: TokenKey) -> Tail:
-        """Where the last pass ends for so many tokens."""
+        """Return the tail of the last pass for a number of tokens."""
         return Tail(self.parts, key.tokens, self.inner)
 
     def run_segment(self, which: int, index: int) -> None:

@@ -15,7 +15,7 @@ from workers.vocabulary.folder import text_of_tokens
 
 
 class _Read(msgspec.Struct, array_like=True):
-    """What the process answers."""
+    """Answer of the process."""
 
     table: list[bytes] | None = None
     special: list[int] = []

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ADDS_BOS_BY_DEFAULT: Final = ("Llama", "CodeLlama", "Gemma")
-"""How names of tokenizer classes begin that put the begin-of-sequence id before a text unless `add_bos_token` is false,
-as their documentation says."""
+"""Prefixes of the names of tokenizer classes that put the begin-of-sequence id before a text unless `add_bos_token` is
+false, as their documentation says."""
 
 TEKKEN: Final = "tekken.json"
-"""Of folders in Mistral's own layout."""
+"""Tokenizer file of folders in Mistral's own layout."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model", TEKKEN)
 
 

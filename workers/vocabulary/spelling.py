@@ -1,4 +1,4 @@
-"""What bytes the tokens of a byte-level vocabulary stand for, as GPT-2's and those of every model served here."""
+"""Bytes of the tokens of a byte-level vocabulary, as GPT-2's and those of every model served here."""
 
 from __future__ import annotations
 

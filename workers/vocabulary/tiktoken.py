@@ -25,7 +25,7 @@ PATTERN: Final = "pat_str"
 _FURTHER_TEMPLATES: Final = "additional_chat_templates"
 _CONFIG: Final = "tokenizer_config.json"
 _OF_ITS_CLASS: Final = ("auto_map", "tokenizer_class", "added_tokens_decoder")
-"""What tokenizer_config.json says of the folder's own class, which is not used."""
+"""Fields of tokenizer_config.json about the folder's own class, which is not used."""
 
 
 def load(folder: Path) -> PreTrainedTokenizerFast:

@@ -35,7 +35,7 @@ class Checkpoint:
     entries: dict[str, Entry] = field(default_factory=dict)
     _files: dict[Path, Any] = field(default_factory=dict)
     _mapped: list[tuple[int, int]] = field(default_factory=list)
-    """Where files lie in memory, first bytes and ends, in order."""
+    """Places of files in memory, first bytes and ends, in order."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @staticmethod
@@ -87,7 +87,7 @@ class Checkpoint:
         return any(name.startswith(prefix) for name in self.entries)
 
     def dtype_of(self, name: str) -> str | None:
-        """In safetensors' words; None if there is no such tensor."""
+        """Return the dtype of a tensor in safetensors' words; None if there is no such tensor."""
         return self.entries[name].dtype if name in self.entries else None
 
     def verify(self, wanted: Mapping[str, Wanted], ignored: Iterable[str]) -> None:
@@ -135,9 +135,9 @@ class Checkpoint:
         return tensor.reshape(()).expand(*(end - begin for begin, end, _ in sizes))
 
     def release(self, tensor: Tensor) -> None:
-        """Nobody is going to read `tensor` again soon: whole pages of a file that it lies in are unmapped, and mapped
-        again where somebody does. Closing large files unmaps for a while what still is, and no other thread can run
-        meanwhile, as it can here. To what was copied from a file nothing happens."""
+        """Release the memory of `tensor`, which will not be read again soon. Whole pages of its file are unmapped; a
+        later read maps them again. Closing large files unmaps what is still mapped, which takes a while in which no
+        other thread can run; here others can. Copies are not affected."""
         begin, mapped = tensor.data_ptr(), self._mapped
         place = bisect(mapped, (begin, sys.maxsize)) - 1
         if place < 0 or begin >= mapped[place][1] or not tensor.numel():
@@ -161,12 +161,13 @@ class Checkpoint:
 
 
 def _moved(rows: slice, by: int) -> slice:
-    """These rows, counted from a row before them; all of them where none is said to be the first."""
+    """Return these rows, counted from a row before them; all of them where none is said to be the first."""
     return slice((rows.start or 0) + by, None if rows.stop is None else rows.stop + by) if by else rows
 
 
 def _mappings(files: Set[Path]) -> list[tuple[int, int]]:
-    """Where files are mapped in this process; nowhere if it cannot be known, or if they are read in another way."""
+    """Return the address ranges at which files are mapped in this process; none if it cannot be known, or if they are
+    read in another way."""
     maps, names = Path("/proc/self/maps"), {str(path.resolve()) for path in files}
     found = []
     for line in maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else ():
@@ -178,7 +179,7 @@ def _mappings(files: Set[Path]) -> list[tuple[int, int]]:
 
 
 def _unmap(begin: int, length: int) -> None:
-    """It is advice: where it is not taken, nothing is lost but time."""
+    """Advise the system to unmap memory. Where the advice is not taken, nothing is lost but time."""
     _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 

@@ -19,8 +19,8 @@ _AT_ONCE: Final = 1 << 23
 
 
 def differing(checkpoint: Checkpoint, copies: Mapping[str, str], group: Group, device: torch.device) -> frozenset[str]:
-    """Those of `copies`, each with the matrix that it may repeat, that are there and are another matrix, or are stored
-    otherwise: both by the checkpoint's names. Collective: each rank compares its share of the rows."""
+    """Return those of `copies`, each with the matrix that it may repeat, that exist and differ from it in content or in
+    storage: both by the checkpoint's names. Collective: each rank compares its share of the rows."""
     suffixes = ["", *{suffix: None for format in FORMATS for suffix in format.suffixes if suffix}]
     there = [name for name in copies if any(name + suffix in checkpoint.entries for suffix in suffixes)]
     if not there:

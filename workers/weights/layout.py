@@ -18,18 +18,18 @@ rounds otherwise."""
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix is kept."""
+    """Form in which a matrix is kept."""
 
     format: Format = PLAIN
     block: Block = None
     """See `Weight`."""
     note: str = ""
-    """What to tell of a matrix that is stored quantized and kept plain."""
+    """Note for the user about a matrix that is stored quantized and kept plain."""
 
 
 def layout_of(stacks: Sequence[Sequence[Part]], stored: Callable[[str], Format], mesh: Mesh) -> Layout:
-    """How to keep matrices, each of which has rows of some parts, one behind the other. As they are stored, if that can
-    be: else plain. Matrices of several experts are kept alike, and all ranks choose alike."""
+    """Choose the form in which to keep matrices, each of which has rows of some parts, one behind the other. It is the
+    stored one if possible, else plain. Matrices of several experts are kept alike, and all ranks choose alike."""
     formats = {stored(part.name) for parts in stacks for part in parts}
     if formats == {PLAIN}:
         return Layout()

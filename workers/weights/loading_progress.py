@@ -1,4 +1,4 @@
-"""Tells how far loading is, in bytes and in seconds that remain: a line every few seconds."""
+"""Progress of loading, in bytes and in seconds that remain: a line every few seconds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Final
 
 PERIOD_S: Final = 3.0
-"""Between two lines."""
+"""Seconds between two lines."""
 LEAST_KNOWN_S: Final = 1.0
-"""Before that nobody says how long it will take."""
+"""Seconds before which nobody says how long it will take."""
 
 
 class LoadingProgress:
-    """How much of one rank's weights is in place."""
+    """Progress of loading one rank's weights."""
 
     def __init__(self, total: int, tell: Callable[[str], None] | None) -> None:
         """`total`: bytes of memory to fill. `tell` gets the lines."""
@@ -30,12 +30,12 @@ class LoadingProgress:
             self._tell(text)
 
     def at(self, where: str) -> None:
-        """What is being loaded from now on."""
+        """Name what is being loaded from now on."""
         self._where = where
         self._say()
 
     def add(self, count: int) -> None:
-        """So many bytes more are in place, or soon will be."""
+        """Add bytes that are in place, or soon will be."""
         self._done += count
         self._say()
 
@@ -50,7 +50,7 @@ class LoadingProgress:
         self._tell(f"{self._where}: {self._done / 2**30:.2f} of {self._total / 2**30:.2f} GiB of weights{rest}")
 
     def end(self) -> None:
-        """Everything is in place."""
+        """Report the end: everything is in place."""
         if self._tell is not None:
             seconds = time.perf_counter() - self._begin
             self._tell(f"{self._done / 2**30:.2f} GiB of weights loaded in {seconds:.1f} s")

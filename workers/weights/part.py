@@ -1,4 +1,4 @@
-"""Which rows and columns of which tensors of a checkpoint a rank's matrix is made of."""
+"""Parts: the rows and columns of a checkpoint's tensors that make up a rank's matrix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RopeRows:
         return 0 if self.first else self.head - self.rope
 
     def order(self, rows: int, device: torch.device) -> Tensor:
-        """Where each of a matrix's rows comes from, int64."""
+        """Return the source row of each of a matrix's rows, int64."""
         order_HR = torch.arange(rows, device=device).view(-1, self.head)
         roped = order_HR[:, self.begin : self.begin + self.rope]
         roped.copy_(roped.reshape(-1, 2, self.rope // 2).transpose(1, 2).flatten(1))
@@ -43,7 +43,7 @@ class RopeRows:
 
 
 class Shard(NamedTuple):
-    """Which dimension of a matrix ranks share equally among themselves, and along which axis of the mesh."""
+    """Dimension of a matrix that ranks share equally among themselves, and the mesh axis along which they do."""
 
     dimension: int
     """0: rows, 1: columns."""
@@ -55,15 +55,15 @@ class Part:
     """A matrix of the checkpoint, or what a rank reads of it."""
 
     name: str
-    """As DeepSeek V3's checkpoints call it."""
+    """Name in DeepSeek V3's checkpoints."""
     rows: int
     columns: int
-    """Of all of it: what the files must have."""
+    """Columns of the whole matrix: those that the files must have."""
     shard: Shard | None = None
-    """What ranks share equally among themselves; None: each has all of it."""
+    """Dimension that ranks share equally among themselves; None: each has all of it."""
     unit: int = 0
     units: int = 1
-    """Of the shared dimension not all, but the unit-th of so many equal parts."""
+    """Number of equal parts of the shared dimension, of which not all but the unit-th is taken."""
     own: slice | None = None
     """The rows that this rank reads, where the ranks do not share equally."""
     rope: RopeRows | None = None
@@ -76,12 +76,12 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of all of it."""
+        """Shape of the whole matrix."""
         return self.rows, self.columns
 
     @property
     def place(self) -> tuple[object, ...]:
-        """All but the name: what it shares with the same part of another expert."""
+        """Return all but the name: what it shares with the same part of another expert."""
         own = None if self.own is None else (self.own.start, self.own.stop)  # slices have no hash
         return self.rows, self.columns, self.shard, self.unit, self.units, own, self.rope
 
@@ -116,7 +116,8 @@ class Part:
 
 
 def sharing(stacks: Sequence[Sequence[Part]], mesh: Mesh) -> int:
-    """How many ranks share these; ValueError where they share some along one axis and some along another."""
+    """Return the number of ranks that share these; ValueError if some are shared along one axis and some along
+    another."""
     axes = {part.shard.axis for parts in stacks for part in parts if part.shard is not None}
     if len(axes) > 1:
         raise ValueError(
@@ -126,6 +127,6 @@ def sharing(stacks: Sequence[Sequence[Part]], mesh: Mesh) -> int:
 
 
 def kind_of(stacks: Sequence[Sequence[Part]]) -> str:
-    """What the parts are called in every layer, such as `experts.gate_proj and experts.up_proj`."""
+    """Return the name of the parts in every layer, such as `experts.gate_proj and experts.up_proj`."""
     names = [re.sub(r"\.\d+(?=\.)", "", part.name.removesuffix(".weight")) for parts in stacks for part in parts]
     return " and ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))

@@ -26,11 +26,11 @@ class Entry:
     shape: Shape
     dtype: str
     name: str
-    """What the file calls the tensor that holds it."""
+    """Name in the file of the tensor that holds it."""
     outer: tuple[int, ...] = ()
-    """Which of that tensor's first dimensions' items it lies in."""
+    """Indices of the item that it is, along that tensor's first dimensions."""
     row: int = 0
-    """Where its rows begin there."""
+    """First of its rows there."""
     repeated: bool = False
     """Whether there is one number, which stands for all of `shape`."""
     stored: Shape = field(default=())
@@ -61,7 +61,8 @@ _OF_MISTRAL: Final = {
         for number, name in {1: "gate", 2: "down", 3: "up"}.items()
     },
 }
-"""With what a name begins in files as Mistral publishes them (`consolidated*.safetensors`), and in DeepSeek's."""
+"""Beginnings of names in files as Mistral publishes them (`consolidated*.safetensors`), and those that DeepSeek's
+have."""
 _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)")
 
 
@@ -82,7 +83,7 @@ def _renamed(name: str) -> str:
 
 
 def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Each expert's matrices in place of [X, 2 I, K], gate rows then up rows, and [X, K, I]; scales likewise."""
+    """Show each expert's matrices in place of [X, 2 I, K], gate rows then up rows, and [X, K, I]; scales likewise."""
     found: dict[str, Entry] = {}
     for name, entry in entries.items():
         match = _STACKED.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Where a model's constructors get their weights from.
+"""The source of the weights, for a model's constructors.
 
 A model builds itself from a `WeightSource`, twice: a `DryRun` first collects, on the meta device, which tensors it
 wants, in which shapes and how many bytes they take; after that was held against the files, a `CheckpointReader` fills
@@ -26,7 +26,7 @@ from workers.weights.weight import Formats, Weight
 
 
 class WeightSource(ABC):
-    """Where a model's constructors get their tensors from."""
+    """Source of the tensors for a model's constructors."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WeightSource(ABC):
         self._invariant = invariant
         self._own = own
         self.formats = Formats()
-        """Of the matrices so far, as they are kept."""
+        """Formats in which the matrices so far are kept."""
         self._told: set[str] = set()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -66,8 +66,8 @@ class WeightSource(ABC):
         return into
 
     def plain(self, part: Part, dtype: torch.dtype | None = None) -> Tensor:
-        """What this rank reads of a matrix, as plain numbers however it is stored: for what is no matrix of a product,
-        or cannot be one as it is stored."""
+        """Read this rank's part of a matrix as plain numbers, however it is stored: for tensors that are no matrix of a
+        product, or cannot be one as they are stored."""
         rows, columns = part.index(self.mesh)
         into = self.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=dtype)
         self.fill(Weight(into), part)
@@ -88,8 +88,8 @@ class WeightSource(ABC):
         return weight
 
     def layout(self, stacks: Sequence[Sequence[Part]]) -> Layout:
-        """How `experts` keeps these: as they are stored, where all are stored alike and no rank's share begins inside
-        of what shares a scale; else plain, which the user is told."""
+        """Choose the form in which `experts` keeps these: as they are stored, if all are stored alike and no rank's
+        share begins inside of a block with one scale; else plain, which the user is told."""
         return (invariant_layout if self._invariant else layout_of)(stacks, self.stored_format, self.mesh)
 
     def repeats(self, name: str) -> bool:
@@ -97,7 +97,7 @@ class WeightSource(ABC):
         return self.stored(name) not in self._own
 
     def stored_format(self, name: str) -> Format:
-        """How the checkpoint stores matrix `name`."""
+        """Return the checkpoint's format of matrix `name`."""
         return stored_format(self.stored(name), self._dtype_of)
 
     def has(self, name: str) -> bool:
@@ -168,9 +168,9 @@ class DryRun(WeightSource):
     ) -> None:
         super().__init__(mesh, dtype, torch.device("meta"), stored, dtype_of, invariant, own)
         self.wanted: dict[str, Wanted] = {}
-        """By the checkpoint's names."""
+        """Wanted tensors by the checkpoint's names."""
         self.bytes = 0
-        """Of this rank's share, scales included."""
+        """Bytes of this rank's share, scales included."""
 
     @override
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -191,7 +191,7 @@ class DryRun(WeightSource):
 
     @override
     def progress(self, text: str) -> None:
-        """Says nothing."""
+        """Report nothing."""
 
 
 def _reorder(weight: Weight, rope: RopeRows) -> None:

@@ -12,4 +12,4 @@ PLAIN_DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""By safetensors' names, which are `wanted.PLAIN_NAMES`."""
+"""Dtypes of plain numbers by safetensors' names, which are `wanted.PLAIN_NAMES`."""

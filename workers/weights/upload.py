@@ -18,13 +18,13 @@ from torch import Tensor
 
 THREADS = 8
 PIECE_BYTES = 16 << 20
-"""Of one page-locked buffer; every thread has two."""
+"""Bytes of one page-locked buffer; every thread has two."""
 MOST_PENDING = 64
 """Copies asked for and not finished; who asks for more waits, so that progress told between requests is real."""
 
 
 class _Lane:
-    """One thread's stream and page-locked buffers."""
+    """Stream and page-locked buffers of one thread."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self.cuda = device.type == "cuda"
@@ -75,8 +75,8 @@ class Uploader:
     def fill_computed(
         self, into: Tensor, read: Callable[[], tuple[Tensor, ...]], compute: Callable[..., Tensor]
     ) -> None:
-        """As `fill`, of what `compute` makes, on the device, of what `read` returns. What is read, and what computing
-        takes, is memory of the device until that is done."""
+        """Fill `into`, as `fill` does, with the result of `compute`, on the device, for the tensors that `read`
+        returns. These, and the memory of `compute`, take device memory until that is done."""
 
         def work(lane: _Lane) -> None:
             given = []

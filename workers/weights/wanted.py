@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint must be."""
+"""Requirements on the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ PLAIN_NAMES: Final = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes of numbers that are stored as they are."""
 FP8_DTYPE: Final = "F8_E4M3"
 FP8_SCALES: Final = "_scale_inv"
-"""What is added to the name of a matrix of FP8 numbers, of the tensor with its scales."""
+"""Suffix of the name of an FP8 matrix that gives the tensor with its scales."""
 BLOCK: Final = 128
 """Rows, and columns, of such a matrix that share a scale in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a tensor of the checkpoint must be."""
+    """Requirements on a tensor of the checkpoint."""
 
     shape: Shape
     dtypes: tuple[str, ...] = PLAIN_NAMES
-    """Those that can be read, by safetensors' names."""
+    """Dtypes that can be read, by safetensors' names."""

@@ -21,18 +21,18 @@ from workers.weights.formats.format import Block, Format
 
 @dataclass(frozen=True)
 class Formats:
-    """In which a model's matrices are stored. They become more until it is built."""
+    """Formats in which a model's matrices are stored. They become more until it is built."""
 
     experts: set[Format] = field(default_factory=set)
     others: set[Format] = field(default_factory=set)
-    """Of matrices outside of mixtures of experts."""
+    """Formats of matrices outside of mixtures of experts."""
 
     def __contains__(self, format: Format) -> bool:
         return format in self.experts or format in self.others
 
     @property
     def all(self) -> set[Format]:
-        """Of any matrix."""
+        """Formats of all matrices."""
         return self.experts | self.others
 
 
@@ -43,7 +43,7 @@ class Weight:
     data: Tensor
     format: Format = PLAIN
     scales: Tensor | None = None
-    """What the numbers in `data` are multiplied by; None where the format has none."""
+    """Scales of the numbers in `data`; None where the format has none."""
     block: Block = None
     """Rows and columns that share a scale, where the format has blocks of several sizes."""
 
@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix as it is multiplied, however it is stored: (N, K) or (X, N, K)."""
+        """Shape of the matrix as it is multiplied, however it is stored: (N, K) or (X, N, K)."""
         return self.format.shape(self.data)
 
     @property
@@ -89,7 +89,7 @@ class Weight:
 
     @property
     def matrix(self) -> Matrix:
-        """As kernels take it that read every format."""
+        """The matrix in the form of kernels that read every format."""
         return self.format.matrix(self.data, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:

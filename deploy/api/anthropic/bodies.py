@@ -17,13 +17,13 @@ from deploy.text.response_tools import named
 from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_fields
 
 Known = Mapping[str, Mapping[str, type[Any]]]
-"""By the types of blocks the fields that each has, and their types."""
+"""The fields of each known type of block, with their types."""
 _TEXTS: Final[Known] = {"text": {"text": str}}
 _SHOWN_IN_WORDS: Final[Known] = {
     **_TEXTS,
     **{kind: {} for kind in ("image", "document", "container_upload", "search_result", "tool_reference")},
 }
-"""What a model reads as it is or in words that stand for it; see `deploy.text.turns`."""
+"""Blocks that a model reads either as they are or as words that stand for them; see `deploy.text.turns`."""
 _OF_SERVER: Final = (
     "server_tool_use",
     "web_search_tool_result",
@@ -36,7 +36,7 @@ _OF_SERVER: Final = (
     "mcp_tool_result",
     "compaction",
 )
-"""What other servers did during earlier turns."""
+"""Blocks that record what other servers did during earlier turns."""
 _OF_ASSISTANT: Final[Known] = {
     **_TEXTS,
     "thinking": {"thinking": str},
@@ -47,7 +47,7 @@ _OF_ASSISTANT: Final[Known] = {
 _OF_USER: Final[Known] = {**_SHOWN_IN_WORDS, "tool_result": {"tool_use_id": str}}
 _KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT, "system": _TEXTS}
 _NEW_ONES_REFUSED: Final = ("image", "document", "container_upload")
-"""What the last turn of a user cannot hold: its model would not see what it is asked about."""
+"""Blocks that the last user turn must not hold: the model would not see what it is asked about."""
 _TYPES: Final[dict[type[Any], str]] = {str: "a string", dict: "an object"}
 
 Blocks = list[dict[str, Any]]
@@ -92,7 +92,7 @@ def _turn(value: Any) -> Any:
 
 
 class Turn(BaseModel):
-    """One message."""
+    """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[dict[str, Any]], WithJsonSchema(_CONTENT)]
@@ -113,7 +113,7 @@ class ClientTool(Body):
 
 
 def _tools(value: Any) -> Any:
-    """Those that the model is told of."""
+    """Return the tools that the model is told of. ValueError for more than `MOST_TOOLS`."""
     if isinstance(value, list) and len(value) > MOST_TOOLS:
         raise ValueError(f"at most {MOST_TOOLS} tools are allowed, not {len(value)}")
     return [tool for tool in value if _own_type(tool) is None] if isinstance(value, list) else value
@@ -126,11 +126,11 @@ def _own_type(tool: Any) -> str | None:
 
 
 class MessagesToolChoice(Body):
-    """What the model is to call."""
+    """The tool, if any, that the model is to call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Of the tool."""
+    """Name of the tool to call."""
     disable_parallel_tool_use: bool = False
 
 
@@ -143,14 +143,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the answer must look like."""
+    """The format that the answer must have."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """More of that."""
+    """Format of the answer and reasoning effort."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -207,7 +207,7 @@ NAMES: Final = {
     "guided_begin_after": "output_config",
     "stop": "stop_sequences",
 }
-"""What fields of chats are called here."""
+"""The names that this API has for fields of the chat API."""
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def own_names(body: MessagesPrompt) -> Iterator[None]:
 
 
 def _as_anthropic_says(error: TooLong) -> ApiError:
-    """Too long a conversation in the words by which agents know that it is time to make it shorter."""
+    """Describe a conversation that is too long in the words by which agents know that it is time to make it shorter."""
     if error.prompt >= error.most:
         message = f"prompt is too long: {error.prompt} tokens > {error.most} maximum"
     else:
@@ -248,7 +248,7 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody, list[str]]:
 
 
 def parse_prompt(raw: bytes) -> ChatBody:
-    """The same of /v1/messages/count_tokens."""
+    """Parse the body of /v1/messages/count_tokens to the chat that it is; 400 for what is wrong with it."""
     value = parse_object(raw)
     reject_unsupported(value, "messages", MessagesBody.model_fields)
     return _chat_of(validate(MessagesPrompt, value))

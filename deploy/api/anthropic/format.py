@@ -1,4 +1,4 @@
-"""How answers are written in Anthropic's shape: a message of content blocks, and the named events of a stream."""
+"""Writing answers in Anthropic's shape: a message of content blocks, and the named events of a stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Con
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 SIGNATURE: Final = "unsigned"
-"""Of thinking: clients keep thinking in a conversation only where it has a signature that is not empty. None is needed
-here, where whoever sends thinking back is believed."""
+"""Signature of thinking blocks. Clients keep thinking in a conversation only if its signature is not empty. This server
+needs none: it trusts whoever sends thinking back."""
 
 
 class ThinkingTokens(DraftTokens):
-    """Of what was generated."""
+    """Breakdown of the output tokens: reasoning tokens and draft counts."""
 
     thinking_tokens: int
 
@@ -31,23 +31,23 @@ class MessageUsage(Answer):
     """Token counts as Anthropic has them."""
 
     input_tokens: int
-    """Of the prompt, without those that were cached."""
+    """Prompt tokens that were not cached."""
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
-    """Of the prompt, those that were cached."""
+    """Prompt tokens that were cached."""
     output_tokens: int
     output_tokens_details: ThinkingTokens
 
 
 class TextBlock(Answer):
-    """What the model says."""
+    """Text of the answer."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Answer):
-    """What it thought before."""
+    """Reasoning that came before the answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -81,7 +81,7 @@ class MessageAnswer(Answer):
 
 
 class MessageEvent(Answer):
-    """One event of its stream, after `data: `; what else it has Anthropic describes."""
+    """Event of its stream, after `data: `; Anthropic describes its other fields."""
 
     model_config = ConfigDict(extra="allow")
     own_ending: ClassVar[bool] = True
@@ -109,7 +109,7 @@ class MessagesFormat:
         self._job = job
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": job.model}
         self._index = -1
-        """Of the block that was begun last."""
+        """Index of the newest content block."""
         self._open = ""
         """The type of the block that is open; empty if none is."""
 
@@ -136,7 +136,7 @@ class MessagesFormat:
         return written + self._close() + named_event(end) + named_event({"type": "message_stop"})
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """Nothing more."""
+        """Add nothing: the events before are all."""
         return b""
 
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
@@ -147,7 +147,7 @@ class MessagesFormat:
         return orjson.dumps(whole)
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
-        """As Anthropic counts: `input_tokens` are those that were not cached."""
+        """Usage in Anthropic's terms: `input_tokens` are those that were not cached."""
         prompt = len(self._job.prompts[0].ids)
         return {
             "input_tokens": prompt - choice.cached_tokens,

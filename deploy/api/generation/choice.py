@@ -19,11 +19,11 @@ from workers.protocol.plan import TopLogprobs
 from workers.protocol.scores import Scores
 
 Piece = str | list[Event]
-"""What is new in an answer: text, or what a parser found in it."""
+"""New part of an answer: text, or the events that a parser found in it."""
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of an answer as one."""
+    """Join all pieces of an answer."""
     if not any(isinstance(piece, list) for piece in pieces):
         return "".join(piece for piece in pieces if isinstance(piece, str))
     return [event for piece in pieces if isinstance(piece, list) for event in piece]
@@ -68,12 +68,13 @@ class Choice:
         """Tokens at which it ends."""
         self.cached_tokens = 0
         self.reasoning_tokens = 0
-        """Of those that were generated."""
+        """Reasoning tokens among those that were generated."""
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or the stop token id of the request that ended it, else None."""
         self.prompt_scores: Scores | None = None
-        """How probable the tokens of its prompt were, where the job asks for that and the first output has come."""
+        """Log-probabilities and ranks of the prompt's tokens. None unless the job asks for them and the first output
+        has come."""
         self.detailed = job.token_ids or job.accepted_drafts or job.logprobs >= 0 or job.prompt_logprobs >= 0
         """Whether the answer carries more than text."""
         self.token_ids: list[int] = []
@@ -85,7 +86,7 @@ class Choice:
         self.drafts_offered = 0
         """Drafts that were verified for it so far, when `detailed`."""
         self.drafts_accepted = 0
-        """Of these, those that were accepted and are among its tokens."""
+        """Offered drafts that were accepted and are among the generated tokens."""
         self._stream = (
             tokenizer.stream(self._watched(job), job.include_stop, job.skip_special_tokens, job.kept)
             if tokenizer is not None
@@ -242,17 +243,17 @@ def choice_of(job: Job, branch: Branch, tokenizer: Tokenizer | None) -> Choice:
 
 
 class DraftTokens(Answer):
-    """What became of drafts; both counts come when `return_accepted_drafts` asks for them."""
+    """Counts of accepted and rejected draft tokens. Both are there if `return_accepted_drafts` asks for them."""
 
     accepted_prediction_tokens: int = 0
     """Generated tokens that were drafts which were accepted."""
     rejected_prediction_tokens: int = 0
-    """All other drafts that were verified. They are no part of what was generated."""
+    """Other drafts that were verified. They are no part of what was generated."""
 
 
 def draft_counts(job: Job, choices: Iterable[Choice]) -> dict[str, int]:
-    """What became of the drafts of all choices, where the job asks for it, under the names that OpenAI has for
-    predictions."""
+    """Count the accepted and rejected drafts of all choices, under the names that OpenAI has for predictions. Empty
+    unless the job asks for them."""
     if not job.accepted_drafts:
         return {}
     accepted = offered = 0

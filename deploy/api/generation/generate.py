@@ -1,4 +1,4 @@
-"""From a job to an answer: asks the engine for every sequence and writes what comes, streamed or whole.
+"""Run the sequences of a job: the engine is asked for each, and its output is written as it comes, streamed or whole.
 
 These are ASGI responses of our own: per output of the engine one dictionary, one joined byte string and one `send`.
 """
@@ -44,13 +44,13 @@ STREAM_HEADERS = [
 INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
 ENTRY_BYTES: Final = 64
-"""About what an entry of an answer takes while it is written."""
+"""Bytes that an entry of an answer takes while it is written, about."""
 NOT_ENFORCED: Final = b"x-latentserve-not-enforced"
 """The header that names what of schemas is left to the model."""
 MOST_NAMED: Final = 16
 """Keywords in that header."""
 _NAMEABLE: Final = re.compile(r"[^!-~ ]|,")
-"""What a list in a header does not hold."""
+"""Characters that an item of a list in a header must not contain."""
 
 
 def _not_enforced(job: Job) -> list[tuple[bytes, bytes]]:
@@ -63,7 +63,7 @@ def _not_enforced(job: Job) -> list[tuple[bytes, bytes]]:
 
 
 def size_of(job: Job) -> int:
-    """About how many bytes of answers the log-probabilities of a job's prompts make."""
+    """Estimate the bytes of answers that the log-probabilities of a job's prompts make."""
     if job.prompt_logprobs < 0:
         return 0
     places = sum(len(job.prompts[branch.prompt].ids) for branch in job.sequences)
@@ -87,7 +87,8 @@ class Format(Protocol):
         """The event that begins a choice's stream, if there is one."""
 
     def template(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of the new text in an ordinary event of choice `index`."""
+        """Return the bytes before and after the JSON string of the new text, for an ordinary event of choice
+        `index`."""
 
     def writer(self, index: int) -> Callable[[Piece], bytes]:
         """Writes an ordinary event of choice `index` where its text is told apart."""
@@ -96,7 +97,7 @@ class Format(Protocol):
         """An event with everything the choice holds; takes its details and its end along."""
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """What ends a stream once all choices have ended."""
+        """Return the bytes that end a stream once all choices have ended."""
 
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
         """The whole answer, not streamed."""
@@ -311,7 +312,7 @@ class Stream(Generation):
 
 
 class Whole(Generation):
-    """One JSON object at the end."""
+    """Generation whose answer is one JSON object at the end."""
 
     def __init__(self, generator: Generator, endpoint: str, job: Job, form: Format, arrival: float) -> None:
         super().__init__(generator, endpoint, job, form, arrival)

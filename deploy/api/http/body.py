@@ -293,7 +293,8 @@ class Budget:
 
     @contextmanager
     def account(self, key: str = "") -> Iterator[Account]:
-        """What one request holds, of the API key of this name; given back at the end of the block."""
+        """Open the memory account of one request of the API key of this name. What it holds is given back at the end of
+        the block."""
         account = Account(self, key)
         try:
             yield account
@@ -305,7 +306,7 @@ class Budget:
 
 
 class Account:
-    """One request's part of a budget."""
+    """Part of a budget that one request holds."""
 
     def __init__(self, budget: Budget, key: str) -> None:
         self._budget, self._key, self.held = budget, key, 0
@@ -329,13 +330,13 @@ class Incoming:
 
     raw: bytes
     work: Worker
-    """Does what takes time in the body's size."""
+    """Runs work that takes time in proportion to the body's size."""
     key: str = ""
     """Name of the API key that it came with."""
 
 
 class Intake:
-    """One per application."""
+    """Intake of request bodies. There is one per application."""
 
     def __init__(self, config: ApiConfig) -> None:
         self._config = config

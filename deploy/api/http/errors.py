@@ -47,7 +47,7 @@ for who writes it may not know them."""
 
 
 def failure_of(path: str) -> int:
-    """Which of `FAILURES` ends the streams of a path."""
+    """Return the index in `FAILURES` of the event that ends failed streams of a path."""
     return 1 if of_anthropic(path) else 2 if path == _RESPONSES else 0
 
 
@@ -161,7 +161,7 @@ def engine_down(cause: str) -> ApiError:
 
 
 def from_engine(error: EngineFault | Refused | RequestFailed, retry_after_s: int) -> ApiError:
-    """What an engine's error is over HTTP."""
+    """Map an engine's error to the error that is sent over HTTP."""
     if isinstance(error, RequestFailed) and error.dead_end:
         return ApiError(400, str(error), code="grammar_stuck")
     if isinstance(error, RequestFailed):

@@ -1,5 +1,5 @@
-"""What surrounds endpoints: layers that give every request an id, count and log its answer and keep the time limit that
-its client sets, and a watch for clients that leave."""
+"""Layers around the endpoints. They give every request an id, count and log its answer, keep the time limit that its
+client sets, and watch for clients that leave."""
 
 from __future__ import annotations
 

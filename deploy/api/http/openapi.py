@@ -1,5 +1,5 @@
-"""How endpoints are added and described. FastAPI parses no bodies and writes no answers here, so its description of the
-API knows neither; what it says of them is stated by hand."""
+"""Adding and describing endpoints. FastAPI parses no bodies and writes no answers here, so its description of the API
+knows neither; what it says of them is stated by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ERRORS = {
     500: "A defect of the server.",
     503: "The engine starts or is down, or large requests take all the memory; the message has the cause.",
 }
-"""What an error status means."""
+"""Meaning of each error status."""
 GENERATING, BODY, PLAIN = tuple(ERRORS), (400, 401, 404, 408, 413, 415, 500, 503), (400, 401, 404, 408, 500, 503)
 """The statuses of endpoints that generate, of others with a body, and of those without one."""
 SECURITY = "api_key"
@@ -40,23 +40,23 @@ OPEN_PATHS = (
     "/docs/oauth2-redirect",
     "/redoc",
 )
-"""All that asks for no API key."""
+"""Paths that need no API key."""
 Guard = Callable[[HttpRequest], Awaitable[None]]
 """Lets a request in, or raises."""
 
 
 class Answer(BaseModel):
-    """What all answers share: nothing comes that is not described."""
+    """Base of all answers. It forbids fields that are not described."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     own_ending: ClassVar[bool] = False
-    """Of an event: the last one of a stream says so itself."""
+    """For an event: whether the last one of a stream marks the end itself."""
     own_failure: ClassVar[bool] = False
-    """Of an event: one of its type ends a stream that failed."""
+    """For an event: whether one of this type ends a stream that failed."""
 
 
 class ErrorDetail(Answer):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -95,7 +95,7 @@ class Endpoints:
     """The endpoints of an application, and the description of what they take and give."""
 
     def __init__(self, authorize: Guard | None = None, enter: Guard | None = None) -> None:
-        """What requests with an API key pass through, those that generate through `enter`; None where there are no
+        """`authorize` checks requests with an API key, `enter` those that generate. Both are None where there are no
         keys."""
         self._router = APIRouter()
         self._authorize, self._enter = authorize, enter

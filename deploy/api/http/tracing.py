@@ -1,4 +1,5 @@
-"""Where requests meet their traces: a layer around the application, there only where spans are asked for."""
+"""Connects requests with their traces: a layer around the application that is installed only where spans are asked
+for."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from deploy.api.http.middleware import QUIET
 from deploy.observability.tracing import INCOMING, OUTGOING, Attributes, RequestTrace, Tracing
 
 TRACE: Final = "latentserve.trace"
-"""Where the scope has the `RequestTrace`."""
+"""Key of the `RequestTrace` in the ASGI scope."""
 _FROM_LOG: Final = {
     "key": "latentserve.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",

@@ -52,7 +52,7 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 class Body(BaseModel):
-    """What all bodies share."""
+    """Base of all request bodies."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
@@ -257,7 +257,8 @@ class SamplingFields(_Sampled):
     """A token, such as </think>, up to which the answer is free."""
 
     def shared(self) -> dict[str, Any]:
-        """Those of these fields that the client gave. What it left out stays out: the model has defaults of its own."""
+        """Return those of these fields that the client gave. The others stay out, because the model has defaults of its
+        own."""
         return {name: getattr(self, name) for name in SHARED if name in self.model_fields_set}
 
 
@@ -280,8 +281,8 @@ class GenerationBody(SamplingFields):
     """Write tokens in log-probabilities as `token_id:` and the id, so that different tokens never look the same. As in
     vLLM."""
     logprob_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, max_length=MAX_LOGPROB_TOKEN_IDS)
-    """With log-probabilities: ids whose own are told at each generated token, too, behind the most probable ones. As in
-    vLLM."""
+    """Ids whose own log-probabilities are told at each generated token, too, behind the most probable ones, where
+    log-probabilities are asked for. As in vLLM."""
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
     """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
 
@@ -334,23 +335,23 @@ class TextPart(BaseModel):
 
 
 class Message(Body):
-    """One message of a chat."""
+    """Message of a chat."""
 
     role: Annotated[str, WithJsonSchema({"enum": list(ROLES), "type": "string"})]
     content: Annotated[Content, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
     """A string, or a list of parts of type text. An assistant's or a tool's message needs none."""
     reasoning_content: str | None = None
-    """What the assistant thought before it answered."""
+    """Reasoning that the assistant wrote before its answer."""
     reasoning: Annotated[Any, WithJsonSchema({})] = None
-    """Another name of `reasoning_content`, where that is not given and this is a string."""
+    """Alias of `reasoning_content`, used where that is not given and this is a string."""
     tool_calls: Annotated[
         list[dict[str, Any]], BeforeValidator(tool_calls_of, json_schema_input_type=list[ToolCallSpec])
     ] = Field(default_factory=list)
-    """What the assistant called."""
+    """Tool calls that the assistant made."""
     tool_call_id: str | None = None
     """The call that a tool's message is the result of."""
     name: Annotated[Any, WithJsonSchema({})] = None
-    """Of who speaks, or of the tool; some models' templates write it."""
+    """Name of the speaker or of the tool. Some models' chat templates write it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -408,7 +409,7 @@ _THINKING: Final = {
 
 
 class ChatTemplateFields(Body):
-    """How messages become a prompt."""
+    """Fields that control how messages become a prompt."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: bool = True
@@ -422,7 +423,7 @@ class ChatTemplateFields(Body):
     tools: Annotated[list[dict[str, Any]], BeforeValidator(asked_tools, json_schema_input_type=list[ToolSpec])] = Field(
         default_factory=list
     )
-    """What the model may call."""
+    """Tools that the model may call."""
     tool_choice: Annotated[ToolChoice, BeforeValidator(check_choice, json_schema_input_type=AskedToolChoice)] = "auto"
     """none: the model is not told of tools. auto: it calls them or not. required or any: it calls at least one. A
     function: it calls this one. Allowed tools: it calls these alone, and at least one of them if that is the mode."""
@@ -433,17 +434,17 @@ class ChatTemplateFields(Body):
     reasoning_effort: Annotated[str | None, BeforeValidator(partial(checked, "reasoning_effort"))] = None
     """none ... max; what the chat template has a switch for is done."""
     reasoning: Annotated[Any, BeforeValidator(partial(checked, "reasoning")), WithJsonSchema(_REASONING)] = None
-    """The same as {"effort"}, {"enabled"} and {"max_tokens"}."""
+    """Thinking settings as {"effort"}, {"enabled"} and {"max_tokens"}."""
     thinking: Annotated[Any, BeforeValidator(partial(checked, "thinking")), WithJsonSchema(_THINKING)] = None
-    """The same as {"type": "enabled", "budget_tokens"}, {"type": "disabled"} or a boolean."""
+    """Thinking settings as {"type": "enabled", "budget_tokens"}, {"type": "disabled"} or a boolean."""
     enable_thinking: Annotated[Any, BeforeValidator(partial(checked, "enable_thinking")), WithJsonSchema(_FLAG)] = None
-    """The same as a boolean."""
+    """Whether the model is to think."""
     thinking_budget: Annotated[Any, BeforeValidator(partial(checked, "thinking_budget")), WithJsonSchema(_COUNT)] = None
-    """Another name of `max_reasoning_tokens`."""
+    """Alias of `max_reasoning_tokens`."""
     thinking_token_budget: Annotated[
         Any, BeforeValidator(partial(checked, "thinking_token_budget")), WithJsonSchema(_COUNT)
     ] = None
-    """Another name of `max_reasoning_tokens`."""
+    """Alias of `max_reasoning_tokens`."""
 
     _thinks_as_it_can: bool = PrivateAttr(default=False)
 
@@ -457,7 +458,7 @@ class ChatTemplateFields(Body):
         return self._thinks_as_it_can
 
     def asked_thinking(self) -> Thinking:
-        """What these fields say together."""
+        """Return the request's thinking settings, combined from all fields that concern thinking."""
         return thinking_of({name: getattr(self, name) for name in FIELDS})
 
 
@@ -476,7 +477,7 @@ class ChatBody(ChatTemplateFields, GenerationBody):
 
     @property
     def inputs(self) -> Mapping[str, TextGrammar]:
-        """What the one argument of functions is held to, by their names."""
+        """Grammars for the arguments of tools with one text argument, by function name."""
         return self._inputs
 
     def hold_inputs(self, inputs: Mapping[str, TextGrammar]) -> None:

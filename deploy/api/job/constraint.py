@@ -1,5 +1,5 @@
-"""What a request says its answer must look like: OpenAI's `response_format`, vLLM's guided fields beside it, tools that
-must be called, and how long its reasoning may be."""
+"""Constraints of a request on its answer: OpenAI's `response_format`, vLLM's guided fields beside it, tools that must
+be called, and the length of its reasoning."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from workers.protocol.grammar import Grammar
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer is held to."""
+    """Constraint on an answer."""
 
     grammar: Grammar | None
-    """None: nothing."""
+    """Grammar of the answer; None if it is free."""
     not_enforced: tuple[str, ...] = ()
     """See `Job`."""
 
@@ -147,18 +147,19 @@ def _ebnf_of(grammar: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Binding:
-    """What an answer is bound to."""
+    """Tools and calls that an answer is bound to."""
 
     functions: list[dict[str, Any]]
-    """Those that it may call."""
+    """Functions that the answer may call."""
     must: bool
-    """It calls at least one, and says nothing besides."""
+    """Whether it calls at least one function, and says nothing besides."""
     one: bool
-    """And no more than one."""
+    """Whether it calls no more than one function."""
 
 
 def bound_tools(body: ChatBody) -> Binding | None:
-    """What `tools` and `tool_choice` bind the answer to; None where the model is free. 400 for a wrong choice."""
+    """Return the binding that `tools` and `tool_choice` ask for; None where the model is free. 400 for a wrong
+    choice."""
     choice, functions = body.tool_choice, [tool["function"] for tool in body.tools]
     if choice == "none":
         return None
@@ -225,8 +226,8 @@ def call_grammar(
 
 
 def form_as_tag(form: Grammar, name: str) -> tuple[Tag, list[str]]:
-    """What a form that was checked allows, beside calls, and what is left to the model of one that is not strict. 400
-    where a strict one cannot be enforced there. `name`: of its field."""
+    """Return what a checked format allows besides calls, and, if the format is not strict, the parts that are left to
+    the model. 400 where a strict format cannot be enforced there. `name` is the name of its field."""
     match form.kind:
         case "json":
             return json_of({"type": "object"}), []
@@ -271,7 +272,8 @@ def check_possible(name: str, tokenizer: Tokenizer | None, info: ModelInfo) -> N
 
 
 def problem_of(grammar: Grammar) -> str | None:
-    """What is wrong with a constraint. In a thread: the first one loads xgrammar."""
+    """Return what is wrong with a constraint; None if nothing is. Call it in a thread: the first call loads
+    xgrammar."""
     from workers.grammar.build import GrammarError, build
 
     try:

@@ -1,4 +1,4 @@
-"""How a request is sampled that does not say so: as the model's maker has it in generation_config.json."""
+"""Default sampling parameters, for requests that give none: those of the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Asked = TypeVar("Asked", bound=GenerationBody)
 
 
 def read_defaults(folder: Path) -> SamplingDefaults:
-    """What the generation_config.json of a model folder says of sampling, without what it leaves out or has as null;
-    nothing where there is no such file. ValueError for values that no request could have."""
+    """Read the sampling parameters of the generation_config.json in a model folder, without those that are missing or
+    null; empty where there is no such file. ValueError for values that no request could have."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}

@@ -1,5 +1,5 @@
-"""From a body to the sequences the engine is asked for; everything that depends on the model or the settings is checked
-here, before anything is queued."""
+"""Jobs: the sequences that the engine is asked for, made of a body. Everything that depends on the model or the
+settings is checked here, before anything is queued."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a request."""
+    """Prompt of a request."""
 
     ids: Sequence[int]
     text: str | None
-    """As the client wrote it; None for a prompt of ids."""
+    """Text as the client wrote it; None for a prompt of ids."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One sequence to generate: choice `index` of the answer."""
+    """Sequence to generate: choice `index` of the answer."""
 
     index: int
     prompt: int
@@ -53,7 +53,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Job:
-    """All that one HTTP request asks of the engine, and how its answer is to be written."""
+    """Job of one HTTP request: all that it asks of the engine, and how its answer is to be written."""
 
     model: str
     """The name that the answer carries."""
@@ -67,7 +67,7 @@ class Job:
     """Leave the stop string or stop id in the text."""
     skip_special_tokens: bool
     logprobs: int
-    """As in `SamplingParams`."""
+    """Number of log-probabilities per generated token; see `SamplingParams`."""
     stream: bool
     include_usage: bool
     echo: bool
@@ -78,15 +78,15 @@ class Job:
     tokens_as_ids: bool = False
     """Write tokens in log-probabilities as `token_id:` and the id."""
     prompt_logprobs: int = -1
-    """As in `SamplingParams`."""
+    """Number of log-probabilities per prompt token; see `SamplingParams`."""
     own_prompt_logprobs: int = -1
-    """As many of them as an answer tells in the field of that name."""
+    """Number of prompt log-probabilities that the answer shows in the field of that name."""
     silent: bool = False
-    """Nothing is to be generated. The engine is asked for one token, which nobody sees."""
+    """Whether nothing is to be generated. The engine is asked for one token, which nobody sees."""
     not_enforced: tuple[str, ...] = ()
-    """What the schemas of tools say that is left to the model, each as a path and a keyword."""
+    """Parts of the tools' schemas that are left to the model, each as a path and a keyword."""
     reading: Reading | None = None
-    """How reasoning and tool calls are told apart; None: all is content."""
+    """Rules for telling reasoning and tool calls from content; None: all is content."""
 
     @property
     def kept(self) -> frozenset[int]:
@@ -104,7 +104,8 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 def sampling_params(
     body: GenerationBody, logprobs: int, info: ModelInfo, grammar: Grammar | None = None
 ) -> SamplingParams:
-    """How every sequence of the request is sampled; `max_tokens` and `seed` are still to be set for each."""
+    """Build the sampling parameters that all sequences of the request share; `max_tokens` and `seed` are still to be
+    set for each."""
     biases: dict[int, float] = {}
     for key, bias in body.logit_bias.items():
         # At most as many digits as any vocabulary needs, and only ASCII ones: int() takes far more.
@@ -260,8 +261,8 @@ def parse_generation(raw: bytes, kind: type[Asked]) -> Asked:
 
 
 async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
-    """What a chat asks of the engine; 400 for what cannot be, 429 where there is no room. Endpoints of other shapes
-    make a chat of their bodies first."""
+    """Make the job of a chat. 400 for impossible requests, 429 where there is no room. Endpoints of other shapes make a
+    chat of their bodies first."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
     body = with_defaults(body, model.sampling_defaults)
     check_limits(body, tokenizer, config)

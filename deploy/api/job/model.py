@@ -32,7 +32,7 @@ TEXT_TOKENS = 2**20
 
 
 class ServedModel:
-    """One per application."""
+    """Model that the front serves. There is one per application."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ServedModel:
         self._engine, self._numerics, self._handed = engine, dict(numerics), handed
 
     def info(self) -> ModelInfo:
-        """What the engine says of it; 503 while there is none or no more."""
+        """Facts about the model, from the engine; 503 while there is no engine."""
         if self._engine.fault is not None:
             raise engine_down(self._engine.fault)
         try:
@@ -148,7 +148,7 @@ def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateF
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers to one request are read."""
+    """Rules for reading the answers to one request."""
 
     parser: Callable[[], AnswerParser]
     """Makes the parser of one answer."""
@@ -159,7 +159,7 @@ class Reading:
     where: Where = "outside"
     """Whether answers begin with reasoning."""
     reasoning: ReasoningFormat | None = None
-    """How reasoning is told apart, if it is."""
+    """Format of the reasoning; None if it is not told apart."""
     calls: str | None = None
     """The name of the format of calls, if there may be any."""
     stops_in_reasoning: bool = False
@@ -167,11 +167,11 @@ class Reading:
 
 
 PLAIN: Final = Reading(lambda: AnswerParser(None, None), frozenset(), one_call=False)
-"""All of an answer is content."""
+"""Rules for answers of which all is content."""
 
 
 class Reader:
-    """Which parsers the answers of a model are read with. One per application."""
+    """The parsers with which a model's answers are read. There is one per application."""
 
     def __init__(self, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
         calls, reasoning = _parsers_of(tokenizer, config.chat_template)
@@ -207,8 +207,8 @@ class Reader:
             )
 
     def reading(self, body: ChatBody, prompt: str) -> Reading | None:
-        """How the answers to a chat are read whose prompt is `prompt`; None where all of them is content. 400 for tools
-        whose calls nobody could read."""
+        """Return the rules for reading the answers to a chat whose prompt is `prompt`; None where all of an answer is
+        content. 400 for tools whose calls nobody could read."""
         uses_tools = bool(body.tools) and body.tool_choice != "none"
         if uses_tools and self.tools is None:
             raise invalid(

@@ -22,7 +22,7 @@ strict, longer lengths are left to the model. Counting to 256 takes a tenth of a
 a text by 65,536 characters are many."""
 MOST_WORK_OF_ALL: Final = 1 << 11
 WriteCalls = Callable[[Sequence[AllowedTool], bool, bool], Tag]
-"""One of `CALL_GRAMMARS`."""
+"""Type of the functions in `CALL_GRAMMARS`."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Bound:
     strict: frozenset[str]
     """Names of those whose schemas must be enforced."""
     not_enforced: tuple[str, ...]
-    """What is left to the model: the tool and the path in its schema, and a keyword."""
+    """Requirements that are left to the model: tool and path in its schema, and a keyword."""
 
     def unbound(self) -> Bound | None:
-        """The same, with any arguments for whatever is not strict; None where that is all there is."""
+        """Return this binding with any arguments for tools that are not strict; None if no tool has a schema without
+        being strict."""
         freed = [tool.name for tool in self.tools if tool.schema is not None and tool.name not in self.strict]
         if not freed:
             return None
@@ -123,7 +124,7 @@ def opened(schema: Any) -> Any:
 
 
 def said(name: str, path: str, keyword: str) -> str:
-    """What is left to the model, in words."""
+    """Describe in words a requirement that is left to the model."""
     return f"{name}.{path} {keyword}" if path else f"{name} {keyword}"
 
 

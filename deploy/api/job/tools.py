@@ -30,7 +30,7 @@ class ToolSpec(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """What was called, and how."""
+    """Name and arguments of a call."""
 
     name: str = Field(min_length=1)
     arguments: str | dict[str, Any] | list[Any] | None = None
@@ -46,7 +46,7 @@ class ToolCallSpec(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    """One of the functions."""
+    """Function that must be called."""
 
     name: str = Field(min_length=1)
 

@@ -16,7 +16,8 @@ from deploy.text.effort import FIELDS
 Endpoint = Literal["completions", "chat", "messages", "responses"]
 _OFF: Final[tuple[Any, ...]] = (False, 0, "", [], {})
 VERBOSITIES: Final = ("low", "medium", "high")
-"""How long an answer is wished to be: a hint that clients send whatever the model is, which no template knows."""
+"""Values of the field for the length of an answer: a hint that clients send whatever the model is, and that no template
+knows."""
 
 UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     # What is asked of the model.
@@ -88,7 +89,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "token_ids_logprob": ("token_ids_logprob; use logprob_token_ids: this", _OFF),
     "return_hidden_states": ("return_hidden_states", _OFF),
 }
-"""By name: what is not supported, and the values, besides null, that ask for nothing."""
+"""Unsupported fields by name: what is not supported, and the values, besides null, that ask for nothing."""
 
 
 _REASONING_HERE: Final = {"messages": "thinking", "responses": "reasoning"}
@@ -178,7 +179,7 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
 
 
 def refused_at(endpoint: Endpoint, fields: Collection[str] = ()) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """What an endpoint whose body has `fields` refuses, as in `UNSUPPORTED`."""
+    """Return the fields that an endpoint refuses whose body has `fields`, as in `UNSUPPORTED`."""
     elsewhere = {
         name: (f"{what}; use {instead[endpoint]}: this" if endpoint in instead else what, neutral)
         for name, (what, neutral, instead) in ELSEWHERE.items()

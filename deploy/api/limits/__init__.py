@@ -1,1 +1,1 @@
-"""Who may come in and how much: capacity, API keys and their limits."""
+"""Admission of requests: capacity, API keys and their limits."""

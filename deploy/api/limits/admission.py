@@ -19,11 +19,11 @@ ROUNDING = 1e-6
 PACE_OF = 64
 """Ends of sequences by which the next ones are foretold."""
 LONGEST_WAIT_S = 60.0
-"""Nobody knows more of what will be then."""
+"""Longest wait, in seconds, that is predicted: nobody knows more about the time after it."""
 
 
 class Pace:
-    """How fast sequences have ended lately: what is known of when others will."""
+    """Rate at which sequences have ended lately, from which the ends of others are predicted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds."""
@@ -31,7 +31,7 @@ class Pace:
         self._ends: deque[float] = deque(maxlen=PACE_OF)
 
     def ended(self, sequences: int) -> None:
-        """So many have just ended."""
+        """Record that this number of sequences has just ended."""
         self._ends.extend([self._clock()] * min(sequences, PACE_OF))
 
     def wait(self, sequences: int) -> float:
@@ -43,7 +43,7 @@ class Pace:
 
 
 def whole_seconds(seconds: float) -> int:
-    """As a Retry-After header says it: never too early."""
+    """Round up to whole seconds, for a Retry-After header that is never too early."""
     return max(math.ceil(seconds - ROUNDING), 1)
 
 
@@ -60,7 +60,7 @@ class Counted(Protocol):
 
     @property
     def finish(self) -> str | None:
-        """How it ended, None while it runs."""
+        """Finish reason; None while the sequence runs."""
 
 
 class Admitted:

@@ -99,13 +99,14 @@ class KeyedAdmission(Admission):
 
     @override
     def _others_make_room(self, sequences: int) -> bool:
-        """Where other keys have more than their share of the room the scheduler makes some."""
+        """Let the scheduler make room where other keys hold more than their share of it. Return whether it does."""
         key = self._asking.get()
         return key is not None and self._keys.has_less(key, sequences)
 
     @contextmanager
     def _limits_of(self, key: Key, scope: Scope) -> Iterator[None]:
-        """What the block finds of the key's limits goes into the answer."""
+        """Write the key's limits into the headers of the answer at the end of the block, and turn `OverLimit` into an
+        error response."""
         try:
             yield
         except OverLimit as error:

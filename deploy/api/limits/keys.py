@@ -1,4 +1,4 @@
-"""Who asks: API keys, what each of them has taken of its limits, and its place among the others.
+"""API keys of clients: what each of them has taken of its limits, and its place among the others.
 
 Everything here is of one front. What the fronts of other replicas have taken comes in by `KeyRing.hear`
 (`deploy.serve.key_status_store` carries it), so limits hold for all of them together, but for what they take between
@@ -21,19 +21,19 @@ from workers.protocol.messages import Charge, Charges
 
 Headers = list[tuple[bytes, bytes]]
 FORGETTING = 0.95
-"""What is left, with each request that ends, of how fast the fastest one was."""
+"""Factor by which the pace of the fastest request decays with each request that ends."""
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What one front tells others of a key."""
+    """Use of one key that a front reports to the others."""
 
     requests: float = 0.0
-    """Since it started, as `tokens`."""
+    """Requests since the front's start, as `tokens`."""
     tokens: float = 0.0
     sequences: int = 0
-    """Now."""
+    """Sequences that run or wait now."""
     held: tuple[float, float] = (inf, inf)
-    """What it knows to be left of requests and tokens."""
+    """Requests and tokens that are left, as far as this front knows."""
     left: float = 0.0
     """Tokens that its running requests may still generate."""
     pace: float = 0.0
@@ -61,12 +61,12 @@ class OverLimit(Exception):
 
 
 class Key:
-    """One API key, or all of those without a name."""
+    """State of one API key, or of all keys without a name."""
 
     def __init__(self, settings: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings, self.name = settings, settings.name
         self.sequences = 0
-        """Of this front, running or waiting."""
+        """Sequences of this front, running or waiting."""
         self.charged = 0
         """Tokens that this front's scheduler has computed for it."""
         self._elsewhere = 0
@@ -105,7 +105,7 @@ class Key:
         return meter
 
     def end(self, meter: Meter) -> None:
-        """It ended, however it did."""
+        """Count the end of a request, however it ended."""
         self._read()
         self._meters.discard(meter)
         if meter.counted > STEP_TOKENS * len(meter.choices) and (pace := meter.pace):  # else it is hardly known
@@ -119,12 +119,12 @@ class Key:
 
     @property
     def _taken(self) -> tuple[float, float]:
-        """Of requests and tokens, by this front."""
+        """Requests and tokens that this front has taken."""
         requests, tokens = self._requests, self._tokens
         return requests.taken if requests else 0.0, tokens.taken if tokens else 0.0
 
     def _flows(self) -> list[Flow]:
-        """What is still to come of all requests that run, here and elsewhere."""
+        """Return the tokens still to come from all running requests, here and elsewhere."""
         found = flows(self._meters, self._usual)
         since = self._clock() - self._heard_at
         for left, pace in self._flows_elsewhere:
@@ -168,7 +168,7 @@ class Key:
         return found
 
     def spent(self, heard: Mapping[str, Spent]) -> Spent:
-        """What others are told; `heard` is what they told last."""
+        """Return the report to other fronts; `heard` is what they reported last."""
         self._read()
         requests, tokens = self._requests, self._tokens
         running = flows(self._meters, self._usual) if tokens else []
@@ -183,8 +183,9 @@ class Key:
         )
 
     def hear(self, own: str, news: Mapping[str, tuple[Spent | None, Spent, float]]) -> int:
-        """What every other front told last time, None the first time, and now, and how many seconds ago that was, by
-        their names; this one's is `own`. Returns how many tokens their schedulers have computed for it meanwhile."""
+        """Take in the reports of all fronts but this one, by their names. Each is the one before, None the first time,
+        the newest one, and its age in seconds. `own` is this front's name. Return the number of tokens that their
+        schedulers have computed for the key between the two."""
         charged = 0
         self._elsewhere, self._flows_elsewhere, self._heard_at = 0, [], self._clock()
         for before, now, _ in news.values():
@@ -213,7 +214,7 @@ class Key:
 
 
 class KeyRing:
-    """All keys of a front."""
+    """State of all keys of a front."""
 
     def __init__(self, keys: Sequence[str | ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self.named = any(isinstance(key, ApiKey) for key in keys)
@@ -255,13 +256,13 @@ class KeyRing:
         )
 
     def charged(self, charges: Charges) -> None:
-        """What this front's scheduler has computed for keys since it last said so."""
+        """Add the tokens that this front's scheduler has computed for keys since its last report."""
         for charge in charges.items:
             if (key := self._named.get(charge.key)) is not None:
                 key.charged += charge.tokens
 
     def spent(self) -> dict[str, Spent]:
-        """What this front tells others, by the names of keys."""
+        """Return this front's report to the others, by names of keys."""
         return {
             name: key.spent({front: told[name] for front, told in self._heard.items() if name in told})
             for name, key in self._named.items()
@@ -269,9 +270,9 @@ class KeyRing:
         }
 
     def hear(self, own: str, fronts: Mapping[str, Mapping[str, Spent]], ages: Mapping[str, float]) -> Charges:
-        """What the others told last, by front, and how many seconds ago; one that is no longer among them has ended.
-        `own` is this front's name among them. Returns what their schedulers have computed for keys since they told
-        before."""
+        """Take in the newest reports of the other fronts, by front, and their ages in seconds; a front that is no
+        longer among them has ended. `own` is this front's name among them. Return what their schedulers have computed
+        for keys since their previous reports."""
         found = []
         for name, key in self._named.items():
             # A front that is known, and told nothing of a key so far, had given it nothing.

@@ -14,13 +14,13 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(Answer):
-    """Of the prompt."""
+    """Breakdown of the prompt tokens."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(DraftTokens):
-    """Of what was generated."""
+    """Breakdown of the generated tokens."""
 
     reasoning_tokens: int
 
@@ -41,24 +41,24 @@ class _Ending(Answer):
     stop_reason: str | int | None = None
     """The stop string, or the stop token id of the request, that ended it; comes with the end."""
     token_ids: list[int] = Field(default_factory=list)
-    """Comes when it is asked for, or without a tokenizer."""
+    """Token ids. They are there when they are asked for, or without a tokenizer."""
     accepted_drafts: list[bool] = Field(default_factory=list)
-    """For each new token whether it was a draft that was accepted; comes when it is asked for."""
+    """For each new token, whether it was a draft that was accepted. It is there when it is asked for."""
 
 
 class CompletionLogprobs(Answer):
-    """One entry per token in each list."""
+    """Log-probabilities, with one entry per token in each list."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     """null for the first token of a prompt that is echoed: nothing stands before it."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where the tokens begin in the text, in characters."""
+    """Offset of each token in the text, in characters."""
 
 
 class PromptToken(Answer):
-    """How probable a token was at a place of a prompt."""
+    """Log-probability of a token at a position of a prompt."""
 
     logprob: float
     rank: int
@@ -67,14 +67,14 @@ class PromptToken(Answer):
 
 
 class CompletionChoice(_Ending):
-    """One choice, or an event's part of it."""
+    """Choice of a completion, or an event's part of it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: list[dict[str, PromptToken] | None] = Field(default_factory=list)
-    """For each token of the prompt, the first aside, the most probable tokens and itself, by id; comes when it is asked
-    for."""
+    """For each token of the prompt but the first, the most probable tokens and itself, by id. It is there when it is
+    asked for."""
 
 
 class _Head(Answer):
@@ -94,7 +94,7 @@ class CompletionAnswer(_Head):
 
 
 class CompletionEvent(_Head):
-    """One event of its stream, after `data: `."""
+    """Event of its stream, after `data: `."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -117,18 +117,18 @@ class ChatTokenLogprob(TokenLogprob):
 
 
 class ChatLogprobs(Answer):
-    """One entry per token."""
+    """Log-probabilities, with one entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class Function(Answer):
-    """What is called."""
+    """Function that is called, and its arguments."""
 
     name: str
     arguments: str
-    """One JSON object."""
+    """Arguments as one JSON object."""
 
 
 class ToolCall(Answer):
@@ -140,20 +140,20 @@ class ToolCall(Answer):
 
 
 class AssistantMessage(Answer):
-    """What the model says."""
+    """Message that the model wrote."""
 
     role: Literal["assistant"]
     content: str | None
     """null where there are calls and no words."""
     refusal: None
     reasoning_content: str = ""
-    """What it thought before; comes where its reasoning is told apart."""
+    """Reasoning before the answer. It is there where reasoning is told apart."""
     tool_calls: list[ToolCall] = Field(default_factory=list)
-    """Come where there are any."""
+    """Tool calls. The field is there if there are any."""
 
 
 class ChatChoice(_Ending):
-    """One choice of a whole answer."""
+    """Choice of a whole answer."""
 
     index: int
     message: AssistantMessage
@@ -169,12 +169,12 @@ class ChatAnswer(_Head):
 
 
 class FunctionDelta(Answer):
-    """More of a call."""
+    """Next part of a call."""
 
     name: str = ""
-    """Comes first."""
+    """Name of the function. It is in the first part of a call."""
     arguments: str
-    """All of them together are one JSON object."""
+    """Part of the arguments. All parts together are one JSON object."""
 
 
 class ToolCallDelta(Answer):
@@ -190,7 +190,7 @@ class ChatDelta(Answer):
     """New text of a choice."""
 
     role: Literal["assistant"] = "assistant"
-    """Comes first."""
+    """Role. It is in the first event of a choice."""
     content: str = ""
     reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = Field(default_factory=list)
@@ -205,7 +205,7 @@ class ChatEventChoice(_Ending):
 
 
 class ChatEvent(_Head):
-    """One event of its stream, after `data: `."""
+    """Event of its stream, after `data: `."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatEventChoice]
@@ -220,7 +220,7 @@ class TokenizeAnswer(Answer):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
-    """How the vocabulary spells them; null unless it is asked for."""
+    """Spelling of the tokens in the vocabulary; null unless it is asked for."""
 
 
 class DetokenizeAnswer(Answer):
@@ -240,7 +240,8 @@ class ModelCard(Answer):
     parent: None = None
     max_model_len: int
     sampling_defaults: dict[str, float]
-    """How requests are sampled that do not say so, where that is not temperature 1 without a filter. An extension."""
+    """Sampling parameters of requests that give none, where these are not temperature 1 without a filter. An
+    extension."""
 
 
 class ModelList(Answer):

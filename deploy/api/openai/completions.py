@@ -23,7 +23,7 @@ from workers.protocol.scores import Scores
 
 
 async def completion_job(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
-    """What a completion asks of the engine; 400 for what cannot be, 429 where there is no room."""
+    """Make the job of a completion. 400 for impossible requests, 429 where there is no room."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
     body = with_defaults(body, model.sampling_defaults)
     prompts = await _prompts(body, incoming, model, admission)
@@ -182,7 +182,8 @@ def echoed(ids: Sequence[int], scores: Scores, top: int) -> Iterator[tuple[int, 
 def as_vllm(
     ids: Sequence[int], scores: Scores, top: int, text: Callable[[int], str], finite: Callable[[float], float]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Of every token of a prompt but the first the most probable ids and its own: log-probability, rank and text."""
+    """Write prompt log-probabilities in vLLM's shape. Every token of a prompt but the first has an entry for each of
+    the most probable ids and for itself: log-probability, rank and text."""
     places: list[dict[str, dict[str, Any]] | None] = [None]
     for token, (chosen, rank, best, values) in zip(ids[1:], scores.entries(), strict=True):
         entries = {token: (chosen, rank)}

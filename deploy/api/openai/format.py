@@ -1,4 +1,4 @@
-"""How completions and chats are written in OpenAI's shapes: whole answers, and the events of a stream.
+"""Writing completions and chats in OpenAI's shapes: whole answers, and the events of a stream.
 
 A stream's ordinary event is prebuilt bytes around one JSON string, the new text: nothing else is encoded per token.
 """
@@ -20,10 +20,10 @@ from deploy.text.tokenizer import Tokenizer
 from workers.protocol.plan import TopLogprobs
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Log-probability in place of minus infinity, which JSON lacks."""
 DONE = b"data: [DONE]\n\n"
 MARK = "\x00text\x00"
-"""Stands for the text of an event that is built before there is any."""
+"""Mark in place of the text, in an event that is built before there is any."""
 REASONING: Final = "reasoning_content"
 """The field that others, too, answer reasoning in."""
 
@@ -66,7 +66,7 @@ def most_probable(logprob: TopLogprobs, count: int, named: Sequence[int]) -> lis
 
 
 class AnswerFormat:
-    """What completions and chats share. `request_id` becomes the answer's id, `fingerprint` its own."""
+    """Base of the formats of completions and chats. `request_id` becomes the answer's id, `fingerprint` its own."""
 
     chunk_object = ""
     answer_object = ""
@@ -124,7 +124,7 @@ class AnswerFormat:
         return raw.decode("utf-8", "replace"), raw
 
     def _listed_as(self, token: int) -> str:
-        """How a token is written in lists of log-probabilities."""
+        """Return the spelling of a token in lists of log-probabilities."""
         return token_as_id(token) if self._job.tokens_as_ids else self._token(token)[0]
 
 

@@ -116,7 +116,7 @@ def add_models(endpoints: Endpoints, served: ServedModel) -> None:
         return _json({"object": "list", "data": [card(name) for name in served.names()]})
 
     async def model(request: HttpRequest, model_id: str) -> Response:
-        """One model."""
+        """The card of one model."""
         served.check_name(model_id)
         return _json(card(model_id))
 

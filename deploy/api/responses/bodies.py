@@ -57,7 +57,7 @@ def _choice(value: Any) -> Any:
 
 
 def _choice_of_chat(choice: Any) -> Any:
-    """The same as chats have it."""
+    """Convert a tool choice to the form that chats have."""
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("type") != "allowed_tools":
@@ -118,16 +118,16 @@ class ResponsesBody(SamplingFields):
     """none, auto, required, a function or a custom tool, or some of them as allowed tools."""
     parallel_tool_calls: bool = True
     text: Annotated[Any, BeforeValidator(_form), WithJsonSchema(_ANY_OBJECT)] = None
-    """What the answer must look like, in `format`."""
+    """Format that the answer must have, in `format`."""
     previous_response_id: str | None = None
     """A response that this one goes on from, where the server keeps them."""
     store: bool = True
     """Keep this response, where the server keeps any."""
     metadata: dict[str, str] = Field(default_factory=dict)
-    """Comes back as it is."""
+    """Metadata. The answer repeats it as it is."""
 
     reasoning: Annotated[Any, BeforeValidator(partial(checked, "reasoning")), WithJsonSchema(_ANY_OBJECT)] = None
-    """How hard the model is to think, as `effort`: what the chat template has a switch for is done."""
+    """Reasoning effort, in `effort`. It takes effect where the chat template has a switch for it."""
 
     # Extensions.
     max_reasoning_tokens: int | None = Field(default=None, ge=1)
@@ -148,7 +148,7 @@ NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
 }
-"""What fields of chats are called here."""
+"""The names that this API has for fields of the chat API."""
 _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 

@@ -1,4 +1,4 @@
-"""How answers are written as responses: the whole object, and the numbered events of a stream."""
+"""Writing answers as responses: the whole object, and the numbered events of a stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DeletedResponse(Answer):
 
 
 class ResponseEvent(Answer):
-    """One event of its stream, after `data: `; what else it has OpenAI describes."""
+    """Event of its stream, after `data: `; OpenAI describes its other fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,7 +69,7 @@ class ResponsesFormat:
         self._job, self._on_end = job, on_end
         self._items = OutputWriter(tools.origins)
         self._number = 0
-        """Of the next event."""
+        """Sequence number of the next event."""
         sampling = job.sequences[0].sampling
         effort = body.reasoning.get("effort") if isinstance(body.reasoning, dict) else None
         self._head: dict[str, Any] = {
@@ -120,7 +120,7 @@ class ResponsesFormat:
         return written + last + self._numbered({"type": f"response.{status}", "response": self._ended(choice)})
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """Nothing more."""
+        """Add nothing: the events before are all."""
         return b""
 
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
@@ -166,14 +166,15 @@ def _status(choice: Choice) -> str:
 
 
 def _flat(value: Any, inner: str) -> Any:
-    """As the Responses API has it what chats have in an object of its own."""
+    """Flatten an object of the chat API, as the Responses API has it: the fields of its `inner` object beside its
+    type."""
     if not isinstance(value, dict) or inner not in value:
         return value
     return {"type": value["type"], **value[inner]}
 
 
 Events = list[dict[str, Any]]
-"""By their types and fields, without their numbers."""
+"""Events by type and fields, without their sequence numbers."""
 _PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIX: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
@@ -188,11 +189,11 @@ class OutputWriter:
         self.output: list[dict[str, Any]] = []
         """The items so far."""
         self._item: dict[str, Any] | None = None
-        """The one that goes on."""
+        """The open item, which further output goes to; None between items."""
         self._texts: list[str] = []
-        """Of it."""
+        """Texts of the open item."""
         self._input, self._told = InputStream(), list[str]()
-        """Of a custom tool's call, and what was told of it."""
+        """Input of a custom tool's call, and the pieces of it that were sent."""
         self._index = -1
 
     def take(self, event: Event) -> Events:

@@ -1,4 +1,4 @@
-"""Where Chromium is, without starting playwright to ask."""
+"""Path of Chromium, found without starting playwright to ask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "google-chrome", "chrome")
 PLACES = ("chromium-*/chrome-*/chrome", "chromium_headless_shell-*/chrome-*/chrome-headless-shell")
-"""Of the browsers that `playwright install chromium` fetches, with or without `--only-shell`, on Linux."""
+"""Patterns of the browsers that `playwright install chromium` fetches, with or without `--only-shell`, on Linux."""
 
 
 def chromium() -> str | None:

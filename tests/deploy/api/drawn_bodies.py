@@ -13,7 +13,7 @@ ODD: list[Any] = [
     [{}], {"type": "text"}, {"type": {}}, {"": None}, {"a": {"b": [{}]}}, ["a", 5], [None], {"type": "object"},
     {"$ref": "#"}, {"type": "function"}, {"type": "text", "text": "a"}, float("nan"), float("-inf"),
 ]  # fmt: skip
-"""What stands where something else is expected. Not all of it is JSON that every reader takes."""
+"""Values that stand where something else is expected. Not all of it is JSON that every reader takes."""
 WORDS = [
     "text", "function", "tool_use", "tool_result", "thinking", "redacted_thinking", "image", "image_url", "message",
     "function_call", "function_call_output", "reasoning", "input_text", "output_text", "item_reference", "json_schema",
@@ -204,7 +204,7 @@ class Drawing:
         return body
 
     def value(self, schema: dict[str, Any], depth: int = 0) -> Any:
-        """Of a schema."""
+        """Draw a value of a schema."""
         rng = self.rng
         if "$ref" in schema:
             return self.value(self.schemas[schema["$ref"].rsplit("/", 1)[1]], depth)
@@ -244,7 +244,7 @@ class Drawing:
         }
 
     def anything(self, depth: int) -> Any:
-        """Of the words and names that some field somewhere has."""
+        """Draw a value from the words and names that some field somewhere has."""
         rng = self.rng
         kind = rng.random() if depth < 5 else 0.0
         if kind < 0.5:
@@ -282,7 +282,7 @@ class Drawing:
         return body
 
     def raw(self, body: Any) -> bytes:
-        """As it is sent; now and then it is no JSON at all."""
+        """Write a body as it is sent; now and then it is no JSON at all."""
         rng = self.rng
         data = json.dumps(body, ensure_ascii=rng.random() < 0.8).encode("utf-8", "surrogatepass")
         if rng.random() < 0.04:

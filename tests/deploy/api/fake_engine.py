@@ -22,8 +22,8 @@ from workers.protocol.report import SelfTestReport
 from workers.protocol.scores import Scores
 
 KEEP_ALIVE_S = 90
-"""As long as Ray Serve keeps a connection on which nothing comes. Clients give such a one up after 5 s; so does uvicorn
-by itself, sometimes just when a client uses it once more."""
+"""Seconds for which Ray Serve keeps a connection on which nothing comes. Clients give such a one up after 5 s; so does
+uvicorn by itself, sometimes just when a client uses it once more."""
 
 INFO = ModelInfo("tiny", max_context=256, vocab_size=512, eos_ids=(1,), max_width=4, created=1_700_000_000)
 
@@ -56,7 +56,8 @@ def say(ids: Iterable[int], *, width: int = 1, eos: int | None = 1, pause: float
 
 
 def scores_of(request: Request) -> Scores | None:
-    """Of every token of the prompt but the first: minus its place, the second in rank behind a token 40."""
+    """Make scores for every token of the prompt but the first: minus its place, the second in rank behind a token
+    40."""
     top, places = request.sampling.prompt_logprobs, range(1, len(request.prompt))
     if top < 0:
         return None

@@ -1,5 +1,5 @@
-"""Which tokens were drafts that were accepted: told to those who ask, token by token, however outputs were merged or
-parsed. And how many were accepted and how many were not, in `usage`."""
+"""Accepted drafts are told to those who ask, token by token, however outputs were merged or parsed. And how many were
+accepted and how many were not, in `usage`."""
 
 from __future__ import annotations
 

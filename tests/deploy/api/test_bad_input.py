@@ -584,7 +584,7 @@ def test_bodies_of_very_many_pieces_are_refused_before_all_are_looked_at() -> No
 
 
 def test_garbage_is_not_looked_for_while_a_body_is_parsed_and_validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of millions of short lists that takes nearly all the time."""
+    """Garbage collection would take nearly all the time for a body of millions of short lists."""
     looked: list[bool] = []
 
     def loads(raw: bytes) -> Any:

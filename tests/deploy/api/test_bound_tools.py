@@ -76,7 +76,8 @@ def asked(port: int, engine: FakeEngine, **fields: Any) -> Grammar | None:
 
 
 def test_calls_that_must_be_made(port: int, engine: FakeEngine) -> None:
-    """Behind reasoning, if there is any: its tag ends it, or a call itself. The markers are special tokens."""
+    """Calls come behind reasoning, if there is any: its tag ends it, or a call itself. The markers are special
+    tokens."""
     grammar = asked(port, engine, tool_choice="required")
     assert grammar is not None
     assert (grammar.kind, grammar.begin_after, grammar.begun_by) == ("structural_tag", tuple(CLOSE), tuple(BEGIN))
@@ -227,7 +228,8 @@ async def streamed_calls(client: openai.AsyncOpenAI, given: Any) -> list[tuple[s
 
 
 async def answer(client: openai.AsyncOpenAI, **body: Any) -> Calls:
-    """What a request calls, the same streamed and not. A model may call until no token is left."""
+    """Return the calls of an answer, checked to be the same streamed and not. A model may call until no token is
+    left."""
     given: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 400, **body}
     whole, streamed = await asyncio.gather(client.chat.completions.create(**given), streamed_calls(client, given))
     [choice] = whole.choices
@@ -248,7 +250,7 @@ ALL: list[dict[str, Any]] = [
 
 
 async def all_answers(width: int, names: list[str]) -> dict[str, list[Calls]]:
-    """By format, of all formats at once: steps of one row cost nearly as much as those of many."""
+    """Get answers of all formats at once, by format: steps of one row cost nearly as much as those of many."""
 
     async def of(name: str, engine: Engine) -> list[Calls]:
         template = {"glm": GLM, "kimi_k2": KIMI}.get(name, DEEPSEEK_V31)
@@ -277,6 +279,6 @@ async def test_the_demo_model_calls_what_it_must() -> None:
 
 @pytest.mark.long
 async def test_the_demo_model_calls_what_it_must_in_every_format() -> None:
-    """And at every width."""
+    """The demo model does so at every width, too."""
     got = await check_demo(*sorted(CALL_GRAMMARS))
     assert await all_answers(1, ["glm"]) == {"glm": got["glm"]}

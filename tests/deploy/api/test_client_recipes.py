@@ -43,7 +43,8 @@ PACKAGES = {
 
 
 class Server:
-    """Its model calls the tool `name` where the prompt has it, and answers once the prompt has the tool's result."""
+    """Server whose model calls the tool `name` where the prompt has it, and answers once the prompt has the tool's
+    result."""
 
     def __init__(self, name: str, arguments: dict[str, Any], result: str) -> None:
         self.call, self.name, self.result = written(name, arguments), name, result
@@ -226,7 +227,8 @@ def function(name: str, argument: str) -> dict[str, Any]:
 
 
 def chatted(client: openai.OpenAI, body: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]], bool]:
-    """What a stream of chunks says, why it ends, its calls as the next request has them, and whether it has usage."""
+    """Return the text of a stream of chunks, why it ends, its calls as the next request has them, and whether it has
+    usage."""
     said, reason, usage = "", "", False
     calls: list[dict[str, Any]] = []
     for chunk in client.chat.completions.create(**body, stream=True):

@@ -1,4 +1,4 @@
-"""What lies in each other, as deep as a body may have it: refused or answered, never a failure, wherever it stands."""
+"""Deeply nested values, as deep as a body may have them: refused or answered, never a failure, wherever they stand."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def test_what_is_bound_behind_reasoning_says_that_it_cannot_be(fields: dict[str,
 
 @pytest.mark.long
 async def test_the_demo_model_calls_tools_as_it_is_served() -> None:
-    """With no setting of a server, through OpenAI's client, and goes on behind the result."""
+    """No setting of a server is needed; the calls come through OpenAI's client, and the model goes on behind the
+    result."""
     asked: Any = {"model": "demo", "messages": ASK, "tools": [TOOL, STOP], "max_tokens": 300, "temperature": 0.0}
     named = {"type": "function", "function": {"name": "stop"}}
     async with demo(3) as client:

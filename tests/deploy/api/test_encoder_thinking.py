@@ -154,7 +154,7 @@ def test_efforts_of_chats_and_responses_reach_the_encoder() -> None:
 
 
 def test_thinking_of_anthropic_s_clients_reaches_the_encoder() -> None:
-    """Their effort does not: V3.2 knows no degrees, and thinking is what has it think."""
+    """The clients' effort does not reach it: V3.2 knows no degrees, and thinking is what has it think."""
     with served() as clients:
         for thinking, wanted in (
             (ENABLED, THINKS),

@@ -93,7 +93,7 @@ bodies = st.fixed_dictionaries(
 async def test_a_router_asks_for_the_prompt_that_its_replica_makes(
     control: bool, template: str | None, body: dict[str, Any]
 ) -> None:
-    """Without a template by the encoder of DeepSeek V3.2."""
+    """Chats without a template are written by the encoder of DeepSeek V3.2."""
     tokenizer = V32 if template is None else tiny()
     config = ApiConfig(chat_template=template, control_tokens_in_text=control)
     raw = json.dumps(body).encode()

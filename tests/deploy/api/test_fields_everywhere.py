@@ -72,7 +72,7 @@ ASKED: dict[str, tuple[Any, Callable[[Request, dict[str, Any]], bool]]] = {
 
 
 def _said(answer: dict[str, Any]) -> str:
-    """What the model said, without what comes back of the request."""
+    """Return the model's text, without what comes back of the request."""
     for choice in answer.get("choices", ()):
         return str(choice.get("text") or choice["message"]["content"])
     return str(answer.get("content") or answer["output"])
@@ -142,7 +142,8 @@ def test_no_sampling_field_is_left_out_by_an_endpoint(endpoint: str) -> None:
 
 
 def test_every_field_that_any_endpoint_has_is_known_to_all() -> None:
-    """What one endpoint does, the others do or refuse; what is left has no say in an answer, or belongs to a prompt."""
+    """Every endpoint does or refuses what any other does. Fields that are left over have no say in an answer, or belong
+    to a prompt."""
     own = {"messages", "input", "prompt", "model"}
     of_no_answer = {"metadata", "store", "stream_options", "parallel_tool_calls"}
     every = {name for _, kind, _ in BODIES.values() for name in kind.model_fields}

@@ -119,7 +119,8 @@ def read(name: str, text: str) -> Found:
 
 
 def kind_of(name: str, text: str) -> str:
-    """Which of the two a text is; a jsonschema error where it is neither. Another oracle than the grammar says so."""
+    """Tell which of the two a text is; a jsonschema error where it is neither. Another oracle than the grammar says
+    so."""
     content, calls = read(name, text)
     if not calls:
         jsonschema.Draft202012Validator(ANSWER).validate(json.loads(content))

@@ -89,11 +89,11 @@ ARGUMENTS: list[tuple[Any, str, str]] = [
     (None, "{}", "{}"),
     (NONE, "{}", "{}"),
 ]
-"""What came as arguments, what a template gets that writes text, and the object that one gets that writes objects."""
+"""Arguments as they came, as a template gets them that writes text, and as the object for one that writes objects."""
 
 
 def written(kind: str, text: str, value: str) -> str:
-    """How a call stands in the prompt."""
+    """Write a call as it stands in the prompt."""
     if kind == "kimi":
         return f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{text}<|tool_call_end|>"
     pairs = json.loads(value).items()
@@ -145,7 +145,7 @@ def test_calls_with_any_arguments_go_on(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_halves_of_surrogate_pairs_become_replacement_characters(kind: str) -> None:
-    """As JavaScript escapes them: wherever they are in the body."""
+    """Halves are escaped as JavaScript does it, wherever they are in the body."""
     whole = written(kind, '{"city": "\ufffd"}', '{"city": "\ufffd"}')
     head = '{"model": "tiny", "max_tokens": 4, '
     with Server(*KINDS[kind]).clients() as server:
@@ -245,7 +245,7 @@ def test_kimi_gets_its_own_ids_names_and_declarations() -> None:
 
 
 def test_deepseek_v32_chats_out_of_the_box() -> None:
-    """Its answers' reasoning and calls are read without any setting, too."""
+    """The reasoning and the calls of its answers are read without any setting, too."""
     server = Server(V32, None)
     call = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true">Köln'
     call += "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
@@ -288,7 +288,7 @@ TURNS: list[tuple[list[Any], str]] = [
     ([{"role": "assistant", "content": None, "tool_calls": [CALLED]}, {"role": "tool", "tool_call_id": ""}], "f"),
     ([{"role": "tool", "tool_call_id": "gone", "content": "Wet."}], "Wet."),
 ]
-"""What chats hold behind the first question, and what the prompt has of it."""
+"""Turns behind the first question, and their form in the prompt."""
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_metrics_and_logs_have_names_and_never_keys() -> None:
 
 
 def test_a_full_front_lets_in_who_has_less_than_its_share() -> None:
-    """It is the scheduler then that takes a place from whoever has more."""
+    """The scheduler then takes a place from whoever has more."""
     engine = FakeEngine(lambda request: [out(30), 60.0] if request.sampling.max_tokens == 99 else say(IDS)(request))
     engine.stats = EngineStats(slots=2, queue_limit=4)
     with (

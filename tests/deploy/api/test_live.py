@@ -106,7 +106,7 @@ def test_a_window_keeps_a_few_seconds_and_the_sample_before_a_pause() -> None:
 
 
 def test_a_window_begins_anew_with_another_scheduler() -> None:
-    """Which counts from its own start: nothing fell, and nothing grew by what it has counted since."""
+    """The new scheduler counts from its own start: nothing fell, and nothing grew by what it has counted since."""
     now = [100.0]
     window = Window(lambda: now[0])
     for steps in range(0, 1000, 100):

@@ -138,7 +138,7 @@ JUNK: list[Any] = [
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_schema_is_refused(seed: int) -> None:
-    """Whatever a client sends: what is left passes the check."""
+    """A schema that a client sends may be any: what is left of it passes the check."""
     draw = random.Random(seed)
     names = ["type", "properties", "items", "required", "anyOf", "oneOf", "allOf", "$defs", "$ref", "enum", "const",
              "minLength", "maxLength", "pattern", "format", "minimum", "multipleOf", "additionalProperties", "not",
@@ -209,7 +209,7 @@ def agents_tools(count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", sorted(CALL_GRAMMARS))
 def test_sixty_tools_become_a_grammar(name: str) -> None:
-    """Which compiles within the bound: characters that are counted cost most of that, so few are."""
+    """The grammar compiles within the bound: characters that are counted cost most of that, so few are."""
     begin = time.process_time()
     bound = bind(agents_tools(60), CALL_GRAMMARS[name], all_bound=True)
     assert all(tool.schema is not None for tool in bound.tools)

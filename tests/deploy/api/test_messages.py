@@ -302,7 +302,7 @@ def test_calls_that_break_off_are_text() -> None:
 
 
 def test_numbers_of_any_size_in_a_call() -> None:
-    """They come as the model wrote them."""
+    """Numbers come as the model wrote them."""
     text = CALL.replace('"Köln"', str(10**30))
     with Served(f"</think>{text}").client() as client:
         raw = client.messages.with_raw_response.create(model="tiny", max_tokens=3000, messages=ASK, tools=[TOOL])

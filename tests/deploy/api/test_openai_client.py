@@ -349,7 +349,7 @@ def named(ids: list[int], *, chosen: int, values: tuple[float, ...]) -> object:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_named_ids(client: openai.OpenAI, engine: FakeEngine, stream: bool) -> None:
-    """They stand behind the most probable ones, each id once; by their ids, so that none looks like another."""
+    """Named ids stand behind the most probable ones, each id once; by their ids, so that none looks like another."""
     engine.script = named([40, 41, 7], chosen=60, values=(-1.5, -4.0, float("-inf")))
     asked = {"logprob_token_ids": [40, 41, 7, 41], "return_tokens_as_token_ids": True}
     messages = [{"role": "user", "content": "x"}]

@@ -1,4 +1,4 @@
-"""What the page's modules compute, run by node where it is installed."""
+"""Results of the page's modules, run by node where it is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def node(folder: Path, code: str, *arguments: str) -> Any:
-    """What a program prints as JSON."""
+    """Run a program in node and return the JSON that it prints."""
     file = folder / "program.mjs"
     file.write_text(code)
     run = subprocess.run([str(NODE), str(file), *arguments], capture_output=True, text=True, timeout=60, cwd=folder)

@@ -50,7 +50,7 @@ def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
 
 
 def offsets_in(text: str, tokens: list[str], hidden: int) -> list[int]:
-    """Where each token begins; the first `hidden` of them are not in the text."""
+    """Return the offset of each token; the first `hidden` of them are not in the text."""
     offsets = [0] * hidden + list(itertools.accumulate(map(len, tokens[hidden:]), initial=0))[:-1]
     for token, begin in list(zip(tokens, offsets, strict=True))[hidden:]:
         assert text[begin : begin + len(token)] == token
@@ -175,7 +175,7 @@ def parse_logprobs(answer: dict[str, Any], context_lengths: list[int], end: int 
 
 @pytest.mark.long
 async def test_a_task_is_scored_as_by_transformers() -> None:
-    """With the demo model, one token or none generated, prompts as ids and as text."""
+    """The demo model generates one token or none, for prompts as ids and as text."""
     tokenizer = Tokenizer.load(DEMO_MODEL)
     assert tokenizer is not None
     oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()

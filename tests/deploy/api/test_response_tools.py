@@ -60,7 +60,7 @@ CODEX: dict[str, Any] = {
     "prompt_cache_key": "0199e2a1-7b1c-7000-8000-000000000000",
     "text": {"verbosity": "low"},
 }
-"""As the agent sends it, but for the words."""
+"""Body as the agent Codex sends it, but for the words."""
 
 
 def written(name: str, arguments: Any) -> str:

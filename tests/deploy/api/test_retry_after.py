@@ -107,8 +107,8 @@ def let_in_after_the_wait(
     at: int,
     then: int,
 ) -> None:
-    """Whatever they generate meanwhile, here and on other replicas, which hear of each other once a second, each at a
-    time of its own, and whichever of them it asks next."""
+    """Check that requests are let in after the wait, whatever they generate meanwhile, here and on other replicas,
+    which hear of each other once a second, each at a time of its own, and whichever of them is asked next."""
     clock = Clock()
     several = Fronts(clock, fronts, app(tokens_per_minute=per_minute))
     keys = several.keys
@@ -207,7 +207,7 @@ def test_of_requests_each_front_says_what_holds_at_the_others_once_it_has_heard_
 
 
 def test_no_more_is_waited_for_than_streams_may_still_generate() -> None:
-    """Which is known from their limits and how fast they are."""
+    """The most that streams may still generate is known from their limits, and when from how fast they are."""
     clock = Clock()
     key = Key(app(tokens_per_minute=600), clock)
     long, short = Stream(clock, 5.0, 100_000, 100_000, 0, 1), Stream(clock, 100.0, 1200, 1200, 200, 1)

@@ -81,7 +81,7 @@ type weather = (_: {
 }) => any;
 }
 """
-"""What the published tool_declaration_ts.py writes for the tool."""
+"""Declaration of the tool as the published tool_declaration_ts.py writes it."""
 
 
 def by_name(value: Any) -> Any:
@@ -99,7 +99,7 @@ def as_objects(messages: Messages) -> list[dict[str, Any]]:
 
 
 def of_v31(messages: Messages) -> list[dict[str, Any]]:
-    """With the tool in the system message, as the model card has it."""
+    """Return the messages with the tool in the system message, as the model card of V3.1 has it."""
     head, tail = V31_SECTION.split("### f\n")[0], V31_SECTION[V31_SECTION.index("\n\nIMPORTANT") :]
     tool = f"### weather\nDescription: The weather.\n\nParameters: {json.dumps(SCHEMA)}"
     return [{**messages[0], "content": f"{SYSTEM}{head}{tool}{tail}"}, *map(dict, messages[1:])]
@@ -137,11 +137,11 @@ class Shipped:
     """The template stands in tokenizer_config.json."""
     tiktoken: bool = False
     ends_in_config: int = 1
-    """How many of `ends` config.json has; generation_config.json has the others."""
+    """Number of `ends` that config.json has; generation_config.json has the others."""
     thinks: dict[str, Any] = field(default_factory=dict)
     """The variables with which the makers have it think."""
     prepared: Callable[[Messages], list[dict[str, Any]]] = lambda messages: [*map(dict, messages)]
-    """What the makers' code does to messages before the template gets them."""
+    """Changes that the makers' code makes to messages before the template gets them."""
     tools: tuple[Any, ...] = (TOOL,)
     more: dict[str, Any] = field(default_factory=dict)
     """Further variables of the makers' code."""
@@ -185,7 +185,7 @@ DEEPSEEK_V31 = DEEPSEEK_V31_WITHOUT_TOOLS.replace("{{ ns.system }}", "{{ bos_tok
 KIMI_K2 = KIMI.replace("{{ '<think></think>' if thinking is false else '<think>' }}", "").replace(
     "{%- if message['reasoning_content'] -%}<think>{{ message['reasoning_content'] }}</think>{%- endif -%}", ""
 )
-"""Of a model that does not think."""
+"""Template of a Kimi model that does not think."""
 DEEPSEEK_TOKENIZER = {
     "add_bos_token": True,
     "add_eos_token": False,
@@ -279,14 +279,15 @@ class Served:
 
 
 def environment() -> jinja2.Environment:
-    """In which chat templates are written to be rendered."""
+    """Make the environment for which chat templates are written."""
     made = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     return made
 
 
 def v32_prompt(messages: Messages) -> str:
-    """As the published example has them: system message, tools, question, thinking, calls and results."""
+    """Write the prompt as the published example has it: system message, tools, question, thinking, calls and
+    results."""
     begin, end = V32_PUBLISHED.index("\n\n## Tools\n"), V32_PUBLISHED.index("<functions>\n") + len("<functions>\n")
     tools = f"{V32_PUBLISHED[begin:end]}{json.dumps(TOOL['function'], ensure_ascii=False)}\n</functions>\n"
     text = f"{BEGIN}{SYSTEM}{tools}{USER}{QUESTION}{ASSISTANT}<think>"
@@ -317,7 +318,7 @@ def turns(served: Served, call_id: str) -> list[dict[str, Any]]:
 
 
 def check(served: Served, call_id: str) -> None:
-    """Both prompts, and how the answers to them were sampled and ended."""
+    """Check both prompts, and how the answers to them were sampled and ended."""
     first, second = served.engine.requests[-2:]
     messages = turns(served, call_id)
     for request, given in ((first, messages[:2]), (second, messages)):

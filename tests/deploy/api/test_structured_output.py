@@ -1,4 +1,4 @@
-"""How a request says what its answer must look like, what is refused and where, and that answers keep to it."""
+"""Structured output: how a request asks for it, what is refused and where, and that answers keep to it."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", ASKED)
 async def test_what_is_not_looked_at_constrains_nothing(fields: dict[str, Any]) -> None:
-    """Neither a grammar nor an error is lost where a body says that nothing in it constrains the answer."""
+    """No grammar and no error is lost where a body says that nothing in it constrains the answer."""
     body = ChatBody.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields})
     reading = Reader(tiny(), ApiConfig(tool_parser="deepseek_v3")).reading(body, "")
     try:
@@ -277,12 +277,12 @@ async def test_the_demo_model_gives_valid_json_at_every_width() -> None:
 
 @pytest.mark.long
 async def test_the_demo_model_gives_valid_json_200_times() -> None:
-    """Of more requests than there are rows. A step of many rows costs little more than one of few."""
+    """There are more requests than rows. A step of many rows costs little more than one of few."""
     assert await valid_answers(3, 200, 64) == await valid_answers(1, 200, 64)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str]:
-    """What stands before the stop that ends first, and that stop; of those that end together the longest."""
+    """Return the text before the stop that ends first, and that stop; of those that end together the longest."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             stop = max(found, key=len)

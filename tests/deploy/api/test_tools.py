@@ -80,7 +80,7 @@ class Served:
 
     @property
     def prompt(self) -> str:
-        """What the engine was asked last."""
+        """The prompt that the engine got last."""
         return self.tokenizer.decode(self.engine.requests[-1].prompt, skip_special_tokens=False)
 
 
@@ -108,7 +108,7 @@ def streamed(client: openai.OpenAI, **body: Any) -> tuple[dict[str, Any], list[A
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", SAID)
 def test_calls_and_reasoning_streamed_and_not(name: str, special: bool) -> None:
-    """Also where the markers are special tokens, which are left out of texts otherwise."""
+    """The markers may also be special tokens, which are left out of texts otherwise."""
     template, text = SAID[name]
     tags = ("[THINK]", "[/THINK]") if name == "mistral" else ("<think>", "</think>")
     tokens = (*MARKERS[name], *tags) if special else ()

@@ -35,7 +35,8 @@ def asked() -> dict[str, Any]:
 
 
 def by_hand(asked: dict[str, Any], name: str, top_a: float, top_k: int = 0) -> list[int]:
-    """What the rule draws at every place, from the model's own probabilities and the noise of the request's seed."""
+    """Draw a token at every place by the rule, from the model's own probabilities and the noise of the request's
+    seed."""
     drawn, seeds = [], torch.tensor(sequence_seeds(1234, tuple(asked["prompt"])))
     for index, place in enumerate(asked[name]["logprobs"]):
         chances = {int(token): math.exp(logprob) for token, logprob in place.items()}

@@ -45,14 +45,14 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Spans:
-    """Those that were exported, by name."""
+    """Exported spans, by name."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         self.tracing = Tracing(self.exporter, "replica-1")
 
     def take(self, some: bool = True) -> dict[str, list[ReadableSpan]]:
-        """What was exported since the last call. With `some` the span of a request is waited for."""
+        """Return the spans that were exported since the last call. With `some` the span of a request is waited for."""
         deadline = time.monotonic() + 20
         while some and not any("/" in span.name for span in self.exporter.get_finished_spans()):
             assert time.monotonic() < deadline
@@ -342,7 +342,8 @@ def test_a_collector_that_is_away_harms_no_request() -> None:
 
 
 def test_a_collector_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither requests, of which more spans come than are kept, nor the end of the replica."""
+    """Such a collector holds up neither requests, of which more spans come than are kept, nor the end of the
+    replica."""
     go_on, hung = threading.Event(), threading.Event()
 
     class Hangs(SpanExporter):
@@ -364,7 +365,7 @@ def test_a_collector_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_an_endpoint_nothing_of_it_is_there() -> None:
-    """By construction it costs nothing: no layer, no import."""
+    """It costs nothing by construction: no layer, no import."""
     code = (
         "import sys, deploy.api.app, deploy.config.application; from deploy.config.api import ApiConfig\n"
         "assert ApiConfig().otlp_endpoint is None\n"

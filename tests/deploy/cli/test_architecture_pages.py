@@ -40,7 +40,7 @@ def test_the_table_has_every_threshold_that_its_section_names() -> None:
 
 
 def test_the_table_has_every_upper_bound_of_kernels_and_models() -> None:
-    """So that a new one is documented: all that are called MOST_..."""
+    """A new bound has to be documented: all constants called MOST_... are looked for."""
     known = {(name, file) for name, _, file in THRESHOLDS}
     found = {
         (name, str(path.relative_to(ROOT)))
@@ -54,7 +54,7 @@ def test_the_table_has_every_upper_bound_of_kernels_and_models() -> None:
 
 
 def test_the_section_names_every_kernel_that_is_launched() -> None:
-    """And no other; two of its words are functions."""
+    """The section names no other kernel; two of its words are functions."""
     named = {*re.findall(r"`([a-z][a-z0-9_]*)`", SECTION)} - {"unsupported", "tiling"}
     assert named == {name.split(".")[-1] for name in launched()}
 
@@ -68,7 +68,7 @@ def test_tiles_of_experts_are_as_high_as_the_page_says(mean: float, rows: int) -
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """Those given with their folders; NAME stands for one of the reader's."""
+    """Files are looked for that are given with their folders; NAME stands for one of the reader's."""
     named = re.findall(r"(?<![\w./-])(?:assets|bench|deploy|docs|kernels|tests|workers)/[\w./*-]+", page.read_text())
     missing = [name for name in named if not [*ROOT.glob(name.rstrip("./"))]]
     # Some tests are named without their folder.
@@ -126,7 +126,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    """In docstrings, comments and messages, with their anchors."""
+    """Pages are named in docstrings, comments and messages, with their anchors."""
     files = [ROOT / "pyproject.toml", *(ROOT / "tests").rglob("*.py")]
     for package in ("assets", "bench", "deploy", "kernels", "workers"):
         files += [file for file in (ROOT / package).rglob("*") if file.suffix in {".py", ".html", ".js", ".yaml"}]

@@ -45,7 +45,7 @@ def test_width_changes_drafts_and_not_the_text():
 
 @pytest.mark.long
 def test_the_first_cause_is_said_without_a_traceback(tmp_path):
-    """As it is written, without the name of a Python class."""
+    """The cause is printed as it is written, without the name of a Python class."""
     model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     (model / "model.safetensors").unlink()
     ran = generate("--model", str(model), "--prompt", "x", "--quiet")
@@ -66,7 +66,7 @@ QUIET = [
 
 @pytest.mark.parametrize("command", QUIET)
 def test_a_quiet_command_says_nothing_on_stderr(command):
-    """Neither do libraries."""
+    """Libraries say nothing on stderr either."""
     ran = subprocess.run([*LATENTSERVE, *command.split()], capture_output=True, text=True, timeout=300, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout
@@ -124,7 +124,7 @@ def test_an_interrupt_ends_everything_in_order(number, moment, background):
 
 
 def session_of(leader: int) -> list[psutil.Process]:
-    """What is left of the processes of a session, once they had time to end."""
+    """Return the processes of a session that are left, once they had time to end."""
     deadline = time.monotonic() + 5
     while True:
         left = []

@@ -1,4 +1,4 @@
-"""What commands share: signals that end them, stdin."""
+"""Common behavior of commands: signals that end them, stdin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
 
 @contextmanager
 def interrupts_dropped() -> Iterator[None]:
-    """As by an import that swallows the exception."""
+    """Drop interrupts, as an import does that swallows the exception."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield

@@ -76,7 +76,7 @@ def test_flags_of_the_examples_exist(command, name, monkeypatch):
 
 
 def test_scripts_and_their_flags_exist():
-    """By what stands in their files: `--no-` goes before a switch that is on."""
+    """Flags are looked for in the scripts' files: `--no-` goes before a switch that is on."""
     assert len(SCRIPTS) > 20
     wrong = []
     for name, line in SCRIPTS:
@@ -103,7 +103,7 @@ PUBLISHED = set(re.findall(r"[\w.-]+", " ".join(TABLE)))
 
 
 def test_commands_show_models_that_are_published_in_a_format_that_is_read(command):
-    """Where a command names a checkpoint, it is one that docs/models.md lists."""
+    """A checkpoint that a command names is one that docs/models.md lists."""
     shown = [*PAGES.values(), *(command(*name.split(), "--help").out for name in NAMES)]
     named = re.findall(r"(?:--model |MODEL=)\S*?([\w.-]*(?:DeepSeek|Kimi|Moonlight|GLM)[\w.-]*)", "\n".join(shown))
     assert len(named) > 5

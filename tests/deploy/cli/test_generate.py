@@ -163,7 +163,7 @@ def test_the_engine_starts_before_the_tokenizer_is_read(engine, command, byte_fo
 @pytest.mark.parametrize("model", ["bytes", "demo"])
 @pytest.mark.parametrize("prompt", ["", "-"])
 def test_an_empty_prompt(engine, command, byte_folder, monkeypatch, prompt, model):
-    """Of the demo model a begin-of-sequence id is left, which HTTP does not complete either."""
+    """The demo model's empty prompt leaves a begin-of-sequence id, which HTTP does not complete either."""
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     ran = command("generate", "--model", model if model == "demo" else byte_folder, "--prompt", prompt)
     assert (ran.code, ran.out, engine.configs) == (2, "", [])

@@ -1,4 +1,4 @@
-"""What the command says of itself, and how fast."""
+"""Help of the command, and how fast it comes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def report_of(*buckets: BucketReport, eager: str = "") -> SelfTestReport:
 
 @pytest.fixture
 def found(monkeypatch):
-    """What the engine's self-test will have found, a failure that ends its start, and the settings asked for."""
+    """Prepare the report that the engine's self-test gives and a failure that ends its start; keep the settings asked
+    for."""
 
     @asynccontextmanager
     async def engine_of(config, quiet, on_selftest):

@@ -30,7 +30,7 @@ def started(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """How many GPUs this machine has."""
+    """Set the number of GPUs of this machine."""
     return lambda count: monkeypatch.setattr("workers.environment.visible_gpus", lambda: count)
 
 
@@ -181,7 +181,7 @@ def test_mistakes_in_the_file(started, command, tmp_path, content, said):
 
 
 def test_a_mistake_is_named_as_the_user_wrote_it(started, command, tmp_path):
-    """In the file by its setting, even one that a flag could set."""
+    """A mistake in the file is named by its setting, even one that a flag could set."""
     file = tmp_path / "serve.yaml"
     file.write_text("engine: {max_rows: abc}\nport: 70000\n")
     ran = command("serve", "--config", str(file), "--memory-fraction", "2")

@@ -1,4 +1,4 @@
-"""What users start clusters and applications with, checked without a cloud."""
+"""Files with which users start clusters and applications, checked without a cloud."""
 
 import os
 import subprocess

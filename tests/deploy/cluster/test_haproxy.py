@@ -34,7 +34,8 @@ BODY_TIMEOUT_S = 2
 
 @pytest.fixture
 def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As Serve writes it for one replica, its router and the fallback proxy; health checks come more often."""
+    """Render the configuration as Serve writes it for one replica, its router and the fallback proxy; health checks
+    come more often."""
     monkeypatch.setattr(ray_haproxy, "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY", True)
     monkeypatch.setattr(ray_haproxy, "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_TIMEOUT_S", ROUTER_TIMEOUT_S)
     config = HAProxyConfig(
@@ -183,7 +184,7 @@ def test_the_front_door_stays_on_every_interface_when_asked(rendered: Path) -> N
 
 
 def without_servers(config: str) -> str:
-    """As Serve renders it while it knows of no replica."""
+    """Render the configuration as Serve does while it knows of no replica."""
     lines = config.split("\n")
     begin = next(n for n, line in enumerate(lines) if line.startswith("backend http-app-via-ingress"))
     end = next(n for n in range(begin + 1, len(lines)) if re.match("[a-z]", lines[n]))
@@ -266,7 +267,7 @@ def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> No
 def test_a_reloaded_haproxy_ends_with_its_last_stream_and_passes_on_what_is_new(
     proxy: tuple[subprocess.Popen, int], serve
 ) -> None:
-    """It is told to by SIGUSR1, from the process that takes its place."""
+    """The reloaded HAProxy is told to by SIGUSR1, from the process that takes its place."""
     parent, pid = proxy
     through = threading.Event()
     serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
@@ -516,7 +517,7 @@ def test_a_url_that_no_replica_reads_gets_an_envelope(proxy: tuple[subprocess.Po
 
 
 def test_headers_that_serve_cannot_read_are_dropped(proxy: tuple[subprocess.Popen, int], serve) -> None:
-    """They were answered 500, in plain text."""
+    """Such headers were answered 500, in plain text."""
     serve(REPLICA, {"/-/healthz": (200, "success")}, ("x-request-id", "x-request-timeout-seconds"))
     deadline = time.monotonic() + 10
     while ask("/short").status_code != 200:

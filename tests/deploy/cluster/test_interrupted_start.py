@@ -30,7 +30,7 @@ def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: 
 
 
 def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what it started nor what that did; what this process started before stays."""
+    """Processes that are gone include those that its own processes started; what this process started before stays."""
     nested = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
     earlier = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started: list[psutil.Process] = []

@@ -121,7 +121,7 @@ def test_the_end_takes_what_does_not_end_by_itself(tmp_path: Path, monkeypatch: 
 
 
 def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each of the ways it should end; before, it is left alone."""
+    """The process is ended in each of the ways it should end; before, it is left alone."""
     ended, said = threading.Event(), []
     monkeypatch.setattr(sessions, "LOOK_S", 0.01)
     monkeypatch.setattr(sessions, "HURRY_S", 0.05)

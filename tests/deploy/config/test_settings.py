@@ -1,4 +1,4 @@
-"""What a field says of its setting, and that every setting says enough."""
+"""Description of a setting by its field, and that every setting is described well enough."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_neither_is_told(text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_every_setting_is_described(name: str) -> None:
-    """In the words of who reads help: what Python calls None is a default, which is told beside it."""
+    """A description has the words of who reads help: what Python calls None is a default, which is told beside it."""
     setting = ALL[name]
     assert setting.text.endswith((".", ")."))
     assert setting.help({}).endswith(".")

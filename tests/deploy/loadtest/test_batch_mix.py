@@ -1,4 +1,4 @@
-"""What steps compute while an endpoint has load: asked of a real front, and of one that knows no such thing."""
+"""Composition of an endpoint's steps under load, asked of a real front, and of one that knows no such thing."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ APART = [
     {"no brace", "other order", "cut", "no call end", "no last call end", "other fence"},
     {"other order", "cut"},
 ]  # fmt: skip
-"""Of each of these sets an answer has one at most: together they would leave it open what was meant."""
+"""Sets of which an answer has one member at most: together they would leave it open what was meant."""
 
 WORDS = ["Sure.", "Then", "the", "rest:", "東京", "a<b", "{ok}", "`x`", "next,"]
 
@@ -270,7 +270,7 @@ class JsonFormat:
         return f"{begin}{space}{first}{space}{separator}{space}{second}{space}\n{fenced}{end}"
 
     def head(self, index: int, name: str) -> str:
-        """What stands before the arguments; in V3's form its two parts."""
+        """Write what stands before the arguments; in V3's form its two parts."""
         if self.writer.name == "kimi_k2":
             if not self.has("other head"):
                 return f"functions.{name}:{index}"

@@ -1,4 +1,4 @@
-"""What the grammar of a format allows, its parser reads: calls of allowed tools, with arguments that are valid."""
+"""Whatever the grammar of a format allows, its parser reads: calls of allowed tools, with arguments that are valid."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ ARGUMENT = {"glm": "<arg_key>{}</arg_key><arg_value>", "deepseek_v32": '<｜DSML
 
 
 def pieces_of(name: str) -> list[str]:
-    """What a text in this format is made of."""
+    """Return the pieces of which a text in this format is made."""
     every = (*SCHEMA["properties"], *(SCHEMAS["forms"] or {})["properties"])
     begun = [ARGUMENT.get(name, ', "{}": ').format(argument) for argument in every]
     return PIECES * 2 + begun * 3 + [ENDS[name]] * 15 if name in ENDS else PIECES * 2 + begun
@@ -206,14 +206,14 @@ _WITHOUT_SECTION = [
 
 @pytest.mark.parametrize(("name", "marker", "instead"), _WITHOUT_SECTION)
 def test_calls_that_the_parser_reads_are_bound_or_ruled_out(name: str, marker: str, instead: str) -> None:
-    """What is no canonical call is none that a grammar leaves free."""
+    """Calls that are not canonical are not left free by a grammar either."""
     text = WRITERS[name]([("get_weather", {"city": "x"})]).replace(marker, instead)
     assert check_reads(name, text) == 1
     assert not takes(grammar_of(name, must=False), f"Let me see. {text}")
 
 
 def check_reads(name: str, text: str) -> int:
-    """How many calls the parser finds."""
+    """Return the number of calls that the parser finds."""
     return len(found(events_of(Both(TOOL_PARSERS[name]({"get_weather": SCHEMA}, lambda: "id")), [text])).calls)
 
 

@@ -121,7 +121,7 @@ MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>", '{"name": "now"', ', "arguments": ', '"}'],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "aB3dE6gH9", '[{"name": "now", "arguments": ', "[", "]"],
 }  # fmt: skip
-"""What a format is made of; mutations throw these in."""
+"""Markers of each format; mutations throw these in."""
 
 _TAG = r"</?｜DSML｜[a-z_]+(?: [a-z]+=\"[^\"]*\")*>"
 CONTROL = {
@@ -132,7 +132,7 @@ CONTROL = {
     )
     for name, markers in MARKERS.items()
 }
-"""What is never content."""
+"""Patterns that are never content."""
 
 
 def parser(tools: str | None, reasoning: str | None = None, where: Where = "undecided") -> AnswerParser:
@@ -162,7 +162,7 @@ def events_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Event]:
 
 @dataclass
 class Found:
-    """What a client puts together."""
+    """Answer as a client puts it together."""
 
     content: str = ""
     reasoning: str = ""

@@ -186,7 +186,8 @@ def test_a_load_survives_its_report() -> None:
 
 
 def test_a_replica_whose_engine_is_away_gets_a_request_only_where_there_is_no_other() -> None:
-    """Whatever the others have to do, and however much of the prompt it has had."""
+    """Nothing else counts for such a replica: neither what the others have to do, nor how much of the prompt it has
+    had."""
     features = RequestFeatures(640, (1, 2, 3))
     away = out_of_service(Load(backlog=0, rows=0, pages_free=100, keys=frozenset((1, 2, 3)), seen={"r": 4}, at=1.0))
     assert load_from_report(load_to_report(away)).seen == {"r": 4}

@@ -58,7 +58,7 @@ async def test_a_cut_body_gives_the_head_s_pages_and_a_length_for_the_rest(token
 
 
 async def test_a_page_that_ends_where_a_body_was_cut_is_not_promised(tokenizer: Tokenizer) -> None:
-    """Its last word may go on."""
+    """The last word of a text that was cut may go on."""
     text = tokenizer.decode(tokenizer.encode(TEXT)[:128])
     assert len(tokenizer.encode(text)) == 128
     head = body(prompt=text)[:-2]

@@ -37,7 +37,8 @@ def pending(*arguments: Any, **keywords: Any) -> SimpleNamespace:
 
 
 async def chosen(policy: LoadRouter, replicas: list[SimpleNamespace], request: Any) -> list[str]:
-    """In order; each must be a rank of its own, or Serve would choose within it by its own count."""
+    """Return the chosen replicas in order; each must be a rank of its own, or Serve would choose within it by its own
+    count."""
     ranks = await policy.choose_replicas(replicas, request)
     assert all(len(rank) == 1 for rank in ranks)
     return [rank[0].replica_id for rank in ranks]
@@ -62,7 +63,8 @@ async def test_a_question_without_a_request_sends_nothing(policy: LoadRouter) ->
 async def test_a_clock_that_jumps_changes_no_choice(
     policy: LoadRouter, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    """What was sent counts for a few seconds, not for a day, and no report is taken for one of another time."""
+    """Requests that were sent count for a few seconds, not for a day, and no report is taken for one of another
+    time."""
     wall, own = [1.8e9], [1000.0]
     monkeypatch.setattr(router, "time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: own[0]))
     a, b = replica("a", Load(at=wall[0])), replica("b", Load(rows=1, at=wall[0]))

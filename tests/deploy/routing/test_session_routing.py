@@ -20,7 +20,7 @@ from workers.scheduler.tokens import Tokens
 
 TOKENS = 100_000
 SESSIONS = 8
-"""Of each replica."""
+"""Sessions of each replica."""
 POOL = 12_800
 """Pages, for 0.8 M tokens."""
 REPORTED = SchedulerConfig.prefix_sample
@@ -33,7 +33,7 @@ def session(number: int) -> list[int]:
 
 @cache
 def prompts() -> dict[str, list[list[int]]]:
-    """What each of two replicas has cached."""
+    """Return the prompts that each of two replicas has cached."""
     return {name: [session(SESSIONS * at + number) for number in range(SESSIONS)] for at, name in enumerate("ab")}
 
 
@@ -47,7 +47,7 @@ def take(held: PrefixCache, prompt: list[int]) -> None:
 
 @cache
 def reports() -> dict[str, bytes]:
-    """As they travel to routers."""
+    """Return the reports as they travel to routers."""
     caches = {}
     for name, own in prompts().items():
         held = PrefixCache(PagePool(POOL + 1), reported=REPORTED)

@@ -1,4 +1,4 @@
-"""What replicas take, what a Ray has, and what is said of the difference."""
+"""Resources of replicas and of a Ray, and the message about the difference."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def joined(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("node", "address"), [("head", "127.0.0.1"), ("other", "10.0.0.1")])
 def test_a_cluster_is_asked_at_its_head(joined, node: str, address: str) -> None:
-    """Of the other nodes only those with a replica take requests."""
+    """Nodes other than the head take requests only if they have a replica."""
     connected = joined(node)
     connected.close()
     assert (connected.own, connected.head_address) == (False, address)

@@ -1,4 +1,4 @@
-"""What is said, and when it is over, while an application comes up that does not get there."""
+"""Messages, and the end, while an application comes up that does not get there."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from workers.protocol.messages import EngineStats
 
 
 class Client:
-    """In place of the engine's."""
+    """Stand-in for the engine's client."""
 
     def __init__(self, *_: Any) -> None:
         self.info = ModelInfo("tiny", 200, 50, (1,), 3, 0)
@@ -47,7 +47,7 @@ class Client:
 
 
 class Processes:
-    """In place of a scheduler and ranks under Ray."""
+    """Stand-in for a scheduler and ranks under Ray."""
 
     made: ClassVar[list[Processes]] = []
 

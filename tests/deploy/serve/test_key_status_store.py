@@ -44,7 +44,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def room(ring: KeyRing) -> float:
-    """Of requests. Reports are milliseconds old, in which a little of one may have come in."""
+    """Return the requests that are left. Reports are milliseconds old, in which a little of one may have come in."""
     return round(key_of(ring).spent({}).held[0], 1)
 
 
@@ -79,7 +79,7 @@ async def test_replicas_hear_of_each_other(store: Store) -> None:
 async def test_a_front_hears_how_much_of_its_own_the_others_have_heard_of(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the name that they know it by."""
+    """Others tell of this front under the name that they know it by."""
     ring, other = (KeyRing((SETTINGS,), lambda: 0.0) for _ in range(2))
     heard: list[float] = []
     hear = ring.hear

@@ -1,4 +1,4 @@
-"""What replicas tell each other about themselves, with a store in place of Ray's."""
+"""Reports of replicas to each other, with a store in place of Ray's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def silence(status_store: LiveStatusStore) -> None:
-    """From now on it tells nothing, not even what it was about to."""
+    """Silence the store: from now on it tells nothing, not even what it was about to."""
     status_store._telling.cancel()
     with status_store._lock:
         status_store._closed = True

@@ -93,7 +93,7 @@ async def test_the_folder_of_every_channel_is_told_and_goes_with_it(store: Store
 
 
 async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
-    """Another model, or numbers that are computed otherwise: the next token might be another one."""
+    """Such a replica has another model, or numbers that are computed otherwise: the next token might be another one."""
     changed = ServeConfig.model_validate({"engine": {"model": "demo", "invariant": True}, "replicas": 3})
     assert fingerprint(changed) != fingerprint(CONFIG) == fingerprint(CONFIG.model_copy(update={"port": 1}))
     stores = [opened("a"), opened("b"), opened("c", config=changed)]

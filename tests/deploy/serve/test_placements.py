@@ -1,4 +1,4 @@
-"""Who stands where: ranks by node and device, devices as Ray names them."""
+"""Placements of ranks by node and device, and devices as Ray names them."""
 
 import json
 import os
@@ -74,7 +74,8 @@ def test_a_device_nobody_shows_is_an_error_that_says_so() -> None:
 @pytest.mark.cluster
 @pytest.mark.soak
 def test_a_rank_with_a_gpu_of_its_own_still_sees_all_of_its_node(tmp_path: Path) -> None:
-    """Also on a Ray that was started without our settings. Symmetric memory needs its neighbours' GPUs."""
+    """The rank sees all GPUs also on a Ray that was started without our settings. Symmetric memory needs its
+    neighbours' GPUs."""
     program, seen = Path(__file__).with_name("visible_gpus_program.py"), tmp_path / "seen"
     # Ray's own processes must not keep a pipe open.
     with (tmp_path / "said").open("w") as said:

@@ -1,4 +1,4 @@
-"""Where Ray is not what it was: with less, and a line that says so, or an error that says what to install."""
+"""A Ray that has changed: less works, and a line says so, or an error says what to install."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(**settings: Any) -> ServeConfig:
 
 @pytest.fixture
 def lines():
-    """What is logged, by modules that have not looked at Ray yet."""
+    """Collect the lines that are logged by modules that have not looked at Ray yet."""
     modules = (environment, quiet, ray_address, replica_ports, sessions)
     with untouched(*modules, application, entrance, progress, capacity, under_serve) as told:
         yield told

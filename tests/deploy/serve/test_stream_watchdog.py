@@ -156,7 +156,7 @@ def test_what_is_no_stream_is_left_to_break(server) -> None:
 
 
 def held_sockets(watchdog: int) -> int:
-    """Only sockets count: a watchdog that has just begun still opens and closes files of its own."""
+    """Count the sockets that it holds; a watchdog that has just begun still opens and closes other files of its own."""
     found = 0
     for name in os.listdir(f"/proc/{watchdog}/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -20,7 +20,7 @@ from deploy.serve.application import bundles
 
 
 async def sights(config: ServeConfig) -> list[list[object]]:
-    """What each rank sees, in rank order."""
+    """Return the GPUs that each rank sees, in rank order."""
 
     class Witness(WorkerActor):  # in here, so that Ray sends it along
         def load_libraries(self) -> None:

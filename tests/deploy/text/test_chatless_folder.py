@@ -20,7 +20,7 @@ class Stop(Exception):
 
 
 class Client:
-    """In place of the engine's."""
+    """Stand-in for the engine's client."""
 
     def __init__(self, *_: Any) -> None:
         self.on_progress: list[Any] = []

@@ -61,7 +61,8 @@ def test_the_published_example() -> None:
 
 
 def test_every_turn_of_the_published_example_goes_on_where_the_one_before_ended() -> None:
-    """Behind each answer or result of the last question, so that what is cached of a prompt is used again."""
+    """Turns go on behind each answer or result of the last question, so that what is cached of a prompt is used
+    again."""
     messages = EXAMPLE["messages"]
     for end in (10, 12):
         prompt = render(messages[:end], tools=EXAMPLE["tools"], extra=THINK)
@@ -240,7 +241,7 @@ Where:
 - `tool_call_name` must be an exact match to one of the available tools
 - `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema
 - For multiple tool calls, chain them directly without separators or spaces"""  # noqa: W291
-"""As DeepSeek-V3.1's model card has it."""
+"""Section on tools as DeepSeek-V3.1's model card has it."""
 
 
 def test_the_tools_of_v31_stand_in_the_system_message() -> None:

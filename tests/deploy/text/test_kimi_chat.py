@@ -1,5 +1,5 @@
-"""What Moonshot's tokenizer class does to a Kimi model's chat: it sorts tools and declares them in TypeScript. Calls
-get the ids that the model writes."""
+"""Changes that Moonshot's tokenizer class makes to a Kimi model's chat: it sorts tools and declares them in TypeScript.
+Calls get the ids that the model writes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ interface Point {
 type tree = (_: parameters) => any;
 """: [tool("tree", TREE, description="A tree.\nOf points.")],
 }
-"""What the published tool_declaration_ts.py writes for these tools."""
+"""Declarations of these tools as the published tool_declaration_ts.py writes them."""
 
 
 @pytest.mark.parametrize("inside", DECLARED)

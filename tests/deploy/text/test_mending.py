@@ -76,7 +76,7 @@ def test_objects_stay_and_their_beginnings_are_objects(value: dict[str, Any], as
 
 @given(st.lists(st.sampled_from(["\\", "\\ud83d", "\\uDE00", "\\ude00", "\\u0041", '\\"', "x", "😀"]), max_size=9))
 def test_escapes_are_whole(pieces: list[str]) -> None:
-    """Whatever Python's own parser takes, which leaves halves as they are, another one takes afterwards."""
+    """Text that Python's own parser takes, which leaves halves as they are, is taken by another parser afterwards."""
     raw = ('{"a": "' + "".join(pieces) + '"}').encode()
     try:
         value = json.loads(raw)

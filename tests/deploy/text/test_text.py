@@ -51,7 +51,7 @@ def test_any_ids_decode_as_at_once(ids: list[int], skip: bool) -> None:
 
 @given(st.lists(st.integers(0, TOKENS - 1), max_size=30))
 def test_no_piece_shows_part_of_a_character(ids: list[int]) -> None:
-    """What was shown after any token must begin what is shown in the end, whatever follows."""
+    """The text that is shown after any token begins the text that is shown in the end, whatever follows."""
     tokenizer = tiny()
     stream, shown = tokenizer.detokenizer(False), ""
     for count, token in enumerate(ids, 1):
@@ -154,7 +154,7 @@ def test_many_long_stop_strings_cost_linear_time() -> None:
 
 
 def test_long_stop_strings_take_little_memory() -> None:
-    """What is made of them is kept for the next request, and a client may bring other ones each time."""
+    """Automata are kept for the next request, and a client may bring other stop strings each time."""
     drawn = Random(1)
     stops = tuple("".join(drawn.choices("abcdeföü東京", k=512)) for _ in range(16))
     tracemalloc.start()
@@ -218,7 +218,7 @@ async def test_a_long_text_leaves_the_event_loop_its_turns() -> None:
     assert tokenizer is not None
 
     async def longest_gap(work: asyncio.Future[object]) -> float:
-        """As a share of the whole."""
+        """Return the longest gap as a share of the whole."""
         begun = last = time.perf_counter()
         longest = 0.0
         while not work.done():

@@ -1,4 +1,4 @@
-"""What chat templates know of tools, found out by trying them."""
+"""Chat templates' knowledge of tools, found out by trying them."""
 
 from __future__ import annotations
 

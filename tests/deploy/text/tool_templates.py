@@ -54,7 +54,7 @@ DEEPSEEK_V31_WITHOUT_TOOLS = (
         "{%- else -%}", "{%- elif message['role'] == 'assistant' -%}"
     )
 )
-"""As V3.1's own: of tools it writes the calls and their results alone."""
+"""Template like V3.1's own: of tools it writes the calls and their results alone."""
 DEEPSEEK_V3 = (
     "{%- if tools -%}# Tools ```json{%- for tool in tools -%}{{ tool | tojson }}{%- endfor -%}{%- endif -%}"
     "{%- for message in messages -%}"
@@ -127,5 +127,5 @@ DEEPSEEK_R1_CALLS = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}"
 )
-"""As R1's own, and V3's but for the end: of tools it writes the calls and their results alone, and calls of messages
-that say nothing."""
+"""Template like R1's own, and V3's but for the end: of tools it writes the calls and their results alone, and calls of
+messages that say nothing."""

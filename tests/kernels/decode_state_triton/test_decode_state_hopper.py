@@ -1,4 +1,4 @@
-"""What the compiler makes of the decode bookkeeping for Hopper: no spills, one variant for every batch and index."""
+"""Compilation of the decode bookkeeping for Hopper: no spills, one variant for every batch and index."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SLOTS = 256
 
 
 def step(rows: int, width: int, pages: int, *, tokens: bool = False) -> list[object]:
-    """What the bookkeeping of one step compiles."""
+    """Compile the bookkeeping of one step."""
     state = SlotTensors.allocate(SLOTS, width - 1, pages, torch.device("cpu"), tokens=tokens)
     slot_R, newest_R = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
     token_RW, position_RW, cache_RW = (torch.zeros(rows, width, dtype=torch.int64) for _ in range(3))

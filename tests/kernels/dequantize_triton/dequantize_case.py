@@ -34,7 +34,7 @@ def int4(rows: int, features: int, device: torch.device) -> tuple[GroupScaled, T
 
 
 def check(matrix: BlockScaled | GroupScaled, want: Tensor) -> None:
-    """By the kernel, in both dtypes: one rounding of a product in fp32, then one to the dtype."""
+    """Check the kernel in both dtypes: one rounding of a product in fp32, then one to the dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full(matrix.shape, torch.nan, dtype=dtype, device=matrix.device)
         launch_dequantize(matrix, out)

@@ -1,4 +1,4 @@
-"""What the compiler makes of dequantization for Hopper, at the sizes of published models."""
+"""Compilation of dequantization for Hopper, at the sizes of published models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the compiler makes of the conversion of rows to scaled fp16 for Hopper."""
+"""Compilation of the conversion of rows to scaled fp16 for Hopper."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ class Gather:
     device: str = "cpu"
     seed: int = 0
     latent: int = 0
-    """Of FP8 entries, how many of the features are their latent; 0: plain entries."""
+    """Latent features of FP8 entries; 0: plain entries."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Gather:
         launch_gather_context(*self.tensors.values(), self.begin, self.latent)
 
     def serve(self) -> None:
-        """What attention calls."""
+        """Call the function that attention calls."""
         gather_context(*self.tensors.values(), begin=self.begin, latent=self.latent)
 
     def check(self) -> None:

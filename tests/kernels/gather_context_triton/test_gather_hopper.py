@@ -1,4 +1,4 @@
-"""What the compiler makes of the gather for Hopper: no spills, wide loads, one variant a kind of cache."""
+"""Compilation of the gather for Hopper: no spills, wide loads, one variant a kind of cache."""
 
 import pytest
 import torch

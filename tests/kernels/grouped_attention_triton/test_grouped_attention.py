@@ -11,7 +11,7 @@ from tests.support.hopper import compile_only, resources
 
 
 def compiled(rows: int, width: int, heads: int, key_heads: int, dtype: torch.dtype = torch.bfloat16) -> list[object]:
-    """What a pass of decode rows, or of tiles (width 0), compiles, with heads of 128 features."""
+    """Compile a pass of decode rows, or of tiles (width 0), with heads of 128 features."""
     features, tokens = 128, rows * (width or family.QUERIES)
     qkv_TF = torch.zeros(tokens, (heads + 2 * key_heads) * features, dtype=dtype)
     cache_PKC = torch.zeros(3, PAGE_TOKENS, 2 * key_heads * features, dtype=dtype)

@@ -53,7 +53,7 @@ class Case:
 
 
 def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In fp64, on a CPU."""
+    """Compute the expected tensors in fp64, on a CPU."""
     q_TJI, both_TX, norm_I, bias_I, rotation_TO = (tensor.cpu().double() for tensor in list(tensors.values())[:5])
     key_TI, weight_TJ = both_TX[:, : len(norm_I)], both_TX[:, len(norm_I) :]
     centred_TI = key_TI - key_TI.mean(-1, keepdim=True)
@@ -71,7 +71,7 @@ def expected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def check(
     tensors: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, scales_TJ: Tensor | None = None
 ) -> None:
-    """What a kernel has made of `tensors`. `scales_TJ`: of queries in INT8."""
+    """Check what a kernel has made of `tensors`. `scales_TJ`: of queries in INT8."""
     for name, numbers in want.items():
         if scales_TJ is not None and name == "weight_TJ":
             numbers = numbers * scales_TJ.double()

@@ -1,4 +1,4 @@
-"""What the compiler makes of norm and rope of an indexer for Hopper, at the sizes of published models."""
+"""Compilation of norm and rope of an indexer for Hopper, at the sizes of published models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How products are cut into parts, and what the public functions take."""
+"""Division of products into parts, and the arguments of the public functions."""
 
 import math
 from itertools import product

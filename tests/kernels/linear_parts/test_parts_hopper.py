@@ -1,4 +1,4 @@
-"""What the compiler makes of products in parts for Hopper, and of the kernels that add the parts up."""
+"""Compilation for Hopper of products in parts, and of the kernels that add the parts up."""
 
 import re
 

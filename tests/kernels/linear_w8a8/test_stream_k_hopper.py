@@ -1,4 +1,4 @@
-"""What the compiler makes of products of some rounded tokens, at the sizes of DeepSeek-V3."""
+"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3."""
 
 import re
 

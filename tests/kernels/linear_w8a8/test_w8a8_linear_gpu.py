@@ -23,7 +23,7 @@ MODELS = [
     (4096, 7168, 2048),
     (12, 2304, 7168),
 ]
-"""Of DeepSeek-V3."""
+"""Sizes of DeepSeek-V3's products."""
 
 
 @pytest.mark.parametrize(("tokens", "features", "outputs"), [*SIZES, *MODELS])

@@ -28,7 +28,7 @@ def case(tokens: int, features: int, outputs: int, device: str) -> tuple[Tensor,
 
 
 def memory(weight: BlockScaled) -> Tensor | None:
-    """For scales that do not begin where they should; NaN."""
+    """Return memory for scales that do not begin where they should, filled with NaN; None where none is needed."""
     sizes = padded_scales(weight)
     return None if sizes is None else torch.full(sizes, torch.nan, device=weight.device)
 

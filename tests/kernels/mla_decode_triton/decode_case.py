@@ -63,7 +63,7 @@ class Case:
         }
 
     def _entries(self, cache: torch.Tensor) -> torch.Tensor:
-        """As they lie in memory; what holds NaN has no bit that is 0 in FP8."""
+        """Return the entries as they lie in memory; what holds NaN has no bit that is 0 in FP8."""
         if not self.fp8:
             return cache
         # Groups of other magnitudes, and some of zeros.

@@ -184,7 +184,7 @@ def test_portable_kernel_at_deepseek_sizes(width: int, heads: int) -> None:
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 32), (2, 8)])
 def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int) -> None:
-    """On one GPU and on four."""
+    """The model runs on one GPU and on four."""
     case = Case([70, 3], width, heads, 256, 64, torch.bfloat16)
     compiled(case, hopper_tiling(case.shape, PROCESSORS))
 

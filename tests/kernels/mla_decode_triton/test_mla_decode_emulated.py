@@ -92,7 +92,7 @@ def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, ctas: int, 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_wide_does_not_depend_on_schedules(fp8: bool) -> None:
-    """To the last bit."""
+    """Results are equal to the last bit."""
     results = []
     for seed in range(5):
         case = deepseek([330, 130, 5], 4, 16, fp8=fp8)
@@ -157,7 +157,7 @@ def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int)
     ],
 )
 def test_narrow_of_fp8_entries(lengths: list[int], width: int, heads: int, first: int, ctas: int, early: bool) -> None:
-    """Of one block of 16 query vectors and of 32, of several blocks, and where CTAs go on with other rows."""
+    """Cases are one block of 16 query vectors and of 32, several blocks, and CTAs that go on with other rows."""
     check("narrow", deepseek(lengths, width, heads, first, fp8=True), ctas, seed=width, early=early)
 
 
@@ -207,7 +207,7 @@ def test_wide_of_fp8_entries(
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_wide_of_fp8_entries_are_those_of_what_they_are_read_as(invariant: bool) -> None:
-    """To the last bit."""
+    """Results are equal to the last bit."""
     case = deepseek([200, 65, 3], 4, 16, invariant=invariant, fp8=True)
     with emulated():
         ours = [x.clone() for x in case.run(wide_fp8_tiling(case.shape, 3))]
@@ -243,7 +243,7 @@ def test_fp8_of_large_and_small_numbers(heads: int) -> None:
 
 
 def test_fp8_of_a_query_vector_that_is_not_finite() -> None:
-    """Its result is not, those beside it do not change."""
+    """The result of that query vector is not finite, those of others do not change."""
     case = deepseek([70, 66], 1, 16, fp8=True)
     t = case.tensors
     t["q"][0, 0, 3, 100] = torch.nan
@@ -312,7 +312,7 @@ def test_either_that_does_not_wait_is_found(length: int, kernel: str) -> None:
 
 @pytest.mark.parametrize(("length", "works"), [(128, "attend_narrow"), (129, "attend_wide")])
 def test_either_is_one_of_two_kernels(length: int, works: str) -> None:
-    """Without the one that works nothing is written."""
+    """Nothing is written without the one that works."""
     case = deepseek([length], 4, 16)
     tiling = replace(hopper_tiling(case.shape, 9), short=128)
     workspace, t = case.workspace(tiling), case.tensors
@@ -334,7 +334,7 @@ def test_either_is_one_of_two_kernels(length: int, works: str) -> None:
 
 @pytest.mark.parametrize(("length", "works"), [(128, "attend_narrow"), (129, "attend_wide")])
 def test_merge_that_does_not_wait_for_the_one_that_works_is_found(length: int, works: str) -> None:
-    """Which may be two launches before it."""
+    """The kernel that works may be two launches before the merge."""
     case = deepseek([length], 4, 16)
     tiling = replace(hopper_tiling(case.shape, 9), short=128)
     workspace, t = case.workspace(tiling), case.tensors

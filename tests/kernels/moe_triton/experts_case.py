@@ -16,7 +16,7 @@ from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
 from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
-"""Between the seeds of a case's tokens and of its weights."""
+"""Distance between the seeds of a case's tokens and of its weights."""
 Format = Literal["int4"] | tuple[int, int] | None
 """INT4; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
 
@@ -76,7 +76,7 @@ class Experts:
     weights: tuple[Matrix, Matrix] | None = None
     """gate_up and down, to share large ones among cases."""
     formats: tuple[Format, Format] = (None, None)
-    """Of gate_up and of down, where there are none to share."""
+    """Formats of gate_up and of down, where there are none to share."""
     quantize_activations: bool = False
     """Whether activations may be quantized to FP8: `w8a8_stages` checks such calls."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -167,14 +167,15 @@ class Experts:
             buffer[scratch.act_YI.data_ptr() - buffer.data_ptr() :].fill_(0xFF)
 
     def norm(self) -> AddNorm:
-        """Of a residual with rows of its own stride."""
+        """Make the norm of a residual with rows of its own stride."""
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         wide = torch.randn(self.tokens, self.hidden + 16, generator=random, device=self.device).to(self.dtype)
         weight = torch.rand(self.hidden, generator=random, device=self.device).to(self.dtype)
         return AddNorm(wide[:, :-16], weight, 1e-3)
 
     def check_norm(self, norm: AddNorm, sum: Tensor) -> None:
-        """After a call with `norm`: the residual is what `sum`, rounded as it is, has been added to, bit for bit."""
+        """Check the residual and its norm after a call with `norm`: the residual is what `sum`, rounded as it is, has
+        been added to, bit for bit."""
         want = (self.norm().residual_TE.float() + sum.float()).to(self.dtype)
         assert torch.equal(norm.residual_TE, want)
         normed = F.rms_norm(want.double(), (self.hidden,), norm.weight_E.double(), norm.eps)

@@ -27,7 +27,8 @@ def matrix(rows: int, features: int) -> GroupScaled:
 def compiled(
     shape: ExpertsShape, tiled: Callable[[ExpertsShape, int, tuple[Stored, Stored]], ExpertTiling]
 ) -> list[Any]:
-    """Both products, in the tiles that `tiled` makes for an H200; and, of few tokens, both behind a pending norm."""
+    """Compile both products, in the tiles that `tiled` makes for an H200; and, for few tokens, both behind a pending
+    norm."""
     gate_up, down = matrix(2 * shape.intermediate, shape.hidden), matrix(shape.hidden, shape.intermediate)
     tiling = tiled(shape, 132, (stored(gate_up), stored(down)))
     x = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)

@@ -31,7 +31,7 @@ def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shared", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 40, 70])
 def test_shared_experts_have_every_token(tokens: int, shared: int) -> None:
-    """With few tokens all tiles that can be filled are: every choice another expert, each with one pair."""
+    """Few tokens fill all tiles that can be filled: every choice is another expert, each with one pair."""
     check(Experts(tokens, 2 + shared, 8 + shared, shared=shared))
     padded = tuple(range(0, tokens, 3))
     check(Experts(tokens, 2 + shared, 8 + shared, shared=shared, padded=padded, skewed=True))
@@ -196,13 +196,13 @@ def test_memory_follows_from_the_sizes() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 16, 64, 128, 129, 256, 1000])
 def test_shared_experts_do_not_change_the_tiles(tokens: int) -> None:
-    """Their pairs are many, those of the others not more for it."""
+    """Shared experts' pairs are many, those of the others not more for it."""
     routed = schedule.ExpertsShape(tokens, 6, 64, 2048, 1408)
     assert schedule.tiling(replace(routed, chosen=8, experts=66, shared=2)) == schedule.tiling(routed)
 
 
 def test_hopper_takes_the_tallest_tiles_of_what_its_kernels_take() -> None:
-    """And everything else is left to Triton, in the same memory."""
+    """Everything else is left to Triton, in the same memory."""
     many = schedule.ExpertsShape(1024, 8, 66, 2048, 1408, shared=2)
     portable, own = schedule.tiling(many), schedule.tiling(replace(many, hopper=132))
     assert (portable.rows, portable.programs) == (128, 0)
@@ -225,7 +225,7 @@ def test_hopper_takes_the_tallest_tiles_of_what_its_kernels_take() -> None:
 def test_sums_go_onto_the_residual_and_are_normed(
     tokens: int, rows: int, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """As in a launch for the sum and one for the norm; padding adds nothing."""
+    """Sums are those of a launch for the sum and one for the norm; padding adds nothing."""
     case = Experts(tokens, 3, 6, *sizes, dtype, shared=1, holes=True, padded=(0,) if tokens > 2 else ())
     sum, norm = case.run(case.tiling(rows=rows)).clone(), case.norm()
     case.refill()

@@ -95,7 +95,7 @@ def test_a_token_alone_equals_the_token_in_a_batch(tokens: int, format: Format) 
     [(512, (64, 128), 4), (384, (16, 64), 2), (64, "int4", 2), (768, "int4", 8)],
 )
 def test_ranks_parts_are_the_parts_of_one(intermediate: int, format: Format, ranks: int) -> None:
-    """Whatever share of the rows of `gate_up` and of the columns of `down` keeps blocks or groups whole."""
+    """Shares may be any of the rows of `gate_up` and of the columns of `down` that keep blocks or groups whole."""
     whole = Experts(9, 2, 3, 64, intermediate, groups=8, formats=(format, format))
     assert whole.weights is not None
     out = whole.run().clone()

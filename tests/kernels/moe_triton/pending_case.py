@@ -64,7 +64,7 @@ class Pending:
         return PendingNorm.empty(self.case.tokens, self.case.hidden, EPS, torch.bfloat16, poisoned)
 
     def expected(self) -> Tensor:
-        """What stood before, and the experts of the divided rows."""
+        """Compute what stood before, plus the experts of the divided rows."""
         case = self.case
         x = case.tensors["x"]
         case.tensors["x"] = x.double() * self.inverse
@@ -74,7 +74,7 @@ class Pending:
             case.tensors["x"] = x
 
     def check(self, out: PendingNorm | Tensor) -> None:
-        """As `Experts.check`, of what is added alone: what stood before is in fp32, and so is the sum."""
+        """Check what is added, as `Experts.check` does: what stood before is in fp32, and so is the sum."""
         alive = ~(self.case.tensors["id"] < 0).all(1)
         want = self.expected()
         got = out

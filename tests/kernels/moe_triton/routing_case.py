@@ -30,7 +30,7 @@ class Routing:
     rows: int = 0
     ties: bool = False
     parts: int = 0
-    """Of the logits; their sum is exact."""
+    """Parts of the logits; their sum is exact."""
     device: str = "cpu"
     seed: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)

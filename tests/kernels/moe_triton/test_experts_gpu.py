@@ -66,7 +66,7 @@ def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 17, 64, 256, 2000])
 @pytest.mark.parametrize("model", MODELS)
 def test_sums_go_onto_the_residual_and_are_normed(model: str, tokens: int, dependent: bool) -> None:
-    """From a graph, as in a launch for the sum and one for the norm."""
+    """A graph gives the same as a launch for the sum and one for the norm."""
     if dependent and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
     case = make(model, tokens, holes=True, padded=(0,) if tokens > 2 else ())

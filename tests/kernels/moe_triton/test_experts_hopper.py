@@ -1,4 +1,4 @@
-"""What the compiler makes of sorting and of the experts' products for Hopper, at the sizes of published models."""
+"""Compilation of sorting and of the experts' products for Hopper, at the sizes of published models."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def shape_of(model: str, tokens: int, dtype: torch.dtype = torch.bfloat16, group
 
 
 def kernels(shape: ExpertsShape) -> list[object]:
-    """What a call compiles. Of the weights one expert exists, for nothing runs."""
+    """Compile a call. Only one expert's weights exist, because nothing runs."""
     tiling = schedule.tiling(shape)
     gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
     down = torch.empty(1, shape.hidden, shape.intermediate, dtype=shape.dtype)
@@ -69,7 +69,7 @@ def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
 def test_three_programs_of_tiles_of_64_stand_on_a_multiprocessor(
     model: str, tokens: int, groups: int, three: set[str]
 ) -> None:
-    """Which is what keeps memory busy."""
+    """Three programs on a multiprocessor are what keeps memory busy."""
     shape = shape_of(model, tokens, groups=groups)
     assert schedule.tiling(shape).rows == 64
     found = {kernel.name: kernel for kernel in map(resources, kernels(shape))}
@@ -80,7 +80,7 @@ def test_three_programs_of_tiles_of_64_stand_on_a_multiprocessor(
 
 @pytest.mark.parametrize(("tokens", "launches"), [(512, ["sort_few"]), (513, ["count", "place"])])
 def test_few_tokens_are_sorted_by_one_launch(tokens: int, launches: list[str]) -> None:
-    """Without atomics, of which a histogram is made."""
+    """The launch has no atomics, of which a histogram is made."""
     found = kernels(shape_of("V2-Lite", tokens))
     sort = [kernel for kernel in found if kernel.metadata.name in ("sort_few", "count", "place")]
     assert [kernel.metadata.name for kernel in sort] == launches
@@ -90,7 +90,7 @@ def test_few_tokens_are_sorted_by_one_launch(tokens: int, launches: list[str]) -
 
 
 def test_one_sort_serves_all_numbers_of_tokens_up_to_a_power_of_two() -> None:
-    """Whatever tiles they get: a number that no bucket has compiles none under load."""
+    """Tiles do not matter for the sort: a number of tokens that no bucket has compiles none under load."""
     shapes = [shape_of("demo", tokens) for tokens in (129, 160, 200, 224, 225, 256)]
     assert {schedule.tiling(shape).rows for shape in shapes} == {64, 128}
     shapes += [shape_of("demo", tokens) for tokens in (33, 40, 48, 64)]

@@ -32,7 +32,7 @@ def check(case: Experts, seed: int = 0, dependent: bool = False, **changes: int)
     [(1, torch.bfloat16), (64, torch.float16), (65, torch.bfloat16), (129, torch.float16), (200, torch.bfloat16)],
 )
 def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
-    """On one expert in two, through the ring twice."""
+    """One expert of two has the tokens, through the ring twice."""
     check(Experts(tokens, 1, 2, 512, 64, dtype), tokens)
 
 
@@ -77,7 +77,7 @@ def test_routings_and_rings(tokens: int, holes: bool, skewed: bool, programs: in
 def test_shared_experts_among_the_routed(
     tokens: int, chosen: int, experts: int, shared: int, group: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many tiles of shared experts as of routed ones, fewer and more; after either sort."""
+    """There are as many tiles of shared experts as of routed ones, fewer and more; after either sort."""
     sort = Call.sort
     monkeypatch.setattr(Call, "sort", lambda call: sort(call, few=few))
     case = Experts(tokens, chosen, experts, 128, 272, shared=shared, padded=(0, 7), seed=tokens)

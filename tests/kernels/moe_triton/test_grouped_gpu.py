@@ -74,7 +74,7 @@ def test_the_same_bits_as_the_triton_kernels(tokens: int, stages: int) -> None:
 
 @pytest.mark.parametrize("tokens", [16, 256, 4096])
 def test_replayed_on_other_tokens(tokens: int) -> None:
-    """From a graph, many times, on another routing, and on none at all."""
+    """A graph is replayed many times, on another routing, and on none at all."""
     case = make("V2-Lite", tokens)
     tiling = grouped(case)
     workspace = case.workspace(tiling)

@@ -21,7 +21,8 @@ def case(tokens: int, chosen: int = 2, experts: int = 3, sizes: tuple[int, int] 
 
 
 def grouped(case: Experts, rows: int = 0, programs: int = 2, stages: int = 0, group: int = 4) -> ExpertTiling:
-    """That of the call, or with other tiles, rings and programs. Tiles of a height have the rings of that height."""
+    """Return the tiling of the call, or one with other tiles, rings and programs. Tiles of a height have the rings of
+    that height."""
     tiling = schedule.int4_grouped(case.shape, programs, case.stored)
     stages = stages or {0: tiling.gate_up.stages, 64: 5, 128: 4}[rows]
     gate_up, down = (replace(product, stages=stages, group=group) for product in (tiling.gate_up, tiling.down))
@@ -40,7 +41,7 @@ def check(case: Experts, seed: int = 0, **changes: int) -> None:
     ("tokens", "rows"), [(2, 64), (32, 64), (33, 64), (65, 64), (3, 128), (64, 128), (65, 128), (129, 128)]
 )
 def test_any_number_of_pairs(tokens: int, rows: int) -> None:
-    """On one expert of two: one in tiles of either width, and two that have several."""
+    """One expert of two has the pairs: one in tiles of either width, and two that have several."""
     check(case(tokens, 1, 2, skewed=True), tokens, rows=rows)
 
 
@@ -67,7 +68,7 @@ def test_rings_and_blocks(sizes: tuple[int, int], stages: int, programs: int) ->
 )
 @pytest.mark.parametrize("few", [FEW, 0])
 def test_calls_of_every_kind(found: Experts, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After either sort."""
+    """Calls come after either sort."""
     sort = Call.sort
     monkeypatch.setattr(Call, "sort", lambda call: sort(call, few=few))
     found.refill()
@@ -108,7 +109,7 @@ def test_a_pair_does_not_depend_on_its_tile() -> None:
 
 @pytest.mark.long
 def test_every_number_times_its_scale_is_rounded_once() -> None:
-    """What a token that is 0 but for one feature gets of gate and up, is the checkpoint's weight in bf16."""
+    """A token that is 0 but for one feature gets, of gate and up, the checkpoint's weight in bf16."""
     found = case(2, 1, 1, (256, 256))
     assert found.weights is not None
     for feature in (0, 5, 37, 200, 255):
@@ -128,7 +129,7 @@ def test_every_number_times_its_scale_is_rounded_once() -> None:
 
 
 def places() -> torch.Tensor:
-    """Which feature stands at each of 64 places."""
+    """Return which feature stands at each of 64 places."""
     i = torch.arange(64)
     two, eighth, quarter, one = i // 16, i // 8 % 2, i // 2 % 4, i % 2
     return 16 * quarter + 8 * (two // 2) + 4 * one + 2 * (two % 2) + eighth
@@ -154,7 +155,7 @@ def test_what_it_does_not_take() -> None:
 
 @pytest.mark.parametrize("inner", [2048, 1024, 512, 256])
 def test_it_serves_many_tokens(inner: int) -> None:
-    """In memory that is the same however weights are stored; all of a rank's sizes of Kimi K2."""
+    """The memory is the same however weights are stored; sizes are all of a rank's of Kimi K2."""
     stored = case(2).stored
     for tokens, rows in ((336, 8), (337, 64), (575, 64), (576, 64), (2688, 64), (2689, 128), (8192, 128)):
         shape = ExpertsShape(tokens, 8, 384, 7168, inner, hopper=132)

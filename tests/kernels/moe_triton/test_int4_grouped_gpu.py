@@ -43,7 +43,7 @@ def make(model: str, tokens: int, **more: Any) -> Experts:
 
 
 def grouped(case: Experts, rows: int = 0) -> ExpertTiling:
-    """That of the call, or the one of other tiles."""
+    """Return the tiling of the call, or the one of other tiles."""
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     tiling = schedule.int4_grouped(case.shape, programs, case.stored)
     if not rows:

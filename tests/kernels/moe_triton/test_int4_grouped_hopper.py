@@ -1,4 +1,4 @@
-"""What the compiler makes of Hopper's products of many tokens with INT4 weights, at the sizes of Kimi K2 and ranks."""
+"""Compilation of Hopper's products of many tokens with INT4 weights, at the sizes of Kimi K2 and ranks."""
 
 import re
 from collections import Counter
@@ -48,7 +48,7 @@ def test_compiles_to_what_it_was_written_for(inner: int, tokens: int, rows: int)
 
 
 def check_stage(body: list[str], rows: int) -> None:
-    """Of a loop with products of two stages: eight of 16 features for either chunk of each. A product takes four
+    """Check a loop with products of two stages: eight of 16 features for either chunk of each. A product takes four
     conversions of two numbers, each a logical operation, a difference and a product, and three shifts: 15 instructions
     of 23.5 at most. Products of 64 rows and 128 pairs take the tensor cores 64 cycles, and two partitions share a
     scheduler's slots."""

@@ -96,7 +96,7 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_it_serves_single_tokens_alone() -> None:
-    """In memory that is the same however weights are stored."""
+    """The memory is the same however weights are stored."""
     stored = case().stored
     for tokens, hopper, groups in ((1, 132, 0), (2, 132, 0), (1, 0, 0), (1, 132, 8)):
         shape = ExpertsShape(tokens, 8, 384, 7168, 2048, groups=groups, hopper=hopper)

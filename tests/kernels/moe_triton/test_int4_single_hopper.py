@@ -1,4 +1,4 @@
-"""What the compiler makes of Hopper's products of a single token with INT4 weights, at published sizes."""
+"""Compilation of Hopper's products of a single token with INT4 weights, at published sizes."""
 
 import pytest
 from int4_compiled import check_main_loop, compiled

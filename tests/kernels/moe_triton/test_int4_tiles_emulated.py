@@ -32,7 +32,7 @@ def check(case: Experts, seed: int = 0) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("tokens", "experts"), [(2, 4), (4, 8), (5, 10), (13, 4)])
 def test_every_height_of_tile(tokens: int, experts: int) -> None:
-    """Of the last, experts with more pairs than a tile has."""
+    """The last height's experts have more pairs than a tile has."""
     check(case(tokens, experts=experts), tokens)
 
 
@@ -101,7 +101,7 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_it_serves_few_tokens_of_an_expert() -> None:
-    """In memory that is the same however weights are stored."""
+    """The memory is the same however weights are stored."""
     stored = case(2).stored
     for tokens, rows in ((2, 2), (4, 2), (5, 8), (48, 8), (336, 8), (337, 64)):
         shape = ExpertsShape(tokens, 8, 384, 7168, 2048, hopper=132)

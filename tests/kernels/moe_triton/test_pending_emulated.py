@@ -83,7 +83,7 @@ def test_planted_faults_are_found(tokens: int, kernel: str, what: str, by: str) 
 
 
 def test_what_it_takes() -> None:
-    """What Hopper's kernels for few tokens with INT4 weights take."""
+    """Hopper's kernels for few tokens with INT4 weights take some shapes and not others."""
     sizes: dict[str, Any] = {"chosen": 8, "experts": 384, "hidden": 7168, "intermediate": 2048, "hopper": 132}
     assert all(takes(ExpertsShape(tokens, **sizes)) for tokens in (1, 2, 16))
     for wrong in ({"hopper": 0}, {"hidden": 7296}, {"intermediate": 128}, {"groups": 2}, {"dtype": torch.float16}):

@@ -49,7 +49,8 @@ def test_a_part_of_a_sum_over_ranks(tokens: int, before: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_replayed(tokens: int) -> None:
-    """What is added to is put back before every replay; the result is that of the first call, bit for bit."""
+    """The output is put back before every replay, as it is added to; the result is that of the first call, bit for
+    bit."""
     case = make(tokens, K2)
     out = case.pending()
     case.run(out, settled=True)

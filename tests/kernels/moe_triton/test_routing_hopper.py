@@ -1,4 +1,4 @@
-"""What the compiler makes of routing for Hopper."""
+"""Compilation of routing for Hopper."""
 
 import pytest
 from routing_case import MODELS, Routing

@@ -86,7 +86,7 @@ def test_a_token_alone_equals_the_token_in_any_batch(format: Format) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_public_function_takes_the_memory_that_it_says(format: Format) -> None:
-    """Where Hopper's own kernels would take plain weights, too."""
+    """Tokens are so many that Hopper's own kernels would take plain weights, too."""
     case = make(format, 1000)
     t = case.tensors
     assert case.weights is not None
@@ -99,7 +99,7 @@ def test_the_public_function_takes_the_memory_that_it_says(format: Format) -> No
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("format", FORMATS)
 def test_addresses_past_two_to_the_31_bytes(format: Format, tokens: int) -> None:
-    """Of many experts only the last one's weights are filled."""
+    """Only the last of many experts has weights that are filled."""
     experts = 160
     small = Experts(tokens, 1, 1, 7168, 2048, device="cuda", formats=(format, format))
     assert small.weights is not None

@@ -1,5 +1,4 @@
-"""What the compiler makes of the experts' products with FP8 and INT4 weights for Hopper, at the sizes of published
-models."""
+"""Compilation of the experts' products with FP8 and INT4 weights for Hopper, at the sizes of published models."""
 
 import re
 

@@ -34,7 +34,7 @@ def test_any_number_of_tokens(tokens: int) -> None:
 
 
 def test_rings_go_round() -> None:
-    """More steps than stages, of both products; the last block of `down` is moved back."""
+    """Both products have more steps than stages; the last block of `down` is moved back."""
     check(case(70, sizes=(640, 384)), stages=2, programs=2)
 
 
@@ -47,7 +47,7 @@ def test_shared_experts_among_the_routed() -> None:
 
 
 def test_a_group_of_zeros_is_zero() -> None:
-    """Of tokens, and of the inputs of `down`."""
+    """The group is one of a token, and one of the inputs of `down`."""
     found = case(40)
     found.tensors["x"][:, :128] = 0
     found.tensors["x"][3] = 0

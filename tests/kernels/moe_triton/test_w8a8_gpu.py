@@ -67,7 +67,8 @@ def test_the_same_bits_with_any_ring(stages: int) -> None:
 
 @pytest.mark.parametrize("tokens", [16, 256, 4096])
 def test_replayed_on_other_tokens(tokens: int) -> None:
-    """From a graph, many times, on another routing, and on none at all: the same bits as kernel by kernel."""
+    """A graph is replayed many times, on another routing, and on none at all, with the same bits as kernel by
+    kernel."""
     case = make("V2-Lite", tokens)
     chosen = tiling(case)
     workspace = case.workspace(chosen)
@@ -97,7 +98,7 @@ def test_a_token_alone_equals_the_token_in_any_batch() -> None:
 
 @pytest.mark.parametrize("quantize_activations", [False, True])
 def test_the_public_function_chooses_them_where_it_may(quantize_activations: bool) -> None:
-    """In the memory that it says without knowing."""
+    """The memory is what it says without knowing."""
     case = replace(make("V3", 1000), quantize_activations=quantize_activations, tensors={}, inputs={})
     t = case.tensors
     assert case.weights is not None

@@ -1,4 +1,4 @@
-"""What the compiler makes of Hopper's products of activations in FP8, at the sizes of published models."""
+"""Compilation of Hopper's products of activations in FP8, at the sizes of published models."""
 
 import re
 from dataclasses import replace

@@ -21,13 +21,14 @@ from kernels.quantize import GROUP, LEAST_SCALE, MOST, quantize_reference
 
 BLOCKS: Final = ((128, 128), (128, 128))
 IN_TENSOR_CORES: Final = 2**-10
-"""What sums of random numbers lose there, of the magnitudes of the products that are summed: the cores add up 32
-products and the sum so far, 4 times for 128 features, and drop what lies 13 bits below the largest of these."""
+"""Bound of what sums of random numbers lose there, relative to the magnitudes of the products that are summed: the
+cores add up 32 products and the sum so far, 4 times for 128 features, and drop what lies 13 bits below the largest of
+these."""
 IN_FP32: Final = 2**-18
 """The same where sums are fp32, as the emulator's are."""
 ALL: Final = 2**-3
-"""Of a whole result's norm, what both roundings to FP8 may lose: each a fortieth of what is rounded, more where a few
-numbers are most of it. A pair that goes wrong is off by all of its norm."""
+"""Bound of what both roundings to FP8 may lose, as a share of a whole result's norm: each loses a fortieth of what is
+rounded, more where a few numbers are most of it. A pair that goes wrong is off by all of its norm."""
 
 
 def tiled(case: Experts, programs: int, **product: Any) -> ExpertTiling:
@@ -38,16 +39,16 @@ def tiled(case: Experts, programs: int, **product: Any) -> ExpertTiling:
 
 @dataclass(frozen=True)
 class Stages:
-    """What each kernel of a call has left."""
+    """Output of each kernel of a call."""
 
     case: Experts
     pair: Tensor
-    """Of every place in the sorted order."""
+    """Pair at every place in the sorted order."""
     tokens: tuple[Tensor, Tensor]
     inputs: tuple[Tensor, Tensor]
     """Numbers and scales, as those of the tokens."""
     results: Tensor
-    """Of every pair."""
+    """Results of every pair."""
 
     @staticmethod
     def run(case: Experts, tiling: ExpertTiling) -> Stages:
@@ -119,7 +120,7 @@ class Stages:
         assert not self.results[~idle].isnan().any()
 
     def _check_sums(self) -> None:
-        """Of what the pairs' results really are, and all in all of what is exact."""
+        """Check the sums against what the pairs' results really are, and all in all against what is exact."""
         id, weight, out = (self.case.tensors[name] for name in ("id", "weight", "out"))
         results = self.results.double().view(*id.shape, -1)
         terms = torch.where((id >= 0).unsqueeze(2), results * weight.double().unsqueeze(2), 0.0)
@@ -133,7 +134,7 @@ class Stages:
 
 
 def dequantized(number: Tensor, scale: Tensor) -> Tensor:
-    """What activations in FP8 stand for, in float64."""
+    """Dequantize activations in FP8 to float64."""
     return number.double() * scale.double().repeat_interleave(GROUP, 1)
 
 

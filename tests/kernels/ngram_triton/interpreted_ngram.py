@@ -21,7 +21,7 @@ PATHS: dict[str, Callable[..., None]] = {
 
 
 def expected(row: list[int], drafts: int) -> tuple[int, list[int]]:
-    """How many of the newest tokens stood before, and the drafts."""
+    """Return how many of the newest tokens stood before, and the drafts."""
     for count in range(MOST, LEAST - 1, -1):
         for end in range(len(row) - 1, count - 1, -1):
             if row[end - count : end] == row[-count:]:

@@ -17,11 +17,11 @@ from tests.support.ptx import emulated
 
 LANES, THREADS = 3, 128
 WORDS = 4
-"""Of a piece."""
+"""Words of a piece."""
 
 
 class Ranks:
-    """Their inboxes, in one piece of memory, which all can write."""
+    """Inboxes of all ranks, in one piece of memory, which all can write."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -32,7 +32,7 @@ class Ranks:
         self.turn_L = self.inboxes[0].turn_L.clone()
 
     def places(self, source: int, pieces: int) -> tuple[Tensor, Tensor]:
-        """Of a part of so many pieces from rank `source`: which of them stands where, by words of an inbox."""
+        """Return which of `pieces` pieces from rank `source` stands where, by words of an inbox."""
         programs = min(LANES, math.ceil(pieces / THREADS))
         steps = 1 << math.ceil(math.log2(math.ceil(pieces / (programs * THREADS))))
         step, lane, thread = torch.meshgrid(*map(torch.arange, (steps, programs, THREADS)), indexing="ij")
@@ -42,12 +42,12 @@ class Ranks:
         return piece.flatten(), place.flatten()[:, None] + torch.arange(WORDS)
 
     def arrive(self, at: int, source: int, part: Tensor) -> None:
-        """At a rank's inbox, as rank `source` would write it."""
+        """Let a part arrive at a rank's inbox, as rank `source` would write it."""
         _, place = self.places(source, part.nbytes // 16)
         self.words(at)[place] = self.sent(source, part)
 
     def sent(self, source: int, part: Tensor) -> Tensor:
-        """What rank `source` writes to the places of its part."""
+        """Return what rank `source` writes to the places of its part."""
         piece, _ = self.places(source, part.nbytes // 16)
         words = part.view(torch.int32).flatten().view(-1, WORDS)[piece.clamp(max=part.nbytes // 16 - 1)]
         words = words.where(words != EMPTY, 0x7FFF7FFF)
@@ -64,7 +64,7 @@ class Ranks:
 
 
 def summed(parts: list[Tensor]) -> Tensor:
-    """In the order of ranks."""
+    """Add up in the order of ranks."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -166,7 +166,7 @@ def test_the_sum_enters_the_residual(ranks: int) -> None:
 
 
 def test_calls_in_a_row_on_a_stream() -> None:
-    """What the kernel before has written is read behind the wait, and from no stale line."""
+    """The output of the kernel before is read behind the wait, and from no stale line."""
     every = Ranks(2)
     parts = [torch.randn(2, 1024).bfloat16() for _ in range(2)]
     out = torch.empty(1024, dtype=torch.bfloat16)

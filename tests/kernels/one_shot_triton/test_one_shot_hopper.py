@@ -1,4 +1,4 @@
-"""What the compiler makes for Hopper of the exchange between ranks."""
+"""Compilation for Hopper of the exchange between ranks."""
 
 from typing import Any
 

@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(4 * 240)]
 
 CALLS, WARPS = 4, 4
 PIECES = (128, 128, 200, 131)
-"""Of the parts of each call: all warps have some, in the last calls some warps several."""
+"""Pieces of the parts of each call: all warps have some, in the last calls some warps several."""
 PATIENCE_S = 240.0
-"""For what a rank does between two signs of life: it may compile a kernel on a busy machine."""
+"""Seconds between two signs of life of a rank: it may compile a kernel on a busy machine."""
 
 
 def one_half(ptx: str) -> str:
@@ -46,8 +46,8 @@ EDITS = {edit.__name__: edit for edit in (right, one_half, not_emptied)}
 
 
 class Polls:
-    """Which warps look for what arrives. Rank 0 is late: its last warp to look has sent its part, and waits until rank
-    1, which can end the call, has sent the part of the next one."""
+    """Records which warps look for what arrives. Rank 0 is late: its last warp to look has sent its part, and waits
+    until rank 1, which can end the call, has sent the part of the next one."""
 
     def __init__(self, rank: int, shared: Tensor) -> None:
         self.rank, self.shared = rank, shared
@@ -63,7 +63,7 @@ class Polls:
         step._known["ld.relaxed.sys.global"] = execute, modifiers
 
     def next_call(self, call: int) -> None:
-        """It begins."""
+        """Begin a call."""
         self.call = call
         self.warps.clear()
 
@@ -106,7 +106,8 @@ def rank_main(rank: int, ranks: int, memory: Tensor, ended: Tensor, polling: Ten
 
 
 def calls_that_were_right(ranks: int, edit: str) -> tuple[list[int], Tensor]:
-    """Of every rank, and the inboxes afterwards. Ranks that wait for ever are ended."""
+    """Return the number of right calls of every rank, and the inboxes afterwards. Ranks that wait for ever are
+    ended."""
     memory = torch.full((ranks * Inbox.nbytes(ranks) // 4,), EMPTY, dtype=torch.int32).share_memory_()
     ended, polling = (torch.zeros(ranks, dtype=torch.int64).share_memory_() for _ in range(2))
     context = torch.multiprocessing.start_processes(

@@ -1,4 +1,4 @@
-"""What the compiler makes for Hopper of the sums and products of invariant mode, at the sizes of published models."""
+"""Compilation for Hopper of the sums and products of invariant mode, at the sizes of published models."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def test_fp32_results_of_bfloat16_inputs() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_parts_of_the_keys(parts: int) -> None:
-    """More parts than some rows have tiles, and than some have keys."""
+    """There are more parts than some rows have tiles, and than some have keys."""
     case = Case([*RAGGED, (2, 100)], dtype=torch.bfloat16, out_dtype=torch.float32)
     case.cut(parts, 16)
     check(case, False, PrefillTiling(16, 16, 4, 1))

@@ -58,7 +58,7 @@ class Case:
         self.out = torch.full((queries, heads, value), 7.0, dtype=out_dtype or dtype, device=device)
         self.lse = torch.full((queries, heads), 7.0, device=device)
         self.parts: list[list[slice]] | None = None
-        """Of every row's keys, where they are cut."""
+        """Parts of every row's keys, where they are cut."""
         self.cu = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (self.cu_q, self.cu_k)]
 
     def cut(self, parts: int, keys: int) -> None:

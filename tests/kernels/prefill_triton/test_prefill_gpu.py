@@ -26,7 +26,7 @@ RAGGED = [(1, 1), (63, 63), (64, 64), (65, 65), (200, 1000), (1, 4097), (129, 3)
     ]
 )
 def tiles(request: pytest.FixtureRequest) -> PrefillTiling | None:
-    """For features of `REAL`: the launcher's own choice, or Hopper's kernel."""
+    """Tilings for features of `REAL`: the launcher's own choice, or Hopper's kernel."""
     if request.param is HOPPER and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this kernel is Hopper's")
     return request.param

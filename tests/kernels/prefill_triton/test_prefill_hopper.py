@@ -1,4 +1,4 @@
-"""What the compiler makes of prefill attention and the merge for Hopper: no spills, few variants."""
+"""Compilation of prefill attention and the merge for Hopper: no spills, few variants."""
 
 import re
 

@@ -36,7 +36,8 @@ def products(
 
 @triton.jit
 def row_figures(x, out, columns, SIZE: tl.constexpr):
-    """Of each row: sum, largest, where it is, last cumulated sum but one, number above 0; and all sums together."""
+    """Compute figures of each row: sum, largest, where it is, last cumulated sum but one, number above 0; and all sums
+    together."""
     row, i = tl.program_id(0), tl.arange(0, SIZE)
     value = tl.load(x + row * columns + i, mask=i < columns, other=0.0)
     tl.store(out + 6 * row, tl.sum(value))
@@ -50,7 +51,7 @@ def row_figures(x, out, columns, SIZE: tl.constexpr):
 
 @triton.jit
 def collatz(x, out, SIZE: tl.constexpr):
-    """How many steps each program's number takes."""
+    """Count the steps that each program's number takes."""
     n, steps = tl.load(x + tl.program_id(0)), 0
     while n != 1:
         n = tl.where(n % 2 == 0, n // 2, 3 * n + 1)

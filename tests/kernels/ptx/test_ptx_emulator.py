@@ -1,4 +1,4 @@
-"""What the emulator computes is what numpy, torch and Python compute."""
+"""The emulator computes what numpy, torch and Python compute."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["in C", "one by one"])
 def executed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How instructions are: both ways compute what they should."""
+    """Execute instructions in both ways: each computes what it should."""
     monkeypatch.setattr(core, "USED", request.param)
 
 
@@ -182,7 +182,7 @@ def test_pairs_of_narrow_floats(
 
 
 def test_every_logic_of_three() -> None:
-    """At each of the eight combinations of bits the bit that the table has there."""
+    """Each of the eight combinations of bits gives the bit that the table has there."""
     bits = {"a": 0xF0, "b": 0xCC, "c": 0xAA}
     assert all(eval(logic_of_three(table), bits) & 0xFF == table for table in range(256))
     assert (ran("lop3.b32 %r4, %r2, %r3, 255, 0x00;", *WORDS) == 0).all()
@@ -191,7 +191,8 @@ def test_every_logic_of_three() -> None:
 
 @pytest.mark.parametrize("condition", ["setp.lt.u32 %p1, %r2, %r3;", "mov.pred %p1, 1;", "setp.eq.u32 %p1, 1, 2;"])
 def test_loads_and_stores_of_some_lanes(condition: str) -> None:
-    """Of some, all and none; of two words, the first ones of every two lanes, of which an even lane loads its own."""
+    """Lanes are some, all and none; of two words, the first ones of every two lanes, of which an even lane loads its
+    own."""
     chosen = {"s": WORDS[0] < WORDS[1], "m": np.ones(32, bool)}[condition[0]] & (".eq" not in condition)
     two = "mov.b32 %r4, 7; and.b64 %rd4, %rd2, -8;"
     found = ran(f"{condition} {two} @%p1 ld.global.v2.b32 {{%r5, %r4}}, [%rd4];", *WORDS)

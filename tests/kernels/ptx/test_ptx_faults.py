@@ -1,4 +1,4 @@
-"""What no kernel may do is found, in kernels that are right without it."""
+"""Faults that no kernel may have are found, in kernels that are right without them."""
 
 import re
 from collections.abc import Callable
@@ -132,7 +132,7 @@ def test_an_early_trigger_lets_launches_begin_beside_the_one_before_the_last() -
 
 
 def test_a_launch_without_work_hands_on_its_place() -> None:
-    """It lets the next begin at once, and ends when one of its programs has waited."""
+    """Such a launch lets the next begin at once, and ends when one of its programs has waited."""
     x, y = torch.ones(32), torch.zeros(32)
 
     def links(source: torch.Tensor) -> None:

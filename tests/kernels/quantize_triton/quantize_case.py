@@ -90,7 +90,8 @@ class Case:
         assert not bool((wrong > best + exact.abs() * 2**-22).any())
 
     def _check_gated(self) -> None:
-        """In fp32 the gate is off by a few parts in a million, which may make it the other of two numbers."""
+        """Check gated numbers. In fp32 the gate is off by a few parts in a million, which may make it the other of two
+        numbers."""
         x, out, scale = (self.tensors[name].cpu() for name in ("x", "out", "scale"))
         gate, up = x.double().chunk(2, 1)
         padding = (0, scale.shape[1] * GROUP - self.features)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the quantization of activations for Hopper, at the sizes of published models."""
+"""Compilation of the quantization of activations for Hopper, at the sizes of published models."""
 
 import re
 

@@ -104,8 +104,8 @@ def test_drafts_by_slot() -> None:
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), flat=st.booleans(), aside=st.sampled_from([16, 64]))
 def test_floors_are_those_of_the_reference(seed: int, flat: bool, aside: int) -> None:
-    """They keep the same ids, when few values fit aside and the bracket takes many passes; ties and masked ids among
-    them. Where min_p decides, the floor is a logarithm, whose last bit may differ, and no logit."""
+    """Both keep the same ids, when few values fit aside and the bracket takes many passes; ties and masked ids are
+    among them. Where min_p decides, the floor is a logarithm, whose last bit may differ, and no logit."""
     vocab = 900
     case = Case.random(vocab, 5, 1, 0, seed, FILTERED, spread=0.01 if flat else 6.0)
     case.rows.slot_R.copy_(torch.arange(5))
@@ -141,7 +141,8 @@ def test_floors_are_those_of_the_reference(seed: int, flat: bool, aside: int) ->
 def test_of_equal_ids_at_the_border_of_top_p_the_lowest_stay(
     vocab: int, aside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More equal ids than are kept aside, and fewer; the border in the first, the last or no block of the row."""
+    """There are more equal ids than are kept aside, and fewer; the border is in the first, the last or no block of the
+    row."""
     for module in (workspace, launch):
         monkeypatch.setattr(module, "ASIDE", aside)
     monkeypatch.setattr(launch, "_SEARCH_LANES", 64)
@@ -286,7 +287,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 
 def test_features_left_out_touch_no_table() -> None:
-    """Without penalties there need be no counts, without noise no noise kernels."""
+    """There need be no counts without penalties, and no noise kernels without noise."""
     case = Case.random(130, 3, 2, 1, seed=4, kind=GREEDY)
     case.tables = type(case.tables)(**{**vars(case.tables), "seen_SV": case.tables.seen_SV[:, :0]})
     case.features = Feature(0)

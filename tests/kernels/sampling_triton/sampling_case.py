@@ -164,8 +164,8 @@ class Case:
         return reference.kept(scaled_NV, memory.floor_N.cpu(), memory.last_N.cpu())
 
     def left_out(self, kept_NV: Tensor, want_NV: Tensor) -> float:
-        """How probable what two nuclei differ in is at the most, of any row, in float64. Ids must be kept from the most
-        probable one on, of equal ones the lowest first."""
+        """Return the largest probability, in float64, of the ids in which two nuclei differ, of any row. Ids must be
+        kept from the most probable one on, of equal ones the lowest first."""
         temperature_N1 = self.tables.real_SF[: len(kept_NV), column.TEMPERATURE].unsqueeze(1)
         share_NV = (self.logits.double() / temperature_N1).softmax(1)
         order_NV = (-self.logits).sort(dim=1, stable=True).indices
@@ -174,8 +174,8 @@ class Case:
         return float((share_NV.gather(1, order_NV) * (ours_NV != theirs_NV)).sum(1).max())
 
     def masked(self, seed: int) -> Case:
-        """With masks that allow nearly all ids, few, one or none, for some rows, the masks in another order than the
-        rows, and poison in those that are nobody's and in the bits behind the vocabulary."""
+        """Add masks that allow nearly all ids, few, one or none, for some rows. The masks are in another order than the
+        rows, and there is poison in those that are nobody's and in the bits behind the vocabulary."""
         generator = torch.Generator().manual_seed(seed)
         number, vocab = self.logits.shape
         words = mask_words(vocab)

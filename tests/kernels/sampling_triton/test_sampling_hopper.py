@@ -1,4 +1,4 @@
-"""What the compiler makes of the sampling and verification kernels for Hopper: no spills, wide loads, few variants."""
+"""Compilation of the sampling and verification kernels for Hopper: no spills, wide loads, few variants."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which of equally probable ids top_p keeps at its border, by the reference on a CPU, against an oracle in float64."""
+"""The equally probable ids that top_p keeps at its border, by the reference on a CPU, against an oracle in float64."""
 
 import pytest
 import torch

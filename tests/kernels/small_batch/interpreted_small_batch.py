@@ -97,7 +97,7 @@ BLOCKS = [(128, 128), (64, 64), (16, 128)]
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_products_of_fp8_weights(tokens: int, blocks: tuple[int, int]) -> None:
-    """Whose sizes end in the middle of blocks, too."""
+    """Sizes end in the middle of blocks, too."""
     cases.check_linear(CPU, tokens, 53, 192, blocks)
     cases.check_linear(CPU, tokens, 150, 2608, blocks)
     cases.check_normed(CPU, tokens, 88, 192, 48, blocks)

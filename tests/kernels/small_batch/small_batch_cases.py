@@ -50,7 +50,7 @@ Blocks = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case runs, and how it launches."""
+    """Device of a case, and how it launches."""
 
     device: torch.device
     dependent: bool = False
@@ -85,7 +85,8 @@ class Place:
 
 
 def close(got: Tensor, want: Tensor, bound: float = 2**-8, share: float = 0.25) -> None:
-    """Within `bound` of every value's size, plus `share` of it of the tensor's typical size (sums cancel)."""
+    """Check that values are within `bound` of every value's size, plus `share` of it of the tensor's typical size (sums
+    cancel)."""
     got, want = got.double(), want.double()
     typical = want.square().mean().sqrt()
     torch.testing.assert_close(got, want, rtol=bound, atol=float(bound * typical) * share)
@@ -101,7 +102,8 @@ def close_squares(got: PendingNorm, stream: Tensor, weight: Matrix) -> None:
 
 
 def within(got: Tensor, want: Tensor, reach: Tensor) -> None:
-    """Within one rounding to bf16 (2^-8) of every summand, whose sizes add up to `reach`, and a rounding in fp32."""
+    """Check that values are within one rounding to bf16 (2^-8) of every summand, whose sizes add up to `reach`, and a
+    rounding in fp32."""
     worst = float(((got.double() - want).abs() - reach * 2**-8).max())
     assert worst <= 1e-5 * float(want.abs().max()), worst
 
@@ -273,7 +275,7 @@ def check_router(place: Place, tokens: int, experts: int, features: int, dtype: 
 
 
 Equal = Literal["none", "some", "all", "nearly"]
-"""Which scores of a token are equal: also those of logits that differ by less than a rounding of the softmax."""
+"""Scores of a token that are equal: also those of logits that differ by less than a rounding of the softmax."""
 EQUAL: tuple[Equal, ...] = get_args(Equal)
 
 
@@ -332,7 +334,7 @@ def check_experts(
     residual: bool,
     blocks: Blocks = None,
 ) -> None:
-    """Both halves of the experts, with a residual and without."""
+    """Check both halves of the experts, with a residual and without."""
     routing = RoutingRule("softmax", 1, 1, True, 1.5)
     choice = check_choose(place, tokens, experts, chosen, routing, dead=tokens > 2)
     x, normed = pending(place, tokens, hidden)

@@ -138,8 +138,8 @@ def multiplied(kernel: str, x: Tensor, weight: Matrix) -> Tensor:
 @pytest.mark.parametrize("power", [-90, -40, 40, 90])
 @pytest.mark.parametrize(("kernel", "share"), [("fp8_whole", 128), ("fp8_even", 256)])
 def test_every_share_of_a_token_has_a_unit_of_its_own(kernel: str, share: int, power: int) -> None:
-    """What a warp multiplies at a time: shares of very different sizes, zeros among them, each of which alone counts
-    for some outputs."""
+    """Shares are what a warp multiplies at a time. They are of very different sizes, zeros among them, and each alone
+    counts for some outputs."""
     torch.manual_seed(0)
     sizes = torch.tensor([0.0, 2.0**power, 1.0, 2.0 ** (power / 2)]).repeat_interleave(share)
     x, data = (torch.randn(1, 4 * share) * sizes).bfloat16(), torch.zeros(16, 4 * share)
@@ -152,7 +152,7 @@ def test_every_share_of_a_token_has_a_unit_of_its_own(kernel: str, share: int, p
 
 @pytest.mark.parametrize("power", [-90, 90])
 def test_every_share_of_several_tokens_has_a_unit_of_its_own(power: int) -> None:
-    """As above, of three tokens whose shares are of different sizes."""
+    """Shares are of different sizes, for three tokens."""
     torch.manual_seed(0)
     sizes = torch.tensor([0.0, 2.0**power, 1.0, 2.0 ** (power / 2)])
     sizes_TF = torch.stack([sizes.roll(by) for by in range(3)]).repeat_interleave(128, 1)

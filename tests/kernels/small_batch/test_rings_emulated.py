@@ -32,7 +32,7 @@ def test_experts(
 
 @pytest.mark.parametrize("blocks", [None, (32, 64)])
 def test_tokens_that_stream_beside_the_weights(blocks: cases.Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where they are too many bytes to stay."""
+    """Tokens stream where they are too many bytes to stay."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(launch, "RESIDENT_BYTES", 0)
     with emulated():
@@ -83,7 +83,7 @@ def test_every_fp8_weight_is_what_it_is_in_bf16() -> None:
 def test_many_rows(
     tokens: int, rows: int, features: int, programs: int, dependent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the output head of few tokens."""
+    """There are as many rows as in the output head of few tokens."""
     monkeypatch.setattr(linear_launch, "multiprocessors", lambda device: programs)
     place = cases.Place(CPU.device, dependent)
     with emulated(tokens, consecutive=dependent) as launches:

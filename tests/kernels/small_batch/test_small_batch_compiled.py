@@ -88,7 +88,7 @@ def gate(run: Callable[[], None], registers: int = 255) -> None:
 
 
 def caches(m: Model, dtype: torch.dtype) -> list[Tensor]:
-    """Of plain entries, and at two sizes, which stand for all, of FP8 ones."""
+    """Make caches of plain entries, and at two sizes, which stand for all, of FP8 ones."""
     found = [empty(3, 64, m.latent + m.rope, dtype=dtype)]
     if m in (MODELS["v3 on 8 ranks"], MODELS["demo"]):
         found.append(torch.empty(3, 64, fp8_entry(m.latent, m.rope, dtype).size, dtype=torch.uint8))
@@ -223,7 +223,7 @@ def fp8(*shape: int) -> BlockScaled:
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("name", ["v3 on 4 ranks", "v3 on 8 ranks", "k2 on 8 ranks"])
 def test_fp8_weights(name: str, tokens: int) -> None:
-    """As many tokens as take them: see `workers.weights.formats.fp8_blocks.MOST_FP8`."""
+    """There are as many tokens as take FP8 weights: see `workers.weights.formats.fp8_blocks.MOST_FP8`."""
     m = MODELS[name]
     x, after = (PendingNorm.empty(tokens, m.hidden, 1e-6, BF16, empty) for _ in range(2))
     residual, norm = empty(tokens, m.hidden, dtype=FP32), empty(m.hidden)
@@ -383,7 +383,7 @@ def merged(rows: int, width: int) -> str:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_powers_of_two_of_rows_compile_all_merges(width: int) -> None:
-    """Those are what the warm-up of mixed steps uses."""
+    """Powers of two are the numbers of rows that the warm-up of mixed steps uses."""
     for power in (32, 64, 128, 256):
         assert {merged(rows, width) for rows in range(power // 2 + 1, power, 13)} == {merged(power, width)}
 
@@ -407,7 +407,7 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
     ("tokens", "features", "served"), [(1, 18432, True), (8, 18432, True), (9, 2048, True), (9, 2112, False)]
 )
 def test_products_that_cublas_does_better(tokens: int, features: int, served: bool) -> None:
-    """Of more tokens than eight columns, where they do not stay in shared memory."""
+    """Products of more tokens than eight columns, where they do not stay in shared memory, are left to cuBLAS."""
     assert launch.served(empty(tokens, features), empty(64, features)) is served
     assert not launch.served(empty(tokens, features).float(), empty(64, features))
 

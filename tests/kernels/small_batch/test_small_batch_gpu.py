@@ -58,7 +58,7 @@ def test_v3_products_in_fp8(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_long_rows_in_fp8(tokens: int) -> None:
-    """Those of DeepSeek-V3, which a kernel of their own multiplies by one token."""
+    """Rows are those of DeepSeek-V3, which a kernel of their own multiplies by one token."""
     cases.check_residual(place(), tokens, 7168, 16384, (128, 128))
     cases.check_residual(place(), tokens, 7168, 18432, (128, 128))
     cases.check_experts(place(), tokens, 12, 8, 7168, 2048, 1, True, (128, 128))

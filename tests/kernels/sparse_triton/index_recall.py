@@ -1,4 +1,4 @@
-"""How many of the positions that scores in float64 select an index cache in INT8 finds, from the outputs of the
+"""Share of the positions selected by scores in float64 that an index cache in INT8 finds, from the outputs of the
 indexer's products to the selection.
 
 Shape legend: T tokens that ask, S cached ones, J heads, I features, O rope features.
@@ -92,7 +92,7 @@ def _turned(x: Tensor, angle: Tensor) -> Tensor:
 
 
 def recall(kind: str, tokens: int, context: int, device: str = "cpu", seed: int = 0) -> float:
-    """Of all tokens together."""
+    """Return the recall of all tokens together."""
     drawn = Drawn(kind, tokens, context, seed)
     want_TS, got_TS = drawn.exact().topk(SELECTED).indices, drawn.selected(device)
     found = sum(len({*want.tolist()} & {*got.tolist()}) for want, got in zip(want_TS, got_TS, strict=True))

@@ -105,7 +105,7 @@ def test_selection(bounds: list[int], selected: int, values: str, seed: int) -> 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("tokens", [60, 150])
 def test_selection_in_long_contexts(tokens: int, values: str) -> None:
-    """Of several programs a token, or of one."""
+    """Several programs select for a token, or one."""
     bounds = [40000, 20001, 8192, 2049] + [0] * (tokens - 4)
     select(drawn_scores(values, len(bounds), 40960, tokens), bounds, 2048)
 
@@ -121,7 +121,7 @@ def test_a_bound_outside_the_scores_selects_nothing_and_is_counted() -> None:
 
 
 def chosen(case: Sparse, seed: int = 0) -> Sparse:
-    """Some of what each token sees, in rising order, with absent ones behind and between them."""
+    """Choose some of what each token sees, in rising order, with absent ones behind and between them."""
     random = torch.Generator().manual_seed(seed)
     selected = case.tensors["selected"].fill_(-1)
     for token, bound in enumerate(case.tensors["bound"].tolist()):

@@ -28,7 +28,7 @@ class Sparse:
     heads: int = 4
     index_heads: int = 8
     features: int = 128
-    """Of an index key."""
+    """Features of an index key."""
     latent: int = 64
     rope: int = 16
     selected: int = 64
@@ -175,7 +175,7 @@ class Sparse:
         return {name: tensor.cpu() for name, tensor in self.tensors.items()}
 
     def _places(self, t: dict[str, Tensor], token: int, position: Tensor) -> Tensor:
-        """In the flattened caches, of those positions that exist."""
+        """Return the places in the flattened caches of those positions that exist."""
         rows, columns = t["page"].shape
         row = int(t["row"][token])
         if not 0 <= row < rows:
@@ -210,8 +210,8 @@ class Sparse:
             assert (off <= bar).all(), f"token {token}: {(off / bar).nan_to_num(9e9).max()}"
 
     def _rounding(self) -> float:
-        """Of scores, as a part of the sum of all products' magnitudes. Tensor cores add floats with fewer bits, and
-        integers exactly."""
+        """Bound of the rounding of scores, as a part of the sum of all products' magnitudes. Tensor cores add floats
+        with fewer bits, and integers exactly."""
         return 1e-5 if self.tensors["score"].is_cuda and not self.fp8 else 1e-6
 
     def check_selected(self) -> None:

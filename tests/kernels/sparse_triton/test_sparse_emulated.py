@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def one_program_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the tokens of a test may be few where one program selects for each."""
+    """Let one program select for each token, even of the few tokens of a test."""
     monkeypatch.setattr(workspace, "WHOLE_TOKENS", 1)
 
 
@@ -135,7 +135,7 @@ def test_any_number_of_tiles_on_hopper(programs: int, seed: int, fp8: bool) -> N
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_fp8_entries_on_hopper_are_what_they_are_read_as(heads: int) -> None:
-    """To the last bit, whatever the schedule: those of long chunks are widened beforehand."""
+    """Results are equal to the last bit, whatever the schedule: entries of long chunks are widened beforehand."""
     sizes: dict[str, Any] = {"latent": 512, "rope": 64, "selected": 320, "dtype": torch.bfloat16, "programs": 1}
     results = []
     for seed, fp8 in enumerate((True, False, True)):
@@ -218,7 +218,7 @@ def test_scores_on_hopper(
 def test_scores_of_any_rows_on_hopper(
     lengths: list[tuple[int, int]], width: int, index_heads: int, programs: int, invariant: bool, seed: int
 ) -> None:
-    """Of a width, rows of as many tokens; without one, chunks of any."""
+    """Rows have as many tokens as a width; without one, they are chunks of any."""
     rows = [(length, width or tokens) for length, tokens in lengths]
     sizes: dict[str, Any] = {"width": width, "index_heads": index_heads, "invariant": invariant, "heads": 1}
     case = Sparse(rows, dtype=torch.bfloat16, fp8=True, kernels=True, hopper=True, dependent=True, seed=seed, **sizes)
@@ -272,7 +272,7 @@ def test_any_selection_by_one_program(
 
 @pytest.mark.parametrize("planted", ["pages", "bounds"])
 def test_what_is_outside_is_counted_and_not_followed(planted: str) -> None:
-    """As by the portable kernels: a page by every program that has it, a bound once."""
+    """Counts are those of the portable kernels: a page is counted by every program that has it, a bound once."""
     case = Sparse([(100, 1), (70, 1), (0, 1), (20, 1)], width=1, index_heads=64, fp8=True, kernels=True, hopper=True)
     if planted == "pages":
         case.plant_faults()
@@ -322,7 +322,7 @@ def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
 
 
 def test_one_program_has_a_group_for_each_selected_position() -> None:
-    """Else it would know no number that as many scores reach."""
+    """The program would otherwise know no number that as many scores reach."""
     for tokens in (1, workspace.FEW_TOKENS, workspace.FEW_TOKENS + 1):
         for selected in (1, 64, 2048, 4096, 5000, 8192, 8193, 16384):
             whole = workspace.whole_selection(tokens, selected, 4 * max(selected, 512))
@@ -332,7 +332,7 @@ def test_one_program_has_a_group_for_each_selected_position() -> None:
 
 
 def test_all_scores_of_half_of_the_groups_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are groups."""
+    """There are as many scores as groups."""
     monkeypatch.setattr(workspace, "FEW_TOKENS", 0)
     allocate = partial(SelectWorkspace.allocate, selected=4096)
     monkeypatch.setattr(SelectWorkspace, "allocate", staticmethod(allocate))

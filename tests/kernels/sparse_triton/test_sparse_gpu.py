@@ -69,7 +69,7 @@ def test_chunks_of_prompts(fp8: bool) -> None:
 
 @pytest.mark.parametrize("heads", [33, 64, 128])
 def test_widened_entries_give_the_bits_of_fp8_entries(heads: int) -> None:
-    """Where a kernel widens them for every token: attention to a copy of the rows' pages in bfloat16."""
+    """Fused widening gives the same bits as attention to a copy of the rows' pages in bfloat16."""
     if not sparse.widens_selected(heads, 512, torch.bfloat16, torch.device("cuda", 0)):
         pytest.skip("no kernel widens entries here")
     case = Sparse([(3000, 150), (70, 70), (0, 3), (2600, 1)], heads=heads, fp8=True, **V32)

@@ -1,5 +1,5 @@
-"""What the compiler makes of the kernels of sparse attention for Hopper, at the sizes of published models: no spills,
-products on tensor cores of Hopper, and one variant for all lengths."""
+"""Compilation of the kernels of sparse attention for Hopper, at the sizes of published models: no spills, products on
+tensor cores of Hopper, and one variant for all lengths."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def test_lengths_rows_and_tables_compile_nothing_new() -> None:
 
 
 def test_other_numbers_of_tokens_compile_little() -> None:
-    """As many parts as a power of two, whatever the number of tokens; and blocks of the selection that do not depend on
-    it."""
+    """The number of parts is a power of two, whatever the number of tokens; and blocks of the selection do not depend
+    on it."""
     sizes = {"multiprocessors": 132, "fp8": True}
     parts = {sparse_tiling(tokens, 16, 512, 2048, torch.bfloat16, **sizes).part for tokens in range(1, 1000)}
     assert parts == {32, 64, 128, 256, 512, 1024, 2048}

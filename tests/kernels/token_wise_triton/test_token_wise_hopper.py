@@ -1,4 +1,4 @@
-"""What the compiler makes of the token-wise kernels for Hopper: no spills, wide loads, few variants."""
+"""Compilation of the token-wise kernels for Hopper: no spills, wide loads, few variants."""
 
 import pytest
 from token_wise_case import Gate, Norm, RopeCache

@@ -37,7 +37,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def ordered_sum(parts: list[Tensor]) -> Tensor:
-    """Of all parts, one after the other."""
+    """Add up all parts, one after the other."""
     return functools.reduce(torch.add, parts)
 
 
@@ -86,7 +86,7 @@ class Norm(_Tensors):
     add: bool = True
     eps: float = 1e-3
     parts: int = 0
-    """Of x, in fp32."""
+    """Parts of x, in fp32."""
 
     def __post_init__(self) -> None:
         shape = (self.tokens, self.features)

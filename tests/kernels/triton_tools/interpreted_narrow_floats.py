@@ -140,7 +140,7 @@ def test_reductions_and_scans_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_reductions_of_bits(dtype: torch.dtype) -> None:
-    """Which `quick_interpreter` leaves to numpy."""
+    """Bitwise reductions are those that `quick_interpreter` leaves to numpy."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (16, 8), dtype=dtype, generator=generator)
     x &= torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (16, 1), dtype=dtype, generator=generator) >> 3

@@ -36,7 +36,7 @@ def odd(x, N: tl.constexpr):
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is compiled during the test, from an empty cache."""
+    """Collect what is compiled during the test, from an empty cache."""
     names: list[str] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel in (scale, odd):
@@ -81,7 +81,7 @@ VARIANTS = range(2, 14)
 
 
 def in_order(monkeypatch: pytest.MonkeyPatch, folder: Path, share: Share) -> list[int]:
-    """Which variants one thread compiles for this share, one after the other, from an empty cache."""
+    """Return the variants that one thread compiles for this share, one after the other, from an empty cache."""
     order: list[int] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: order.append(src.constants[2,]))

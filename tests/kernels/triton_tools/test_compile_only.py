@@ -82,7 +82,7 @@ def test_too_much_shared_memory_is_caught() -> None:
 
 
 def test_serialized_products_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When this process compiles them, and when it finds them compiled."""
+    """Serialized products are noticed when this process compiles them, and when it finds them compiled."""
     with compile_only() as compiled:
         uses_sums_under_way[(1,)](torch.empty(64, 64), num_warps=4)
     assert serialized(compiled[0])

@@ -132,7 +132,8 @@ def test_other_processes_find_what_one_has_compiled() -> None:
 
 
 def test_a_hook_of_tritons_can_write_them_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a hook is set, as while graphs are captured, Triton writes all constants as JSON before it compiles."""
+    """A hook is set while graphs are captured, for example. Then Triton writes all constants as JSON before it
+    compiles."""
     seen: list[Any] = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **about: seen.append(about["compile"]["constants"]))
     compiled(Cut(16, 16, 64, 2, "ieee", False))
@@ -157,7 +158,7 @@ def test_signatures_stay_short(room: str) -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_they_have_fields_alone(room: str) -> None:
-    """What a property or a method computes Triton would compile in, and not find again when its code has changed."""
+    """A property's or a method's result would be compiled in, and Triton would not notice when its code has changed."""
     records = [member for member in members(room) if inspect.isclass(member) and hasattr(member, "_fields")]
     assert records
     for record in records:

@@ -135,7 +135,8 @@ def _extreme(step: Step) -> None:
 
 
 def extreme(parts: tuple[str, ...], kind: Type) -> Callable[[Lanes, Lanes], Lanes]:
-    """What `min` or `max` of this type computes; of a number and NaN the number, unless NaN is asked for."""
+    """Return what `min` or `max` of this type computes; of a number and NaN it is the number, unless NaN is asked
+    for."""
     if np.dtype(kind).kind == "f" and "NaN" not in parts:
         return np.fmin if parts[0] == "min" else np.fmax
     return np.minimum if parts[0] == "min" else np.maximum
@@ -188,7 +189,7 @@ def _extract(step: Step) -> None:
 
 
 def extracted(word: Lanes, position: Lanes, length: Lanes, bits: int, signed: bool) -> Lanes:
-    """Some bits of words, as int32 or int64."""
+    """Extract some bits of words, as int32 or int64."""
     word, position, length = word.astype(np.uint64), position.astype(np.int64), length.astype(np.int64)
     above = np.minimum(64 - np.minimum(position + length, bits), 63)
     kept, down = word << above.astype(np.uint64), np.minimum(above + position, 63)
@@ -259,7 +260,7 @@ def _select(step: Step) -> None:
 
 @cache
 def halves_of_bytes() -> Lanes:
-    """Of every two e4m3 in 16 bits, the two fp16 of the same values in 32."""
+    """Table from every two e4m3 in 16 bits to the two fp16 of the same values in 32."""
     codes = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2))
     return packed(codes.view(torch.float8_e4m3fn).to(torch.float16).numpy(), np.uint32)
 

@@ -19,7 +19,7 @@ from tests.support.ptx.values import LANES, Lanes
 
 @dataclass
 class MBarrier:
-    """Its phase ends when nothing is pending: arrivals, nor bytes of copies."""
+    """Barrier whose phase ends when nothing is pending: arrivals, nor bytes of copies."""
 
     count: int
     pending: int
@@ -51,7 +51,7 @@ class Box:
     """0 none, 1, 2, 3: 32, 64, 128 bytes."""
 
     def __post_init__(self) -> None:
-        """What cuTensorMapEncodeTiled refuses.
+        """Refuse what cuTensorMapEncodeTiled refuses.
 
         Raises:
             ValueError: no such map exists.
@@ -83,7 +83,7 @@ class ThreadCopies:
 
 
 def swizzled(address: Lanes, mode: int) -> Lanes:
-    """Where in shared memory lies what lies at `address` without a swizzle (PTX ISA: swizzling modes)."""
+    """Return where in shared memory lies what lies at `address` without a swizzle (PTX ISA: swizzling modes)."""
     return np.asarray(address ^ (((address >> 7) & ((1 << mode) - 1)) << 4))
 
 

@@ -23,14 +23,14 @@ from tests.support.ptx.step import Execute
 from tests.support.ptx.translate import Translation
 
 _BOXES_FROM = 1 << 62
-"""What stands for the address of the first tensor map."""
+"""Stands for the address of the first tensor map."""
 
 
 @contextmanager
 def emulated(
     seed: int = 0, *, consecutive: bool = False, fences: bool = True, edit: Callable[[str], str] = lambda ptx: ptx
 ) -> Iterator[list[str]]:
-    """Within this context launches of kernels on CPU tensors run their PTX for Hopper in the emulator.
+    """Let launches of kernels on CPU tensors, within this context, run their PTX for Hopper in the emulator.
 
     Yields the list that fills with the kernels' names, one for each launch.
 

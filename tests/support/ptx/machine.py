@@ -16,14 +16,14 @@ from tests.support.ptx.translate import Translation
 from tests.support.ptx.values import LANES, all_of
 
 _PACES = (0.03, 1.0, 30.0)
-"""How often one is chosen: drawn for each warp, and for the copies, of each block."""
+"""Weights with which a warp is chosen: one is drawn for each warp, and for the copies, of each block."""
 _TURNS = (10, 200, 10**9)
 """Most instructions in a turn."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the blocks of one launch share."""
+    """State that the blocks of one launch share."""
 
     program: Program
     execute: tuple[Execute, ...]
@@ -44,7 +44,7 @@ class Launch:
 
 
 def executions(program: Program) -> tuple[Execute, ...]:
-    """How to execute each instruction.
+    """Return the functions that execute each instruction.
 
     Raises:
         NotImplementedError: one is unknown.
@@ -70,7 +70,7 @@ class Block:
         self.mbarriers: dict[int, MBarrier] = {}
         self.under_way: list[BoxCopy | ThreadCopies] = []
         self.laziness = random.choice((0.0, 0.1, 1.0))
-        """How probably a wgmma is computed when it is waited for."""
+        """Probability with which a wgmma is computed only when it is waited for."""
 
     @property
     def waited(self) -> bool:
@@ -84,7 +84,7 @@ class Block:
         return self.mbarriers[address]
 
     def run(self) -> None:
-        """To the end. Who is next is drawn.
+        """Run to the end. The next warp is drawn.
 
         Raises:
             Fault: the program did what it may not do, or cannot go on.

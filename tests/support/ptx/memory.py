@@ -12,13 +12,13 @@ from tests.support.ptx.order import Order
 from tests.support.ptx.values import Lanes, any_of
 
 POISON = 0xFF
-"""What memory holds that nobody has written: NaN in every float."""
+"""Byte of memory that nobody has written: it makes NaN of every float."""
 _UP_TO = [np.arange(i) for i in range(17)]
 """Numbers from 0 on."""
 
 
 _SHIFTS = {(1 << i, size): np.dtype(f"u{size}").type(i) for i in range(5) for size in (4, 8)}
-"""By how many bits an address of so many bytes is shifted, to divide it by a power of two."""
+"""Bits by which an address of so many bytes is shifted, to divide it by a power of two."""
 
 
 class Fault(AssertionError):
@@ -198,7 +198,7 @@ class SharedMemory:
         self._stored_at[np.asarray(address, np.int64) >> 4] = 0
 
     def poison(self, address: Lanes, width: int) -> None:
-        """What a copy under way may write any time holds nothing."""
+        """Poison memory that a copy under way may write any time."""
         self._rows[width][self._places(address, width)] = POISON
 
     def _places(self, address: Lanes, width: int) -> Lanes:

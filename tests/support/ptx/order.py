@@ -1,4 +1,4 @@
-"""What launches that follow each other may read of each other: programmatic dependent launch, and L1.
+"""Memory that launches which follow each other may read of each other: programmatic dependent launch, and L1.
 
 A launch with `launch_pdl` starts when all programs of the one before have said griddepcontrol.launch_dependents or have
 ended; only behind griddepcontrol.wait are the launches before complete and what they wrote visible (PTX ISA,

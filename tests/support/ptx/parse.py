@@ -23,7 +23,7 @@ class Instruction:
     """The opcode, split at its dots."""
     operands: tuple[str, ...]
     targets: tuple[int, ...]
-    """Where it may branch to, as indices into the code."""
+    """Indices into the code of the places to which it may branch."""
 
 
 @dataclass(frozen=True)

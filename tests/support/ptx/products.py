@@ -56,7 +56,7 @@ def _right_places() -> tuple[Lanes, Lanes]:
 
 @cache
 def _places(registers: int) -> Lanes:
-    """Where in [16, 2 * registers] the elements of a sum's registers, [registers, lanes], stand."""
+    """Return where in [16, 2 * registers] the elements of a sum's registers, [registers, lanes], stand."""
     i = np.arange(registers)[:, None]
     row, column = _GROUP + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * _IN_GROUP + (i & 1)
     return row * 2 * registers + column
@@ -116,13 +116,13 @@ def _wgmma(step: Step) -> None:
 
 @dataclass(frozen=True)
 class _Product:
-    """What the text of a wgmma says."""
+    """Fields of the text of a wgmma."""
 
     names: tuple[str, ...]
     """Registers of the sums."""
     columns: int
     kind: Type
-    """Of the sums."""
+    """Type of the sums."""
     bytes: bool
     """Whether numbers of one byte are multiplied, s8 where the sums are integers, else e4m3."""
     bfloat: bool

@@ -29,13 +29,13 @@ ALL.flags.writeable = False
 
 @cache
 def register_type(name: str) -> Type | None:
-    """What a register of the compiler's holds; those of inline assembly hold what they are given."""
+    """Return the type of a compiler's register; those of inline assembly hold what they are given."""
     return _REGISTERS.get(name.rstrip("0123456789")) if name[-1].isdigit() else None
 
 
 @lru_cache(maxsize=1 << 14)
 def address_parts(text: str) -> tuple[str, int, Type]:
-    """Of [register + offset] the register, the offset and the address's type."""
+    """Split [register + offset] into the register, the offset and the address's type."""
     found = _ADDRESS.fullmatch(text.strip("[] "))
     assert found
     return found[1], int(found[2] or 0), np.uint64 if found[1].startswith("%rd") else np.uint32
@@ -104,7 +104,7 @@ class Warp:
             number=number,
         )
         self.awaits: Any = None
-        """What it cannot go on without: a barrier of threads, or (mbarrier, parity)."""
+        """Event without which it cannot go on: a barrier of threads, or (mbarrier, parity)."""
         self.copies: list[tuple[Lanes, Lanes]] = []
         """(addresses, bytes) of cp.async that no group holds yet."""
         self.copy_groups: list[list[tuple[Lanes, Lanes]]] = []
@@ -279,7 +279,7 @@ def executes(names: str, modifiers: str = "") -> Callable[[Execute], Execute]:
 
 
 def execution(instruction: Instruction) -> Execute:
-    """How to execute an instruction.
+    """Return the function that executes an instruction.
 
     Raises:
         NotImplementedError: it, or a modifier, is unknown here.

@@ -45,7 +45,7 @@ def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
-    """Of a number, of the sign of 0, of a NaN; and what is restored has not changed."""
+    """One bit of a number, of the sign of 0, of a NaN; and what is restored has not changed."""
     cache = cache_of(dtype)
     pages = RandomPages(cache, PAGE_P, noise())
     poison_PK = torch.zeros(3, PAGE_TOKENS, dtype=torch.bool)

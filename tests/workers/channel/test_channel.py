@@ -130,7 +130,7 @@ def stranger(kind: int, address: str, keys: ClientKeys | None) -> zmq.Socket[byt
 
 
 def wrong_keys(right: ClientKeys) -> list[ClientKeys | None]:
-    """None at all; a client's pair that nobody handed out; the right pair for another server."""
+    """Return wrong keys: none at all; a client's pair that nobody handed out; the right pair for another server."""
     public, secret = zmq.curve_keypair()
     return [None, ClientKeys(right.server, public, secret), ClientKeys(public, right.public, right.secret)]
 
@@ -201,7 +201,7 @@ os._exit(1)
 
 
 def test_a_process_that_ends_at_once_has_been_heard() -> None:
-    """Its message leaves only when somebody binds the address, after it has said so."""
+    """The message of that process leaves only when somebody binds the address, after the process has said so."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with subprocess.Popen([sys.executable, "-c", LAST_WORDS, address], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -95,7 +95,7 @@ def prompts(count: int, longest: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
-    """Of prompts in chunks, then of decode rows."""
+    """Logits are those of prompts in chunks, then of decode rows."""
     made = engine(folder, drafts_of[kind])
     model, drafter = made.runner.parts.model, made.runner.parts.drafter
     assert drafter.aux_hidden_state_layers == AUX_HIDDEN_STATE_LAYERS[kind]
@@ -130,7 +130,7 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
 def test_drafts_are_those_of_the_whole_sequence(
     folder: Path, drafts_of: dict[str, Path], kind: str, pages: int
 ) -> None:
-    """Whatever came between: chunks, decode rows beside them, shared pages, and, with few pages, preemptions."""
+    """Anything may come between: chunks, decode rows beside them, shared pages, and, with few pages, preemptions."""
     made, reference = engine(folder, drafts_of[kind], cache_pages=pages), plain(folder, drafts_of[kind])
     for index, prompt in enumerate(prompts(6, 40, seed=4)):
         made.add(f"r{index}", prompt, SamplingParams(20 if pages == 60 else 100, temperature=0.0))
@@ -254,7 +254,7 @@ def test_ranks_agree_with_one(folder: Path, drafts_of: dict[str, Path], size: in
 def test_a_draft_model_that_does_not_fit_is_refused_by_name(
     folder: Path, drafts_of: dict[str, Path], tmp_path: Path, values: dict[str, Any], said: str
 ) -> None:
-    """Before any weights are read: there are none."""
+    """The model is refused before any weights are read: there are none."""
     config = json.loads((drafts_of["gqa"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | values))
     with pytest.raises(Unfit, match=said):
@@ -365,7 +365,7 @@ def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_p
 def test_what_would_draft_wrongly_is_refused(
     folder: Path, drafts_of: dict[str, Path], tmp_path: Path, values: dict[str, Any]
 ) -> None:
-    """Nothing but acceptance would show it."""
+    """Only acceptance would show such a draft model."""
     config = json.loads((drafts_of["gqa"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | values))
     with pytest.raises(ConfigError, match=next(iter(values))):

@@ -59,7 +59,8 @@ def looked_up(tokens: list[int], count: int) -> list[int]:
 
 
 def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
-    """How many drafts were compared, by whether their step was mixed, and whether their row was a decode row of it."""
+    """Return the number of drafts that were compared, by whether their step was mixed, and whether their row was a
+    decode row of it."""
     tensors = made.runner.parts.state.tensors
     compared: Counter[tuple[bool, bool]] = Counter()
     while made.step():
@@ -78,7 +79,7 @@ def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
     [*(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(60, 2), (60, 4), (8, 2)]), (8, 4)],
 )
 def test_drafts_are_those_of_the_whole_sequence(folder: Path, width: int, pages: int) -> None:
-    """Whatever came between: chunks, decode rows beside them, shared pages, and, with few pages, preemptions."""
+    """Anything may come between: chunks, decode rows beside them, shared pages, and, with few pages, preemptions."""
     made = engine(folder, width=width, cache_pages=pages)
     for index, prompt in enumerate(repetitive(8, 40, seed=width)):
         made.add(f"r{index}", prompt, SamplingParams(120, temperature=0.0))

@@ -102,7 +102,8 @@ def test_draft_logits(kind: str, feeds: list[tuple[int, int]], tmp_path: Path) -
 @pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("chunk", [pytest.param(90, marks=pytest.mark.long), 31])
 def test_all_drafts_attend_to_what_the_first_does(shares: bool, chunk: int, tmp_path: Path) -> None:
-    """Where the config says so. In decode steps and in mixed ones; transformers lets layers take what others select."""
+    """All drafts do so where the config says so, in decode steps and in mixed ones; transformers lets layers take what
+    others select."""
     folder, prompt = write_tiny(tmp_path, "glm5", seed=1), random_tokens(70, 5, VOCAB)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"index_share_for_mtp_iteration": shares}))
@@ -126,7 +127,7 @@ def test_all_drafts_attend_to_what_the_first_does(shares: bool, chunk: int, tmp_
 
 
 def test_drafts_that_share_launch_no_indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its products nor its kernels."""
+    """Neither the indexer's products nor its kernels are launched."""
     folder, calls = write_tiny(tmp_path, "glm5", seed=1), []
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"index_share_for_mtp_iteration": True}))

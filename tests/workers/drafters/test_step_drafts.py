@@ -49,7 +49,8 @@ def drafts_after(model: Model, tokens: list[int], count: int) -> tuple[list[int]
 
 
 def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
-    """How many drafts were compared, by whether their step was mixed, and whether their row was a decode row of it."""
+    """Return the number of drafts that were compared, by whether their step was mixed, and whether their row was a
+    decode row of it."""
     model, tensors = made.runner.parts.model, made.runner.parts.state.tensors
     compared: Counter[tuple[bool, bool]] = Counter()
     while made.step():
@@ -66,7 +67,7 @@ def run_comparing(made: InlineEngine) -> Counter[tuple[bool, bool]]:
 
 
 def test_drafts_are_those_of_the_whole_sequence_at_once(code: list[int]) -> None:
-    """Whatever came between: chunks, decode rows beside them, windows accepted in part, shared pages."""
+    """Anything may come between: chunks, decode rows beside them, windows accepted in part, shared pages."""
     made = engine()
     for index, (start, length) in enumerate([(0, 70), (300, 5), (0, 70), (640, 133), (64, 1)]):
         made.add(f"r{index}", code[start : start + length], SamplingParams(16, temperature=0.0))
@@ -90,7 +91,7 @@ def test_drafts_after_a_preemption_are_those_of_the_whole_sequence(code: list[in
 def test_drafts_have_the_noise_of_the_place_where_they_are_verified(
     code: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And know the drafts before them, as penalties want it."""
+    """Drafts know the drafts before them, as penalties want it."""
     target_tokens, draft_tokens = SamplingState.target_tokens, SamplingState.draft_tokens
     drawn: dict[int, list[int]] = {}
     verified = 0

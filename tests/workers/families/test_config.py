@@ -41,7 +41,7 @@ def test_reads_deepseek_v2_lite_and_kimi_k2() -> None:
 
 
 def test_reads_glm_flash() -> None:
-    """As a DeepSeek V3 of its sizes, which makes its draft layer that of DeepSeek V3, too."""
+    """The config is read as a DeepSeek V3 of its sizes, which makes its draft layer that of DeepSeek V3, too."""
     config = parse_config(GLM)
     twin = parse_config({**GLM, "model_type": "deepseek_v3"})
     assert replace(config, model_type="deepseek_v3") == twin
@@ -264,7 +264,7 @@ def test_errors_of_youtu_name_the_field(changes: dict[str, Any], words: list[str
 
 
 def test_reads_sarvam() -> None:
-    """As a DeepSeek V3 of its sizes, in either names, with one group of experts."""
+    """The config is read as a DeepSeek V3 of its sizes, in either names, with one group of experts."""
     config = parse_config(SARVAM)
     given = {name: value for name, value in SARVAM.items() if name not in ("num_experts", "num_shared_experts")}
     v3 = {**given, "n_routed_experts": 128, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
@@ -425,7 +425,7 @@ def test_errors_of_the_rope_of_mistral_name_the_field(changes: dict[str, Any], w
 
 
 def test_the_scale_of_queries_is_that_of_transformers() -> None:
-    """At the borders of the published model, and far behind them, in fp32."""
+    """Scales are compared at the borders of the published model, and far behind them, in fp32."""
     scaling = parse_config(SMALL4).query_scaling
     table = query_scale_table(scaling, 1 << 20, torch.device("cpu"))
     position = torch.tensor([0, 8191, 8192, 16383, 16384, 24575, 24576, 131071, 131072, (1 << 20) - 1])

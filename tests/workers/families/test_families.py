@@ -84,7 +84,7 @@ def load_fp32(folder: Path) -> Model:
 
 
 def tokens_of(folder: Path) -> list[list[int]]:
-    """What a whole rank generates, through prefill, decode steps and sampling."""
+    """Return the tokens that a whole rank generates, through prefill, decode steps and sampling."""
     engine = InlineEngine(EngineConfig(model=str(folder), device="cpu", max_rows=4, cache_pages=32, token_budget=64))
     return engine.generate([[1, 2, 3, 4, 5], list(range(7, 90))], SamplingParams(12, temperature=0.0))
 

@@ -1,4 +1,5 @@
-"""Where heads and experts are shared by different ranks, each of them loads its heads and its part of the experts."""
+"""Shares of a mesh whose heads and experts are shared by different ranks: each rank loads its heads and its part of the
+experts."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def quantized(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
 
 def as_mistral(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In Mistral's own layout: each expert by itself, under Mistral's names."""
+    """Return the tensors in Mistral's own layout: each expert by itself, under Mistral's names."""
     apart: dict[str, torch.Tensor] = {}
     for name, values in tensors.items():
         found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_scale_inv)?", name)

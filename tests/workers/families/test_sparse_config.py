@@ -15,7 +15,7 @@ from workers.models.config import ConfigError, Indexing
 
 
 def test_reads_deepseek_v32() -> None:
-    """As a DeepSeek V3 with an indexer in every layer."""
+    """The config is read as a DeepSeek V3 with an indexer in every layer."""
     config, twin = parse_config(V32), parse_config(V3)
     assert config.indexing == Indexing(heads=64, features=128, top_k=2048, interleaved=False, shared=(False,) * 61)
     assert (config.routing, config.rope, config.draft_layers) == (twin.routing, twin.rope, 1)

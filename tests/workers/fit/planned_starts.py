@@ -27,7 +27,7 @@ INDEXER: Final = {"q_lora_rank": 256, "index_n_heads": 16, "index_head_dim": 128
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """Of a model of `kind`, with weights in `form` if there is one."""
+    """Planned start of a model of `kind`, with weights in `form` if there is one."""
 
     kind: str
     form: str

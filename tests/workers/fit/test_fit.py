@@ -1,4 +1,4 @@
-"""What config.json alone decides, held against what a rank says about the same when it loads."""
+"""Checks by config.json alone, held against what a rank says about the same when it loads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(folder: Path, **changes: Any) -> str:
 
 
 def fit(**settings: Any) -> str:
-    """What is wrong; empty when nothing is."""
+    """Return what is wrong; empty when nothing is."""
     try:
         check_fit(EngineConfig(**settings))
     except Unfit as error:
@@ -77,7 +77,7 @@ def test_a_context_without_room_for_an_answer() -> None:
 
 @pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"dtype": "float32"}, {"device": "cpu"}])
 def test_a_cache_in_another_type_than_the_model(settings: dict[str, Any]) -> None:
-    """As `fp8_cache` says on a rank."""
+    """The cache is refused as `fp8_cache` says on a rank."""
     said = fit(model="demo", kv_cache_dtype="bf16", **settings)
     assert said.startswith("kv_cache_dtype = bf16 (--kv-cache-dtype), but the model runs in float")
     dtype = torch.float16 if "float16" in settings.values() else torch.float32
@@ -136,7 +136,7 @@ def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> N
     ],
 )
 def test_others_are_refused_by_name(tmp_path: Path, given: dict, kind: str, why: str, place: str) -> None:
-    """Before anything starts, and, in the same words, by whoever reads the model."""
+    """Others are refused before anything starts, and, in the same words, by whoever reads the model."""
     changes = {"quantization_config": given}
     said = fit(model=model(tmp_path, **({place: changes} if place else changes)))
     prefix = f"{place}." if place else ""

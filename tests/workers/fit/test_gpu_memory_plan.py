@@ -1,4 +1,4 @@
-"""What a start on this machine's GPU has room for, beside what was said of it without one."""
+"""Room on this machine's GPU after a start, beside what was said of it without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start would take of a GPU, computed without one, against what a start takes."""
+"""Plan of a GPU's memory, computed without one, against what a start takes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_of(folder: Path | str, total: int = 8 * GIB, **settings: Any) -> Memory
 def test_weights_are_what_a_start_asks_for(
     kind: str, form: str | None, names: str, ranks: int, files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the files' headers, or where they are not there from config.json."""
+    """Weights are counted from the files' headers, or where they are not there from config.json."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
     write_tiny(tmp_path, kind, **sizes, n_routed_experts=8)
     if form:
@@ -86,7 +86,7 @@ def test_weights_are_what_a_start_asks_for(
     ],
 )
 def test_published_models_take_what_the_documentation_says(name: str, gib: float, tmp_path: Path) -> None:
-    """On 8 ranks, by config.json alone; all ranks together about what the files take."""
+    """Weights are those of 8 ranks, by config.json alone; all ranks together take about what the files take."""
     kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
     in_fp8 = {"DeepSeek-V3": V3, "DeepSeek-V3.2": V32, "GLM-5.2": GLM52}
     values = {**in_fp8[name], "quantization_config": FP8_CONFIG} if name in in_fp8 else kimi
@@ -115,14 +115,14 @@ def test_graphs_are_estimated_a_little_above_what_was_measured(
 
 @pytest.mark.parametrize("name", STARTS)
 def test_graphs_of_long_contexts_are_estimated_about_as_they_were_measured(name: str, tmp_path: Path) -> None:
-    """What attention takes of 65,536 tokens is most of it. A start has the driver's share to spare."""
+    """Attention over 65,536 tokens takes most of it. A start has the driver's share to spare."""
     plan = memory_plan(EngineConfig(**STARTS[name].write(tmp_path, headers=True)), 140 * GIB)
     assert 0.97 < plan.graphs / STARTS[name].measured < 1.1
 
 
 def test_room_for_the_largest_matrix_that_is_dequantized(tmp_path: Path) -> None:
-    """That of the dense layers' gate and up projection, in bf16, for passes of many tokens: those of decode steps and
-    those of mixed steps have memory of their own."""
+    """The largest one is the dense layers' gate and up projection, in bf16, for passes of many tokens: those of decode
+    steps and those of mixed steps have memory of their own."""
     plans = []
     for changes in ({}, {"quantization_config": FP8_CONFIG}):
         (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4, **changes}))
@@ -132,7 +132,7 @@ def test_room_for_the_largest_matrix_that_is_dequantized(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("dtype", "ratio"), [("auto", 1152 / 656), ("float32", 2304 / 784)])
 def test_pages_in_fp8_are_smaller(dtype: str, ratio: float, tmp_path: Path) -> None:
-    """Of 512 + 64 features, those of the draft layer, too."""
+    """Entries have 512 + 64 features, those of the draft layer, too."""
     (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4}))
     plain, fp8 = (plan_of(tmp_path, 80 * GIB, dtype=dtype, kv_cache_dtype=name) for name in ("auto", "fp8"))
     assert plain.page_bytes / fp8.page_bytes == ratio
@@ -176,7 +176,7 @@ def test_pages_rows_and_context_belong_together() -> None:
 
 
 def test_the_smallest_change_fits(tmp_path: Path) -> None:
-    """From a cache in FP8 and a shorter context to other GPUs, each where the ones before do not help."""
+    """Changes go from a cache in FP8 and a shorter context to other GPUs, each where the ones before do not help."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "n_routed_experts": 16, "vocab_size": 8192}
     (tmp_path / "config.json").write_text(json.dumps({**V3, **sizes, "max_position_embeddings": 1 << 18}))
     config, seen = EngineConfig(model=str(tmp_path)), []

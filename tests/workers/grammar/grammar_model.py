@@ -24,7 +24,7 @@ def spelled(text: str) -> str:
 
 
 TEXTS = ["<|bos|>", "<|eos|>", THINK_END, *CHARACTERS, *PIECES]
-"""What each id writes; the model's vocabulary has more ids, which are no text."""
+"""Text of each id; the model's vocabulary has more ids, which are no text."""
 assert len(set(TEXTS)) == len(TEXTS) < VOCAB
 
 
@@ -45,5 +45,5 @@ def write_grammar_model(folder: Path, kind: str = "v3", **settings: object) -> P
 
 
 def text_of(tokens: list[int]) -> str:
-    """What the tokens write; special ones and unused ids write nothing."""
+    """Return the text of the tokens; special ones and unused ids write nothing."""
     return "".join(TEXTS[token] for token in tokens if 2 <= token < len(TEXTS))

@@ -126,7 +126,7 @@ def test_masks_of_a_window_are_those_of_its_tokens_one_by_one() -> None:
 
 @pytest.mark.long
 def test_tokens_are_the_same_at_every_width(folder: Path) -> None:
-    """With a form behind the text and without, greedy and sampled, beside rows that are free."""
+    """There is a form behind the text or none, sampling is greedy or drawn, and other rows are free."""
     form = Grammar("choice", '["abc", "a true tale"]')
     asked: list[SamplingParams] = []
     for seed, most in enumerate((1, 2, 5, 9, 30)):

@@ -115,7 +115,7 @@ def served(run: InlineEngine, asked: list[Job]) -> list[list[int]]:
 
 
 def one_after_the_other(folder: Path, asked: list[Job]) -> list[list[int]]:
-    """At width 1, each request alone."""
+    """Serve each request alone, at width 1."""
     run = engine(folder, width=1)
     return [served(run, [job])[0] for job in asked]
 
@@ -229,7 +229,7 @@ def test_whatever_widths_follow_each_other(folder: Path) -> None:
 
 
 def test_steps_are_launched_ahead_of_results(folder: Path) -> None:
-    """As on a GPU: a step is launched before the result of the one before is collected."""
+    """A step is launched before the result of the one before is collected, as on a GPU."""
     run = engine(folder, width=3, max_rows=6)
     asked = jobs(8)
     names = [f"r-{index}" for index in range(len(asked))]
@@ -246,7 +246,7 @@ def test_steps_are_launched_ahead_of_results(folder: Path) -> None:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_grammar_may_begin_behind_a_tag(folder: Path, width: int) -> None:
-    """Before it the text is free, but cannot end; the tag may come anywhere within a step's tokens."""
+    """Text before the tag is free, but cannot end; the tag may come anywhere within a step's tokens."""
     think = TEXTS.index(THINK_END)
     grammar = Grammar("choice", json.dumps(CHOICES), begin_after=(think,))
     run = engine(folder, width=width, max_rows=6)
@@ -267,7 +267,7 @@ def test_a_grammar_may_begin_behind_a_tag(folder: Path, width: int) -> None:
 
 
 def test_a_complete_grammar_ends_before_min_tokens(folder: Path) -> None:
-    """And it does so whatever the request wants of stop ids; before it is complete, min_tokens holds."""
+    """The grammar ends whatever the request wants of stop ids; before it is complete, min_tokens holds."""
     run = engine(folder, width=3)
     params = SamplingParams(40, temperature=1.0, seed=3, stop_ids=(EOS, 10), min_tokens=30)
     digits = Grammar("regex", "[0-9]{2,}")

@@ -66,7 +66,7 @@ def test_the_same_texts_match(quick: bool, pattern: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(pattern=expressions, other=expressions)
 def test_automata_match_the_same_texts(pattern: str, other: str) -> None:
-    """And are told apart by what they match."""
+    """Automata are told apart by what they match."""
     own = automaton_of(of_text(pattern), 10**9)
     assert own is not None
     for text in TEXTS:
@@ -86,7 +86,7 @@ def test_automata_match_the_same_texts(pattern: str, other: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["(ab*)?", "(a*b)?"])
 def test_xgrammar_s_own_automata_match_too_much(pattern: str) -> None:
-    """What all of it is for: when this fails, it may go."""
+    """This is what all of the quick automata's checks are for: when this test fails, they may go."""
     own = compiled(quick_module.grammar_of(pattern))
     assert any(matches(own, text) and not re.fullmatch(pattern, text) for text in TEXTS)
 
@@ -138,8 +138,8 @@ SETS = (
 @pytest.mark.parametrize("pattern", SETS)
 @pytest.mark.parametrize("quick", [True, False], ids=["automaton", "rules"])
 def test_characters_match_by_every_definition(pattern: str, quick: bool) -> None:
-    """By Python's with Unicode and without, which is ECMAScript's but for spaces; those that match by both do match,
-    but for ends of lines that are none to Python, and for the character with number 0."""
+    """Definitions are Python's with Unicode and without, which is ECMAScript's but for spaces; those that match by both
+    do match, but for ends of lines that are none to Python, and for the character with number 0."""
     grammar = compiled(build(Grammar("regex", pattern), quick))
     ascii_alone = re.ASCII if "\\" in pattern else 0
     for text in (*SAMPLES, "\n\t", ".*\\", "]}"):
@@ -152,7 +152,7 @@ def test_characters_match_by_every_definition(pattern: str, quick: bool) -> None
 
 
 def test_one_character_by_its_number() -> None:
-    """As ECMAScript writes it, which Python does not read."""
+    """The number is written as ECMAScript does it, which Python does not read."""
     assert takes(Grammar("regex", r"\u{1F600}[\u{41}-C]"), "😀B")
 
 

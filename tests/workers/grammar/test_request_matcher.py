@@ -53,8 +53,8 @@ def bits_of(mask_B: np.ndarray) -> set[int]:
 
 
 def plain_allowed(compiled: Compiled, tokens: list[int], sampling: SamplingParams) -> set[int] | None:
-    """What may follow these tokens, by the definition: a fresh matcher takes them one by one. None where one of them
-    was not allowed."""
+    """Return what may follow these tokens, by the definition: a fresh matcher takes them one by one. None where one of
+    them was not allowed."""
     matcher, begin = xgr.GrammarMatcher(compiled.handle), compiled.grammar.begin_after
     begun = not begin
     for place, token in enumerate(tokens):
@@ -197,7 +197,7 @@ def test_a_costly_grammar_is_given_up(compiled: list[Compiled], monkeypatch: pyt
 def test_a_grammar_whose_masks_are_costly_is_given_up(
     compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first mask is used, none behind it is filled, and the request ends with the tokens of that step."""
+    """The first mask is used, none behind it is filled, and the request ends with the tokens of that step."""
     monkeypatch.setattr("workers.grammar.matcher.COSTLY_S", -1.0)
     matcher = RequestMatcher(compiled[2], SamplingParams(9, stop_ids=(EOS,)), (EOS,), VOCAB)
     masks = np.zeros((2, -(-VOCAB // 32)), dtype=np.int32)
@@ -224,7 +224,7 @@ def test_what_cannot_be_compiled_says_why(tmp_path: Path, grammar: Grammar, text
 def test_a_model_that_can_have_no_grammar_starts_all_the_same(
     tmp_path: Path, eos_ids: tuple[int, ...], text: str
 ) -> None:
-    """And says why when one is asked for."""
+    """The model says why when a grammar is asked for."""
     before, failed = set(threading.enumerate()), []
     compiler = Compiler(tmp_path, VOCAB, eos_ids, lambda grammar_id, error: None)
     with pytest.MonkeyPatch.context() as patch:
@@ -262,7 +262,7 @@ def test_what_is_forgotten_before_its_turn_is_not_compiled(tmp_path: Path, monke
 def test_reports_say_how_long_a_processor_has_worked_on_a_grammar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not how long it is under way: one waits, as on a machine that is busy, and one computes."""
+    """Reports do not say how long a grammar is under way: one waits, as on a machine that is busy, and one computes."""
     worked: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
     over = threading.Event()
     monkeypatch.setattr(compiler_module, "PROGRESS_PERIOD_S", 0.02)

@@ -117,7 +117,7 @@ SLOW = ("date-time", "ipv4")
     "name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else ()) for n in sorted(FORMATS)]
 )
 def test_formats_are_enforced(name: str) -> None:
-    """Those that the package can check, and all of them against text that is of none."""
+    """Formats that the package can check are checked, and all of them are tried with text that is of none."""
     grammar = Grammar("json_schema", json.dumps({"type": "string", "format": name}))
     assert not takes(grammar, '"{ \\""')
     assert not takes(grammar, '"""')
@@ -214,7 +214,8 @@ def test_schemas_are_not_nested_without_end() -> None:
 
 @pytest.mark.parametrize("schema", [{**STR, "format": "email"}, {**STR, "format": "uuid"}])
 def test_within_a_tag_strings_have_no_form_of_xgrammar_s(schema: Any) -> None:
-    """They could hold control characters, which the text around them needs. Those with a form of ours cannot."""
+    """Such strings could hold control characters, which the text around them needs. Those with a form of ours
+    cannot."""
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(GrammarError, match="within a structural tag"):
         build(Grammar("structural_tag", json.dumps(tag)))
@@ -290,7 +291,7 @@ NAMED_AS_KEYWORDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("within", [False, True], ids=["alone", "within a tag"])
 def test_properties_may_have_the_names_of_keywords(within: bool) -> None:
-    """What they allow is enforced like that of others."""
+    """Properties with such names are enforced like others."""
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": NAMED_AS_KEYWORDS}}
     grammar = Grammar(
         *(("structural_tag", json.dumps(tag)) if within else ("json_schema", json.dumps(NAMED_AS_KEYWORDS)))

@@ -24,7 +24,7 @@ from workers.step.stage import Stage
 
 
 class Again:
-    """What stands for a graph: a replay is another run, with results at the addresses of the first."""
+    """Stand-in for a graph: a replay is another run, with results at the addresses of the first."""
 
     def __init__(self, call: Callable[[], Any], scratch: Scratch) -> None:
         self._call, self._scratch, self._begin = call, scratch, scratch._used
@@ -35,7 +35,7 @@ class Again:
 
 
 class SplitSteps:
-    """As `GraphRunner`, of steps with masks alone."""
+    """Stand-in for `GraphRunner`, for steps with masks alone."""
 
     def __init__(self, patch: pytest.MonkeyPatch, runner: Runner) -> None:
         self.parts = runner.parts

@@ -34,7 +34,7 @@ FORCED = ('"tags": ["', '": ', "}", '"n')
 
 @dataclass
 class Said:
-    """What a client gets: text, piece by piece, and why it ended."""
+    """Answer that a client gets: text, piece by piece, and why it ended."""
 
     stops: tuple[str, ...] = ()
     pieces: list[str] | None = None
@@ -45,7 +45,7 @@ class Said:
         self.matcher = StopMatcher(self.stops) if self.stops else None
 
     def take(self, output: RequestOutput) -> None:
-        """As a front does."""
+        """Take an output as a front does."""
         assert self.pieces is not None
         for token in output.tokens:
             piece = text_of([token])
@@ -145,8 +145,8 @@ def wanted(tokens: list[int], stops: tuple[str, ...]) -> tuple[str, str]:
 
 
 def drawn_stops(folder: Path, seed: int) -> list[tuple[str, ...]]:
-    """Some that stand in the text of each job, of up to four tokens and mostly from within one token to within another;
-    some that do not; for the schema also those that it forces."""
+    """Draw stop strings: some that stand in the text of each job, of up to four tokens and mostly from within one token
+    to within another; some that do not; for the schema also those that it forces."""
     rng, drawn = random.Random(seed), []
     for number, tokens in enumerate(plain(folder)):
         text = text_of(tokens)
@@ -184,7 +184,7 @@ def test_stop_strings_cut_the_same_text_at_every_width(
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_stop_string_that_the_grammar_forces(monkeypatch: pytest.MonkeyPatch, folder: Path, width: int) -> None:
-    """Behind the name there is nothing but the tags: the model has no say in it."""
+    """Only the tags come behind the name: the model has no say in it."""
     schema = {**SCHEMA, "properties": {name: SCHEMA["properties"][name] for name in ("name", "tags")}}  # type: ignore[index]
     grammar = Grammar("json_schema", json.dumps(schema))
     job = [5, 9, 30], SamplingParams(60, temperature=1.0, seed=2, stop_ids=(EOS,), grammar=grammar)

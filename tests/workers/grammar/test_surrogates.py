@@ -1,4 +1,4 @@
-"""Nothing that is written under a grammar holds a surrogate, whatever pieces of characters the tokens are."""
+"""Text that is written under a grammar holds no surrogate, whatever pieces of characters the tokens are."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ TEXTS = {
 
 
 def grammars(definition: str, syntax: str = "lark") -> tuple[Grammar, Grammar]:
-    """Of the text as it is, and of a string in JSON."""
+    """Make grammars of the text as it is, and of a string in JSON."""
     grammar = TextGrammar(syntax, definition)
     return Grammar("ebnf", grammar.ebnf()), Grammar("ebnf", grammar.ebnf(in_json=True))
 

@@ -1,5 +1,5 @@
-"""Whatever a step launches was compiled before: else a request waits for the compiler. By Triton's rule for what it
-compiles anew, on a CPU that passes for a Hopper GPU; tests/workers/test_gpu_engine.py has a real one."""
+"""Kernels of all steps are compiled ahead: else a request waits for the compiler. By Triton's rule for what it compiles
+anew, on a CPU that passes for a Hopper GPU; tests/workers/test_gpu_engine.py has a real one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Start:
-    """What a replica on a GPU does before it serves, see `workers.rank.rank.Rank`."""
+    """Start of a replica on a GPU up to the point where it serves, see `workers.rank.rank.Rank`."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120, rank: int = 0
@@ -79,7 +79,7 @@ class Start:
         self.variants = pretend(patch)
 
     def compiled(self) -> list[tuple[str, str]]:
-        """What is compiled ahead: on a pool of two pages."""
+        """Return what is compiled ahead, on a pool of two pages."""
         trial = self._runner(2)
         trial.compile(threads=1)
         before = list(self.variants)
@@ -230,7 +230,7 @@ def test_experts_in_int4_compile_nothing_late(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.long
 def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a width at which rows have one block of query vectors or several."""
+    """The width is one at which rows have one block of query vectors or several."""
     how = {"kv_cache_dtype": "fp8", "max_rows": 4, "token_budget": 64, "max_context": 300}
     start = Start(monkeypatch, settings(published, 3, **how))
     assert late(start, 64, seed=3) == []
@@ -247,8 +247,8 @@ def test_an_fp8_cache_compiles_nothing_late(published: str, monkeypatch: pytest.
 def test_sparse_attention_compiles_nothing_late(
     cache: str, shared: list[str], heads: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the small-batch path, of many, and in chunks of prompts; of contexts on either side of what is selected. Of
-    64 heads long chunks attend to context that was widened, and short ones to FP8 entries."""
+    """Steps are on the small-batch path, of many rows, and chunks of prompts; contexts are on either side of what is
+    selected. With 64 heads long chunks attend to context that was widened, and short ones to FP8 entries."""
     sizes = PUBLISHED | {"q_lora_rank": 128, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 128}
     sizes |= {"indexer_types": shared} if shared else {}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
@@ -268,7 +268,7 @@ def test_sparse_attention_compiles_nothing_late(
 
 
 def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """From now on ranks are alone. Returns the list that fills with what they would do together: what it is, and the
+    """Let ranks be alone from now on. Return the list that fills with what they would do together: what it is, and the
     shapes and types of what is handed on."""
     asked: list[tuple[Any, ...]] = []
     for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
@@ -287,8 +287,8 @@ def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[Any, ...]]]:
-    """What one of two ranks does with the other: while it compiles and warms up, while it captures and proves itself,
-    and in every step that it is told. It compiles nothing late."""
+    """Do what one of two ranks does with the other: while it compiles and warms up, while it captures and proves
+    itself, and in every step that it is told. It compiles nothing late."""
     with pytest.MonkeyPatch.context() as patch:
         asked = collectives(patch)
         start = Start(patch, settings("demo", width, invariant=invariant), ranks=2, rank=rank)

@@ -1,4 +1,4 @@
-"""What the graphs of an engine take of a GPU, beside what was reserved for them."""
+"""Memory of a GPU that the graphs of an engine take, beside what was reserved for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytestmark = [
 
 
 def test_a_capture_takes_no_more_memory_than_was_reserved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a start keeps from the cache for its graphs, before it knows how large the cache is, covers what they take
-    of the device: torch's tensors, and the driver's share. What torch's allocator has and does not use is left out: it
-    is a matter of 20 MiB a buffer, which is much only for a model as small as this one.
+    """Memory that a start keeps from the cache for its graphs, before it knows how large the cache is, covers what they
+    take of the device: torch's tensors, and the driver's share. What torch's allocator has and does not use is left
+    out: it is a matter of 20 MiB a buffer, which is much only for a model as small as this one.
 
     The driver's share is measured on the whole device, and so is what threads of former engines let go only then: in
     that case it is tried again, with the former graphs still alive."""

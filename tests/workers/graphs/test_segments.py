@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class RecordedTail(Tail):
-    """As `CapturedTail`."""
+    """Recorded variant of `CapturedTail`."""
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
@@ -53,7 +53,7 @@ class RecordedTail(Tail):
 
 
 class RecordedStage(Stage):
-    """As `CapturedStage`: segments are recorded on padding alone."""
+    """Recorded variant of `CapturedStage`: segments are recorded on padding alone."""
 
     def __init__(
         self, parts: StepParts, tokens: int, scratch: Scratch, inner: Scratch, tails: Mapping[TokenKey, Tail]
@@ -76,8 +76,8 @@ class RecordedStage(Stage):
 
 
 class Buckets:
-    """As `GraphRunner`, of mixed steps alone: stages that share memory, which is poison before each step, and tails,
-    those of `RecordedStage`."""
+    """Stand-in for `GraphRunner`, for mixed steps alone: stages that share memory, which is poison before each step,
+    and tails, those of `RecordedStage`."""
 
     def __init__(self, parts: StepParts, budget: int, stage: type[Stage], tail: type[Tail] = RecordedTail) -> None:
         self.buckets = TokenBuckets(budget)
@@ -118,7 +118,7 @@ class Buckets:
 def test_replayed_segments_give_the_tokens_of_eager_steps(
     kind: str, width: int, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And their drafts, which no token would show."""
+    """Drafts are compared as well, which no token would show."""
     no_host_values(monkeypatch)
     folder = write_tiny(tmp_path, kind, seed=3, num_hidden_layers=4)
     prompts = random_prompts(14, 150, seed=4)
@@ -145,7 +145,7 @@ def test_replayed_segments_give_the_tokens_of_eager_steps(
 
 
 def test_a_selection_in_memory_of_segments_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one layer has selected is gone when the next, which has no indexer, attends to it."""
+    """The selection of one layer is gone when the next, which has no indexer, attends to it."""
     folder = write_tiny(tmp_path, "glm5", seed=3)
     prompts, honest = random_prompts(6, 80, seed=4), SparseAttention.backends
     settings: dict[str, Any] = {"width": 1, "max_rows": 4, "token_budget": 48, "cache_pages": 60, "drafter": "none"}
@@ -228,7 +228,7 @@ def test_the_last_layer_ends_for_the_tokens_that_are_wanted(
 
 @torch.inference_mode()
 def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the experts' workspace on a GPU does: it holds results in fp32 while there are few."""
+    """The experts' workspace on a GPU does: it holds results in fp32 while there are few."""
     no_host_values(monkeypatch)
     experts = GeneralOps.experts
 
@@ -243,7 +243,7 @@ def test_a_small_bucket_may_need_more_memory_than_the_largest(folder: Path, monk
 
 @torch.inference_mode()
 def test_a_warm_up_plan_has_no_more_rows_than_slots(folder: Path) -> None:
-    """Where a step may feed many times what all slots hold."""
+    """A step here may feed many times what all slots hold."""
     parts = engine(folder, max_rows=2, max_context=40, token_budget=1000).runner.parts
     plans = list(warm_up_plans(parts, 1000))
     assert max(plan.layout.rows for plan in plans) == 2
@@ -251,7 +251,7 @@ def test_a_warm_up_plan_has_no_more_rows_than_slots(folder: Path) -> None:
 
 
 def test_a_warm_up_plan_has_context_in_several_pieces(folder: Path) -> None:
-    """Which merges them compiles a kernel of its own. With 40 rows a piece holds 64 entries of each."""
+    """A merge of several pieces compiles a kernel of its own. With 40 rows a piece holds 64 entries of each."""
     parts = engine(folder, max_rows=40, max_context=400, token_budget=160).runner.parts
     begins = [row.start for plan in warm_up_plans(parts, 160) if len(plan.prefill) == 40 for row in plan.prefill]
     assert any(begin > 64 for begin in begins)

@@ -29,7 +29,7 @@ ROWS, BUDGET = 3, 40
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is called, with the shapes, strides and dtypes of the tensors: what chooses a kernel."""
+    """Calls of operators, with the shapes, strides and dtypes of the tensors: what chooses a kernel."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_all(parts: StepParts) -> tuple[set[str], int, int]:
-    """What steps of all shapes call; bytes of the memory they share, and of that which segments use inside."""
+    """Return what steps of all shapes call; bytes of the memory they share, and of that which segments use inside."""
     decode, scratch, inner = Scratch(parts.device), Scratch(parts.device), Scratch(parts.device)
     with torch.inference_mode(), Operations() as operations:
         for key in DecodeBuckets(ROWS, parts.width):

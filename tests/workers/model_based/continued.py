@@ -14,7 +14,8 @@ from workers.protocol.plan import StepPlan
 from workers.protocol.prompt import pack_tokens
 
 Continue = Callable[[str, Request, list[int], float], Add]
-"""From a request's name, itself, the tokens that were delivered and its age the event with which it goes on."""
+"""Function that makes the event with which a request goes on, from its name, itself, the tokens that were delivered and
+its age."""
 
 
 class Died(Exception):
@@ -35,7 +36,7 @@ class Mortal(Driven):
 
 
 def as_it_was(name: str, request: Request, tokens: list[int], age_s: float) -> Add:
-    """With all that it was asked with, behind the tokens that were delivered."""
+    """Continue with all that it was asked with, behind the tokens that were delivered."""
     return Add(name, tuple(request.prompt), request.sampling, request.priority, pack_tokens(tokens), age_s)
 
 

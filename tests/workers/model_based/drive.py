@@ -51,7 +51,7 @@ class RandomWidths(Speculation):
 
 @dataclass
 class Outcome:
-    """What a run found."""
+    """Findings of a run."""
 
     problem: str = ""
     """The first thing that is wrong; empty when nothing is."""
@@ -154,7 +154,7 @@ class Bench:
 
 
 def misplaced(record: Finished) -> str:
-    """Which output of a request does not say where its tokens stand; empty if none."""
+    """Return which output of a request does not say where its tokens stand; empty if none."""
     at = 0
     for output in record.outputs:
         if output.tokens and output.at != at:
@@ -174,7 +174,7 @@ class Driven:
         self.requests: dict[str, Request] = {}
         self.planned: list[StepPlan] = []
         self.forgotten: deque[tuple[int, ForgetGrammar]] = deque()
-        """And behind which plan that was said."""
+        """Grammars that were forgotten, and behind which plan that was said."""
         self.mishaps = 0
         self.seen: Counter[str] = Counter()
 
@@ -246,13 +246,13 @@ class Driven:
                     self.forgotten.append((len(self.engine.plans), one))
 
     def _forget_grammars(self, plan: StepPlan) -> None:
-        """Those of which that was said before this plan."""
+        """Forget the grammars of which that was said before this plan."""
         assert self.engine.replica.grammars is not None
         while self.forgotten and self.forgotten[0][0] < plan.step:
             self.engine.replica.grammars.heed(self.forgotten.popleft()[1])
 
     def _strike(self, plan: StepPlan | None) -> None:
-        """Of the rows whose prompt goes on behind the step: nobody has sampled from what they wrote."""
+        """Strike rows whose prompt goes on behind the step: nobody has sampled from what they wrote."""
         rows = [row for row in (plan.prefill if plan else ()) if not row.final]
         rows = [row for row in rows if row.start + len(row.tokens) > row.write_from]
         if not rows:

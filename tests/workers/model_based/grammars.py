@@ -23,10 +23,10 @@ from workers.vocabulary.spelling import byte_alphabet
 
 EOS: Final = 1
 TAG: Final = 2
-"""Behind it some grammars begin."""
+"""Token behind which some grammars begin."""
 PIECES: Final = ["ab", "abc", "10", "12", "true", '", "', '["', '"]', "+1"]
 TEXTS: Final = ["<|bos|>", "<|eos|>", "</t>", *PIECES, *string.ascii_lowercase, *string.digits, *'[]",.+_ ']
-"""What each id writes; ids behind these write nothing."""
+"""Text of each id; ids behind these write nothing."""
 
 LIST: Final = json.dumps({"type": "array", "items": {"enum": ["ab", "abc", "x"]}, "minItems": 1, "maxItems": 3})
 ITEM, SPACE = '"(ab|abc|x)"', " ?"

@@ -24,7 +24,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
-    """Where some drafts are accepted but not all, one more is taken for accepted."""
+    """Take one draft more for accepted, where some drafts are accepted but not all."""
     for module in (decode, mixed):
         honest = module.accept_drafts
 
@@ -60,7 +60,7 @@ def stale_length_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
 
 def penalty_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    """What a step generated is counted twice."""
+    """Count twice what a step generated."""
     honest = SamplingState.commit
 
     def commit(state: SamplingState, *args: Any, **options: Any) -> None:
@@ -82,7 +82,7 @@ def drafts_not_counted_in_the_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def min_tokens_begin_anew(patch: pytest.MonkeyPatch) -> None:
-    """What was generated before a preemption is not counted."""
+    """Do not count what was generated before a preemption."""
     honest = scheduling._admission
 
     def admission(*what: Any, **options: Any) -> Admission:

@@ -36,7 +36,8 @@ from workers.protocol.plan import SamplingParams, TopLogprobs
 from workers.protocol.scores import Scores
 
 MARGIN = 2e-4
-"""Of logits, which are about 2 in size: a hundred times what rounding was seen to change, and of everything behind."""
+"""Margin of logits, which are about 2 in size: a hundred times what rounding was seen to change, and of everything
+behind."""
 
 NO_CAUSE = "it failed without a cause"
 
@@ -72,7 +73,7 @@ class Reference:
         return self._computed(tokens, self._sound(tokens))
 
     def _sound(self, tokens: Sequence[int]) -> int:
-        """How many tokens stand before the first one whose embedding is no number."""
+        """Return the number of tokens before the first one whose embedding is no number."""
         numbers_T = self._model.get_input_embeddings().weight.isfinite().all(1)[list(tokens)].tolist()
         return numbers_T.index(False) if False in numbers_T else len(tokens)
 
@@ -83,8 +84,8 @@ class Reference:
         return logits_TV
 
     def _wrong_however_routed(self, tokens: tuple[int, ...], judged: Callable[[np.ndarray], str]) -> str:
-        """What `judged` finds wrong by the logits of these tokens; empty if it finds nothing by those that follow from
-        another choice of experts that are nearly equal."""
+        """Return what `judged` finds wrong by the logits of these tokens; empty if it finds nothing by those that
+        follow from another choice of experts that are nearly equal."""
         wrong, sound = judged(self.logits_of(tokens)), self._sound(tokens)
         if wrong and sound:
             for _ in routed_otherwise(self._model, list(tokens[:sound])):
@@ -104,7 +105,7 @@ class Reference:
         return Answer(tuple(generated), finish)
 
     def judge_scores(self, prompt: Sequence[int], sampling: SamplingParams, scores: Scores | None) -> str:
-        """What is wrong with the log-probabilities of the tokens of a prompt; empty if nothing is."""
+        """Return what is wrong with the log-probabilities of the tokens of a prompt; empty if nothing is."""
         if sampling.prompt_logprobs < 0 or scores is None:
             return "" if (sampling.prompt_logprobs < 0) == (scores is None) else "scores and nobody asked, or none"
         if scores.count != len(prompt) - 1:
@@ -127,7 +128,7 @@ class Reference:
         return ""
 
     def finish(self, prompt: Sequence[int], generated: Sequence[int], sampling: SamplingParams) -> str:
-        """Why nothing follows these tokens; empty if something does."""
+        """Return why nothing follows these tokens; empty if something does."""
         early = len(generated) <= sampling.min_tokens and sampling.grammar is None  # else its masks say so
         if generated and generated[-1] in sampling.stop_ids and not early:
             return "stop"
@@ -142,9 +143,9 @@ class Reference:
         finish: str | None,
         logprobs: Sequence[TopLogprobs] = (),
     ) -> str:
-        """What is wrong with an engine's answer; empty if nothing is. `finish` is None, or `cancelled`, where the
-        answer may be the beginning of one. `answer` is the same loop; here one pass over the engine's tokens gives the
-        logits of all their beginnings, since no position sees what is behind it."""
+        """Return what is wrong with an engine's answer; empty if nothing is. `finish` is None, or `cancelled`, where
+        the answer may be the beginning of one. `answer` is the same loop; here one pass over the engine's tokens gives
+        the logits of all their beginnings, since no position sees what is behind it."""
         return self._wrong_however_routed(
             (*prompt, *tokens),
             lambda logits_TV: self._wrong_answer(prompt, sampling, tokens, finish, logprobs, logits_TV),
@@ -251,7 +252,8 @@ def noise(seed: int, position: int, vocab: int) -> np.ndarray:
 
 
 def wrong_logprobs(logits_V: np.ndarray, token: int, entry: TopLogprobs, sampling: SamplingParams) -> str:
-    """What is wrong with the log-probabilities at one place, which are those of the model, whatever was sampled."""
+    """Return what is wrong with the log-probabilities at one place, which are those of the model, whatever was
+    sampled."""
     x_V = logits_V.astype(np.float64)
     logprob_V = x_V - x_V.max() - np.log(np.exp(x_V - x_V.max()).sum())
     if abs(entry.chosen - logprob_V[token]) > MARGIN:

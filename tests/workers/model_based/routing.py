@@ -1,4 +1,4 @@
-"""Where rounding decides which experts a token is sent to.
+"""Tokens whose experts are decided by rounding.
 
 Two experts, or groups of experts, whose scores are nearly equal can change places when numbers are added up in another
 order, and then another function of the token follows, whose logits differ by far more than rounding. Of some ten
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MARGIN = 1e-5
-"""Of scores, which are between 0 and 1 before the bias."""
+"""Margin of scores, which are between 0 and 1 before the bias."""
 MOST = 3
 """Places of a sequence that are considered. More have never been seen."""
 
@@ -28,7 +28,8 @@ Place = tuple[int, int, int, float]
 
 
 def near_ties(model: Any, tokens: list[int]) -> list[Place]:
-    """Where the choice of experts is another one if one score moves by `MARGIN`; each other choice once."""
+    """Return the places where the choice of experts is another one if one score moves by `MARGIN`; each other choice
+    once."""
     found: list[Place] = []
 
     def chosen(router: Any, x: Tensor) -> Tensor:
@@ -73,13 +74,13 @@ def routed_otherwise(model: Any, tokens: list[int]) -> Iterator[None]:
 
 
 def routers(model: Any) -> list[Any]:
-    """Of all layers that have experts."""
+    """Return the routers of all layers that have experts."""
     return [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
 
 
 @contextmanager
 def biased(router: Any, by: Tensor) -> Iterator[None]:
-    """Its scores moved: [E], or [T, E] for the tokens of one sequence."""
+    """Move the router's scores: [E], or [T, E] for the tokens of one sequence."""
     usual = router.e_score_correction_bias
     router.e_score_correction_bias = usual + by
     try:

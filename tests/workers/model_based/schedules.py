@@ -39,7 +39,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     priority: int = 0
     done: bytes = b""
-    """As in `Request`, as the next one."""
+    """Tokens that are done, as in `Request`; so is the next field."""
     age_s: float | None = None
 
 
@@ -58,7 +58,8 @@ class Apply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Mishap(msgspec.Struct, frozen=True, tag=True):
-    """As `Apply`, and then memory fails for a moment: an entry that the step wrote of an unfinished prompt is NaN."""
+    """Event like `Apply`, after which memory fails for a moment: an entry that the step wrote of an unfinished prompt
+    is NaN."""
 
 
 Event = Add | Cancel | Plan | Apply | Mishap
@@ -75,7 +76,7 @@ class Schedule(msgspec.Struct, frozen=True):
     events: tuple[Event, ...]
 
     def to_json(self) -> bytes:
-        """As a file has it."""
+        """Return the schedule as a file has it."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
     @staticmethod
@@ -164,8 +165,8 @@ def widened(engine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def random_schedule(seed: int, requests: int = 14) -> Schedule:
-    """Of some hundred steps. In every third, prompts end shortly before a page does, so that all rows need a page at
-    once, and somebody is preempted."""
+    """Draw a schedule of some hundred steps. In every third, prompts end shortly before a page does, so that all rows
+    need a page at once, and somebody is preempted."""
     rng, further = random.Random(seed), random.Random(f"what came later {seed}")
     tight = rng.random() < 0.35
     # By a generator of its own, so that everything else of a schedule is what it was when no step was so wide.

@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def summary(outcome: Outcome) -> str:
-    """What was run and found."""
+    """Return what was run and found."""
     seen: Counter[str] = outcome.seen
     lines = [f"{outcome.steps} steps", *(f"{seen[name]} {name}" for name in sorted(seen))]
     return "\n".join([*lines, outcome.problem or "nothing differs from the reference"])

@@ -1,4 +1,5 @@
-"""What goes on in another engine is what it would have been, against the reference, which knows of no engine."""
+"""Requests that go on in another engine give what they would have given, against the reference, which knows of no
+engine."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ SPARSE = [("v32", {}), ("glm5", SHARED), ("v32", {"index_topk": 128}), ("glm5", 
 def test_sparse_attention_under_random_schedules(
     kind: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With grammars, drafters, preemptions, prefix hits, entries that become NaN, and each width."""
+    """Schedules have grammars, drafters, preemptions, prefix hits, entries that become NaN, and each width."""
     ran: Counter[bool] = Counter()
     run = DecodeStep.run
     monkeypatch.setattr(DecodeStep, "run", lambda own, *masks: (ran.update([own.key.dense]), run(own, *masks))[1])
@@ -125,7 +125,7 @@ TIED = [
 
 
 def scored(logits_TV: np.ndarray, prompt: list[int]) -> Scores:
-    """Of a prompt by logits, without the most probable ids."""
+    """Score a prompt by logits, without the most probable ids."""
     x_TV = logits_TV[:-1].astype(np.float64)
     logprob_TV = x_TV - np.log(np.exp(x_TV).sum(1, keepdims=True))
     chosen_T = logprob_TV[range(len(x_TV)), prompt[1:]]

@@ -1,4 +1,4 @@
-"""What the small-batch path launches for tensors on a GPU, for tensors on a CPU: for passes in the PTX emulator."""
+"""Launches of the small-batch path for tensors on a GPU, made for tensors on a CPU: for passes in the PTX emulator."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,7 +93,7 @@ def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Call
 
 
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the path launches for tensors on a GPU, for tensors on a CPU."""
+    """Launch for tensors on a CPU what the path launches for tensors on a GPU."""
     replaced = {
         "normed_linear": normed,
         "linear_to_residual": to_residual,

@@ -46,7 +46,7 @@ Steps = list[tuple[list[int], int, list[tuple[int, int]]]]
 
 
 def logits(model: Model, steps: Steps) -> Tensor:
-    """Of every token of row 0, and of the draft layer's."""
+    """Compute the logits of every token of row 0, and of the draft layer's."""
     paged = Paged(model, PROMPTS)
     found = []
     for decode, width, prefill in steps:

@@ -69,8 +69,8 @@ def all_experts(x: Any, choice: Any, gate_up: Any, down: Any, residual: Any, nor
 
 
 CHOSEN: list[torch.Tensor] = []
-"""Of every layer with experts, whom every token chose [T, X]: first on the small-batch path, then on the general
-one."""
+"""Experts that every token chose [T, X], for every layer with experts: first on the small-batch path, then on the
+general one."""
 
 
 def choose(logit: Any, bias: Any, length: Any, choice: Any, routing: Any) -> None:
@@ -117,7 +117,7 @@ def in_bf16(launch: Callable[..., None], otherwise: Callable[..., None]) -> Call
 
 @pytest.fixture(autouse=True)
 def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the path launches for tensors on a GPU, for tensors on a CPU."""
+    """Launch for tensors on a CPU what the path launches for tensors on a GPU."""
 
     def normed(x: PendingNorm, weight: Any, out: Any, *, norm_A: Any = None, **after: Any) -> None:
         products.stream_linear(x.x_TE, weight, out, pending=x, norm=norm_A, **after)

@@ -26,9 +26,9 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 96,
     "kv_lora_rank": 64,
 }
-"""Which end in the middle of blocks."""
+"""Sizes that end in the middle of blocks."""
 WIDE: dict[str, Any] = {"moe_intermediate_size": 512}
-"""Of experts that invariant mode does not keep plain, because eight ranks could share them."""
+"""Sizes of experts that invariant mode does not keep plain, because eight ranks could share them."""
 CHECKPOINTS = {
     "fp8": ("v3-yarn", "fp8", FP8_NAMES),
     "fp8 without query latent": ("v2-no-q-lora", "fp8", FP8_NAMES),
@@ -61,7 +61,7 @@ def checkpoints(folder: Path, name: str, **overrides: Any) -> tuple[Path, Path]:
 
 
 def logits(model: Model) -> list[Tensor]:
-    """Of every token, and those of the draft layer where there is one."""
+    """Compute the logits of every token, and those of the draft layer where there is one."""
     paged = Paged(model, PROMPTS)
     got: list[list[Tensor]] = [[] for _ in PROMPTS]
     drafted = []

@@ -14,7 +14,7 @@ from tests.support.fp8_entries import encoded, read
 
 @contextmanager
 def latents_rounded() -> Iterator[list[int]]:
-    """Within this context what is written to a plain cache is rounded. Yields the numbers of tokens, layer by layer."""
+    """Round, within this context, what is written to a plain cache. Yields the numbers of tokens, layer by layer."""
     seen: list[int] = []
 
     def write(entry_TC: Tensor, features: int, slot_T: Tensor, cache_PKC: Tensor) -> None:

@@ -42,7 +42,7 @@ LIVE = torch.tensor(LENGTHS) > 0
 
 
 def absorb(*tensors: Any, eps: float, dependent: bool) -> None:
-    """What the model calls, on tensors of a CPU."""
+    """Call what the model calls, on tensors of a CPU."""
     heads.rope_absorb(*tensors, eps, dependent=dependent)
 
 
@@ -96,7 +96,7 @@ def layered(
 
 
 def launch_part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, *, dependent: bool) -> None:
-    """What the model calls, on tensors of a CPU."""
+    """Call what the model calls, on tensors of a CPU."""
     cut = Cut.of(*weight_FE.shape, 132)
     assert cut is not None
     parts.part_linear(x_TE, weight_FE, out_TPF, cut, dependent=dependent)

@@ -53,7 +53,7 @@ def test_many_rows_agree_with_mixed_steps(rows: int, width: int, lengths: list[i
 @pytest.mark.parametrize(("rows", "width"), [(17, 1), (64, 1), (256, 1)])
 @pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": 64}], ids=["query", "latent query"])
 def test_replays_equal_eager_steps(rows: int, width: int, overrides: dict[str, Any]) -> None:
-    """On memory that holds poison, the launches dependent."""
+    """Memory holds poison, and the launches are dependent."""
     device, lengths = torch.device("cuda"), ([130, 0, 70, 1] * rows)[:rows]
     model = random_model(V2_LITE_HEADS | overrides, torch.bfloat16, device)
     token_T, batch, cache = decode_step(model, lengths, width)

@@ -199,7 +199,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_it_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """So the comparisons above can fail."""
+    """The comparisons above can fail."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
     rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.707}
     folder = write_tiny(tmp_path, "v3", seed=1, rope_parameters=rope)

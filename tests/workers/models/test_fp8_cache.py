@@ -27,13 +27,13 @@ from workers.models.model import Model
 
 LONGEST, TOLERANCE = 150, 1e-4
 KINDS: dict[str, dict[str, Any]] = {"v3-yarn": {}, "v2-no-q-lora": {"kv_lora_rank": 160}}
-"""With one scale an entry, and with two, the second of 32 features."""
+"""Kinds with one scale an entry, and with two, the second of 32 features."""
 SEQUENCES = [random_tokens(LONGEST, seed, VOCAB) for seed in range(2)]
 
 
 @cache
 def models(kind: str) -> tuple[Model, Model]:
-    """With an FP8 cache, and with a plain one."""
+    """Load the model with an FP8 cache, and with a plain one."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ class Twins:
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_logits_under_every_chunking(kind: str, data: st.DataObject) -> None:
-    """In mixed steps of chunks and decode rows of any width, with cached context in pieces of any size."""
+    """Chunks are in mixed steps with decode rows of any width, with cached context in pieces of any size."""
     lengths = data.draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=2), label="lengths")
     twins = Twins(kind, lengths)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def test_the_draft_layer() -> None:
 
 
 def test_rounding_is_seen() -> None:
-    """Else the comparison would compare nothing."""
+    """The comparison would otherwise compare nothing."""
     found = []
     for model in models("v3-yarn"):
         paged = Paged(model, [SEQUENCES[0]])

@@ -18,7 +18,8 @@ then, where a mistake happens in every state."""
 def errors(
     lengths: list[int], width: int, heads: int, seed: int, fp8: bool, invariant: bool, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Of every live token's hidden state, relative to the same model in fp32 on a CPU, and of the entry it writes."""
+    """Return the errors of every live token's hidden state, relative to the same model in fp32 on a CPU, and of the
+    entry it writes."""
     live_T = torch.tensor(lengths).repeat_interleave(width) > 0
     values = V2_LITE_HEADS | {"num_attention_heads": heads}
     found, written = [], []
@@ -47,8 +48,9 @@ def errors(
     ],
 )
 def test_steps_are_as_near_to_fp32(lengths: list[int], width: int, heads: int, invariant: bool) -> None:
-    """As those on a plain cache, in the median over tokens. A latent that is off by a bit may get the next code, which
-    in a row of few tokens is most of what a token sees: of its entry, and of such a row, a few percent."""
+    """Steps are as near as those on a plain cache, in the median over tokens. A latent that is off by a bit may get the
+    next code, which in a row of few tokens is most of what a token sees: of its entry, and of such a row, a few
+    percent."""
     lengths = [max(length, width) if length else 0 for length in lengths]
     medians: dict[bool, list[float]] = {False: [], True: []}
     worst: list[float] = []

@@ -1,4 +1,4 @@
-"""How the products of many tokens are launched."""
+"""Launches of the products of many tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.weights.weight import Weight
 
 @pytest.mark.parametrize("able", [False, True])
 def test_experts_are_launched_dependently_where_the_device_can(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bench/moe.py times them."""
+    """The launches are those that bench/moe.py times."""
     asked = []
     monkeypatch.setattr(general, "launches_dependently", lambda device: able)
     monkeypatch.setattr(moe, "experts", lambda *_, dependent, **__: asked.append(dependent))

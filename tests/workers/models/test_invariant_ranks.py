@@ -1,4 +1,4 @@
-"""In invariant mode two, four and eight ranks over gloo give the bits that one rank gives."""
+"""Bits of invariant mode on two, four and eight ranks over gloo are those of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In invariant mode the experts' shares of two, four and eight ranks add up to the sums of one, bit for bit.
+"""Shares of the experts in invariant mode: those of two, four and eight ranks add up to the sums of one, bit for bit.
 
 Every share is loaded here by itself, so one GPU is enough; what ranks then do with their sums other tests try, on as
 many GPUs as there are ranks.
@@ -39,7 +39,7 @@ class Alone(Group):
     """One rank, of several that are not there."""
 
     def minimum(self, x: Tensor) -> Tensor:
-        """What this rank has."""
+        """Return what this rank has."""
         return x
 
 
@@ -57,7 +57,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def sums(folder: Path, rank: int, ranks: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """What this rank's share of every layer's experts computes of some tokens, [T, G, E] a layer."""
+    """Compute this rank's share of every layer's experts for some tokens, [T, G, E] a layer."""
     model = load_model(
         folder,
         group=Alone(Mesh.of(rank, ranks)),

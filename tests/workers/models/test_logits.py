@@ -38,9 +38,9 @@ class Pair:
     oracle: Any
     sequences: list[list[int]]
     logits: list[Tensor]
-    """Of transformers' model in fp64."""
+    """Logits of transformers' model in fp64."""
     tolerance: float
-    """How far fp32 logits may be from these."""
+    """Largest distance of fp32 logits from these."""
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What attention of every layer has for itself, as a pass tells the one who repeats a layer's launches for the next."""
+"""Tensors that attention of every layer has for itself, as a pass tells the one who repeats a layer's launches for the
+next."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from workers.models import segments
 
 
 def test_a_cache_that_is_given_other_tensors_is_not_taken_for_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors that it does not know a layer would be launched with those of the first."""
+    """If a cache had tensors that are unknown, a layer would be launched with those of the first."""
     told: list[Layers] = []
 
     class Told(Repeat):

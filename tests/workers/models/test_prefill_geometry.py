@@ -113,7 +113,7 @@ def test_the_scheduler_knows_how_much_is_expanded_at_once() -> None:
 @settings(deadline=None, max_examples=30)
 @given(contexts=contexts)
 def test_context_is_expanded_in_sizes_that_are_warmed_up(contexts: list[int]) -> None:
-    """Whatever the rows; and in memory that is reserved for the largest."""
+    """Rows may be any; and the memory is that which is reserved for the largest."""
     warmed_up, expanded, rows = Expanding(), Expanding(), len(contexts)
     largest = chunks_of(PrefillGeometry.largest(70 * rows, rows, CPU))
     largest.reserve(cast(Heads, warmed_up))
@@ -127,7 +127,7 @@ def test_context_is_expanded_in_sizes_that_are_warmed_up(contexts: list[int]) ->
 
 
 class Expanding:
-    """In place of `Heads`: notes of how many latents keys are made."""
+    """Stand-in for `Heads`, which notes of how many latents keys are made."""
 
     def __init__(self) -> None:
         self.sizes: set[int] = set()

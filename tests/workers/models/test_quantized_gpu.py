@@ -20,7 +20,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 ALL_EXPERTS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "n_routed_experts": 8}
-"""Of a choice between experts rounding makes another token; so every token takes all."""
+"""Sizes with which every token takes all experts: rounding a choice between experts would make another token."""
 DENSE = [name for name in CHECKPOINTS if name not in SPARSE]
 """Rounding makes another choice of the tokens that sparse attention reads, too."""
 
@@ -33,7 +33,7 @@ def distances(got: list[Tensor], want: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_logits_are_no_further_from_fp32_than_those_of_transformers_in_bf16(name: str, tmp_path: Path) -> None:
-    """Whose model has the same numbers, in bf16 as well."""
+    """The model of transformers has the same numbers, in bf16 as well."""
     quantized, twin = checkpoints(tmp_path, name, **ALL_EXPERTS)
     want = logits(load_fp32(twin))[: len(PROMPTS)]
     oracle = load_oracle(twin).to(CUDA, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a model computes whose checkpoint is quantized, against transformers' model of a plain checkpoint of the same
+"""Results of a model whose checkpoint is quantized, against transformers' model of a plain checkpoint of the same
 numbers: on every path that a pass may take, and on several ranks."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.parallel.mesh import Mesh
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 
 TOLERANCE = 1e-4
-"""Of logits, relative to their typical size: sums in fp32 in another order."""
+"""Tolerance of logits, relative to their typical size: sums in fp32 in another order."""
 
 
 def near(got: Tensor, want: Tensor) -> bool:
@@ -33,7 +33,7 @@ def near(got: Tensor, want: Tensor) -> bool:
 
 PATHS = ["few", "decode rows", "any", "invariant"]
 QUICK = ("fp8", "fp8 without query latent", "int4")
-"""Those that `make test` tries on every path; of the others it tries the first one."""
+"""Checkpoints that `make test` tries on every path; with the others it tries the first path."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
     [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.long)],
 )
 def test_ranks_agree_with_the_plain_checkpoint(size: int, tmp_path: Path) -> None:
-    """Whose shares begin in the middle of blocks, or outside of any. Drafts included."""
+    """Shares of ranks begin in the middle of blocks, or outside of any. Drafts included."""
     want = {}
     for name in CHECKPOINTS:
         _, twin = checkpoints(tmp_path / name, name)
@@ -108,7 +108,7 @@ def test_ranks_agree_with_the_plain_checkpoint(size: int, tmp_path: Path) -> Non
 
 
 def test_a_twin_is_not_quantized(tmp_path: Path) -> None:
-    """Else the comparison would compare nothing."""
+    """The comparison would otherwise compare nothing."""
     quantized, twin = checkpoints(tmp_path, "fp8")
     assert "quantization_config" in json.loads((quantized / "config.json").read_text())
     assert "quantization_config" not in json.loads((twin / "config.json").read_text())

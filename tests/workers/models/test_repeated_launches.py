@@ -1,4 +1,4 @@
-"""What is launched again for a layer is what the layer itself would launch, in every form of attention.
+"""Repeated launches for a layer are what the layer itself would launch, in every form of attention.
 
 Kernels compute nothing here: what they and torch's operators are given is compared, addresses and numbers, on a CPU
 that passes for a GPU. tests/workers/models/test_models_gpu.py compares results on a real one.
@@ -32,7 +32,7 @@ Launch = tuple[Any, ...]
 
 
 def plainly(value: Any) -> Any:
-    """What a device would see of an argument."""
+    """Return what a device would see of an argument."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     if hasattr(value, "base"):
@@ -92,8 +92,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def comparing(patch: pytest.MonkeyPatch, log: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
-    """From now on every layer but the first is launched twice. Returns the list that fills with what was repeated for
-    it, and what it launches itself."""
+    """Launch every layer but the first twice from now on. Return the list that fills with what was repeated for it, and
+    what it launches itself."""
     compared: list[tuple[list[Launch], list[Launch]]] = []
     plain = Repeat.__call__
 
@@ -178,7 +178,7 @@ def test_a_repeated_layer_launches_what_it_would_itself(
 
 @torch.inference_mode()
 def test_a_repeated_layer_widens_its_own_cache(monkeypatch: pytest.MonkeyPatch, log: list[Launch]) -> None:
-    """Where attention is sparse: chunks whose context is widened, beside decode rows and chunks that attend to the FP8
+    """Attention is sparse: chunks whose context is widened are beside decode rows and chunks that attend to the FP8
     cache."""
     layers = 3
     indexing = {"n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 64}

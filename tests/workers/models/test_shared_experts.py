@@ -35,7 +35,7 @@ class Tensors(WeightSource):
         super().__init__(mesh, dtype, CPU)
         self.tensors = tensors
         self.read: dict[str, Tensor] = {}
-        """How often each number was read."""
+        """Number of times that each number was read."""
 
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         tensor = self.tensors[name]
@@ -93,8 +93,8 @@ def computed(
     behind: int | None = None,
     **live: Any,
 ) -> tuple[Tensor, Tensors]:
-    """This rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given on.
-    `behind`: shared experts kept behind the routed ones, if not all."""
+    """Compute this rank's part of the sum: on an empty residual stream the stream itself, and its norm what is given
+    on. `behind`: shared experts kept behind the routed ones, if not all."""
     source = Tensors(tensors, mesh, x_TE.dtype)
     shared = tensors.get("shared_experts.up_proj.weight", torch.empty(0)).shape[0] // WIDTH
     experts = MixtureOfExperts(source, "", config(shared))
@@ -124,7 +124,7 @@ def test_units_are_the_network(shared: int, dtype: torch.dtype, kind: type[Gener
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("shared", [0, 1, 2, 3])
 def test_ranks_shares_add_up_to_the_network(shared: int, size: int) -> None:
-    """And the ranks together read every number of the experts once."""
+    """The ranks together read every number of the experts once."""
     tensors = checkpoint(shared)
     x_TE = torch.randn(50, HIDDEN)
     sum_TE, read = torch.zeros(50, HIDDEN, dtype=torch.float64), dict.fromkeys(tensors, torch.zeros(()))
@@ -162,7 +162,7 @@ def test_a_part_that_does_not_exist_is_refused() -> None:
 def test_shared_experts_of_another_format_are_a_network_of_their_own(
     size: int, shared: int, kind: type[GeneralOps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where INT4 experts stand beside shared ones in bf16: the same sum, and every number read once."""
+    """INT4 experts stand beside shared ones in bf16: the sum is the same, and every number is read once."""
     monkeypatch.setattr(feed_forward, "_apart", lambda *_: True)
     tensors = checkpoint(shared)
     x_TE = torch.randn(50, HIDDEN)

@@ -71,7 +71,7 @@ def test_a_norm_of_the_experts_sum_is_not_on_the_way(tmp_path: Path) -> None:
 def test_both_ways_compute_shared_experts_of_another_format(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are a network of their own beside INT4 experts."""
+    """Shared experts are a network of their own beside INT4 experts."""
     monkeypatch.setattr("workers.models.feed_forward._apart", lambda *_: True)
     agree(write_tiny(tmp_path, kind, seed=3, q_lora_rank=32))
 

@@ -50,7 +50,8 @@ def test_a_pass_is_right_and_in_order(lengths: list[int], heads: int, merging: i
 @pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("lengths", [[70], [70, 0, 3]])
 def test_experts_in_int4(lengths: list[int], shared: int) -> None:
-    """Behind attention the router, the choice, of several tokens their order, the shared experts, the others."""
+    """Launches behind attention are the router, the choice, for several tokens their order, the shared experts, the
+    others."""
     launches = check(lengths, 1, int4=True, shared=shared)
     sorts = ["sort_few"] if len(lengths) > 1 else []
     own = ["stream_gate_up", "stream_linear"] if shared else []

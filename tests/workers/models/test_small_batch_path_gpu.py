@@ -44,7 +44,7 @@ V3: dict[str, Any] = {
 
 
 INT4: dict[str, Any] = V3 | {"hidden_size": 512, "moe_intermediate_size": 256}
-"""Of sizes that Hopper's kernels for few tokens with INT4 weights take."""
+"""Sizes that Hopper's kernels for few tokens with INT4 weights take."""
 V32: dict[str, Any] = V3 | {
     "model_type": "deepseek_v32",
     "index_n_heads": 32,
@@ -117,7 +117,8 @@ def test_the_way_agrees_with_that_of_many(
 def test_sparse_attention_agrees_with_that_of_many(
     rows: list[int], width: int, heads: int, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what the small-batch path has selected: of two positions that score alike, rounding takes one or the other."""
+    """The general path attends to what the small-batch path has selected: of two positions that score alike, rounding
+    takes one or the other."""
     lengths = [max(length, width) if length else 0 for length in rows]
     values = V2_LITE_HEADS | V32 | {"num_attention_heads": heads}
     model = random_model(values, torch.bfloat16, torch.device("cuda"), fp8_cache=fp8_cache)

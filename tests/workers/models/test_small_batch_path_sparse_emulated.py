@@ -53,7 +53,7 @@ BEFORE_ATTENTION = ["index_rope", "rope_absorb", "write_keys", "score_pages"]
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the bf16 model; the one that is compared with computes as it always does on a CPU."""
+    """Collect launches in the bf16 model; the one that is compared with computes as it always does on a CPU."""
     launch_everything(monkeypatch)
 
     def kernel(module: Any, name: str, honest: Any, place: int) -> None:
@@ -143,8 +143,8 @@ def test_a_pass_is_right_and_in_order() -> None:
 
 @pytest.mark.parametrize(("lengths", "width"), [([60, 0], 1), ([2, 64, 31], 2)])
 def test_short_rows_are_dense(lengths: list[int], width: int) -> None:
-    """Of an indexer there are the keys alone: one product, norm and rope, and what writes them. The layer that attends
-    to what others select has none."""
+    """Only the keys of an indexer are made: one product, norm and rope, and what writes them. The layer that attends to
+    what others select has none."""
     launches = check(lengths, width, dense=True)
     keys = launches.index("index_rope")
     assert launches[keys + 1 : keys + 4] == ["write_keys", "rope_absorb", "attend_narrow"]

@@ -49,7 +49,7 @@ def twins(kind: str, fp8_cache: bool) -> tuple[Model, Model]:
 
 
 def logits(paged: Paged, decode: list[int], width: int, chunks: list[tuple[int, int]]) -> dict[int, Tensor]:
-    """Of one step, by row."""
+    """Compute the logits of one step, by row."""
     step = paged.plan(decode, width, chunks)
     return {row: paged.model.logits(hidden) for row, hidden in paged.forward(step).items()}
 
@@ -58,7 +58,7 @@ def logits(paged: Paged, decode: list[int], width: int, chunks: list[tuple[int, 
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_contexts_of_up_to_top_k_tokens_are_dense_bit_for_bit(kind: str, data: st.DataObject) -> None:
-    """In any chunks, mixed with decode rows of any width; and with scores of few tokens at once."""
+    """Contexts come in any chunks, mixed with decode rows of any width; and with scores of few tokens at once."""
     models = twins(kind, data.draw(st.booleans(), label="FP8 cache"))
     lengths = data.draw(st.lists(st.integers(1, TOP_K), min_size=1, max_size=2), label="lengths")
     sequences = [tokens[:length] for tokens, length in zip(SEQUENCES, lengths, strict=False)]
@@ -81,7 +81,7 @@ def test_contexts_of_up_to_top_k_tokens_are_dense_bit_for_bit(kind: str, data: s
 
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
 def test_longer_contexts_are_not_dense(kind: str) -> None:
-    """Else the comparison would compare nothing."""
+    """The comparison would otherwise compare nothing."""
     ours, theirs = (logits(Paged(model, SEQUENCES[:1]), [], 1, [(0, 160)])[0] for model in twins(kind, False))
     assert torch.equal(ours[:TOP_K], theirs[:TOP_K])
     assert bool(((ours - theirs)[TOP_K + 20 :].abs().amax(-1) > 1e-3).all())
@@ -89,7 +89,7 @@ def test_longer_contexts_are_not_dense(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "full"), [("v32", [0, 1, 2]), ("glm5", [0, 1])])
 def test_layers_with_an_indexer_cache_its_keys(kind: str, full: list[int]) -> None:
-    """On the pages of the latents; the draft layer's caches come last."""
+    """Keys are on the pages of the latents; the draft layer's caches come last."""
     model, dense = twins(kind, False)
     latent, index = LatentSpec(32 + 8, torch.float32), IndexSpec(16, torch.float32)
     layers = range(len(model.layers))
@@ -114,7 +114,7 @@ def test_a_few_layers_launch_all_that_the_model_launches(tmp_path: Path) -> None
 
 
 def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it can be captured on a GPU, where kernels stand for what is left out here; in the draft layer, too."""
+    """Attention can be captured on a GPU, where kernels stand for what is left out here; in the draft layer, too."""
     model, _ = twins("v32", False)
     assert isinstance(model.drafter, Mtp)
     kernels = "index_scores", "select_positions", "sparse_decode", "write_index_keys", "absorb", "head_linear"
@@ -178,7 +178,8 @@ def test_fp8_caches_hold_keys_and_latents_rounded_once(
 
 
 def test_an_entry_that_is_not_finite_is_attended_to() -> None:
-    """Its score is above all others, so that all tokens behind it are NaN, as they are in dense attention."""
+    """The score of such an entry is above all others, so that all tokens behind it are NaN, as they are in dense
+    attention."""
     model, _ = twins("v32", False)
     paged = Paged(model, [SEQUENCES[0]])
     logits(paged, [], 1, [(0, 150)])

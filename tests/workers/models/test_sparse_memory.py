@@ -1,5 +1,5 @@
-"""What sparse attention reserves before a replica serves is enough for whatever step comes: no GPU and no memory is
-needed to count it."""
+"""Memory that sparse attention reserves before a replica serves is enough for whatever step comes: no GPU and no memory
+is needed to count it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOTS = 9
 
 
 def attention_of(heads: int, top_k: int, fp8_cache: bool) -> SparseAttention:
-    """As much of it as deals out memory."""
+    """Make as much of the attention as deals out memory."""
     nothing = torch.empty(0, dtype=torch.bfloat16)
     attention = object.__new__(SparseAttention)
     sizes = {"count": heads, "nope": 128, "rope": 64, "value": 128, "latent": 512, "scale": 1.0}
@@ -60,7 +60,7 @@ def taken(
 
 
 def reserved(attention: SparseAttention, budget: int, width: int, pages: int) -> int:
-    """As `workers.graphs.mixed_warm_up.reserve_attention` does it."""
+    """Count the reserved memory as `workers.graphs.mixed_warm_up.reserve_attention` does."""
     rows = min(SLOTS - 1, (budget - 1) // width)
     return taken(attention, BatchLayout(width, rows, (budget - rows * width,), (True,)), rows, pages, None)[0]
 
@@ -118,7 +118,7 @@ def test_no_step_takes_more_than_is_reserved(
 
 
 def test_room_to_widen_is_reserved_where_it_may_be_wanted() -> None:
-    """For as many heads as may widen, and tokens."""
+    """Room depends on the heads that may widen, and on the tokens."""
 
     def pages_of(heads: int, budget: int, pages: int, fp8_cache: bool = True) -> int:
         found = attention_of(heads, 64, fp8_cache).largest_geometries(budget, SLOTS, pages, CPU)[0]
@@ -135,7 +135,7 @@ def test_room_to_widen_is_reserved_where_it_may_be_wanted() -> None:
 def test_widened_entries_are_attended_to_in_the_memory_of_fp8_entries(
     heads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel of the same path, where there is one that widens them anew."""
+    """The kernel of the same path attends to them, where there is one that widens them anew."""
     monkeypatch.setattr(workspace, "is_hopper", lambda device: True)
     assert workspace.widens_selected(heads, 512, torch.bfloat16, CPU)
     assert not workspace.widens_selected(32, 512, torch.bfloat16, CPU)

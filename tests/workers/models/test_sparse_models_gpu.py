@@ -91,7 +91,7 @@ WIDE: dict[str, Any] = V2_LITE_HEADS | {
     "index_head_dim": 128,
     "index_topk": 64,
 }
-"""As many heads as may have their context widened, of which little is selected."""
+"""Sizes with as many heads as may have their context widened, of which little is selected."""
 
 
 def test_widening_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

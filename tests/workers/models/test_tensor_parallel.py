@@ -19,7 +19,7 @@ from workers.parallel.mesh import Mesh
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (1, 40, 130)]
 OWN = "v3-one-group"
-"""Its draft layer has an embedding and a head of its own, which only the last rank's rows show."""
+"""Kind whose draft layer has an embedding and a head of its own, which only the last rank's rows show."""
 KINDS = [
     *("v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "glm5", "youtu", "sarvam", "axk1", "axk1-no-bias"),
     *("mistral4", "mistral4-dense", OWN),

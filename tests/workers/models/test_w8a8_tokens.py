@@ -1,4 +1,4 @@
-"""Where many tokens are rounded to FP8, and what products they make then."""
+"""Places where many tokens are rounded to FP8, and the products they make then."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS = 64
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a Hopper GPU."""
+    """Let products be possible as on a Hopper GPU."""
     monkeypatch.setattr(general, "supports_w8a8", lambda device: True)
 
 
@@ -47,7 +47,7 @@ def tokens(count: int = TOKENS, features: int = 512) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What is left of `x`, by the recipe's own words."""
+    """Round `x` by the recipe's own words."""
     groups = x.double().unflatten(1, (-1, 128))
     scale = groups.abs().amax(-1, keepdim=True) / 448
     return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(1)
@@ -60,7 +60,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize(("count", "features"), [(TOKENS, 512), (TOKENS, 640), (41, 512), (99, 128)])
 @pytest.mark.parametrize("kind", [GeneralOps, DecodeOps])
 def test_products_are_those_of_quantized_activations(kind: type[GeneralOps], count: int, features: int) -> None:
-    """Of any number of tokens, though products take four at a time."""
+    """The number of tokens may be any, though products take four at a time."""
     x, matrix = tokens(count, features), weight(features=features)
     ops = kind(Group(), quantize_activations=True)
     exact = x.double() @ matrix.dequantized(torch.float64).t()
@@ -90,7 +90,7 @@ def test_the_gate_of_a_dense_network() -> None:
 
 @pytest.mark.parametrize(("quantize_activations", "count"), [(False, TOKENS), (True, TOKENS), (True, 50)])
 def test_a_dense_network(quantize_activations: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the gate makes is rounded at once."""
+    """The gate's result is rounded at once."""
     made = []
     fused = general.silu_mul_quantize
     monkeypatch.setattr(general, "silu_mul_quantize", lambda *a, **k: (made.append(a[0].shape), fused(*a, **k)))
@@ -194,7 +194,7 @@ def test_passes_that_may_quantize(
 
 
 def test_no_number_of_tokens_lies_between_the_ways() -> None:
-    """It would have kernels of its own, of which the warm-up knows nothing."""
+    """Such a number would have kernels of its own, of which the warm-up knows nothing."""
     assert MIN_TOKENS_W8A8 == general.MIN_TOKENS_W8A8_EXPERTS == MOST_FP8 + 1
 
 

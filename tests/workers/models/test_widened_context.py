@@ -106,7 +106,8 @@ has too few tokens for its context."""
 @pytest.mark.parametrize("queries", [1 << 17, 28])
 @pytest.mark.parametrize("kind", SPARSE_KINDS)
 def test_logits_are_those_over_the_cache(kind: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every layer, the draft layer's included, whose first entry does not exist; whatever number attends at once."""
+    """Logits agree in every layer, the draft layer's included, whose first entry does not exist; whatever number
+    attends at once."""
     bounds(monkeypatch)
     monkeypatch.setattr(sparse_rows, "QUERIES", queries)
     model = model_of(kind)
@@ -152,7 +153,7 @@ def test_logits_are_those_without_any_of_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_widened_is_what_is_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the comparison would compare nothing. A chunk too short for it attends to the cache."""
+    """The comparison would otherwise compare nothing. A chunk too short for it attends to the cache."""
     bounds(monkeypatch)
     steps: list[Step] = [([], 1, [(0, 70), (1, 5)])]
     want, _ = passes(model_of("v32"), steps)
@@ -170,7 +171,7 @@ def test_what_is_not_in_fp8_or_must_be_invariant_is_not_widened(monkeypatch: pyt
 
 
 def widening(rows: list[tuple[int, int]], columns: int = 4000) -> Widening | None:
-    """Of rows with so many cached entries before their chunks of so many tokens."""
+    """Make the widening of rows with so many cached entries before their chunks of so many tokens."""
     start, count = zip(*rows, strict=True)
     return Widening.of(PrefillBatch(start, count, torch.zeros(len(rows), columns, dtype=torch.int32)))
 
@@ -206,7 +207,7 @@ def test_neighbours_of_one_kind_are_one_stretch() -> None:
 
 
 def test_a_page_outside_of_the_cache_is_refused_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over the cache itself: it is counted, and whoever gathers sees none of it."""
+    """The page is counted as over the cache itself, and whoever gathers sees none of it."""
     bounds(monkeypatch)
     model = model_of("v32")
     for out_of_bounds in (-1, 1 << 20):

@@ -46,7 +46,7 @@ def checkpoints(folder: Path) -> tuple[Path, Path]:
 
 
 def logits(model: Model) -> Tensor:
-    """Of every token of a prompt, in fp32 on the host."""
+    """Compute the logits of every token of a prompt, in fp32 on the host."""
     paged = Paged(model, [random_tokens(TOKENS, TOKENS, VOCAB)])
     return model.logits(paged.forward(paged.plan([], 1, [(0, TOKENS)]))[0]).cpu()
 
@@ -65,5 +65,5 @@ def errors(folder: Path, device: torch.device, want: Tensor, *, quantize_activat
 
 
 def exact(twin: Path) -> Tensor:
-    """What the numbers of a checkpoint make in fp32."""
+    """Compute in fp32 with the numbers of a checkpoint."""
     return logits(load_fp32(twin))

@@ -1,5 +1,5 @@
-"""What several ranks have to compute bit for bit as one rank does: formats of weights and caches, sparse attention, and
-drafters with masks. Invariant mode, so that log-probabilities can be compared, too."""
+"""Features that several ranks have to compute bit for bit as one rank does: formats of weights and caches, sparse
+attention, and drafters with masks. Invariant mode, so that log-probabilities can be compared, too."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def constrained(count: int, vocab: int, seed: int) -> list[Job]:
 
 
 def demo(folder: Path) -> Path:
-    """As it is."""
+    """Return the demo model as it is."""
     return DEMO_MODEL
 
 
@@ -131,7 +131,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def config(folder: Path, feature: Feature, device: str, **settings: Any) -> EngineConfig:
-    """Of this feature; on how many ranks, and whether in graphs, `settings` say."""
+    """Return the settings of this feature; `settings` say on how many ranks, and whether in graphs."""
     common = {"max_rows": 6, "token_budget": 96, "cache_pages": 60, "max_context": 400, "width": 3}
     common |= {"dtype": "float32", "selftest": False, "invariant": True, "device": device}
     common |= {"grammar_compile_timeout_s": 120.0}  # other tests may have all processors compile kernels

@@ -19,7 +19,7 @@ factors = st.lists(st.integers(1, 4), min_size=4, max_size=4)
 
 
 def meshes(sizes: list[int]) -> list[Mesh]:
-    """Of all ranks, by rank."""
+    """Return the meshes of all ranks, by rank."""
     cache, heads, experts, world = (prod(sizes[: count + 1]) for count in range(4))
     return [Mesh.of(rank, world, experts=experts, heads=heads, cache=cache) for rank in range(world)]
 
@@ -122,7 +122,7 @@ def test_nobody_can_ask_for_ranks_without_an_axis(kind: type[Group] | type[Mesh]
 
 
 def test_one_group_has_no_sums_over_different_ranks() -> None:
-    """Neither does it join the others of such a mesh, nor pretend that a sum over heads is one over experts."""
+    """The group neither joins the others of such a mesh, nor pretends that a sum over heads is one over experts."""
     mesh = Mesh.of(1, 4, heads=2)
     with pytest.raises(ValueError, match=r"all 4 ranks communicate as one group: .* heads by 2 and experts by 4"):
         Group.connect(mesh, "tcp://127.0.0.1:1", torch.device("cpu"), 1.0)

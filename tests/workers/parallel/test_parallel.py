@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 def collectives(group: Group) -> list[Callable[[], Any]]:
-    """Of which each waits for every rank: rank 0's broadcast may leave before it is known to be alone."""
+    """Return collectives of which each waits for every rank: rank 0's broadcast may leave before it is known to be
+    alone."""
     x, sums = torch.zeros(4), torch.zeros(4)
     return [
         lambda: group.all_reduce(sums, sums),
@@ -101,7 +102,7 @@ def nccl(summary: str, detail: str) -> RuntimeError:
     ],
 )
 def test_errors_on_a_gpu(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, lost: bool) -> None:
-    """As torch words them; none of them was made to happen."""
+    """Errors are worded as torch words them; none of them was made to happen."""
 
     def fail(*_: Any) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""Where ranks find each other is open to those that need it."""
+"""The rendezvous of ranks is open to those that need it."""
 
 from __future__ import annotations
 

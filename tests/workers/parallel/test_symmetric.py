@@ -56,8 +56,8 @@ def test_no_way_to_sum_is_trusted_untried(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In two shots only where there are as many ranks as its kernel serves. A rank tries all, whatever came out: the
-    others do, too, and would wait for it."""
+    """Two shots are tried only where there are as many ranks as its kernel serves. A rank tries all, whatever came out:
+    the others do, too, and would wait for it."""
     tried: list[int] = []
 
     class Sums:

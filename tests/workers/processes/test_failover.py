@@ -50,7 +50,7 @@ class World:
         return client
 
     def kill(self, cause: str = "rank 0 was ended by SIGKILL") -> None:
-        """As whoever watches the processes reports it."""
+        """Let the engine die, as whoever watches the processes reports it."""
         self.clients[-1].fail(cause)
 
     async def serving(self, engines: int) -> None:
@@ -60,7 +60,7 @@ class World:
                 await asyncio.sleep(0.005)
 
     async def continued(self) -> list[tuple[str, list[int], float | None]]:
-        """Of the next message to the engine that lives: the ids, what is done and the ages that it names."""
+        """Return the ids, what is done and the ages that the next message to the engine that lives names."""
         message = await self.scheduler.heard()
         assert isinstance(message, Requests)
         # An engine that is asked once more is asked under another name.

@@ -19,7 +19,7 @@ from workers.protocol.messages import Cancel, EngineStats, Fault
 
 @asynccontextmanager
 async def neighbor(home: World) -> AsyncIterator[World]:
-    """Another replica, at which streams of `home` can go on."""
+    """Run another replica, at which streams of `home` can go on."""
     async with world() as there:
         channel = GuestChannel(there.engine, None)
         client = EngineClient(EngineConfig(model="demo"), channel.addresses, "it")
@@ -151,7 +151,7 @@ async def test_a_refusal_of_the_neighbor_reaches_the_reader() -> None:
 
 
 async def test_patience_is_for_those_that_wait() -> None:
-    """Not for streams that go on elsewhere."""
+    """Patience is not for streams that go on elsewhere."""
     async with world(patience_s=0.1) as home, neighbor(home) as there:
         stream = await begun(home)
         await there.continued()

@@ -1,4 +1,4 @@
-"""What the scheduler's loop takes in in an iteration: little, in order, each request once, and none that was
+"""Messages that the scheduler's loop takes in in an iteration: little, in order, each request once, and none that was
 cancelled."""
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ async def collect(client: EngineClient, name: str, prompt: list[int], sampling: 
 
 
 async def settled_figures(client: EngineClient) -> Figures:
-    """What rank 0 told, once it no longer changes: heartbeats are half a second apart at the most."""
+    """Return what rank 0 told, once it no longer changes: heartbeats are half a second apart at the most."""
     before: Figures = {}
     while not client.stats.worker or client.stats.worker != before:
         before = client.stats.worker
@@ -167,8 +167,8 @@ async def test_a_stopped_rank_ends_every_stream_within_five_seconds(folder: Path
 @pytest.mark.long
 @pytest.mark.alone
 async def test_a_step_that_hangs_ends_every_stream(folder: Path) -> None:
-    """Also where nobody is silent: here the other rank, which waits in the step for the stopped one, goes on to send
-    heartbeats, and silence would be noticed much later."""
+    """Streams end also where nobody is silent: here the other rank, which waits in the step for the stopped one, goes
+    on to send heartbeats, and silence would be noticed much later."""
     async with busy_replica(folder, heartbeat_timeout_s=60.0, step_timeout_s=3.0) as (replica, _client, streams):
         pid = replica.workers[1].pid
         assert pid is not None

@@ -233,7 +233,7 @@ def test_requests_that_come_together_are_taken_in_between_plans(monkeypatch: pyt
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_loop_that_is_busy_for_longer_than_silence_may_last_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is stuck is not."""
+    """A loop that is stuck is not alive."""
     add, busy = Scheduler.add, threading.Event()
 
     def adding(scheduler: Scheduler, request: Request) -> Any:

@@ -45,7 +45,7 @@ BUDGET = 80
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank's graphs are captured with."""
+    """Parts with which a rank's graphs are captured."""
 
     parts: StepParts
     warmed: Warmed
@@ -96,7 +96,7 @@ def test_a_page_table_whose_tail_is_not_zero_filled_is_caught(rank: Rank, monkey
 
 @torch.inference_mode()
 def reports(rank: Rank, fault: type[Stage] | None = None, seeds: range = range(1)) -> list[BucketReport]:
-    """Of every token bucket, captured with the fault."""
+    """Return the reports of every token bucket, captured with the fault."""
     parts, device, stage = rank.parts, rank.parts.device, CapturedStage
     if fault is not None:
         stage = captured_with(CapturedStage, fault)
@@ -124,7 +124,7 @@ def captured(
 
 @torch.inference_mode()
 def tail_reports(rank: Rank, fault: type[Tail] | None = None) -> tuple[list[BucketReport], list[BucketReport]]:
-    """Of every tail, captured with the fault, and of every token bucket."""
+    """Return the reports of every tail, captured with the fault, and of every token bucket."""
     parts, device, tail = rank.parts, rank.parts.device, CapturedTail
     if fault is not None:
         tail = captured_with(CapturedTail, fault)
@@ -158,7 +158,7 @@ def test_faults_in_segments_are_caught_in_every_bucket(fault: type[Stage], rank:
 
 
 def test_layers_launched_with_anothers_tensors_are_caught(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In graphs of decode steps, and between the segments of mixed ones."""
+    """Layers are those in graphs of decode steps, and between the segments of mixed ones."""
     plain, key = Repeat.__call__, GraphKey(6, 3, 2)
 
     def wrong(self: Repeat, index: int, call: Callable[[], None]) -> None:

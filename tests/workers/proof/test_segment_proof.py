@@ -157,7 +157,7 @@ def report_of_eager(parts: StepParts, seeds: range) -> list[BucketReport]:
 
 @pytest.mark.long
 def test_padding_written_to_a_former_tenants_page_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no row has slot 0, its table is a former tenant's."""
+    """No row has slot 0, so its table is a former tenant's."""
     stage, honest, plans = captured_with(RecordedStage, PaddingInSlotZero), MixedStep.run, []
 
     def run(step: MixedStep, plan: StepPlan, where: Stage, *masks: Any) -> StepOutput:
@@ -221,20 +221,20 @@ def slot_of_a_chunk_in_the_middle(parts: StepParts, plan: StepPlan) -> bool:
 
 
 def draft_entry_before_the_first(parts: StepParts, plan: StepPlan) -> bool:
-    """Which pairs the token fed first with the hidden state before it, that of a step before."""
+    """Change the entry that pairs the token fed first with the hidden state before it, that of a step before."""
     entry_of(parts, plan.prefill[0], plan.prefill[0].start).fill_(1.0)
     return True
 
 
 def draft_entry_of_the_last_draft(parts: StepParts, plan: StepPlan) -> bool:
-    """Which is never fed. The first prefill row of a plan is final."""
+    """Change the entry of the last draft, which is never fed. The first prefill row of a plan is final."""
     row = plan.prefill[0]
     entry_of(parts, row, row.start + len(row.tokens) + plan.drafts).fill_(1.0)
     return True
 
 
 def draft_entry_behind_a_chunk_in_the_middle(parts: StepParts, plan: StepPlan) -> bool:
-    """Which is followed by no draft."""
+    """Change the entry behind a chunk in the middle, which is followed by no draft."""
     middle = [row for row in plan.prefill if not row.final]
     if middle:
         entry_of(parts, middle[0], middle[0].start + len(middle[0].tokens) + 1).fill_(1.0)
@@ -301,7 +301,8 @@ QUICK_TAIL_FAULTS = (("StaleTail", 1), ("KeptResidual", 1), ("GatheredOnce", 3))
     ],
 )
 def test_planted_faults_of_tails_are_caught(folder: Path, fault: type[Tail], width: int) -> None:
-    """In each tail, and in every bucket of tokens whose steps it ends: by the logits, or where it was drafted."""
+    """Faults are caught in each tail, and in every bucket of tokens whose steps it ends: by the logits, or where it was
+    drafted."""
     wrong = captured_with(RecordedTail, fault)
     reports = tail_report(parts_of(folder, width, rows=40), wrong)
     assert [r.problems for r in reports] == [("hidden states differ",)] * 3

@@ -54,7 +54,7 @@ def report(
 
 
 REFERENCES = {"the plain forward pass": True, "the prefill path": False}
-"""What logits are compared with on a CPU and on a GPU; whether each is plain."""
+"""References of logits on a CPU and on a GPU; whether each is plain."""
 
 
 @pytest.mark.parametrize("width", [1, 2, pytest.param(4, marks=pytest.mark.long)])
@@ -245,7 +245,7 @@ def draft_entry_of_the_last_draft(parts: StepParts, step: DecodeStep, start: int
 
 
 def draft_entry(parts: StepParts, step: DecodeStep, position: int) -> Tensor:
-    """Of the first row, in the draft layer's cache."""
+    """Return the entry of the first row, in the draft layer's cache."""
     page = int(parts.state.tensors.page_SP[int(step.slot_R[0]), position // PAGE_TOKENS])
     return parts.cache.layers[-1][page, position % PAGE_TOKENS]
 

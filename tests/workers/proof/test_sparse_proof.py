@@ -25,7 +25,7 @@ from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
 TOP_K = 260
-"""More than the rows of other models have on a CPU."""
+"""Number of selected positions: more than the rows of other models have on a CPU."""
 Select = Callable[..., None]
 
 
@@ -38,7 +38,7 @@ def parts(tmp_path: Path) -> StepParts:
 
 
 def decode(parts: StepParts, run: Callable[[DecodeStep], StepOutput], plain: bool | None = None) -> list[BucketReport]:
-    """Of every decode step; `run` is its replay."""
+    """Prove every decode step; `run` is its replay."""
     steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in DecodeBuckets(3, 2)]
     return SelfTest(parts, plain=plain).run([Candidate(step, lambda step=step: run(step)) for step in steps])
 

@@ -58,7 +58,7 @@ def test_the_entries_of_rows_in_the_targets_layers_and_in_the_draft_layer() -> N
     pages, none, full = [NULL_PAGE, 7, 5, 3, 2, 4, 6], [], list(range(PAGE_TOKENS))
 
     def found(entries: Entries) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Of every page the entries that are cached, and those that the step may write."""
+        """Return for every page the entries that are cached, and those that the step may write."""
         cached, own = ({page: [] for page in pages} for _ in range(2))
         for page, poison_K, kept_K in zip(pages, entries.poison_PK, entries.kept_PK, strict=True):
             cached[page] = (~poison_K).nonzero().flatten().tolist()
@@ -135,8 +135,8 @@ def test_a_step_writes_all_entries_that_it_may(
 def test_slots_pages_and_tables_before_a_step(
     folder: Path, proof: Callable[..., list[BucketReport]], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of either kind: rows have their pages and huge ids behind them, other slots a former tenant's page, which is
-    poison and nobody else's."""
+    """Before a step of either kind, rows have their pages and huge ids behind them, other slots a former tenant's page,
+    which is poison and nobody else's."""
     parts, honest, vacant = parts_of(folder, width), StepFixture.restore, 0
 
     def restore(fixture: StepFixture) -> None:

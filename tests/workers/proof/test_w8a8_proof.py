@@ -23,7 +23,7 @@ from workers.step.parts import StepParts
 from workers.step.stage import Stage
 
 MOST = 0.12
-"""Of a difference in logits: bf16 makes it a few hundredths in this model, FP8 a fifth."""
+"""Largest difference in logits: bf16 makes it a few hundredths in this model, FP8 a fifth."""
 
 
 @pytest.fixture

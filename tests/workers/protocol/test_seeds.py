@@ -15,7 +15,8 @@ from workers.protocol.seeds import LEAST_SEED, MOST_SEED, sequence_seeds
 
 VOCAB, PROMPTS = 64, 6400
 MOST_CHI_SQUARE = 116.4
-"""Of 63 degrees of freedom; one fair die in 20,000 with 64 faces is above: `scipy.stats.chi2.isf(1 / 20000, 63)`."""
+"""Largest value for 63 degrees of freedom; one fair die in 20,000 with 64 faces is above: `scipy.stats.chi2.isf(1 /
+20000, 63)`."""
 
 
 def any_of(draw: random.Random, length: int) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ def test_tokens_of_many_prompts_under_one_seed_are_independent(
 
 
 def test_with_the_request_s_own_seed_all_would_draw_one_token() -> None:
-    """What the hash of the prompt is there for."""
+    """This is what the hash of the prompt is there for."""
     seeds = torch.ones(PROMPTS, dtype=torch.int64)
     assert len(gumbel_noise(seeds, torch.full_like(seeds, 500), VOCAB).argmax(-1).unique()) == 1
 

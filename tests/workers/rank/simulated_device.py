@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LOOK_S = 2e-6
-"""What a look at the device takes."""
+"""Seconds that a look at the device takes."""
 WAKE_S = 25e-6
-"""Of the processor, for a sleep and the way back."""
+"""Processor seconds for a sleep and the way back."""
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Host:
     """A process, and the time."""
 
     oversleep: Callable[[], float] = lambda: 85e-6
-    """How much longer than asked the next sleep takes."""
+    """Returns how much longer than asked the next sleep takes."""
     now: float = 0.0
     busy: float = 0.0
     sleeps: int = 0
@@ -42,7 +42,7 @@ class Device:
     host: Host
     free_at: float = 0.0
     idle: float = 0.0
-    """For how long it had nothing to do since the first step."""
+    """Seconds for which it had nothing to do since the first step."""
     events: list[End] = field(default_factory=list)
 
     def launch(self, seconds: float) -> End:

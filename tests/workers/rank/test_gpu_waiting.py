@@ -1,4 +1,4 @@
-"""What waiting for a real device costs of a processor, and how late its ends are found."""
+"""Cost of waiting for a real device, of a processor, and how late its ends are found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 60
 
 
 def cycles_of(seconds: float) -> int:
-    """For so long the device is busy with them."""
+    """Return the cycles for which the device is busy for so long."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(10_000_000)
     begin.record()
@@ -31,8 +31,8 @@ def cycles_of(seconds: float) -> int:
 
 
 def measured(cycles: int, wait: Callable[[torch.cuda.Event, float], None]) -> tuple[float, float]:
-    """Of steps one after the other, which nothing is launched behind: their time, and the share of a processor that
-    this thread was busy for."""
+    """Measure steps one after the other, which nothing is launched behind: their time, and the share of a processor
+    that this thread was busy for."""
     times: list[float] = []
     first = busy = 0.0
     for step in range(RECENT + STEPS):

@@ -1,4 +1,4 @@
-"""What a runner refuses before it launches anything, what broken numbers come to, and how it times steps."""
+"""Refusals of a runner before it launches anything, the effect of broken numbers, and the timing of steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a rank imports while it starts and runs, and how: torch's compiler alone would take it seconds, and is never
-used."""
+"""Imports of a rank while it starts and runs: torch's compiler alone would take it seconds, and is never used."""
 
 from __future__ import annotations
 

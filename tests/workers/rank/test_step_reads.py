@@ -1,4 +1,4 @@
-"""What a decode step reads at the least, against the parameters that transformers has of the same model."""
+"""Least bytes that a decode step reads, against the parameters that transformers has of the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank waits for its steps: what that costs of a processor, and how late it finds their ends."""
+"""Waiting of a rank for its steps: what that costs of a processor, and how late it finds their ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.rank.waiting import (
 )
 
 AT_ONCE_S = 3 * LOOK_S
-"""How late one who looks all the time finds an end."""
+"""Delay with which one who looks all the time finds an end."""
 
 
 class Rank:
@@ -53,7 +53,7 @@ class Rank:
         return late
 
     def share(self, steps: Sequence[tuple[object, float] | float]) -> tuple[float, float]:
-        """Of a processor, and the latest that an end was found."""
+        """Return the share of a processor, and the latest that an end was found."""
         now, busy = self.host.now, self.host.busy
         late = self.run(steps)
         return (self.host.busy - busy) / (self.host.now - now), max(late)

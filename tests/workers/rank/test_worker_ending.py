@@ -1,4 +1,4 @@
-"""How a rank ends, after a Shutdown and after an error: what it tells, what it closes in which order, and that it ends
+"""End of a rank, after a Shutdown and after an error: what it tells, what it closes in which order, and that it ends
 whatever its device and its peers are up to. On a GPU the graphs hold the collectives: here they are pretended."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GRAPHS, GROUP = "Rank().runner.close", "Group.close"
 
 
 def test_graphs_are_destroyed_before_the_process_group(world: Mock) -> None:
-    """Their collectives would wait for ever for ranks that have left it."""
+    """Collectives of these graphs would wait for ever for ranks that have left it."""
     world.connect_receiver.return_value.receive.return_value = Shutdown()
     run()
     assert order(world, GRAPHS, GROUP) == [GRAPHS, GROUP]
@@ -81,7 +81,7 @@ def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -
 
 @pytest.mark.parametrize("known_to", ["the error", "its cause", "what it was raised after"])
 def test_graphs_of_a_replica_that_never_came_to_be_are_destroyed_too(world: Mock, known_to: str) -> None:
-    """Such as those of one that failed its self-test: only the error still knows them."""
+    """Such a replica may have failed its self-test: only the error still knows the graphs."""
     events: list[str] = []
 
     class Graphs:
@@ -143,7 +143,8 @@ LIMIT_S = 1.0
 
 
 class PretendedRank:
-    """Of a model of one all-reduce a step; rank 1 fails in step 2. `closing` says how its graphs take their end."""
+    """Rank of a model of one all-reduce a step; rank 1 fails in step 2. `closing` says how its graphs take their
+    end."""
 
     def __init__(self, folder: Path, closing: str, group: Group) -> None:
         self.folder, self.closing, self.group = folder, closing, group
@@ -195,7 +196,7 @@ def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> N
 
 @contextmanager
 def two_ranks(folder: Path, closing: str) -> Iterator[tuple[Binding, list[BaseProcess]]]:
-    """Both ready, and the scheduler's end of their channel."""
+    """Start two ranks, both ready, with the scheduler's end of their channel."""
     binding = Binding(2, None, ToScheduler, FromWorker)
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
     context = start_method()

@@ -38,9 +38,9 @@ class World:
     done: int = 0
     coming: deque[tuple[float, int]] = field(default_factory=deque)
     overslept: list[float] = field(default_factory=list)
-    """How long a plan lay there before it was received, but for those that came while the host was at work."""
+    """Seconds that each plan lay there before it was received, but for those that came while the host was at work."""
     late: list[float] = field(default_factory=list)
-    """How long after its step's end a result was sent."""
+    """Seconds after its step's end at which each result was sent."""
     slept_until: float = -1.0
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class World:
             self.coming.append((self.host.now + self.latency(self.planned), self.planned))
 
     def next_message(self) -> float:
-        """When it comes."""
+        """Return the time at which the next message comes."""
         shutdown = float("inf") if self.shutdown_at is None else self.shutdown_at
         return min(self.coming[0][0] if self.coming else float("inf"), shutdown)
 
@@ -102,7 +102,7 @@ class World:
 
     @property
     def share(self) -> float:
-        """Of a processor."""
+        """Share of a processor."""
         return self.host.busy / self.host.now
 
 
@@ -175,7 +175,7 @@ def test_a_step_that_is_shorter_than_those_before_is_collected_soon() -> None:
 
 
 def test_a_shutdown_ends_the_loop_while_a_step_is_under_way() -> None:
-    """After some steps the scheduler has no plan for a while: the loop sleeps, and is told to end."""
+    """The scheduler has no plan for a while after some steps: the loop sleeps, and is told to end."""
     world = served(
         ahead=1, steps=30, latency=lambda step: 1e-3, duration=lambda step: 1.0 if step == 20 else 0.1, shutdown_at=2.0
     )

@@ -78,7 +78,7 @@ def test_a_step_that_cannot_run_raises(folder: Path, tmp_path: Path) -> None:
 
 
 def test_rows_with_a_grammar_run_without_it_and_are_not_compared(folder: Path, tmp_path: Path) -> None:
-    """As if the first request had one, and its tokens were others."""
+    """The first request is treated as if it had a grammar, and its tokens were others."""
     recording, _ = recorded(folder, tmp_path / "plans", record_prompts=True)
     steps, slot = [], recording.steps[0].plan.admissions[0].slot
     live = True

@@ -173,7 +173,8 @@ class Replica:
         self.check_scores()
 
     def check_scores(self) -> None:
-        """Who asked for them has all log-probabilities of its prompt, each of its own token, with its first output."""
+        """Check that a request which asked for them has all log-probabilities of its prompt, each of its own token,
+        with its first output."""
         for name, request in self.requests.items():
             first, *others = [output for output in self.outputs[name] if output.tokens] or [None]
             assert all(output.prompt is None for output in others)
@@ -216,8 +217,8 @@ class Replica:
             )
 
     def check_order(self, plan: StepPlan) -> None:
-        """Nobody is overtaken on the way to a slot, but who waits for a page that this very plan fills; and then a slot
-        is left for it."""
+        """Check that nobody is overtaken on the way to a slot, except those that wait for a page which this very plan
+        fills; and then a slot is left for them."""
         scheduler = self.scheduler
         filled = {
             key
@@ -252,7 +253,8 @@ class Replica:
         assert 0 <= stats.pages_free <= stats.pages_total
 
     def check_rest(self) -> None:
-        """With nothing running all pages are available, and every cached page continues one that is cached."""
+        """Check that, with nothing running, all pages are available, and every cached page continues one that is
+        cached."""
         stats = self.scheduler.stats()
         assert stats.pages_free == stats.pages_total
         assert stats.running == stats.waiting == stats.prefill_backlog == 0

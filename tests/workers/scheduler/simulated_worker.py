@@ -29,7 +29,7 @@ def digest(parent: int, token: int) -> int:
 
 
 def next_token(prefix: int, sampling: SamplingParams, generated: int) -> int:
-    """What the model says after a prefix; stop ids are masked before min_tokens."""
+    """Return the model's token after a prefix; stop ids are masked before min_tokens."""
     token = hash((prefix, sampling.seed)) % VOCAB
     while generated < sampling.min_tokens and token in sampling.stop_ids:
         token = (token + 1) % VOCAB
@@ -54,7 +54,7 @@ def alone(request: Request, max_context: int) -> tuple[list[int], str]:
 
 @dataclass
 class Slot:
-    """What the device holds of one slot."""
+    """State of one slot on the device."""
 
     table: list[int]
     granted: int = 0
@@ -90,7 +90,7 @@ class SimulatedWorker:
         self.poison: int | None = None
         """A token whose entries are no numbers, as are those of all that attend to one that is not."""
         self.mishap = 0.0
-        """How often an entry of a prompt is no number for no reason."""
+        """Probability that an entry of a prompt is no number, for no reason."""
         self.mishaps = 0
         self.broken = [False] * (pages * PAGE_TOKENS)
         self.host: dict[int, tuple[list[Content | None], list[Content | None], list[bool]]] = {}
@@ -175,7 +175,7 @@ class SimulatedWorker:
             self.broken[entries] = [False] * PAGE_TOKENS
 
     def _logprobs(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> tuple[tuple[TopLogprobs, ...], ...]:
-        """Of the rows that asked, as many as the one that asked for most."""
+        """Return log-probabilities of the rows that asked, as many as the one that asked for most."""
         sampled = [*plan.decode_slots, *(row.slot for row in plan.prefill if row.final)]
         asked = [self.slots[slot].sampling.logprobs for slot in sampled]
         assert plan.logprobs == max(asked, default=-1)

@@ -26,7 +26,7 @@ MILLISECONDS = {
     32: (7.93, 8.4, 9.0, 9.1),
     64: (8.5, 9.3, 9.6, 10.2),
 }
-"""Of a step of so many rows, by width: of a mixture of experts on an H200."""
+"""Milliseconds of a step of so many rows, by width: of a mixture of experts on an H200."""
 CHANCES = (0.0, 0.3, 0.6, 0.9)
 SETTLE_S, COUNTED_S = 5.0, 2.0
 NOISE = 0.02
@@ -35,11 +35,11 @@ BUSY = 0.005
 """Share of the steps that take longer since the machine is busy: by a half, or three times as long."""
 SEEDS = range(3)
 Factor = Callable[[random.Random, int, int], float]
-"""What the self-test finds a step of so many rows and of this width to take, of what it takes."""
+"""Ratio between what the self-test finds a step of so many rows and of this width to take, and what it takes."""
 
 
 def as_it_is(draw: random.Random, rows: int, width: int) -> float:
-    """Nothing is off."""
+    """Return the factor where nothing is off."""
     return 1.0
 
 
@@ -54,7 +54,7 @@ def wide_looks_cheap(draw: random.Random, rows: int, width: int) -> float:
 
 
 def narrow_looks_cheap(draw: random.Random, rows: int, width: int) -> float:
-    """And the other way round."""
+    """Return factors with which narrow steps look cheap and wide ones dear."""
     return (0.8, 0.9, 1.0, 1.1)[width - 1]
 
 
@@ -96,7 +96,7 @@ class Served:
         return tokens / spent
 
     def accepted(self, width: int, chance: float) -> int:
-        """How many drafts of a row do."""
+        """Draw how many drafts of a row are accepted."""
         accepted = 0
         while accepted < width - 1 and self.random.random() < chance:
             accepted += 1
@@ -109,7 +109,7 @@ def gained(width: int, chance: float) -> float:
 
 
 def ratios(factor: Factor, seed: int, growth: float = 0.0) -> dict[tuple[int, float], float]:
-    """What is reached of the best fixed width, by rows and by how probable it is that a draft is accepted."""
+    """Return what is reached of the best fixed width, by rows and by how probable it is that a draft is accepted."""
     served, found = Served(factor, seed, growth), {}
     for rows, by_width in MILLISECONDS.items():
         for chance in CHANCES:
@@ -143,7 +143,7 @@ def test_the_best_width_is_found_whatever_the_self_test_found(factor: Factor, gr
 
 
 def self_test(factor: float = 1.0) -> tuple[StepTime, ...]:
-    """Of all buckets and widths."""
+    """Make a self-test's times of all buckets and widths."""
     return tuple(
         StepTime(rows, width + 1, 1e-3 * factor * by_width[width])
         for rows, by_width in MILLISECONDS.items()
@@ -205,7 +205,7 @@ def served(rows: int, steps: int, speculation: Speculation, accept: bool = False
 
 
 def chooser() -> Speculation:
-    """Of times as the self-test found them."""
+    """Make a chooser with times as the self-test found them."""
     return Speculation(config(width=MOST, adaptive=True, step_times=self_test(), token_budget=2000))
 
 
@@ -222,7 +222,7 @@ def test_all_widths_are_tried_in_turn() -> None:
 
 
 def test_other_widths_are_tried_while_every_step_has_prompts() -> None:
-    """So nothing is known of what steps of decode rows alone take."""
+    """Nothing is known then of what steps of decode rows alone take."""
     speculation, requests = chooser(), [row() for _ in range(32)]
     for turn in range(6000):
         width, drafts = speculation.choose(len(requests))

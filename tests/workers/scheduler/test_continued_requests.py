@@ -42,7 +42,7 @@ def request(name: str = "a", prompt: int = 100, seed: int = 0, **sampling: objec
 
 @pytest.mark.parametrize("done", [0, 1, 27, 28, 89])
 def test_the_rest_is_that_of_a_run_that_nothing_disturbed(done: int) -> None:
-    """On both sides of a page's end, whatever is asked for; every output says where its tokens stand."""
+    """Outputs go on on both sides of a page's end, whatever is asked for; every output says where its tokens stand."""
     replica = Replica(config(vocab_size=40), agree=0.6, seed=done)
     restless(replica.scheduler, lambda: random.Random(done).randint(1, 3))
     asked = [
@@ -113,7 +113,7 @@ def test_they_pass_the_limit_of_the_queue_which_others_do_not() -> None:
 
 
 def test_they_keep_their_age() -> None:
-    """Beside requests of the replica's own that are older or younger, and in whatever order they come."""
+    """Other requests of the replica are older or younger, and they come in whatever order."""
     now = [100.0]
     replica = Replica(config(slots=1))
     replica.scheduler = Scheduler(replica.config, lambda: now[0])
@@ -132,7 +132,7 @@ def test_they_keep_their_age() -> None:
 
 
 def test_who_was_served_before_gives_its_place_to_nobody() -> None:
-    """Whatever its key has in the queue; one of which nothing came yet has no more right than any other."""
+    """The queue of its key does not matter; one of which nothing came yet has no more right than any other."""
     replica = Replica(config(slots=1, queue_limit=2))
     replica.add("runs", tokens(10), max_tokens=50, key="loud")
     replica.step()

@@ -66,8 +66,7 @@ def test_a_key_that_floods_starves_no_other() -> None:
 def test_keys_that_always_wait_are_given_tokens_by_weight(
     weights: tuple[float, float], priorities: tuple[int, int]
 ) -> None:
-    """Also where the requests of one are much longer: it is tokens that are shared, not requests. A priority comes
-    before any weight."""
+    """Tokens are shared, not requests: those of one key may be much longer. A priority comes before any weight."""
     replica = Replica(config(queue_limit=2000, slots=6))
     flood(replica, "long", 100, prompt=300, most=60, weight=weights[0], priority=priorities[0])
     flood(replica, "short", 600, prompt=30, most=12, weight=weights[1], priority=priorities[1])
@@ -133,7 +132,8 @@ def test_without_keys_a_full_line_is_full_for_everybody() -> None:
 
 
 def test_a_key_that_floods_does_not_take_back_the_pages_of_who_comes_later() -> None:
-    """Who is served first keeps its rank: requests that arrived earlier, but were served later, come after it."""
+    """A request that is served first keeps its rank: requests that arrived earlier, but were served later, come after
+    it."""
     replica = Replica(config(pages=max_pages_per_row(500, 3) + 12, max_context=500, queue_limit=100), agree=0.5)
     flood(replica, "loud", 30, prompt=60, most=300)
     for _ in range(20):

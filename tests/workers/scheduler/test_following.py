@@ -63,7 +63,7 @@ def test_one_that_is_far_off_says_nothing_and_two_say_much() -> None:
 
 
 def test_a_rare_kind_that_is_far_off_each_time_is_believed() -> None:
-    """Between large steps, of which the sum alone is known, comes a small one now and then. It is not held up each
+    """A small step comes now and then between large steps, of which the sum alone is known. It is not held up each
     time: it tells that less of the sum is fixed than was thought."""
     following, large, small = Following([1.6, 0.4], [0.2, 0.2], [0.5, 0.5]), [5.0, 5.0], [5.0, 0.5]
     for turn in range(200):

@@ -25,7 +25,7 @@ from workers.step.buckets import token_buckets
 
 BUDGET, ROWS = 2048, 16
 WOKEN = step_seconds("experts", 64, 1)
-"""Of a step, where prompts have woken every expert."""
+"""Seconds of a step whose prompts have woken every expert."""
 Cost = Callable[[StepPlan], float]
 """Seconds that the prompt tokens of a step take besides."""
 
@@ -35,7 +35,7 @@ def tokens_of(plan: StepPlan) -> int:
 
 
 def plain(plan: StepPlan) -> float:
-    """Some of it is the same for any number of tokens."""
+    """Return the seconds of a step, some of which are the same for any number of tokens."""
     return 1e-3 + 11e-6 * tokens_of(plan)
 
 
@@ -50,7 +50,7 @@ def begun(plan: StepPlan) -> float:
 
 
 def noisy(plan: StepPlan) -> float:
-    """And now and then the machine is busy."""
+    """Return the seconds of a step on a machine that is busy now and then."""
     return plain(plan) * random.Random(plan.step).choice([0.9, 1.0, 1.0, 1.1, 1.0, 0.95, 1.05, 1.0, 1.0, 12.0])
 
 
@@ -109,7 +109,7 @@ class Served:
             pass
 
     def mixed(self, steps: int, prompt: int = 8000) -> list[StepPlan]:
-        """So many mixed steps, while prompts keep coming."""
+        """Run `steps` mixed steps, while prompts keep coming."""
         found: list[StepPlan] = []
         while len(found) < steps:
             if self.scheduler.stats().prefill_backlog < BUDGET:
@@ -142,7 +142,8 @@ def test_the_first_mixed_steps_are_near_the_target_already() -> None:
 
 
 def mixed_times(cost: Cost, *, held_up: int = -1) -> tuple[StepTime, ...]:
-    """As the self-test measures them, with few decode rows; one of them while the machine was busy."""
+    """Return times of mixed steps as the self-test measures them, with few decode rows; one of them while the machine
+    was busy."""
     return tuple(
         StepTime(rows, 1, WOKEN + cost(chunk(tokens)) + 0.05 * (index == held_up), tokens)
         for index, (rows, tokens) in enumerate([(1, 60), (6, 120), (3, 250), (2, 500), (4, 1000), (5, 2000)])
@@ -182,8 +183,8 @@ def test_more_tokens_count_no_less_whatever_was_measured(
 
 
 def measured_on_a_gpu(plan: StepPlan) -> float:
-    """As an H200 takes for the DeepSeek-V2-Lite shape beside 32 rows, less than what the self-test's short steps say;
-    entries before a chunk cost something for however few tokens of it."""
+    """Return the seconds that an H200 takes for the DeepSeek-V2-Lite shape beside 32 rows, less than what the
+    self-test's short steps say; entries before a chunk cost something for however few tokens of it."""
     entries = sum(row.start for row in plan.prefill)
     deep = sum(len(row.tokens) * (row.start + len(row.tokens) / 2) for row in plan.prefill)
     tokens = padded(plan.layout.tokens, token_buckets(BUDGET)) - plan.layout.decode_tokens
@@ -193,7 +194,7 @@ def measured_on_a_gpu(plan: StepPlan) -> float:
 
 @pytest.mark.parametrize("prompt", [8000, 3000, 15_000])
 def test_what_the_self_test_does_not_measure_is_learnt_by_the_first_prompt(prompt: int) -> None:
-    """Nobody waits much longer than is aimed at from the first step on, and then prompts get what there is."""
+    """Streams wait little longer than is aimed at from the first step on, and then prompts get what there is."""
     mixed = mixed_times(lambda plan: 3e-3 + 7e-6 * tokens_of(plan))
     run = Served((*measured("experts"), *mixed), measured_on_a_gpu, 0.018, buckets=token_buckets(BUDGET))
     run.streams()
@@ -250,7 +251,7 @@ def test_a_prompt_whose_beginning_is_cached_costs_what_it_attends_to() -> None:
 
 
 def trickle(run: Served, tokens: int, steps: int, *, priority: int = 0) -> None:
-    """So many steps, before each of which an urgent prompt comes."""
+    """Run `steps` steps, before each of which an urgent prompt comes."""
     for _ in range(steps):
         run.count += 1
         ids = tuple(random.Random(run.count).randrange(1000) for _ in range(tokens))
@@ -288,7 +289,7 @@ def test_a_newcomer_with_a_cached_prefix_does_not_join_for_a_token() -> None:
 
 
 def test_steps_shorter_than_those_of_their_rows_say_that_these_take_less() -> None:
-    """Nothing shrinks for ever, and a long prompt finds its room."""
+    """Estimates do not shrink for ever, and a long prompt finds its room."""
     times = StepTimes((), 1)
     mixed = MixedTarget(config(mixed_step_target_s=0.02), times)
     for _ in range(300):

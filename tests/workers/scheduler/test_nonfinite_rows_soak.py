@@ -14,7 +14,7 @@ from workers.scheduler import Unsound
 from workers.scheduler.soundness import CANARY_ID, NONFINITE_STEPS
 
 POISON = VOCAB
-"""Nobody generates it."""
+"""Token that nobody generates."""
 
 
 def soak(seed: int, mishap: float) -> tuple[Replica, set[str]]:
@@ -74,7 +74,7 @@ def test_bad_prompts_end_alone(seeds: range) -> None:
 
 @pytest.mark.parametrize("seeds", [range(9, 20), pytest.param(range(28), marks=pytest.mark.soak)], ids=str)
 def test_memory_that_fails_for_a_moment_costs_a_request_at_most(seeds: range) -> None:
-    """Who had read what it left gets its own tokens all the same."""
+    """A request that had read what it left gets its own tokens all the same."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         replica, poisoned = soak(seed, mishap=0.001)

@@ -1,4 +1,4 @@
-"""What a cache reports of itself, against the cache itself, which knows everything."""
+"""Report of a cache about itself, against the cache itself, which knows everything."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def stale_grid(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_that_stay_away(patch: pytest.MonkeyPatch) -> None:
-    """When an end is evicted, what it continued does not become one."""
+    """Let what an evicted end continued not become an end itself."""
 
     def left(summary: PrefixSummary, parent: Entry, entry: Entry) -> None:
         prefix_summary._unlink(parent, entry)

@@ -1,4 +1,4 @@
-"""What is open to prompts in a step, by what they are expected to cost."""
+"""Budget of prompts in a step, by what they are expected to cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUDGET = 2048
 
 @pytest.mark.parametrize("buckets", [(), token_buckets(BUDGET)], ids=["exact", "padded"])
 def test_prompts_of_one_step_share_its_time(buckets: tuple[int, ...]) -> None:
-    """Whatever stands before each of them; and the first tokens of a step are free."""
+    """Entries before each of the prompts do not matter for that; and the first tokens of a step are free."""
     rng = random.Random(0)
     for _ in range(400):
         costs = Costs(
@@ -34,7 +34,7 @@ def test_prompts_of_one_step_share_its_time(buckets: tuple[int, ...]) -> None:
         chunks: list[tuple[int, int]] = []
 
         def took(further: tuple[int, int]) -> float:
-            """With one more chunk."""
+            """Return the seconds with one more chunk."""
             every = [*chunks, further]  # noqa: B023
             step = padded(beside + sum(count for _, count in every), buckets)  # noqa: B023
             entries = sum(before for before, _ in every)
@@ -75,7 +75,7 @@ def test_a_chunk_fills_the_step_that_it_is_padded_to() -> None:
 
 
 def test_a_small_prompt_is_in_where_there_is_room_for_it() -> None:
-    """Also where nothing costs anything, and at the end of the budget."""
+    """The prompt is in also where nothing costs anything, and at the end of the budget."""
     costs = Costs(fixed=0.0, each=1e-3, piece=0.0, entry=0.0, deeper=0.0)
     prompt_budget = PromptBudget(BUDGET, seconds=0.08, costs=costs)
     prompt_budget.take(0, 75)

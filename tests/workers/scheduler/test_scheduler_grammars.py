@@ -136,7 +136,8 @@ def test_a_grammar_is_not_blamed_for_a_busy_machine() -> None:
 
 
 def stuck_scheduler(clock: Clock) -> Scheduler:
-    """As many grammars are compiled as can be at a time, B was in use before, and the time of all of them is over."""
+    """Make a scheduler in which as many grammars are compiled as can be at a time, B was in use before, and the time of
+    all of them is over."""
     run = scheduler(clock)
     run.add(request("b", B))
     run.grammar_ready(GrammarReady(1))

@@ -1,4 +1,4 @@
-"""What a step holds: order, budget, widths, ends of requests. M6, M7, M8, M10 and M12 of the known traps are here."""
+"""Contents of a step: order, budget, widths, ends of requests. M6, M7, M8, M10 and M12 of the known traps are here."""
 
 from __future__ import annotations
 

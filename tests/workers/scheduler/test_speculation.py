@@ -24,17 +24,18 @@ MILLISECONDS = {
     "experts": (1.6, 2.3, 3.2, 4.7, 6.7, 7.6, 8.4, 9.4, 11.1),
     "dense": (5.0, 5.0, 5.1, 5.1, 5.2, 5.4, 5.8, 6.9, 9.0),
 }
-"""Of a step by its tokens: of a model whose experts each token wakes anew, and of one that reads the same weights."""
+"""Milliseconds of a step by its tokens: of a model whose experts each token wakes anew, and of one that reads the same
+weights."""
 
 
 def step_seconds(kind: str, rows: int, width: int) -> float:
-    """With a draft pass for each draft, whose cost is that of its rows' share."""
+    """Return the seconds of a step with a draft pass for each draft, whose cost is that of its rows' share."""
     spent = MILLISECONDS[kind][bisect_left(TOKENS, rows * width)]
     return 1e-3 * (spent + (width - 1) * (0.1 + 0.04 * MILLISECONDS[kind][bisect_left(TOKENS, rows)]))
 
 
 def measured(kind: str) -> tuple[StepTime, ...]:
-    """As a self-test does."""
+    """Return times as a self-test measures them."""
     return tuple(
         StepTime(rows, width, step_seconds(kind, rows, width))
         for rows in row_buckets(64)
@@ -43,7 +44,7 @@ def measured(kind: str) -> tuple[StepTime, ...]:
 
 
 def row() -> Any:
-    """What is followed of a request."""
+    """Make a row with what is followed of a request."""
     return SimpleNamespace(drafts_tried=[], drafts_accepted_at=[])
 
 
@@ -117,7 +118,7 @@ def test_times_that_nobody_measured_are_learnt(chance: float) -> None:
 
 
 def test_drafts_that_begin_to_be_accepted_are_noticed() -> None:
-    """And those that stop."""
+    """Drafts that stop to be accepted are noticed, too."""
     run = Simulation("experts", 1, lambda now, index: 0.95 if 10 < now < 30 else 0.0, measured("experts"))
     run.run(10.0)
     assert run.widths[1] > 0.95 * run.widths.total()
@@ -132,7 +133,7 @@ def test_drafts_that_begin_to_be_accepted_are_noticed() -> None:
 
 
 def test_few_rows_are_followed_one_by_one() -> None:
-    """What is known of a row that ended is no reason to leave the width that pays for those that stay."""
+    """The history of a row that ended is no reason to leave the width that pays for those that stay."""
     acceptance = Acceptance(2)
     good, bad = (row() for _ in range(2))
     for _ in range(200):

@@ -28,7 +28,8 @@ def sequence(priority: int, arrival: int) -> Sequence:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Those that wait, those among them that let others go first, and those that left and may come back."""
+    """Machine that keeps the requests which wait, those among them that let others go first, and those that left and
+    may come back."""
 
     def __init__(self) -> None:
         super().__init__()

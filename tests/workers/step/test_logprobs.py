@@ -96,7 +96,7 @@ def test_named_ids_of_each_row_that_names_any(rows_at_once: int, monkeypatch: py
 
 @pytest.mark.parametrize("rows_at_once", [1, 2, 3, 7])
 def test_pieces_change_nothing(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows picked in any order from logits that lie apart."""
+    """Rows are picked in any order from logits that lie apart."""
     logits, token, rows = random_logits(9, 64)[:, :50], torch.arange(9), [8, 0, 3, 4, 7, 1]
     whole = taken(logits, token, 4, rows)
     monkeypatch.setattr(logprobs, "MOST_BYTES", Logprobs(50, CPU)._row_bytes(20) * rows_at_once)
@@ -146,7 +146,7 @@ def test_nothing_as_wide_as_the_vocabulary_is_allocated_in_a_step(asking: int) -
 
 
 def test_memory_is_bounded_however_many_rows_there_are() -> None:
-    """Of 1,024 rows of width 3 and 129,280 ids; a CPU backs with memory only what is touched."""
+    """There are 1,024 rows of width 3 and 129,280 ids; a CPU backs with memory only what is touched."""
     made = Logprobs(129_280, CPU)
     made.allocate(1024 * 3)
     assert made._buffer is not None
@@ -157,7 +157,7 @@ def test_memory_is_bounded_however_many_rows_there_are() -> None:
 def test_all_memory_of_sampling_is_taken_before_the_cache_is_sized(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And serving whatever there is to ask for takes no more of it."""
+    """Serving takes no more memory, whatever there is to ask for."""
     happened: list[str] = []
     allocate, pages = SamplingState.allocate, Rank._pages
 

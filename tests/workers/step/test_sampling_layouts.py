@@ -36,14 +36,14 @@ samplings = st.builds(
 
 @dataclass
 class Tenant:
-    """What a slot's tenant asked for, and its tokens so far."""
+    """Tenant of a slot: what it asked for, and its tokens so far."""
 
     sampling: SamplingParams
     prompt: list[int]
     generated: list[int]
 
     def admission(self, slot: int, *more: int) -> Admission:
-        """As after a preemption, with `more` tokens generated."""
+        """Make the admission as after a preemption, with `more` tokens generated."""
         generated = [*self.generated, *more]
         history = (*self.prompt, *generated) if self.sampling.has_penalties else ()
         return Admission(slot, self.sampling, len(generated), history)

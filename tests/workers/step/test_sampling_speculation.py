@@ -79,7 +79,7 @@ QUICK = (
     ("random", 2),
     ("likeliest", 2),
 )
-"""Where drafts come from, and widths: every source once or twice."""
+"""Sources of drafts, and widths: every source once or twice."""
 
 
 def sources_and_widths(sources, widths):
@@ -140,7 +140,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(rule):
 
 
 def test_noise_frozen_at_one_position_fails_the_same_test(monkeypatch):
-    """What a graph that captured its random offset would compute."""
+    """The frozen noise is what a graph that captured its random offset would compute."""
     from kernels.sampling import reference
     from kernels.sampling.philox import gumbel_noise
 
@@ -168,7 +168,7 @@ def test_a_point_mass_draft_is_accepted_with_its_probability():
 
 
 def test_shared_noise_accepts_more_than_independent_sampling_would():
-    """Of drafts from q, independent sampling accepts sum(p q); noise in common comes near sum(min(p, q))."""
+    """With drafts from q, independent sampling accepts sum(p q); noise in common comes near sum(min(p, q))."""
     _, loop = p_values(drafts_of(DRAFT), 2, cases=("plain",))
     p, q = torch.softmax(TARGET, 1), torch.softmax(DRAFT, 1)
     befores = torch.tensor([before for before, _, _ in loop.first_drafts])

@@ -153,7 +153,7 @@ def test_any_64_bit_seed(seed):
 
 
 def test_history_is_split_into_prompt_and_generated():
-    """After a preemption the generated tokens come back as history: the state they had before."""
+    """The generated tokens come back as history after a preemption: the state is the one before."""
     params = SamplingParams(9, temperature=0.0, presence_penalty=0.5)
     before = state_with(params, history=(1, 2, 2))
     before.commit(torch.tensor([0]), torch.tensor([[2, 7, 7, 9]]), torch.tensor([3]))

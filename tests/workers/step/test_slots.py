@@ -1,4 +1,4 @@
-"""What the host knows of slots: how many pages each was granted."""
+"""The host's knowledge of slots: how many pages each was granted."""
 
 from __future__ import annotations
 

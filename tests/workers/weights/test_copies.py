@@ -1,4 +1,4 @@
-"""Which matrices repeat others is found byte for byte, whichever rank sees the difference."""
+"""Matrices that repeat others are found byte for byte, whichever rank sees the difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIR = {"copy.weight": "model.weight"}
 
 
 def found(folder: Path, tensors: dict[str, torch.Tensor], ranks: int = 1) -> list[int]:
-    """Of each rank, whether it finds nothing but repetitions."""
+    """Return for each rank whether it finds nothing but repetitions."""
     save_file(tensors, folder / "model.safetensors")
     agreed: list[torch.Tensor] = []
     with Checkpoint.open(folder) as checkpoint, pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What loading takes of a machine's memory beyond a rank's own share: files are read where they lie in the page cache,
+"""Memory that loading takes of a machine beyond a rank's own share: files are read where they lie in the page cache,
 and nothing is kept twice."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Watch:
 
 
 def upload_in_the_background() -> None:
-    """As with a GPU, whose memory is this process's here."""
+    """Upload as with a GPU, whose memory is this process's here."""
     begin: Callable[..., None] = CheckpointReader.__init__
 
     def with_uploader(self: CheckpointReader, *given: Any) -> None:
@@ -143,7 +143,7 @@ def keep_what_is_read() -> None:
 
 
 def loads(rank: int, folder: Path, ranks: int, dtype: torch.dtype, how: str) -> None:
-    """In a process of its own: how much memory loading takes."""
+    """Measure, in a process of its own, how much memory loading takes."""
     torch.set_num_threads(1)
     group = Group(Mesh.of(0, ranks))
     loading.check_memory = lambda *_: None  # collective
@@ -176,7 +176,7 @@ CASES = [
 
 
 def named(case: object) -> str:
-    """For the name of a test."""
+    """Return the case for the name of a test."""
     return case[0].name.lower() if isinstance(case, tuple) else str(case)
 
 
@@ -202,7 +202,7 @@ QUICK = ((FP8_BLOCKS, "at once"), (INT4_GROUPS, "in the background"))
     ids=named,
 )
 def test_a_rank_holds_little_beyond_its_share(stored: tuple[Any, ...], how: str) -> None:
-    """At most an expert, and what the threads that fill it work with; no shard, and no matrix twice."""
+    """A rank holds at most an expert, and what the threads that fill it work with; no shard, and no matrix twice."""
     run_ranks(loads, 1, *stored, how)
 
 
@@ -218,7 +218,7 @@ def test_what_is_held_twice_is_found(stored: tuple[Any, ...]) -> None:
 
 
 def test_what_was_uploaded_is_mapped_no_more(tmp_path: Path) -> None:
-    """It is as it was to whoever reads it again; what was copied from a file is nobody else's to release."""
+    """The memory is as it was to whoever reads it again; what was copied from a file is nobody else's to release."""
     numbers = torch.arange(16 * MIB, dtype=torch.int32).view(4096, 4096)
     save_file({"a": numbers, "b": numbers.clone()}, tmp_path / "model.safetensors")
     whole, half = (slice(None), slice(None)), (slice(None), slice(0, 2048))

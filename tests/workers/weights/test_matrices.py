@@ -185,7 +185,8 @@ def test_blocks_of_published_widths(ranks: int, intermediate: int, block: tuple[
 def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
     kind: str, intermediate: int, ranks: tuple[int, ...], kept: str, block: tuple[int, int] | None
 ) -> None:
-    """What the most of 1, 2, 4 and 8 ranks that can share the features have to keep plain is plain on all of them."""
+    """Matrices that the most of 1, 2, 4 and 8 ranks which can share the features have to keep plain are plain on all of
+    them."""
     down = Part("experts.0.down_proj.weight", 256, intermediate, shard=Shard(1, "experts"))
     gate_up = [
         Part(f"experts.0.{half}_proj.weight", intermediate, 256, shard=Shard(0, "experts")) for half in ("gate", "up")
@@ -211,7 +212,7 @@ def test_formats_of_invariant_mode_are_those_of_all_numbers_of_ranks(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In pieces that begin inside of blocks, on two ranks that do not share equally."""
+    """Pieces begin inside of blocks, on two ranks that do not share equally."""
     tensors, want = WRITERS[kind]("a.weight", 201, 96, seed=3)
     save_file(tensors, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint, pytest.MonkeyPatch.context() as patch:
@@ -224,7 +225,7 @@ def test_plain_tensors_and_rows_of_a_quantized_matrix(kind: str, dtype: torch.dt
 
 
 def negative_nan(row: int, column: int) -> torch.Tensor:
-    """In one place of a matrix [200, 160] that has the largest and the smallest number in others."""
+    """Put NaN in one place of a matrix [200, 160] that has the largest and the smallest number in others."""
     byte = torch.randint(0, 255, (200, 160), dtype=torch.uint8)
     byte[byte == 127] = 126
     byte[row, column] = 255

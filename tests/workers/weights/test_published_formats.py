@@ -31,7 +31,8 @@ def load(folder: Path, tensors: dict[str, torch.Tensor], part: Part) -> tuple[We
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of whole blocks: it takes the sides of blocks from the shapes, which is wrong where a block is cut."""
+    """Matrices have whole blocks: transformers takes the sides of blocks from the shapes, which is wrong where a block
+    is cut."""
     tensors, meant = fp8("a.weight", 256, 384, seed=5)
     theirs = Fp8Dequantize(None)._dequantize_one(tensors["a.weight"], tensors["a.weight_scale_inv"], dtype)
     kept, plain = load(tmp_path, tensors, Part("a.weight", 256, 384))
@@ -53,7 +54,8 @@ SCALARS = {"no dimension": (), "one": (1,), "two": (1, 1)}
 @pytest.mark.parametrize("suffix", [".weight_scale_inv", ".weight_scale", ".qscale_weight"])
 @pytest.mark.parametrize("shape", SCALARS.values(), ids=SCALARS)
 def test_fp8_with_one_scale_for_a_matrix(shape: tuple[int, ...], suffix: str, tmp_path: Path) -> None:
-    """As Mistral publishes it in both layouts, and compressed-tensors stores it; on any rank's share of it."""
+    """Weights are stored as Mistral publishes them in both layouts, and as compressed-tensors does; on any rank's
+    share."""
     number, scale = stored(torch.randn(320, 384, generator=torch.Generator().manual_seed(3)))
     tensors = {"a.weight": number, f"a{suffix}": scale.view(shape)}
     meant = number.float() * scale

@@ -111,7 +111,7 @@ EVERY = enumerate(product(WIDTHS, QUANTIZED, (torch.float32, torch.bfloat16), (1
 def test_every_tensor_is_that_of_the_plain_twin(
     widths: str, kind: str, names: str, dtype: torch.dtype, ranks: int, tmp_path: Path
 ) -> None:
-    """For every rank, bit for bit. The twin is held against transformers elsewhere."""
+    """Tensors are equal for every rank, bit for bit. The twin is held against transformers elsewhere."""
     overrides = WIDTHS[widths]
     if names == INT4_NAMES:  # then the shared experts are shared among ranks as one network, here as units of one
         overrides = overrides | {"n_shared_experts": 1}
@@ -139,8 +139,8 @@ def test_every_tensor_is_that_of_the_plain_twin(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", SPARSE)
 def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: int, tmp_path: Path) -> None:
-    """Their rows change places within a block of FP8, and every rank has all of an indexer. Its keys are computed in
-    one product with its weights."""
+    """Rows of indexers change places within a block of FP8, and every rank has all of an indexer. Its keys are computed
+    in one product with its weights."""
     quantized, twin = checkpoints(tmp_path, "fp8", FP8_NAMES, kind, **INDEXER, **SPARSE[kind])
     for rank in range(ranks):
         group = Group(Mesh.of(rank, ranks))
@@ -159,7 +159,7 @@ def test_indexers_are_published_in_fp8_but_for_their_weights(kind: str, ranks: i
 
 
 def _shared_apart(name: str, twin: dict[str, Any]) -> Any:
-    """What the twin, which has the units of the shared experts behind the routed ones, has in that place."""
+    """Return what the twin, which has the units of the shared experts behind the routed ones, has in that place."""
     layer, _, own = name.partition(".feed_forward.")
     gate_up, down = (twin.get(f"{layer}.feed_forward.mixture.{which}") for which in ("gate_up_XFE", "down_XEI"))
     if own == "mixture.gate_up_XFE":
@@ -175,7 +175,7 @@ def _shared_apart(name: str, twin: dict[str, Any]) -> Any:
 
 
 def test_norms_and_other_vectors_may_not_be_quantized(tmp_path: Path) -> None:
-    """They have no blocks, so nobody can say what such numbers mean."""
+    """Vectors have no blocks, so nobody can say what such numbers mean."""
     folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.self_attn.q_a_layernorm.weight"
@@ -199,7 +199,7 @@ def test_all_matrices_may_be_quantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_the_draft_layer_s_own_embedding_and_head_may_be_stored_in_any_way(form: str, tmp_path: Path) -> None:
-    """Beside a model that stores its own otherwise. What they take is asked for before anything is loaded."""
+    """The model beside it stores its own otherwise. What they take is asked for before anything is loaded."""
     folder, _ = checkpoints(tmp_path, "fp8", FP8_NAMES)
     tensors = load_file(folder / "model.safetensors")
     _, before = load(folder, Group(), torch.float32)
@@ -221,7 +221,7 @@ def test_the_draft_layer_s_own_embedding_and_head_may_be_stored_in_any_way(form:
 
 
 def test_quantized_copies_are_left_on_the_disk(tmp_path: Path) -> None:
-    """Where numbers and scales are the model's; where only a scale is another one they are not."""
+    """Copies have the model's numbers and scales; where only a scale is another one they are not left."""
     folder, _ = checkpoints(tmp_path, "fp8", r"\.weight$", **WIDTHS["whole blocks"])
     tensors = load_file(folder / "model.safetensors")
     for name, repeated in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):

@@ -57,7 +57,7 @@ def test_strided_parts_and_other_dtypes(uploader: Uploader, device: torch.device
 
 
 def test_what_is_computed_of_uploads(uploader: Uploader, device: torch.device) -> None:
-    """More than a buffer holds, many at once, into memory of another dtype."""
+    """Uploads are more than a buffer holds, many at once, into memory of another dtype."""
     sources = [(torch.randn(n, 9).to(torch.float8_e4m3fn), torch.rand(n, 1)) for n in range(1, 100)]
     into = [torch.full(data.shape, torch.nan, dtype=torch.bfloat16, device=device) for data, _ in sources]
     for pair, place in zip(sources, into, strict=True):

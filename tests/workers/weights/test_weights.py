@@ -86,7 +86,8 @@ def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_a_router_is_kept_as_it_is_stored(stored: torch.dtype, tmp_path: Path) -> None:
-    """In the model's dtype that halves its bytes and its products' time; in another one it may not be rounded."""
+    """A router in the model's dtype has half the bytes and half the time of its products; in another one it may not be
+    rounded."""
 
     def narrow(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:

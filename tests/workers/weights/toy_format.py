@@ -45,7 +45,7 @@ def spread(data: Tensor, scales: Tensor, begin: int = 0) -> Tensor:
 
 
 class Int8Groups(Format):
-    """How it is stored. Without more its matrices are dequantized as they are loaded."""
+    """INT8 in groups of 64. Without more its matrices are dequantized as they are loaded."""
 
     name = "INT8 in groups of 64"
     method = "compressed-tensors"
@@ -75,7 +75,7 @@ class Int8Groups(Format):
 
 @dataclass(frozen=True)
 class Int8Scaled:
-    """Such a matrix, for products on a CPU."""
+    """INT8 matrix for products on a CPU."""
 
     data: Tensor
     scales: Tensor
@@ -96,7 +96,7 @@ class Int8Scaled:
 
 
 class KeptInt8Groups(Int8Groups):
-    """How a rank keeps it as it is stored, besides."""
+    """INT8 in groups of 64 that a rank keeps as it is stored."""
 
     def kept(self, stacks: Sequence[Sequence[Part]], mesh: Mesh) -> Kept:
         for part in (part for parts in stacks for part in parts):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _LAYER: Final = "midlayer."
 _OTHER_LAYER: Final = "layers.0."
-"""What others call it."""
+"""Name of the layer in other checkpoints."""
 _IGNORED: Final = (r"^t2d$", r"^d2t$", r"rotary_emb\.inv_freq$", r"^embed_tokens\.weight$")
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What a draft model's config.json says."""
+    """Values of a draft model's config.json."""
 
     folder: Path
     intermediate: int
@@ -44,7 +44,7 @@ class Eagle3Config:
     heads: int
     key_heads: int
     features: int
-    """Of a head; of grouped-query attention, as are the key heads."""
+    """Features of a head. With grouped-query attention only, like the key heads."""
     latent: ModelConfig | None
     """Sizes of latent attention, where it has that."""
 
@@ -126,7 +126,7 @@ def load_eagle3(
     fp8_cache: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Eagle3:
-    """This rank's share of a draft model for `model`, on its device and in its dtype. Collective. Raises as
+    """Load this rank's share of a draft model for `model`, on its device and in its dtype. Collective. Raises as
     `load_model` does."""
     from workers.weights.checkpoint import Checkpoint
     from workers.weights.loading_progress import LoadingProgress
@@ -165,7 +165,7 @@ def _counted(config: Eagle3Config, model: Model, checkpoint: Checkpoint, *, fp8_
 
 
 def _stored(checkpoint: Checkpoint) -> Callable[[str], str]:
-    """What these files call a tensor."""
+    """Return the function that maps a tensor's name to its name in these files."""
     layer = _LAYER if checkpoint.has_any(_LAYER) else _OTHER_LAYER
     return lambda name: name.replace(_LAYER, layer, 1)
 

@@ -115,7 +115,7 @@ class Eagle3(Drafter):
                 hidden_RE = next_RE
 
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Of the token behind what `catch_up` gave, by the model's ids, fp32 [N, V]."""
+        """Compute the logits of the tokens after those that `catch_up` got, by the model's ids, fp32 [N, V]."""
         scratch = scratch or Scratch(hidden_NE.device)
         rows, share = hidden_NE.shape[0], self.head_DE.shape[0]
         out_NV = scratch.empty(rows, self.model.config.vocab_size, dtype=torch.float32)

@@ -12,7 +12,7 @@ GROUPED: Final[dict[str, AxisName]] = {
     "intermediate_size": "experts",
 }
 LATENT: Final[dict[str, AxisName]] = {"num_attention_heads": "heads", "intermediate_size": "experts"}
-"""What ranks divide among themselves, of the layer's two layouts, and along which axis."""
+"""Counts of a layer with latent attention that the ranks divide among themselves, with the mesh axis of each."""
 
 
 def flattened(draft: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def aux_hidden_state_layers_of(draft: dict[str, Any], layers: int) -> tuple[int,
 
 
 def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh) -> list[str]:
-    """Why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size and num_hidden_layers."""
+    """Return why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size and
+    num_hidden_layers."""
     draft, found = flattened(draft), []
     for name in ("hidden_size", "vocab_size"):
         if draft.get(name) != target.get(name):

@@ -78,7 +78,8 @@ class ChunkRows(Geometry):
 
     @staticmethod
     def largest(tokens: int, rows: int, pages: int, heads: int, device: torch.device) -> list[ChunkRows]:
-        """Some of which one needs as much memory as any of so many tokens, chunks and pages. Nothing attends by them.
+        """Return instances of which one needs as much memory as any with this number of tokens, chunks and pages.
+        Nothing attends by them.
 
         The more pieces of context, the fewer rows at once: most memory is at a power of two of them, or at the end.
         """
@@ -122,9 +123,9 @@ class AbsorbedChunks(Backend):
     q_THD: Tensor
     q_UHD: Tensor
     parts: tuple[DecodeRows, ...]
-    """One after the other, in the same memory."""
+    """Parts, computed one after the other in the same memory."""
     workspace: Tensor
-    """Of the plan of the part whose turn it is."""
+    """Memory of the plan of the part that is being computed."""
     out_UHV: Tensor
     out_THV: Tensor
 
@@ -132,7 +133,8 @@ class AbsorbedChunks(Backend):
     def of(
         heads: Heads, q_THD: Tensor, out_THV: Tensor, chunks: ChunkRows, first: int, scratch: Scratch
     ) -> AbsorbedChunks:
-        """Of the prefill rows' tokens alone: their roped queries, and where their output goes."""
+        """Make the backend of the prefill rows' tokens alone, with their roped queries and the place for their
+        output."""
         queries = chunks.token_U.shape[0]
         q_UHD = scratch.empty(queries, *q_THD.shape[1:], dtype=q_THD.dtype)
         out_UHV = scratch.empty(queries, *out_THV.shape[1:], dtype=out_THV.dtype)

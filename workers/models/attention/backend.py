@@ -1,4 +1,4 @@
-"""What stands between the two token-wise sides of a layer's attention.
+"""The interface between a layer's attention and the token-wise work before and after it.
 
 Shape legend: H heads of this rank, F = N + V features that a latent expands to (N non-rope features of a key, V value
 features), L latent features, C cached features, P pages, K = 64 entries per page, S latents.
@@ -16,7 +16,7 @@ from kernels.linear import linear
 
 @dataclass(frozen=True)
 class Heads:
-    """This rank's heads of one layer: their sizes, and the weights that lead from latents to keys and values."""
+    """Heads of one layer on this rank: their sizes, and the weights that lead from latents to keys and values."""
 
     count: int
     nope: int
@@ -27,7 +27,7 @@ class Heads:
     scale: float
     """Factor on attention scores."""
     up_HFL: Tensor
-    """Of every head the rows of W_UK, then those of W_UV."""
+    """For every head, the rows of W_UK, then those of W_UV."""
     norm_L: Tensor
     """Weights of the latent's norm."""
     invariant: bool
@@ -50,17 +50,17 @@ class Heads:
         linear(latent_SL, self.up_HFL.flatten(0, 1), kv_SF)
 
     def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
-        """What `Backend.attend` reads or writes of a layer alone."""
+        """Return the tensors that only this layer's `Backend.attend` reads or writes."""
         return cache_PKC, self.up_HFL, self.norm_L
 
 
 class Geometry:
-    """Where the prefill rows of a pass lie, for all layers: a class for each way in which they attend."""
+    """Positions of a pass's prefill rows, for all layers. There is a class for each way in which they attend."""
 
 
 class Backend(ABC):
-    """How some rows of a pass attend: views of their tokens, and memory. Made once per pass, for all layers of one
-    shape."""
+    """Attention of some rows of a pass: views of their tokens, and memory. It is made once per pass, for all layers of
+    one shape."""
 
     @abstractmethod
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:

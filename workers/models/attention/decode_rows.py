@@ -27,7 +27,7 @@ from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import DecodeBatch
 
 LATENT_NORM_EPS: Final = 1e-6
-"""Of the norms inside attention; the published models do not take it from rms_norm_eps."""
+"""Epsilon of the norms inside attention; the published models do not take it from rms_norm_eps."""
 MOST_MERGED: Final = 16
 """Most query vectors, a token's on this rank each, whose pieces are merged and multiplied by W_UV in one launch:
 `merge_up` merges them anew for every 16 of a head's output features, which pays while they are few."""
@@ -49,8 +49,8 @@ def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Ca
 
 @dataclass(frozen=True)
 class Entering:
-    """What attention reads where queries and latents come to it neither roped nor normed, nor are in the cache; both
-    may be parts of sums, [T, P, H, D] and [T, P, C]."""
+    """Input of attention that ropes, norms and caches by itself. The queries and latents are neither roped nor normed,
+    nor in the cache; both may be partial sums, [T, P, H, D] and [T, P, C]."""
 
     q_THD: Tensor
     kv_TC: Tensor
@@ -69,7 +69,7 @@ class DecodeMemory:
 
     @staticmethod
     def of(heads: Heads, rows: int, width: int, scratch: Scratch) -> DecodeMemory:
-        """For so many rows."""
+        """Take memory for `rows` rows from `scratch`."""
         shape, dtype = (rows, width, heads.count), heads.norm_L.dtype
         return DecodeMemory(
             scratch.empty(*shape, heads.latent + heads.rope, dtype=dtype),

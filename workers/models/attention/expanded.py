@@ -50,12 +50,12 @@ class ContextPiece:
     """int32 [rows + 1]: where each row's entries begin among those of all."""
     max_k: int
     entries: int
-    """Of all rows together."""
+    """Entries of all rows together."""
 
 
 @dataclass(frozen=True)
 class PrefillKeys:
-    """One set of keys and values of the prefill rows, and where attention over these alone goes."""
+    """Keys and values of the prefill rows, and where attention over these alone goes."""
 
     key_SHN: Tensor
     key_SO: Tensor
@@ -63,9 +63,9 @@ class PrefillKeys:
     cu_k_B1: Tensor
     max_k: int
     out_THV: Tensor
-    """Of context [Z, T, H, V]: of each of Z parts of its keys."""
+    """Output. For context [Z, T, H, V]: one for each of Z parts of its keys."""
     lse_TH: Tensor
-    """Of context [Z, T, H]."""
+    """Log-sum-exp of the scores. For context [Z, T, H]."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class RecalledContext:
 
     begin: int
     source_SC: Tensor
-    """Its latents and roped keys, row after row."""
+    """Latents and roped keys, row after row."""
     latent_XL: Tensor
     """The latents, and arbitrary ones behind them up to a multiple of `EXPANDED`."""
     kv_XF: Tensor
-    """What each expands to, all heads side by side."""
+    """Expansion of each latent, all heads side by side."""
     keys: PrefillKeys
 
 
@@ -114,7 +114,8 @@ class PrefillGeometry(Geometry):
 
     @staticmethod
     def largest(tokens: int, rows: int, device: torch.device) -> PrefillGeometry:
-        """One that needs as much memory as any of so many tokens and rows. Nothing can attend by it."""
+        """Return a geometry that needs as much memory as any with this number of tokens and rows. Nothing can attend by
+        it."""
         entries = max(CONTEXT_ENTRIES, rows * PAGE_TOKENS)
         cu_B1 = torch.zeros(2, dtype=torch.int32, device=device)
         return PrefillGeometry(cu_B1, tokens, cu_B1.view(1, 2), (ContextPiece(0, cu_B1, entries, entries),))
@@ -127,7 +128,7 @@ class ExpandedChunks(Backend):
     geometry: PrefillGeometry
     q_THD: Tensor
     own: PrefillKeys
-    """Of the chunk's own tokens; they are there when attention begins."""
+    """Keys of the chunk's own tokens; they are there when attention begins."""
     context: tuple[RecalledContext, ...]
     out_THV: Tensor
 
@@ -141,8 +142,8 @@ class ExpandedChunks(Backend):
         nope: int,
         scratch: Scratch,
     ) -> ExpandedChunks:
-        """Of the prefill rows' tokens alone: queries, latents with their roped keys, the other `nope` features of their
-        keys with their values, and where the output goes."""
+        """Make the backend of the prefill rows' tokens alone, from queries, latents with their roped keys, the other
+        `nope` features of their keys with their values, and the place for the output."""
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         # Partial results stay in fp32 until the last merge.
         sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
@@ -232,8 +233,8 @@ def _rounded(entries: int) -> int:
 
 
 def _ends(entries: Sequence[int]) -> list[int]:
-    """Where each piece ends in every row that has so many entries; the other rows end before. A piece is filled as
-    water fills a vessel: up to where a row ends, then further with those that are left."""
+    """Return the positions at which the pieces end, in every row with that many entries; the other rows end before. A
+    piece is filled as water fills a vessel: up to where a row ends, then further with those that are left."""
     rows = sorted(count for count in entries if count > 0)
     ends: list[int] = []
     end, ended = 0, 0

@@ -28,12 +28,12 @@ from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
 
 KEY_NORM_EPS: Final = 1e-6
-"""Of the norm of keys; the published models do not take it from rms_norm_eps."""
+"""Epsilon of the norm of keys; the published models do not take it from rms_norm_eps."""
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """What `Indexer.project` leaves: memory that all layers of a pass may share."""
+    """Output of `Indexer.project`: memory that all layers of a pass may share."""
 
     q_TJI: Tensor
     """Roped; codes where the cache has INT8 entries."""
@@ -53,16 +53,16 @@ class Indexed:
         )
 
     def keys_alone(self) -> Indexed:
-        """With no heads: nothing is scored."""
+        """Return a view with no heads: nothing is scored."""
         return Indexed(self.q_TJI[:, :0], self.key_TI, self.weight_TJ[:, :0])
 
     def of(self, own: slice) -> Indexed:
-        """Of some tokens alone."""
+        """Return the views of some tokens alone."""
         return Indexed(self.q_TJI[own], self.key_TI[own], self.weight_TJ[own])
 
 
 class Indexer:
-    """One layer's; `project` is token-wise."""
+    """Indexer of one layer; `project` is token-wise."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Indexer:
             norms = [norm_I[order_I] for norm_I in norms]
         self.norm_I, self.bias_I = norms
         self.scale = (heads * features) ** -0.5
-        """Of the scores of heads (1 / sqrt(I)), and of their sum (1 / sqrt(J))."""
+        """Factor of the scores of heads (1 / sqrt(I)) and of their sum (1 / sqrt(J))."""
         self.cache: CacheSpec = index_spec(features, source.dtype, int8=int8)
-        """What it keeps of every token."""
+        """Spec of the index cache."""
 
     def project(self, ops: LayerOps[N], x: N, latent: N, rotation_TO: Tensor, out: Indexed, scratch: Scratch) -> None:
         """Token-wise: of the layer's input `x` and the query's `latent`, both normed, to what is scored; of an `out`

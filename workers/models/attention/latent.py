@@ -39,7 +39,7 @@ from workers.weights.source import WeightSource
 
 @dataclass(frozen=True)
 class MlaInputs:
-    """What `project` leaves for attention: memory that all layers of a pass may share."""
+    """Output of `project` for attention: memory that all layers of a pass may share."""
 
     down_TF: Tensor
     """Output of the first product, or parts of it, [T, P, F] in fp32; in models without a query latent its first
@@ -47,14 +47,16 @@ class MlaInputs:
     q_THD: Tensor
     """Parts, [T, P, H, D], where `down_TF` is."""
     latent_TC: Tensor | None
-    """None in passes of decode rows alone, whose attention rotates and writes the cache itself: see `Entering`."""
+    """Latents of the tokens. None in passes of decode rows alone, whose attention rotates and writes the cache itself:
+    see `Entering`."""
     kv_THF: Tensor | None = None
     """Keys without their roped part, and values, of prefill rows; None where no row attends to such."""
     indexed: Indexed | None = None
-    """What an indexer scores with, where attention is sparse."""
+    """Input of an indexer's scores, where attention is sparse."""
 
     def unscored(self, *, keys: bool) -> MlaInputs:
-        """For a pass in which nothing is scored; with `keys` the index keys of its tokens are made all the same."""
+        """Return the inputs of a pass in which nothing is scored; with `keys` the index keys of its tokens are made all
+        the same."""
         indexed = self.indexed.keys_alone() if keys and self.indexed is not None else None
         return replace(self, indexed=indexed)
 
@@ -99,7 +101,7 @@ class LatentAttention:
             )
         self.down_FE = source.matrix(query, down)
         self.query_scale = partial(query_scale, config.query_scaling)
-        """What the queries at some positions are multiplied by: whoever runs `project` hands it these factors."""
+        """Computes the factors of the queries at some positions. Whoever runs `project` hands them to it."""
 
         norm_L = source.load(f"{prefix}kv_a_layernorm.weight", latent)
         # Its heads are taken apart, and its keys' half is used transposed: no stored format can be multiplied so.
@@ -119,7 +121,7 @@ class LatentAttention:
             fp8_cache=fp8_cache,
         )
         self.cache: CacheSpec = latent_spec(latent, config.qk_rope_head_dim, source.dtype, fp8=fp8_cache)
-        """What it keeps of every token's latent."""
+        """Spec of the latent cache."""
         self.expands = not invariant
         """Whether prefill rows attend to keys and values that are expanded from latents."""
         self.out_EF = source.matrix(
@@ -128,7 +130,7 @@ class LatentAttention:
 
     @property
     def caches(self) -> Sequence[CacheSpec]:
-        """All that it keeps of every token, that of latents first."""
+        """Cache specs of the layer, that of latents first."""
         return (self.cache,)
 
     @property
@@ -146,13 +148,15 @@ class LatentAttention:
         return replace(batch, decode=planned)
 
     def geometry(self, batch: Batch) -> Geometry | None:
-        """Where the prefill rows lie, for all layers; in invariant mode they are computed as decode rows are."""
+        """Return the positions of the prefill rows, for all layers. In invariant mode they are computed as decode rows
+        are."""
         if self.heads.invariant:
             return ChunkRows.of(batch, self.heads.count)
         return PrefillGeometry.of(batch)
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
-        """Some of so many tokens, rows and pages per row, of which one needs as much memory as any."""
+        """Return geometries of this number of tokens, rows and pages per row, of which one needs as much memory as
+        any."""
         if self.heads.invariant:
             return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
@@ -231,8 +235,8 @@ class LatentAttention:
         rotation_PO: Tensor,
         scratch: Scratch,
     ) -> list[Backend]:
-        """How the rows of a pass attend, one backend per kind of rows, for this layer and all that are shaped like it:
-        views, and memory that they write before they read.
+        """Make the backends of a pass, one per kind of rows, for this layer and all that have its shape: views, and
+        memory that they write before they read.
 
         `batch` is planned. Decode rows come first, then prefill rows; tokens past the layout's are padding, and neither
         read nor written. `rotation_PO`: see `rotation_table`.
@@ -261,7 +265,7 @@ class LatentAttention:
         return found
 
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
-        """What `attend` reads or writes of this layer alone; all else is in the backends."""
+        """Return the tensors that only this layer's `attend` reads or writes; all others are in the backends."""
         return self.heads.tensors(caches[0])
 
     def attend(self, backends: Sequence[Backend], *caches: Tensor) -> None:

@@ -43,7 +43,8 @@ class SparseAttention(LatentAttention):
     """One layer's. A layer without an indexer attends to what was selected in the last layer before it that has one."""
 
     short_chunks = range(1, 17)
-    """How many tokens of a chunk share what is read is compiled in, and into how many parts their entries are dealt."""
+    """Lengths of chunks for which sparse attention has kernels of their own. The number of a chunk's tokens that share
+    what is read is compiled in, and so is the number of parts into which their entries are divided."""
     rotates = True
 
     def __init__(

@@ -45,7 +45,8 @@ as wide as they were."""
 
 
 def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
-    """What each token of `batch` sees, and room for what it will attend to, in memory of `scratch`."""
+    """Compute the number of entries that each token of `batch` may attend to, and take room for its selection from
+    `scratch`."""
     layout = batch.layout
     split, end = layout.decode_tokens, layout.tokens
     row_T = scratch.empty(end, dtype=torch.int32)
@@ -80,7 +81,8 @@ def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
 
 
 def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce:
-    """Of so many tokens with so many scores each. `width`: of decode rows, else 0."""
+    """Return the numbers of tokens that are scored and attend at once, of `tokens` tokens with `scores` scores each.
+    `width` is that of decode rows, or 0 for prefill rows."""
     # Tokens of a row share what is read to score them.
     row = width or 1
     return AtOnce(
@@ -123,7 +125,7 @@ class SparseGeometry(Geometry):
 
     page_NP: Tensor
     widening: Widening | None
-    """Of those rows whose context is widened; None where all attend to the cache."""
+    """Rows whose context is widened; None where all attend to the cache."""
     largest: bool = False
     """Whether it stands for all others: then memory is taken for whichever needs most."""
 
@@ -133,26 +135,26 @@ class SparseRows(Backend):
     """The decode rows of a pass, or its prefill rows."""
 
     selection: Selection
-    """Of these rows' tokens."""
+    """Selection of these rows' tokens."""
     indexed: Indexed | None
-    """None where the selection is given."""
+    """Queries, keys and weights of the indexer; None where the selection is given."""
     cache_slot_T: Tensor
     page_RP: Tensor
     stretches: Sequence[Stretch]
-    """All tokens."""
+    """Stretches, which together have all tokens."""
     widened: WidenedContext | None
     first: int
     """See `Batch`."""
     score_TN: Tensor
-    """Of as many tokens as are scored at once."""
+    """Scores of as many tokens as are scored at once."""
     width: int
     """Tokens of a row, if all rows have as many, else 0."""
     q_THD: Tensor
     """Roped, unless they are `entering`."""
     entering: Entering | None
-    """Of all tokens."""
+    """Queries and latents of all tokens that are not in the cache yet; None where they are."""
     memory: DecodeMemory
-    """Of rows of one token, as many as attend at once; all, if they are `entering`."""
+    """Memory of rows of one token: as many as attend at once, or all of them if `entering` is there."""
     out_THV: Tensor
     workspaces: Workspaces
 
@@ -172,7 +174,7 @@ class SparseRows(Backend):
         width: int,
         widening: Widening | None = None,
     ) -> SparseRows:
-        """Of these rows' tokens alone, but for what is `entering`."""
+        """Make the backend of these rows' tokens alone; `entering` has all tokens."""
         tokens, scores = q_THD.shape[0], page_RP.shape[1] * PAGE_TOKENS
         at_once, top_k = tokens_at_once(heads, tokens, width, scores), selection.selected_TS.shape[1]
         if selection.given:
@@ -224,7 +226,7 @@ class SparseRows(Backend):
         write_index_keys(self.indexed.key_TI, self.cache_slot_T, index_PKI, dependent=self.dependent)
 
     def select(self, index_PKI: Tensor, *, invariant: bool) -> None:
-        """Which positions each token attends to; the keys of all rows must have been written."""
+        """Select the positions that each token attends to; the keys of all rows must have been written."""
         where, indexed, step = self.selection, self.indexed, self.score_TN.shape[0]
         dependent = self.dependent
         assert indexed is not None
@@ -288,7 +290,7 @@ class SparseRows(Backend):
         refuse_out_of_bounds(where.fault_1)
 
     def _turns(self, cache_PKC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Which tokens attend at once, to which cache, by which page tables."""
+        """Yield the tokens that attend at once, with their cache and page tables."""
         step, begin = self.memory.lse_RWH.shape[0], 0
         for stretch in self.stretches:
             context = cache_PKC, self.page_RP

@@ -1,4 +1,4 @@
-"""What kernels of sparse attention work in on a GPU, by how many tokens take a turn.
+"""Workspaces of the kernels of sparse attention on a GPU, by the number of tokens in a turn.
 
 Few tokens are dealt out to many programs, which leave pieces. So fewer tokens may need more memory than many.
 """
@@ -20,14 +20,14 @@ from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.backend import Heads
 
 MULTIPROCESSORS: Final = 132
-"""Where there is no GPU to ask: of an H200."""
+"""Multiprocessors where there is no GPU to ask: those of an H200."""
 GROWING_FROM: Final = 1024
 """Tokens from which on memory grows with their number."""
 
 
 @dataclass(frozen=True)
 class Workspaces:
-    """What kernels of a GPU work in, by how many tokens take a turn."""
+    """Workspaces of kernels on a GPU, by the number of tokens in a turn."""
 
     select: dict[int, SelectWorkspace]
     attend: dict[int, SparseWorkspace | InvariantWorkspace]
@@ -42,8 +42,9 @@ class Workspaces:
         device: torch.device,
         empty: Callable[..., Tensor],
     ) -> Workspaces:
-        """For turns of so many tokens, with so many scores and selected positions each; on a CPU there are none.
-        `empty(*shape, dtype=)` gives uninitialised memory. Turns of attention follow one another, and so share it."""
+        """Allocate workspaces for turns of these numbers of tokens, with so many scores and selected positions each; on
+        a CPU there are none. `empty(*shape, dtype=)` gives uninitialised memory. Turns of attention follow one another,
+        and so share it."""
         if not works_in_memory(heads, device):
             return Workspaces({}, {})
         select = {size: _for_selection(size, scores, top_k, device, empty) for size in sorted(selection_turns)}
@@ -63,14 +64,14 @@ def works_in_memory(heads: Heads, device: torch.device) -> bool:
 def _for_selection(
     tokens: int, scores: int, top_k: int, device: torch.device, empty: Callable[..., Tensor]
 ) -> SelectWorkspace:
-    """Of a turn of so many tokens."""
+    """Allocate the selection's workspace for a turn of this number of tokens."""
     return SelectWorkspace.allocate(tokens, scores, empty, selected=top_k, hopper=is_hopper(device))
 
 
 def _for_attention(
     heads: Heads, tokens: int, top_k: int, device: torch.device, empty: Callable[..., Tensor]
 ) -> SparseWorkspace | InvariantWorkspace:
-    """Of a turn of so many tokens."""
+    """Allocate attention's workspace for a turn of this number of tokens."""
     dtype, shape = heads.norm_L.dtype, (tokens, heads.count, heads.latent)
     if heads.invariant and device.type == "cuda":
         like_PKC = latent_spec(heads.latent, heads.rope, dtype, fp8=heads.fp8_cache).allocate(0, device)
@@ -87,7 +88,7 @@ class _Counted:
 
     def __init__(self) -> None:
         self.bytes = 0
-        """Of a `Scratch`."""
+        """Bytes taken of a `Scratch`."""
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Nothing."""
@@ -97,7 +98,7 @@ class _Counted:
 
 @dataclass(frozen=True)
 class AtOnce:
-    """How many of some tokens take a turn."""
+    """Numbers of tokens that are processed in one turn, of some tokens."""
 
     tokens: int
     scored: int
@@ -114,7 +115,7 @@ class AtOnce:
 
 
 def bytes_for_selection(heads: Heads, turns: Iterable[int], scores: int, top_k: int, device: torch.device) -> list[int]:
-    """What the workspace of each turn of so many tokens takes of a `Scratch`."""
+    """Return the bytes that the selection's workspace for each turn takes of a `Scratch`. `turns`: tokens of each."""
     if not works_in_memory(heads, device):
         return [0]
     found = []
@@ -126,7 +127,7 @@ def bytes_for_selection(heads: Heads, turns: Iterable[int], scores: int, top_k: 
 
 
 def bytes_for_attention(heads: Heads, turns: Iterable[int], top_k: int, device: torch.device) -> int:
-    """What the workspaces of all turns of so many tokens take of a `Scratch`."""
+    """Return the bytes that attention's workspaces for all turns take of a `Scratch`. `turns`: tokens of each."""
     most = 0
     for size in turns if works_in_memory(heads, device) else ():
         counted = _Counted()
@@ -136,7 +137,8 @@ def bytes_for_attention(heads: Heads, turns: Iterable[int], top_k: int, device: 
 
 
 def most_for_selection(heads: Heads, tokens: int, scores: int, top_k: int, device: torch.device) -> int:
-    """What the workspace of a turn of up to so many tokens takes, with up to so many scores each."""
+    """Return the most bytes that the selection's workspace takes for a turn of up to `tokens` tokens, with up to
+    `scores` scores each."""
     # Most blocks of scores are there just below a power of two, where the blocks are about to become larger.
     powers = [(1 << power) - PAGE_TOKENS for power in range(PAGE_TOKENS.bit_length(), scores.bit_length())]
     sizes = _up_to(tokens)
@@ -144,7 +146,7 @@ def most_for_selection(heads: Heads, tokens: int, scores: int, top_k: int, devic
 
 
 def most_for_attention(heads: Heads, tokens: int, top_k: int, device: torch.device) -> int:
-    """What the workspaces of turns of up to so many tokens take."""
+    """Return the most bytes that attention's workspaces take for turns of up to `tokens` tokens."""
     return bytes_for_attention(heads, _up_to(tokens), top_k, device)
 
 
@@ -153,7 +155,7 @@ def _up_to(most: int) -> set[int]:
 
 
 def _turns(tokens: int, at_once: int) -> set[int]:
-    """How many tokens take a turn, of so many."""
+    """Return the sizes of the turns in which `tokens` tokens are processed, `at_once` in each."""
     if not at_once:
         return set()
     return {size for size in (min(tokens, at_once), tokens % at_once) if size}

@@ -56,7 +56,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Widening:
-    """Which prefill rows of a pass are widened, and where to."""
+    """Prefill rows of a pass whose context is widened, and the place of what is widened."""
 
     cu_B1: Tensor
     """int32: where each row's entries begin among those that are widened; whole pages, none of the other rows."""
@@ -65,11 +65,11 @@ class Widening:
     pages: int
     """W."""
     stretches: tuple[Stretch, ...]
-    """All tokens of the rows, in their order."""
+    """Stretches of the rows' tokens, in their order."""
 
     @staticmethod
     def of(prefill: PrefillBatch) -> Widening | None:
-        """Of these rows, or None where no context is widened."""
+        """Choose the rows whose context is widened; None if there are none."""
         lengths = [start + count for start, count in zip(prefill.start, prefill.count, strict=True)]
         chosen = _chosen(prefill.count, lengths)
         if not any(chosen):
@@ -93,7 +93,7 @@ class Widening:
 
 
 def _chosen(counts: Sequence[int], lengths: Sequence[int]) -> list[bool]:
-    """Which rows are widened, of so many tokens in this pass and so many entries behind it: the longest chunks first,
+    """Choose the rows to widen, by their tokens in this pass and their entries after it: the longest chunks first,
     while there is room."""
     chosen, left = [False] * len(counts), WIDENED // PAGE_TOKENS
     for row in sorted(range(len(counts)), key=lambda row: -counts[row]):
@@ -129,7 +129,7 @@ class WidenedContext:
         )
 
     def fill(self, heads: Heads, cache_PKC: Tensor, page_NP: Tensor) -> None:
-        """With the context that a layer's cache holds of the rows with these page tables."""
+        """Fill it with the context that a layer's cache holds of the rows with these page tables."""
         # The gather follows whatever a table holds. Of pages that are not there nothing may be read, and attention,
         # which counts them, must find them absent.
         torch.clamp(page_NP, 0, cache_PKC.shape[0] - 1, out=self.source_NP)

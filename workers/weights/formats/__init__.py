@@ -1,4 +1,4 @@
-"""How matrices of weights are stored: a file for each format, and the registry of those that a checkpoint may have.
+"""Storage formats of weight matrices: a file for each format, and the registry of those that a checkpoint may have.
 
 Nothing here imports torch but inside of methods: reading a config.json must not.
 """

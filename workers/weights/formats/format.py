@@ -1,4 +1,4 @@
-"""What a format of weights is.
+"""The interface of a format of weights.
 
 Shape legend: X experts, N output features (rows), K input features (columns).
 """
@@ -32,7 +32,7 @@ class Kept:
     block: Block = None
     """Blocks that no share of a rank and no seam between matrices begins inside of."""
     note: str = ""
-    """Why they cannot, so that they are dequantized as they are loaded."""
+    """Reason why they cannot, so that they are dequantized as they are loaded."""
 
 
 class Files(Protocol):
@@ -54,11 +54,12 @@ class StoredPart:
     columns: slice
 
     def of_rows(self, begin: int, end: int) -> StoredPart:
-        """Some of its rows, counted from its first."""
+        """Return some of its rows, counted from its first."""
         return replace(self, rows=slice(self.rows.start + begin, self.rows.start + end))
 
     def scales(self, suffix: str, index: tuple[slice, slice]) -> Tensor:
-        """Some of the scales in the tensor with this end of its name. `WeightsError` for what is no finite number."""
+        """Read some of the scales in the tensor with this end of its name. `WeightsError` for what is no finite
+        number."""
         from workers.weights.checkpoint import WeightsError
 
         scales = self.files.read(self.name + suffix, index)
@@ -70,29 +71,30 @@ class StoredPart:
 
 
 class Format(ABC):
-    """How the numbers of a matrix are stored: by whom, in which tensors, and what they stand for.
+    """Storage format of a matrix: who stores it so, in which tensors, and the numbers that these stand for.
 
     A format needs the abstract methods. Its matrices are then dequantized as they are loaded. One that has kernels says
     in `kept` and in those behind it how a rank keeps them as they are stored.
     """
 
     name: ClassVar[str]
-    """What people call it."""
+    """Name for people."""
 
     # The config.json of a checkpoint.
     method: ClassVar[str] = ""
     """`quant_method` of its quantization_config."""
     published: ClassVar[str] = ""
-    """What of this method is supported, for an error message."""
+    """Part of this method that is supported, for an error message."""
 
     def difference(self, given: Mapping[str, Any]) -> str:
-        """What in a quantization_config of this method says that the checkpoint is stored otherwise; "" if nothing."""
+        """Return what in a quantization_config of this method says that the checkpoint is stored otherwise; "" if
+        nothing does."""
         return ""
 
     # The files of a checkpoint.
     suffixes: ClassVar[Mapping[str, str]]
-    """What is added to a matrix's name, of all tensors that it consists of; safetensors' names of their usual dtypes.
-    """
+    """Suffixes of a matrix's name, for all tensors that it consists of, with safetensors' names of their usual
+    dtypes."""
 
     @abstractmethod
     def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:
@@ -142,7 +144,7 @@ class Format(ABC):
         raise NotImplementedError(self.name)
 
     def shape(self, data: Tensor) -> Shape:
-        """Of the matrix as it is multiplied, however it is stored: (N, K) or (X, N, K)."""
+        """Return the shape of the matrix as it is multiplied, however it is stored: (N, K) or (X, N, K)."""
         return tuple(data.shape)
 
     def scaled_rows(self, block: Block) -> int:
@@ -150,7 +152,7 @@ class Format(ABC):
         return 1
 
     def matrix(self, data: Tensor, scales: Tensor | None, block: Block) -> Matrix:
-        """As kernels take it that read every format."""
+        """Return the matrix in the form of kernels that read every format."""
         raise NotImplementedError(self.name)
 
     def dequantized(self, data: Tensor, scales: Tensor | None, block: Block) -> Tensor:

@@ -84,7 +84,7 @@ class Fp8Blocks(Format):
 
     @override
     def kept(self, stacks: Sequence[Sequence[Part]], mesh: Mesh) -> Kept:
-        """In blocks so small that no seam and no share of a rank begins inside of one."""
+        """Keep the matrix in blocks so small that no seam and no share of a rank begins inside of one."""
         from workers.weights.part import sharing
 
         rows = columns = BLOCK
@@ -131,7 +131,7 @@ class Fp8Blocks(Format):
 
     @override
     def scales(self, part: StoredPart, block: Block) -> Tensor:
-        """Those of blocks smaller than the published ones are repeated."""
+        """Return the scales of the part. Where blocks are smaller than the published ones, scales are repeated."""
         import torch
 
         assert block is not None
@@ -190,8 +190,8 @@ def _numbers(data: Tensor, scales: Tensor, row_N: Tensor, column_K: Tensor) -> T
 
 
 class Fp8CompressedTensors(Fp8Blocks):
-    """What compressed-tensors says of matrices that are stored in these blocks, or with one scale each. Their tensors
-    are shown under the names that DeepSeek has for them (`workers.weights.published`)."""
+    """Matrices that compressed-tensors stores in these blocks, or with one scale each. Their tensors are shown under
+    the names that DeepSeek has for them (`workers.weights.published`)."""
 
     method: ClassVar = "compressed-tensors"
     published: ClassVar = "FP8 (e4m3) so, as compressed-tensors stores it (float-quantized)"

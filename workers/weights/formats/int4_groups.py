@@ -35,7 +35,7 @@ MOST_WITH_INT4: Final = 8
 """Most tokens of the small-batch path in a model with INT4 experts: of 16 the general path is no slower
 (`bench/decode_step.py --shape k2-slice`)."""
 _PUBLISHED: Final = re.compile(r"\.experts\.\d+\.\w+_proj\.weight$")
-"""What Moonshot publishes: the routed experts."""
+"""Names of the matrices that Moonshot publishes in this format: the routed experts."""
 _NOTHING: Final[tuple[Any, ...]] = (None, {}, [])
 
 

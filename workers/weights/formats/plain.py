@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Plain(Format):
-    """In the dtype of the activations or, where nothing may be rounded, in fp32."""
+    """Plain numbers in the dtype of the activations or, where nothing may be rounded, in fp32."""
 
     name: ClassVar = "plain"
     suffixes: ClassVar = {"": "BF16"}

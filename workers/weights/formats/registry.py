@@ -11,17 +11,18 @@ from workers.weights.formats.int4_groups import INT4_GROUPS
 from workers.weights.formats.plain import PLAIN
 
 FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS]
-"""At most one of them says of a matrix that it is stored so."""
+"""Formats of checkpoints. At most one of them says of a matrix that it is stored so."""
 
 
 def stored_format(name: str, dtype_of: Callable[[str], str | None]) -> Format:
-    """How matrix `name` is stored in files whose tensors have these dtypes; None: there is no such tensor."""
+    """Return the format of matrix `name` in files whose tensors have these dtypes; None for a tensor that is not
+    there."""
     return next((format for format in FORMATS if format.stores(name, dtype_of)), PLAIN)
 
 
 def difference(given: Mapping[str, Any]) -> str:
-    """What in a quantization_config is not supported, as the first format of its method has it; "" where one of the
-    formats is what the checkpoint has."""
+    """Return what in a quantization_config is not supported, as the first format of its method has it; "" if one of the
+    formats is the checkpoint's."""
     method = given.get("quant_method")
     found = [format.difference(given) for format in FORMATS if format.method == method]
     if not found:
