@@ -168,12 +168,12 @@ class Rank:
         self.runner = runner(pages, context)
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
-        if memory is not None:
-            self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         if wants_graphs:
             self.runner.capture(progress)
         if config.selftest:
             self._prove(config, group, progress, on_selftest)
+        if memory is not None:  # now, as its threads would spoil a capture
+            self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
         kind = (bool(drafter.cache), drafter.reads_tokens) if drafter else (False, False)
         self.ready = Ready(

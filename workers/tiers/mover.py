@@ -16,6 +16,7 @@ Shape legend: P pages, B bytes of a page of one cache, N pages of one message, R
 from __future__ import annotations
 
 import logging
+import mmap
 import queue
 import threading
 import time
@@ -42,8 +43,8 @@ STAGING_BYTES: Final = 64 * 1024 * 1024
 """Of pages on their way to the host, and from it, each."""
 MOST_BATCH: Final = 64
 """Pages that are saved at once, however small."""
-PIECE_BYTES: Final = 1024**3
-"""Of host memory that is pinned at once."""
+PIECE_BYTES: Final = 256 * 1024 * 1024
+"""Of host memory that is pinned at once: launches may have to wait for it."""
 
 
 class MoveError(ValueError):
@@ -53,7 +54,9 @@ class MoveError(ValueError):
 def record_layout(specs: Sequence[CacheSpec]) -> tuple[int, ...]:
     """Where the page of each cache begins in a record, in bytes, and at last the bytes of a record."""
     sizes = [-(-spec.page_bytes // ALIGNMENT) * ALIGNMENT for spec in specs]
-    return tuple(accumulate(sizes, initial=0))
+    *begins, end = accumulate(sizes, initial=0)
+    # Pieces of whole records are pinned one by one, and no page of the system's may belong to two of them.
+    return (*begins, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def batch_of(record_bytes: int) -> int:
@@ -234,6 +237,7 @@ class PageMover:
         for piece in self._pieces():
             if self._pinned.ended.is_set():
                 return
+            piece.view(-1)[:: mmap.PAGESIZE].sum()  # the system finds the memory before the driver is kept by it
             try:
                 torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
             except RuntimeError as error:

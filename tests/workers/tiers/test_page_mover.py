@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def test_pages_and_slots_that_there_are_not_are_refused(moves: Moves) -> None:
 def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
     layout = record_layout(SPECS)
     assert all(begin % ALIGNMENT == 0 for begin in layout)
+    assert layout[-1] % mmap.PAGESIZE == 0
     assert all(after - begin >= spec.page_bytes for begin, after, spec in zip(layout, layout[1:], SPECS, strict=False))
     assert batch_of(10**12) == 1
     assert batch_of(1) > 1
