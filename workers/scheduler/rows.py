@@ -64,7 +64,7 @@ class Rows:
         part of its prompt for later has left no budget to admit anybody with.
 
         Where host memory has more of its prompt than the device, the head comes back loading: it lets others pass until
-        its pages are there (`loaded`).
+        its pages are there (`moved`).
 
         One page for each running row is left over, so that a newcomer is not preempted at once for their growth.
         """
