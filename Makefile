@@ -18,6 +18,8 @@ setup: $(READY)
 # Without a GPU the exact torch: asked for by a range it would bring gigabytes of CUDA packages where they are of no use.
 # With one, or where pip finds that torch with CUDA alone, which goes with another Triton, the torch that goes with ours.
 # The other packages by uv, which takes a tenth of pip's time; by pip where uv reaches no index that has them.
+# uv leaves modules uncompiled, and Ray ends a node whose agent takes more than half a minute to import what it needs: so
+# that is compiled here.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	cp constraints.txt $(VENV)
@@ -26,6 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	  sed -i '/^torch=/d' $(VENV)/constraints.txt && $(INSTALL) torch numpy triton; }
 	$(INSTALL) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python -c $(VENV)/constraints.txt -e '.[dev]' \
 	  || $(INSTALL) -e '.[dev]'
+	$(BIN)/python -m compileall -q $(foreach name,ray grpc aiohttp opentelemetry,$(VENV)/lib/python3*/site-packages/$(name)) || true
 	touch $(READY)
 
 serve: $(READY)
