@@ -7,7 +7,6 @@ watch: no Ray call is made per step or token.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -85,8 +84,10 @@ class SchedulerActor:
 
     def run(self) -> None:
         """Schedule until told to stop; raises the first cause."""
+        from workers.processes.scheduler_process import collect_young_garbage_alone
+
         assert self._process is not None, "bind comes first"
-        gc.freeze()  # all that was imported stays: no step is to wait while it is searched for garbage
+        collect_young_garbage_alone()
         self._process.run()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import multiprocessing
 import os
@@ -32,8 +31,6 @@ logger = logging.getLogger("latentserve.launch")
 
 SHUTDOWN_TIMEOUT_S = 15.0
 FAILED_TIMEOUT_S = 0.5
-NO_FULL_COLLECTION = 2**31 - 1
-"""As the third threshold of the collector of cyclic garbage: it looks at young objects alone."""
 _OF_SIGNALS: dict[int, str] = {
     signal.SIGKILL: ", perhaps by the system, which does that where memory runs out (dmesg says so)",
     signal.SIGABRT: ", by a library that could not go on; what it printed on stderr says why",
@@ -48,11 +45,9 @@ def _start_method() -> SpawnContext | ForkServerContext:
 
 def _scheduler_main(config: EngineConfig, sockets: Path, parent: Connection) -> None:
     _end_with_parent(partial(shutil.rmtree, sockets, ignore_errors=True))
-    from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
+    from workers.processes.scheduler_process import EngineFailed, SchedulerProcess, collect_young_garbage_alone
 
-    gc.freeze()  # all that was imported stays: no step is to wait while it is searched for garbage
-    # Nor while all cached pages are: 0.3 s for 400,000. They leave no cyclic garbage, and what else does is young.
-    gc.set_threshold(*gc.get_threshold()[:2], NO_FULL_COLLECTION)
+    collect_young_garbage_alone()
     process = SchedulerProcess(config, folder=sockets)
     parent.send(process.addresses)
     # Until the ranks may start: they are given `start_timeout_s` from then on. The end of the pipe tells.

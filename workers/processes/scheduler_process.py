@@ -5,6 +5,7 @@ No torch, no Ray: whoever starts it (a Ray actor, a plain process) only calls `r
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from contextlib import suppress
@@ -44,11 +45,21 @@ logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.1
 POLL_MS = 50
+_NEVER = 2**31 - 1
+"""As the collector's third threshold: the largest that it takes."""
 FIRST_CAUSE_WAIT_S = 0.2
 ITERATION_TIMEOUTS = 3
 """An iteration of the loop may take so many times `heartbeat_timeout_s`. None comes near that by itself: what an
 iteration takes in is bounded (`workers.processes.inbox`), and so is what it plans. But a machine may be busy with other
 things."""
+
+
+def collect_young_garbage_alone() -> None:
+    """Let Python's collector of cyclic garbage pass over what was imported, and over objects that have grown old, for
+    the rest of this process: no step waits while they are searched. Of 400,000 cached pages that would take 0.2 s
+    (`bench/prefix_cache.py`); they leave no cyclic garbage, and what else does is young."""
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], _NEVER)
 
 
 class EngineFailed(RuntimeError):
@@ -71,8 +82,8 @@ class SchedulerProcess:
         self.addresses = self._binding.addresses
         self._heard = [time.monotonic()] * self._ranks
         self._launched: dict[int, float] = {}
-        self._moving: dict[int, tuple[float, int]] = {}
-        """By ticket: since when pages are copied, and how many ranks have not answered."""
+        self._moving: dict[int, float] = {}
+        """By ticket: since when pages are copied."""
         self._figures: Figures = {}
         self._recorder: Recorder | None = None
 
@@ -214,7 +225,7 @@ class SchedulerProcess:
             payload = encode(moves)
             for sender in self._binding.plans:
                 sender.send_encoded(payload)
-            self._moving[moves.ticket] = (time.monotonic(), self._ranks)
+            self._moving[moves.ticket] = time.monotonic()
 
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
         match message:
@@ -230,10 +241,8 @@ class SchedulerProcess:
                 return scheduler.apply(message)
             case Moved():
                 self._heard[message.rank] = time.monotonic()
-                begun, left = self._moving.pop(message.ticket)
-                if left > 1:
-                    self._moving[message.ticket] = (begun, left - 1)
-                scheduler.moved(message)
+                if scheduler.moved(message):
+                    del self._moving[message.ticket]
             case GrammarReady():
                 return scheduler.grammar_ready(message)
             case GrammarProgress():
@@ -267,7 +276,7 @@ class SchedulerProcess:
                 raise EngineFailed(Fault(cause, in_step=True))
         if self._moving:
             ticket = min(self._moving)
-            waited = now - self._moving[ticket][0]
+            waited = now - self._moving[ticket]
             if waited > config.step_timeout_s:
                 raise EngineFailed(Fault(f"a copy of cached pages (ticket {ticket}) has not ended for {waited:.0f} s"))
 

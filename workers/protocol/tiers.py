@@ -11,7 +11,7 @@ MOST_SAVES: Final = 2
 
 
 class Moves(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copies of whole pages, of all caches of a rank, between the device and host memory.
+    """Copies of whole pages, of all caches of a rank, between the device and host memory: saves or loads, never both.
 
     Each rank takes it in order with the step plans. Pages to save are complete, and hold what they hold until a later
     plan overwrites them. Pages to load are nobody else's: no plan has them before every rank has answered.

@@ -312,6 +312,10 @@ class HostTier:
         self._outbox.append(moves)
         return ticket
 
+    def copying(self, ticket: int) -> bool:
+        """Whether any rank has not answered this ticket."""
+        return ticket in self._tickets
+
     def moved(self, message: Moved) -> list[Row]:
         """Take in that a rank is done. The requests that waited for it, where it was the last one of a load, whether
         the load succeeded or not. RuntimeError for an answer that nobody waits for: scheduler and rank disagree."""

@@ -139,11 +139,13 @@ class Rows:
             self.tier.join(ticket, sequence)
         return sequence
 
-    def moved(self, message: Moved) -> None:
-        """Take in that a rank has copied pages: those who waited for them are queued again, at their old place."""
+    def moved(self, message: Moved) -> bool:
+        """Take in that a rank has copied pages: those who waited for them are queued again, at their old place.
+        Return whether all ranks have now."""
         assert self.tier is not None, "nothing is copied where there is no host memory to copy to"
         for sequence in self.tier.moved(message):
             self.enqueue(sequence)
+        return not self.tier.copying(message.ticket)
 
     def filled(self, sequence: Sequence, start: int) -> None:
         """The plan has a chunk of its prompt, from `start` to its cursor."""

@@ -222,9 +222,10 @@ class Scheduler:
         once."""
         return [] if self._rows.tier is None else self._rows.tier.take_moves()
 
-    def moved(self, message: Moved) -> None:
-        """Take in that a rank has copied pages. RuntimeError for an answer that nobody waits for."""
-        self._rows.moved(message)
+    def moved(self, message: Moved) -> bool:
+        """Take in that a rank has copied pages, and return whether all ranks have now. RuntimeError for an answer that
+        nobody waits for."""
+        return self._rows.moved(message)
 
     def apply(self, result: StepResult) -> tuple[RequestOutput, ...]:
         """Take in a step's result; returns what its requests gained. RuntimeError for a result that does not belong to

@@ -21,6 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
@@ -135,8 +136,10 @@ class PageMover:
             begin = time.perf_counter()
             self._move_at_once(saves, moves.loads)
             self._tell(Moved(self._rank, moves.ticket, seconds=time.perf_counter() - begin))
+        elif saves:
+            self._launch_saves(self._staging, moves.ticket, saves)
         else:
-            self._launch(self._staging, moves.ticket, saves, moves.loads)
+            self._launch_loads(self._staging, moves.ticket, moves.loads)
 
     def close(self) -> None:
         """Wait for what is under way, and give the memory back."""
@@ -161,6 +164,8 @@ class PageMover:
     def _check(self, moves: Moves) -> None:
         slots = [slot for _, slot in moves.saves] + [slot for slot, _ in moves.loads]
         pages = [page for page, _ in moves.saves] + [page for _, page in moves.loads]
+        if moves.saves and moves.loads:
+            raise MoveError(f"ticket {moves.ticket} saves pages and loads others")
         if any(not 0 <= slot < self.memory.slots for slot in slots) or any(
             not NULL_PAGE < page < self._pages for page in pages
         ):
@@ -184,41 +189,36 @@ class PageMover:
                 layer[page_N] = part[slot_N]
 
     @torch.inference_mode()
-    def _launch(
-        self, staging: Staging, ticket: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]
-    ) -> None:
-        steps = torch.cuda.current_stream(self._device)
-        stream = staging.saves if saves else staging.loads
+    def _launch_saves(self, staging: Staging, ticket: int, saves: Sequence[tuple[int, int]]) -> None:
+        records_NR = staging.save_NR[staging.saved % len(staging.save_NR)][: len(saves)]
+        staging.saved += 1
+        page_N = on_device([page for page, _ in saves], torch.int64, self._device)
+        for layer, part in self._parts(records_NR):
+            part.copy_(layer.index_select(0, page_N))
+        with self._timed(staging.saves, ticket):
+            for record_R, (_, slot) in zip(records_NR, saves, strict=True):
+                self.memory.slot_SB[slot].copy_(record_R, non_blocking=True)
+
+    @torch.inference_mode()
+    def _launch_loads(self, staging: Staging, ticket: int, loads: Sequence[tuple[int, int]]) -> None:
+        with self._timed(staging.loads, ticket):
+            for first in range(0, len(loads), len(staging.load_NR)):
+                chunk = loads[first : first + len(staging.load_NR)]
+                for record_R, (slot, _) in zip(staging.load_NR, chunk, strict=False):
+                    record_R.copy_(self.memory.slot_SB[slot], non_blocking=True)
+                page_N = on_device([page for _, page in chunk], torch.int64, self._device)
+                for layer, part in self._parts(staging.load_NR[: len(chunk)]):
+                    layer.index_copy_(0, page_N, part)
+
+    @contextmanager
+    def _timed(self, stream: torch.cuda.Stream, ticket: int) -> Iterator[None]:
+        """Launch on `stream`, behind all that the steps' stream has by now; the ticket is answered when that ends."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        if saves:
-            records_NR = staging.save_NR[staging.saved % len(staging.save_NR)][: len(saves)]
-            staging.saved += 1
-            page_N = on_device([page for page, _ in saves], torch.int64, self._device)
-            for layer, part in self._parts(records_NR):
-                part.copy_(layer.index_select(0, page_N))
-            stream.wait_stream(steps)
-            with torch.cuda.stream(stream):
-                begin.record()
-                for record_R, (_, slot) in zip(records_NR, saves, strict=True):
-                    self.memory.slot_SB[slot].copy_(record_R, non_blocking=True)
-                if not loads:
-                    end.record()
-        if loads:
-            stream = staging.loads
-            stream.wait_stream(steps)
-            with torch.cuda.stream(stream):
-                if not saves:
-                    begin.record()
-                for first in range(0, len(loads), len(staging.load_NR)):
-                    chunk = loads[first : first + len(staging.load_NR)]
-                    for record_R, (slot, _) in zip(staging.load_NR, chunk, strict=False):
-                        record_R.copy_(self.memory.slot_SB[slot], non_blocking=True)
-                    page_N = on_device([page for _, page in chunk], torch.int64, self._device)
-                    for layer, part in self._parts(staging.load_NR[: len(chunk)]):
-                        layer.index_copy_(0, page_N, part)
-                if saves:
-                    stream.wait_stream(staging.saves)
-                end.record()
+        with torch.cuda.stream(stream):
+            begin.record()
+            yield
+            end.record()
         self._under_way.put((ticket, begin, end))
 
     def _follow(self) -> None:

@@ -77,6 +77,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def apply(self) -> None:
         self.replica.apply()
 
+    @rule()
+    def move(self) -> None:
+        """Ranks that have nothing else to do copy pages."""
+        self.replica.move()
+
+    @precondition(lambda self: self.replica.answers)
+    @rule()
+    def answer(self) -> None:
+        self.replica.answer()
+
     @rule(steps=st.integers(1, 100))
     def go_on(self, steps: int) -> None:
         for _ in range(steps):

@@ -22,6 +22,8 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
     pipeline = rng.choice([1, 2, 2, 3])
     max_context = rng.choice([200, 300]) if tight else rng.choice([20, 64, 65, 130, 300, 300])
     full = max_pages_per_row(max_context, width, pipeline)
+    # Of its own, so that other draws stay what they are.
+    host = random.Random(f"host memory {slots} {width} {pipeline} {max_context}")
     return SchedulerConfig(
         slots=slots,
         pages=max(2, 1 + full + rng.choice([0, 1, 2, 4] if tight else [0, 0, 0, 1, 2, 5, 20, -1])),
@@ -34,6 +36,10 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
         adaptive=rng.choice([False, False, True, True]),
         prefix_sample=rng.choice([0, 3, 100]),
         vocab_size=rng.choice([VOCAB, VOCAB, 2**32]),
+        host_pages=host.choice([0, 0, 2, 8, 100]),
+        ranks=host.choice([1, 2]),
+        save_batch=host.choice([1, 16]),
+        load_least=host.choice([1, 2]),
     )
 
 
