@@ -3,12 +3,14 @@
 A record is a page of every cache, one after the other; so a page travels in one piece, however many layers there are.
 Copies never wait for the device nor let a step wait for more than a copy within the device:
 
-- What is saved is gathered into staging memory on the stream of the steps, in order with them: a later step may
-  overwrite the pages at once. From there it goes to the host on a stream of its own.
-- What is loaded goes to staging memory, and from there into its pages, on a third stream, behind all steps that were
-  launched before: these may still read what the pages held. No step has the pages before every rank has answered.
+- What is saved is gathered into staging memory on the stream of the steps, in order with them and in one launch: a
+  later step may overwrite the pages at once. From there it goes to the host on a stream of its own.
+- What is loaded goes to staging memory, and from there into its pages, on two other streams; into its pages behind all
+  steps that were launched before, which may still read what the pages held. No step has the pages before every rank has
+  answered.
 
-On a CPU both are done at once.
+Copies to and from the host are many, and launching them takes the host's time: two threads do it, one a direction, and
+not the one that launches the steps. On a CPU all is done at once.
 
 Shape legend: P pages, B bytes of a page of one cache, N pages of one message, R bytes of a record.
 """
@@ -21,8 +23,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE
+from kernels.page_records import PagedRecords, gather_pages, scatter_pages
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
@@ -46,6 +50,17 @@ MOST_BATCH: Final = 64
 """Pages that are saved at once, however small."""
 PIECE_BYTES: Final = 256 * 1024 * 1024
 """Of host memory that is pinned at once: launches may have to wait for it."""
+FINDERS: Final = 4
+"""Threads that have the system find host memory."""
+
+
+def runs(slots: Sequence[int], piece: int) -> Iterator[tuple[int, int]]:
+    """(first index, length) of every longest run of slots that follow each other within a piece of so many slots."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1 or slots[index] % piece == 0:
+            yield first, index - first
+            first = index
 
 
 class MoveError(ValueError):
@@ -70,22 +85,41 @@ class Staging:
     """Memory of a GPU for pages on their way, and the streams they take. None of it on a CPU."""
 
     save_NR: tuple[Tensor, ...]
-    load_NR: Tensor
+    load_NR: tuple[Tensor, ...]
+    """While one half is copied into pages, the other is filled."""
     saves: torch.cuda.Stream
     loads: torch.cuda.Stream
+    pages: torch.cuda.Stream
+    """On which records that have been loaded are copied into their pages."""
     saved: int = 0
     """Messages that saved anything so far."""
 
     @staticmethod
     def allocate(record_bytes: int, device: torch.device) -> Staging:
         """To be called before the cache takes what is left of the GPU."""
+        batch = batch_of(record_bytes)
 
-        def records() -> Tensor:
-            return torch.empty(batch_of(record_bytes), record_bytes, dtype=torch.uint8, device=device)
+        def records(count: int) -> Tensor:
+            return torch.empty(count, record_bytes, dtype=torch.uint8, device=device)
 
         # As many saves as the scheduler lets be under way: none overwrites what another has not sent yet.
-        saves, loads = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        return Staging(tuple(records() for _ in range(MOST_SAVES)), records(), saves, loads)
+        saves = tuple(records(batch) for _ in range(MOST_SAVES))
+        half = max(1, batch // 2)
+        to_host, from_host, pages = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        return Staging(saves, (records(half), records(half)), to_host, from_host, pages)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """A message's copies in one direction."""
+
+    ticket: int
+    pairs: Sequence[tuple[int, int]]
+    """As `Moves` has them: (page, slot) of saves, (slot, page) of loads."""
+    behind: torch.cuda.Event
+    """What must have been done before: steps, and where pages are saved their gathering."""
+    record_NR: Tensor | None = None
+    """Staging memory that holds what is saved."""
 
 
 @dataclass
@@ -106,21 +140,27 @@ class PageMover:
         tell: Callable[[Moved], None],
         staging: Staging | None = None,
     ) -> None:
-        """`rank`: of the replica. `tell` is called from another thread where there is `staging`, which a GPU needs."""
+        """`rank`: of the replica. `tell` is called from other threads where there is `staging`, which a GPU needs."""
         self.memory, self._rank, self._tell, self._staging = memory, rank, tell, staging
         self._pages = cache.pages
         self._device = cache.layers[0].device
-        self._layers = [layer.view(cache.pages, -1).view(torch.uint8) for layer in cache.layers]
-        self._begins = record_layout(cache.specs)
-        if self._begins[-1] != memory.slot_SB.shape[1]:
-            raise ValueError(f"slots of {memory.slot_SB.shape[1]} bytes for records of {self._begins[-1]}")
+        begins = record_layout(cache.specs)
+        if begins[-1] != memory.slot_SB.shape[1]:
+            raise ValueError(f"slots of {memory.slot_SB.shape[1]} bytes for records of {begins[-1]}")
+        self._records = PagedRecords.of(cache.layers, begins[:-1])
         self._pinned = _Pinned(memory.slots)
-        self._under_way: queue.SimpleQueue[tuple[int, torch.cuda.Event, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._piece = max(1, PIECE_BYTES // begins[-1])
+        """Slots that are pinned at once; no copy may touch two such pieces."""
+        self._saves: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         if staging is not None:
             self._pinned.slots = 0
-            for work in (self._pin, self._follow):
-                thread = threading.Thread(target=work, name=f"pages {work.__name__}", daemon=True)
+            self._compile(staging)
+            saving = partial(self._follow, self._saves, self._save, staging)
+            loading = partial(self._follow, self._loads, self._load, staging)
+            for name, work in (("pin", self._pin), ("save", saving), ("load", loading)):
+                thread = threading.Thread(target=work, name=f"{name} pages", daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
@@ -137,14 +177,20 @@ class PageMover:
             self._move_at_once(saves, moves.loads)
             self._tell(Moved(self._rank, moves.ticket, seconds=time.perf_counter() - begin))
         elif saves:
-            self._launch_saves(self._staging, moves.ticket, saves)
+            self._gather(self._staging, moves.ticket, saves)
         else:
-            self._launch_loads(self._staging, moves.ticket, moves.loads)
+            self._loads.put(_Copies(moves.ticket, moves.loads, self._now()))
+
+    @property
+    def all_pinned(self) -> bool:
+        """Whether every slot can be copied from and to."""
+        return self._pinned.slots == self.memory.slots
 
     def close(self) -> None:
         """Wait for what is under way, and give the memory back."""
         self._pinned.ended.set()
-        self._under_way.put(None)
+        self._saves.put(None)
+        self._loads.put(None)
         for thread in self._threads:
             thread.join()
         if self._staging is not None:
@@ -157,9 +203,8 @@ class PageMover:
     def _pieces(self) -> Iterator[Tensor]:
         """Host memory as it is pinned, from the first slot on."""
         memory = self.memory.slot_SB
-        step = max(1, PIECE_BYTES // memory.shape[1])
-        for first in range(0, len(memory), step):
-            yield memory[first : first + step]
+        for first in range(0, len(memory), self._piece):
+            yield memory[first : first + self._piece]
 
     def _check(self, moves: Moves) -> None:
         slots = [slot for _, slot in moves.saves] + [slot for slot, _ in moves.loads]
@@ -171,81 +216,114 @@ class PageMover:
         ):
             raise MoveError(f"ticket {moves.ticket} names a page or a slot that there is not: {moves}")
 
-    def _parts(self, records_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each cache [P, B], and its part of some records [N, B]."""
-        for layer, begin in zip(self._layers, self._begins, strict=False):
-            yield layer, records_NR[:, begin : begin + layer.shape[1]]
-
     @torch.inference_mode()
     def _move_at_once(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         memory = self.memory.slot_SB
         if saves:
             page_N, slot_N = torch.tensor(saves, dtype=torch.int64).unbind(1)
-            for layer, part in self._parts(memory):
-                part[slot_N] = layer[page_N]
+            record_NR = memory.new_empty(len(saves), memory.shape[1])
+            gather_pages(self._records, page_N, record_NR)
+            memory[slot_N] = record_NR
         if loads:
             slot_N, page_N = torch.tensor(loads, dtype=torch.int64).unbind(1)
-            for layer, part in self._parts(memory):
-                layer[page_N] = part[slot_N]
+            scatter_pages(self._records, page_N, memory[slot_N])
+
+    def _compile(self, staging: Staging) -> None:
+        """Launch both kernels once, on the null page."""
+        null_1 = on_device([NULL_PAGE], torch.int64, self._device)
+        gather_pages(self._records, null_1, staging.load_NR[0][:1])
+        scatter_pages(self._records, null_1, staging.load_NR[0][:1])
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _now(self) -> torch.cuda.Event:
+        """An event behind all that the steps' stream has by now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     @torch.inference_mode()
-    def _launch_saves(self, staging: Staging, ticket: int, saves: Sequence[tuple[int, int]]) -> None:
-        records_NR = staging.save_NR[staging.saved % len(staging.save_NR)][: len(saves)]
+    def _gather(self, staging: Staging, ticket: int, saves: Sequence[tuple[int, int]]) -> None:
+        """Copy pages into staging memory, in order with the steps."""
+        record_NR = staging.save_NR[staging.saved % len(staging.save_NR)][: len(saves)]
         staging.saved += 1
-        page_N = on_device([page for page, _ in saves], torch.int64, self._device)
-        for layer, part in self._parts(records_NR):
-            part.copy_(layer.index_select(0, page_N))
-        with self._timed(staging.saves, ticket):
-            for record_R, (_, slot) in zip(records_NR, saves, strict=True):
-                self.memory.slot_SB[slot].copy_(record_R, non_blocking=True)
+        gather_pages(self._records, on_device([page for page, _ in saves], torch.int64, self._device), record_NR)
+        self._saves.put(_Copies(ticket, saves, self._now(), record_NR))
 
     @torch.inference_mode()
-    def _launch_loads(self, staging: Staging, ticket: int, loads: Sequence[tuple[int, int]]) -> None:
-        with self._timed(staging.loads, ticket):
-            for first in range(0, len(loads), len(staging.load_NR)):
-                chunk = loads[first : first + len(staging.load_NR)]
-                for record_R, (slot, _) in zip(staging.load_NR, chunk, strict=False):
-                    record_R.copy_(self.memory.slot_SB[slot], non_blocking=True)
-                page_N = on_device([page for _, page in chunk], torch.int64, self._device)
-                for layer, part in self._parts(staging.load_NR[: len(chunk)]):
-                    layer.index_copy_(0, page_N, part)
-
-    @contextmanager
-    def _timed(self, stream: torch.cuda.Stream, ticket: int) -> Iterator[None]:
-        """Launch on `stream`, behind all that the steps' stream has by now; the ticket is answered when that ends."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            begin.record()
-            yield
-            end.record()
-        self._under_way.put((ticket, begin, end))
-
-    def _follow(self) -> None:
-        """Tell of each copy when it has ended; in a thread of its own."""
+    def _follow(
+        self,
+        asked: queue.SimpleQueue[_Copies | None],
+        copy: Callable[[Staging, _Copies], torch.cuda.Event],
+        staging: Staging,
+    ) -> None:
+        """Begin the copies of one direction, and tell of each message when it has ended; in a thread of its own."""
         torch.cuda.set_device(self._device)
-        while (item := self._under_way.get()) is not None:
-            ticket, begin, end = item
-            end.synchronize()
-            self._tell(Moved(self._rank, ticket, seconds=1e-3 * float(begin.elapsed_time(end))))
+        while (item := asked.get()) is not None:
+            begin = time.perf_counter()
+            copy(staging, item).synchronize()
+            self._tell(Moved(self._rank, item.ticket, seconds=time.perf_counter() - begin))
+
+    def _save(self, staging: Staging, item: _Copies) -> torch.cuda.Event:
+        """Copy records from staging memory to their slots; the event is behind all."""
+        assert item.record_NR is not None
+        with torch.cuda.stream(staging.saves):
+            staging.saves.wait_event(item.behind)
+            for first, count in runs([slot for _, slot in item.pairs], self._piece):
+                slot = item.pairs[first][1]
+                self.memory.slot_SB[slot : slot + count].copy_(item.record_NR[first : first + count], non_blocking=True)
+        return _end(staging.saves)
+
+    def _load(self, staging: Staging, item: _Copies) -> torch.cuda.Event:
+        """Copy slots to staging memory, and from there into pages; the event is behind all."""
+        half = len(staging.load_NR[0])
+        staging.pages.wait_event(item.behind)
+        emptied = [torch.cuda.Event() for _ in staging.load_NR]  # type: ignore[no-untyped-call]
+        for number, at in enumerate(range(0, len(item.pairs), half)):
+            chunk = item.pairs[at : at + half]
+            record_NR, free = staging.load_NR[number % 2][: len(chunk)], emptied[number % 2]
+            with torch.cuda.stream(staging.loads):
+                staging.loads.wait_event(free)
+                for first, count in runs([slot for slot, _ in chunk], self._piece):
+                    slot = chunk[first][0]
+                    record_NR[first : first + count].copy_(self.memory.slot_SB[slot : slot + count], non_blocking=True)
+            staging.pages.wait_stream(staging.loads)
+            with torch.cuda.stream(staging.pages):
+                page_N = on_device([page for _, page in chunk], torch.int64, self._device)
+                scatter_pages(self._records, page_N, record_NR)
+                free.record()
+        return _end(staging.pages)
 
     def _pin(self) -> None:
         """Pin host memory piece by piece, from the first slot on; in a thread of its own, as a terabyte takes minutes.
         Copies of slots that are not pinned yet count as lost."""
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for piece in self._pieces():
-            if self._pinned.ended.is_set():
-                return
-            piece.view(-1)[:: mmap.PAGESIZE].sum()  # the system finds the memory before the driver is kept by it
-            try:
-                torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-            except RuntimeError as error:
-                logger.warning(
-                    "of %d pages of host memory only the first %d are used, the others cannot be pinned: %s",
-                    self.memory.slots,
-                    self._pinned.slots,
-                    error,
-                )
-                return
-            self._pinned.slots += len(piece)
+        with ThreadPoolExecutor(FINDERS) as finders:
+            for piece in self._pieces():
+                if self._pinned.ended.is_set():
+                    return
+                # The system finds the memory, and clears it, before the driver is kept by it.
+                list(finders.map(_find, piece.view(-1).chunk(FINDERS)))
+                try:
+                    torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+                except RuntimeError as error:
+                    logger.warning(
+                        "of %d pages of host memory only the first %d are used, the others cannot be pinned: %s",
+                        self.memory.slots,
+                        self._pinned.slots,
+                        error,
+                    )
+                    return
+                self._pinned.slots += len(piece)
+
+
+def _find(memory: Tensor) -> None:
+    """Touch every page of the system's."""
+    memory[:: mmap.PAGESIZE].sum()
+
+
+def _end(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that the stream has by now; who waits for it sleeps."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -161,7 +161,11 @@ class Case:
         logits_NV, rows = self.logits.cpu(), len(self.logits)
         temperature_N1 = self.tables.real_SF[:rows, column.TEMPERATURE].cpu().unsqueeze(1)
         scaled_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1
-        return reference.kept(scaled_NV, memory.floor_N.cpu(), memory.last_N.cpu())
+        # A top_p so near 1 that fp32 has no number between is none; of a row without filters nothing is searched.
+        top_k_N = self.tables.whole_SI[:rows, column.TOP_K].cpu()
+        searched_N = (self.tables.real_SF[:rows, column.TOP_P].cpu() < 1) | (top_k_N > 0) & (top_k_N < len(logits_NV[0]))
+        kept_NV = reference.kept(scaled_NV, memory.floor_N.cpu(), memory.last_N.cpu())
+        return kept_NV | ~searched_N.unsqueeze(1)
 
     def left_out(self, kept_NV: Tensor, want_NV: Tensor) -> float:
         """Return the largest probability, in float64, of the ids in which two nuclei differ, of any row. Ids must be

@@ -58,7 +58,7 @@ def wait_until_pinned(replica: InlineEngine) -> None:
     mover = replica.replica.mover
     assert mover is not None
     deadline = time.monotonic() + 60
-    while mover._pinned.slots < mover.memory.slots:
+    while not mover.all_pinned:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -74,7 +74,7 @@ class Copies:
         memory = HostMemory.shared(slots * record, record, Group(), device)
         self.told: list[Moved] = []
         self.mover = PageMover(self.cache, memory, 0, self.told.append, Staging.allocate(record, device))
-        while self.mover._pinned.slots < memory.slots:
+        while not self.mover.all_pinned:
             time.sleep(0.01)
 
     def move(self, moves: Moves) -> None:

@@ -18,7 +18,7 @@ from workers.parallel.group import Group
 from workers.protocol.tiers import Moved, Moves
 from workers.tiers import host_memory
 from workers.tiers.host_memory import HostMemory, available_bytes
-from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout
+from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout, runs
 
 CPU = torch.device("cpu")
 SPECS: list[CacheSpec] = [
@@ -103,6 +103,21 @@ def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
     assert all(after - begin >= spec.page_bytes for begin, after, spec in zip(layout, layout[1:], SPECS, strict=False))
     assert batch_of(10**12) == 1
     assert batch_of(1) > 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        ([], []),
+        ([3], [[3]]),
+        ([0, 1, 2, 3, 4, 5, 6], [[0, 1, 2], [3, 4, 5], [6]]),
+        ([7, 4, 5, 1, 0, 8, 10, 11, 11], [[7], [4, 5], [1], [0], [8], [10, 11], [11]]),
+    ],
+)
+def test_slots_side_by_side_are_copied_at_once_within_what_is_pinned_at_once(
+    slots: list[int], expected: list[list[int]]
+) -> None:
+    assert [slots[first : first + count] for first, count in runs(slots, 3)] == expected
 
 
 def test_host_memory_says_what_is_too_much_and_what_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
