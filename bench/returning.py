@@ -3,6 +3,7 @@
     latentserve serve --model DIR --host-cache-bytes 64000000000
     python bench/returning.py                                # 40 sessions of 8,000 to 60,000 tokens
     python bench/returning.py --url http://host:8000 --sessions 80 --json returning.json
+    python bench/returning.py --seconds 120                  # where it would take too long: of the turns until then
     python bench/returning.py --sessions 12 --turns 4 --first 300 --last 1200 --think 0.2 1.0    # the demo model
 
 A session begins with a prompt of its own and takes `--turns` turns. Each sends all that was said before, the answers
@@ -65,6 +66,11 @@ class Sessions:
     def __init__(self, http: httpx.AsyncClient, model: str, given: argparse.Namespace) -> None:
         self._http, self._model, self._given = http, model, given
         self.turns: list[Turn] = []
+        self._begin = time.perf_counter()
+
+    def _over(self) -> bool:
+        """Whether no further turn is to begin."""
+        return self._given.seconds is not None and time.perf_counter() - self._begin > self._given.seconds
 
     async def session(self, number: int) -> None:
         """One session from its first prompt to its last answer."""
@@ -74,6 +80,8 @@ class Sessions:
         grows = max(1, (given.last - given.first) // max(1, given.turns - 1) - given.output)
         history: list[int] = []
         for turn in range(given.turns):
+            if self._over():
+                return
             known = len(history) - (turn > 0)  # the last token of an answer was never fed
             fresh = given.first if turn == 0 else grows
             history += [chance.randrange(LEAST_ID, given.vocab) for _ in range(fresh)]
@@ -161,6 +169,7 @@ def main() -> int:
     parser.add_argument("--think", type=float, nargs=2, default=(2.0, 20.0), help="seconds between turns, from and to")
     parser.add_argument("--vocab", type=int, default=4000, help="token ids are drawn below this")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, help="begin no turn later, and print the figures of those that began")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that all of it may take")
     parser.add_argument("--bound", type=float, help="least share of prompt tokens that is to be reused")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
