@@ -1,0 +1,171 @@
+"""Compares a decode step in the engine with the same step as its graph alone, and with the one of decode_step.py.
+
+    python bench/engine_step.py                       # a DeepSeek-V3 slice, 1, 16 and 64 rows
+    python bench/engine_step.py --shape v2-lite --rows 16
+
+A rank and a scheduler run in this process, and steps are launched ahead of the results of those before, as a replica
+does it. All rows get prompts of random tokens, and once all decode, `--steps` steps are timed. Then the graph of these
+rows is replayed, which goes on where the rows stand: what the engine takes more is the host's. At last `Case`, which
+`decode_step.py` and `share.py` time, has rows of as many tokens whose contents are drawn: what its graph takes less
+comes of the experts that its tokens choose, which each line says, and of where things lie in memory.
+
+The weights are generated as they are read (`bench/generated.py`). Times are medians, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from decode_step import chosen_experts, replayed, room
+from generated import GENERATED, installed, write_folder
+from shapes import Case, choices
+from timing import milliseconds
+
+from workers.config import EngineConfig
+from workers.memory.scratch import Scratch
+from workers.parallel.group import Group
+from workers.processes.scheduler_process import scheduler_config
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams, StepPlan
+from workers.rank.rank import Rank
+from workers.rank.runner import Launched
+from workers.scheduler import Scheduler
+from workers.step.decode import DecodeStep
+
+INPUT = 1024
+REPLAYS = 50
+
+
+class Engine:
+    """A rank and a scheduler, and rows that decode."""
+
+    def __init__(self, config: EngineConfig, rows: int, steps: int) -> None:
+        with installed():
+            self.rank = Rank(config, Group(), torch.device("cuda", torch.cuda.current_device()))
+        self.scheduler = Scheduler(scheduler_config(config, self.rank.ready))
+        chance, vocab = random.Random(rows), self.rank.model.config.vocab_size
+        params = SamplingParams(max_tokens=2 * steps + REPLAYS, temperature=0.0)
+        for number in range(rows):
+            prompt = tuple(chance.randrange(vocab) for _ in range(INPUT))
+            if refusal := self.scheduler.add(Request(str(number), prompt, params)):
+                sys.exit(f"the engine refuses a request: {refusal}")
+        self.rows, self._under_way = rows, deque[Launched]()
+
+    def _step(self) -> StepPlan:
+        """Launch what the scheduler plans, then wait for the oldest step; its plan."""
+        while (plan := self.scheduler.plan()) is not None:
+            self._under_way.append(self.rank.runner.launch(plan))
+        launched = self._under_way.popleft()
+        self.scheduler.apply(self.rank.runner.collect(launched))
+        return launched.plan
+
+    def timed(self, steps: int) -> float:
+        """Milliseconds of a step where all rows decode."""
+        while self._step().prefill:
+            pass
+        for _ in range(10):
+            self._step()
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            plan = self._step()
+            assert len(plan.decode_slots) == self.rows
+            assert not plan.prefill
+            ends.append(time.perf_counter())
+        return 1e3 * median(after - before for before, after in pairwise(ends))
+
+    def settle(self) -> StepPlan:
+        """Wait for all that is under way; the last plan."""
+        plan = None
+        while self._under_way:
+            launched = self._under_way.popleft()
+            self.rank.runner.collect(launched)
+            plan = launched.plan
+        assert plan is not None
+        return plan
+
+    @torch.inference_mode()
+    def graph(self, plan: StepPlan) -> float:
+        """Milliseconds of the plan's graph, replayed on the rows as they stand."""
+        runner = self.rank.runner
+        assert runner.graphs is not None
+        captured = runner.graphs.captured(plan, dense=runner.parts.all_short(plan.decode_slots))
+        assert captured is not None
+        return milliseconds(captured._graph, REPLAYS, warm=3)
+
+    @torch.inference_mode()
+    def experts(self, plan: StepPlan) -> float:
+        """Experts of a layer that the rows' next tokens choose, on average."""
+        parts = self.rank.runner.parts
+        key = plan.layout.graph_key(len(plan.decode_slots), plan.drafts, dense=parts.all_short(plan.decode_slots))
+        step = DecodeStep(parts, key, Scratch(parts.device))
+        step.slot_R.copy_(torch.tensor(plan.decode_slots))
+        with choices() as noted:
+            step.run()
+        return sum(int(chosen_TX.any(0).sum()) for chosen_TX in noted) / max(1, len(noted))
+
+
+def compare(folder: Path, rows: int, steps: int) -> None:
+    """Print the line of one number of rows."""
+    config = EngineConfig(
+        model=str(folder),
+        device="cuda",
+        max_rows=rows,
+        width=1,
+        token_budget=8192,
+        max_context=INPUT + 4 * steps + 4 * REPLAYS,
+        cache_pages=rows * (INPUT + 4 * steps + 4 * REPLAYS) // 64 + rows + 2,
+        selftest=False,
+    )
+    engine = Engine(config, rows, steps)
+    in_engine = engine.timed(steps)
+    plan = engine.settle()
+    experts, alone = engine.experts(plan), engine.graph(plan)
+    model = engine.rank.model
+    engine.rank.runner.close()
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.inference_mode():
+        case = Case(model, rows, 1, INPUT + steps, room(1))
+        drawn_experts = chosen_experts(case)
+        case.rewind()
+        drawn = min(replayed(case))
+    print(
+        f"rows {rows:3}: in the engine {in_engine:.3f}, its graph alone {alone:.3f} ({experts:.1f} experts a layer), "
+        f"drawn rows {drawn:.3f} ({drawn_experts:.1f}); the engine takes {in_engine / alone:.3f} times its graph",
+        flush=True,
+    )
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["v3-slice", "v2-lite", "glm-flash"], default="v3-slice")
+    parser.add_argument("--rows", default="1,16,64")
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this measures a GPU, and there is none")
+    values, form = GENERATED[given.shape]
+    with tempfile.TemporaryDirectory() as made:
+        write_folder(values, form, Path(made))
+        for rows in given.rows.split(","):
+            compare(Path(made), int(rows), given.steps)
+
+
+if __name__ == "__main__":
+    main()
