@@ -4,11 +4,15 @@
     python bench/mixed_load.py                                       # 32 streams, prompts of 8,000 tokens every 0.5 s
     python bench/mixed_load.py --url http://host:8000 --bound 3 --json mixed.json
     python bench/mixed_load.py --vocab 4000 --input 1500             # the demo model, whose context is 2,048 tokens
+    python bench/mixed_load.py --input 62000 --period 1 --repeat 6   # six prompts again and again: caches are read
 
 All prompts are random token ids, all tokens are chosen greedily, and no text ends by itself. The streams run once with
 a few tokens, so that nothing is done for the first time later. Then they begin again, and once every one has decoded
 for `--settle` seconds, long prompts follow one another for `--seconds`, whether those before them were answered or not.
 When the last one has been answered, the streams are stopped.
+
+With `--repeat N` the long prompts are N, sent in turn, and each is sent once before the streams begin. So they come from
+the cache, or from the host memory behind it where the cache has no room for all of them.
 
 An event is stamped when it arrives. A gap is the time between two events of one stream, and an event may carry several
 tokens where drafts are accepted. The streams ask for `return_token_ids`: then each event says how many tokens it has,
@@ -207,9 +211,13 @@ async def _beside(load: Load, given: argparse.Namespace) -> Run:
     # Bodies are made before the clock starts: a long one takes as long as a step.
     bodies = [load.body(given.stream_input, given.output) for _ in range(given.streams)]
     due = [number * given.period for number in range(max(1, round(given.seconds / given.period)))]
-    others = [load.body(given.input, LONG_TOKENS) for _ in due]
+    prompts = [load.prompt(given.input) for _ in due[: given.repeat]]
+    others = [load.request(prompts[number % len(prompts)], LONG_TOKENS) for number in range(len(due))]
     streams = [Answer(f"stream {number}") for number in range(given.streams)]
     longs = [Answer(f"long prompt {number}") for number in range(len(due))]
+    if given.repeat is not None:
+        for number, body in enumerate(others[: len(prompts)]):
+            await load.ask(Answer(f"long prompt {number}, to be repeated"), body)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(load.ask(*one)) for one in zip(streams, bodies, strict=True)]
         while not all(stream.arrivals for stream in streams):
@@ -344,6 +352,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--stream-input", type=int, default=512, help="prompt ids of a stream")
     parser.add_argument("--output", type=int, default=1500, help="most tokens of a stream")
     parser.add_argument("--input", type=int, default=8000, help="prompt ids of a long prompt")
+    parser.add_argument("--repeat", type=int, help="long prompts that differ; those behind are repeated ones")
     parser.add_argument("--period", type=float, default=0.5, help="seconds between two long prompts")
     parser.add_argument("--seconds", type=float, default=6.0, help="for which long prompts are sent")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of decode before the first long prompt")
