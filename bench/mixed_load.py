@@ -11,8 +11,8 @@ a few tokens, so that nothing is done for the first time later. Then they begin 
 for `--settle` seconds, long prompts follow one another for `--seconds`, whether those before them were answered or not.
 When the last one has been answered, the streams are stopped.
 
-With `--repeat N` the long prompts are N, sent in turn, and each is sent once before the streams begin. So they come from
-the cache, or from the host memory behind it where the cache has no room for all of them.
+With `--repeat N` the long prompts are N, sent in turn, and each is sent once before the streams begin. So they come
+from the cache, or from the host memory behind it where the cache has no room for all of them.
 
 An event is stamped when it arrives. A gap is the time between two events of one stream, and an event may carry several
 tokens where drafts are accepted. The streams ask for `return_token_ids`: then each event says how many tokens it has,
