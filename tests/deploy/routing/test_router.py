@@ -19,6 +19,7 @@ from deploy.routing.router import IngressRouter, LoadRouter
 from deploy.text.handed import EncodedPrompt
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
+from workers.protocol.prompt import NO_ROOT, Prompt
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ async def test_a_clock_that_jumps_changes_no_choice(
     wall, own = [1.8e9], [1000.0]
     monkeypatch.setattr(router, "time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: own[0]))
     a, b = replica("a", Load(at=wall[0])), replica("b", Load(rows=1, at=wall[0]))
-    features = RequestFeatures(1000, keys=(1, 2, 3))
+    features = RequestFeatures(1000, Prompt.of(range(192)))
     assert await chosen(policy, [a, b], pending(features=features, receipt={})) == ["a", "b"]
     assert await chosen(policy, [a, b], None) == ["b", "a"]  # what was sent to a still counts
     wall[0] += jump
@@ -173,7 +174,7 @@ async def test_haproxy_is_told_the_replica_and_the_routing_record() -> None:
     status, told = await answer(engine, json.dumps({"prompt": [1] * 130, "n": 2}).encode())
     assert (status, told) == (200, {"replica_id": "the one", "request_headers": {ROUTING_HEADER: "r/1/2/3"}})
     [features] = engine.asks
-    assert (features.tokens, features.rows, len(features.keys)) == (130, 2, 2)
+    assert (features.tokens, features.rows, len(features.keys(NO_ROOT))) == (130, 2, 2)
 
 
 @pytest.mark.parametrize(
