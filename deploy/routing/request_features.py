@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
+from deploy.config.cache_salts import SHARED, CacheSalts
 from deploy.routing.chat_shapes import as_chat
 from deploy.routing.policy import RequestFeatures
 from deploy.text.chat import (
@@ -52,33 +53,39 @@ class FeatureReader:
     """Turns bodies of the generating endpoints into what routing needs to know."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, chat_template: str | None = None, control_tokens_in_text: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: str | None = None,
+        control_tokens_in_text: bool = False,
+        salts: CacheSalts = SHARED,
     ) -> None:
-        """`tokenizer` and settings: the same as the replicas', so that page hashes agree; None for a model without a
-        tokenizer."""
-        self._tokenizer = tokenizer
+        """`tokenizer`, settings and `salts`: the same as the replicas', so that page hashes agree; None for a model
+        without a tokenizer."""
+        self._tokenizer, self._salts = tokenizer, salts
         self._chats = ChatPrompts(tokenizer, chat_template, control_tokens_in_text) if tokenizer else None
         self._recent: OrderedDict[bytes, RequestFeatures] = OrderedDict()
         self._held = 0
 
-    async def read(self, body: bytes, full_length: int | None = None) -> RequestFeatures:
-        """`full_length`: bytes of the whole body when `body` is only its head."""
-        features, _ = await self.read_prompt(body, full_length)
+    async def read(self, body: bytes, full_length: int | None = None, key: str = "") -> RequestFeatures:
+        """`full_length`: bytes of the whole body when `body` is only its head. `key`: name of the request's API key;
+        empty where there is none that is known."""
+        features, _ = await self.read_prompt(body, full_length, key)
         return features
 
     async def read_prompt(
-        self, body: bytes, full_length: int | None = None
+        self, body: bytes, full_length: int | None = None, key: str = ""
     ) -> tuple[RequestFeatures, EncodedPrompt | None]:
         """`read`, and the prompt where it is worth handing over: a long one, the only one of its request, all of which
         is here and was encoded now."""
         whole = full_length or len(body)
-        digest = blake2b(body, digest_size=16, key=whole.to_bytes(8, "little")).digest()
+        of = whole.to_bytes(8, "little") + self._salts.salt(key, None)
+        digest = blake2b(body, digest_size=16, key=of).digest()
         if (known := self._recent.get(digest)) is not None:
             self._recent.move_to_end(digest)
             return known, None
         prompt = None
         try:
-            features, prompt = await self._read(body, whole)
+            features, prompt = await self._read(body, whole, key)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
             features = RequestFeatures(whole // BYTES_PER_TOKEN)
         self._remember(digest, features)
@@ -91,7 +98,7 @@ class FeatureReader:
             _, oldest = self._recent.popitem(last=False)
             self._held -= len(oldest.prompt.packed)
 
-    async def _read(self, body: bytes, whole: int) -> tuple[RequestFeatures, EncodedPrompt | None]:
+    async def _read(self, body: bytes, whole: int, key: str) -> tuple[RequestFeatures, EncodedPrompt | None]:
         cut = whole > len(body)
         data = _loaded(body, cut)
         if not isinstance(data, dict):
@@ -102,7 +109,9 @@ class FeatureReader:
             return RequestFeatures(whole // BYTES_PER_TOKEN), None
         # Pages are looked up for the first prompt only: the others of one request mostly share what it shares.
         first = prompts[0]
-        features = RequestFeatures(sum(lengths), first, min(_rows(data) * len(prompts), MOST_ROWS))
+        asked = data.get("cache_salt")
+        salt = self._salts.salt(key, asked if isinstance(asked, str) else None)
+        features = RequestFeatures(sum(lengths), first, min(_rows(data) * len(prompts), MOST_ROWS), salt)
         if cut:
             # The last word was cut: it may be other tokens in the whole text.
             known = Prompt(first.packed[: max(first.length - 1, 0) // PAGE_TOKENS * PAGE_BYTES])
