@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, cached_tokens, choose
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import Prompt
+from workers.protocol.prompt import NO_ROOT, Prompt
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache, RowPages
@@ -142,7 +142,7 @@ class Fleet:
 
     def _ask(self, session: Session, now: float) -> None:
         tokens = Tokens(Prompt.of(session.ids))
-        features = RequestFeatures(tokens.length, tuple(tokens.keys()))
+        features = RequestFeatures(tokens.length, tokens.prompt)
         self._listen(now)
         chosen = choose(self._book, self._loads, features, now)[0]
         self._book.record(chosen, self._loads[chosen], features, now)
@@ -150,7 +150,7 @@ class Fleet:
         if (begun := replica.begin(tokens, now)) is None:
             self._at(now + RETRY_S, partial(self._ask, session))
             return
-        credited = [cached_tokens(features, self._loads[name].keys) for name in range(len(cached))]
+        credited = [cached_tokens(features, self._loads[name].keys, NO_ROOT) for name in range(len(cached))]
         self.credit_errors += [abs(one - other) for one, other in zip(cached, credited, strict=True)]
         row, hit = begun
         self.prompt_tokens += tokens.length

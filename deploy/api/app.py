@@ -27,6 +27,7 @@ from deploy.api.openai.routes import add_generation, add_models, add_tokenizatio
 from deploy.api.responses.routes import add_responses
 from deploy.api.status import add_status
 from deploy.config.api import ApiConfig
+from deploy.config.cache_salts import CacheSalts
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.live import OwnReplica, Replicas
 from deploy.page import INDEX, PageFile, page_files
@@ -97,7 +98,10 @@ def create_app(
     else:
         admission, endpoints = Admission(engine, config.retry_after_s), Endpoints()
     model = ServedModel(engine, tokenizer, config, numerics or {}, sampling_defaults or {}, handed)
-    intake, generator = Intake(config), Generator(engine, tokenizer, metrics, admission, Lanes())
+    intake, generator = (
+        Intake(config),
+        Generator(engine, tokenizer, metrics, admission, Lanes(), CacheSalts.of_settings(config)),
+    )
     app = FastAPI(
         title="latentserve",
         version=kernels.__version__,

@@ -20,6 +20,8 @@ that Serve starts in HAProxy's place (see `install`) changes the configuration i
 - so may a request's head, for which Serve gives an hour: connections on which none came would keep all others out;
 - a HAProxy that was reloaded lives on for its streams. What else comes on the connections it has goes to the process
   that took its place: it knows only the replicas of its time, and they may all be gone;
+- the router is told digests of the API keys of a request, in place of the id of a session, the one header of a client
+  that Serve hands it: who shares cached pages with whom depends on the key. The replica gets the client's own header;
 - HAProxy ends with the process that started it. One whose manager was killed would keep the port for ever.
 
 The lines that this looks for are those of Serve's own template, which is private: `unknown_template` says whether they
@@ -125,7 +127,7 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S, both: bool = False) -
         elif _NO_ROUTE.match(line):
             lines.append("    http-request deny deny_status 503")
         elif _ROUTED.match(line):
-            lines.append(f"{line} !{{ stopping }}")
+            lines += _with_digests(f"{line} !{{ stopping }}")
         elif not _FALLBACK.match(line) and not _ROUTER_FAILED.match(line):
             every = both and section == _FRONT_SECTION and line.strip().startswith("bind *:")
             lines.append(line.replace("bind *:", "bind [::]:") + " v4v6" if every else line)
@@ -147,6 +149,27 @@ def adapt(config: str, folder: Path, body_s: int = BODY_S, both: bool = False) -
             lines.append(f"    lua-load-per-thread {folder / 'cause.lua'}")
     lines += [f"backend {_SUCCESSOR}", "    option http-server-close", f"    server successor {successor}", ""]
     return "\n".join(lines)
+
+
+def key_header() -> str:
+    """Name of the header in which a router finds digests of a request's API keys: SHA-256 in hexadecimal, of the bearer
+    token and of x-api-key, as far as they are given, with a blank between them."""
+    return os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower()
+
+
+def _with_digests(routed: str) -> list[str]:
+    """The line that asks the router, between those that put the digests in the client's header and take them out."""
+    name, condition = key_header(), routed.partition(" if ")[2]
+    kept, bearer, plain = "txn.client_session", "txn.bearer_digest", "txn.api_key_digest"
+    return [
+        f"    http-request set-var({kept}) req.fhdr({name}) if {condition}",
+        f"    http-request set-var({bearer}) req.fhdr(authorization,1),word(2,' '),sha2(256),hex if {condition}",
+        f"    http-request set-var({plain}) req.fhdr(x-api-key,1),sha2(256),hex if {condition}",
+        f'    http-request set-header {name} "%[var({bearer})] %[var({plain})]" if {condition}',
+        routed,
+        f"    http-request del-header {name} if {condition}",
+        f"    http-request set-header {name} %[var({kept})] if {{ var({kept}) -m found }}",
+    ]
 
 
 def keep_servers(config: str, known: Mapping[str, list[str]]) -> tuple[str, dict[str, list[str]]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from deploy.config.keys import AnyKey, check_distinct, with_file
+from deploy.config.keys import AnyKey, ApiKey, check_distinct, with_file
 from deploy.config.otlp import endpoint_problem
 from workers.config import Flag
 
@@ -39,6 +39,13 @@ class ApiConfig(BaseModel):
     """Keys with names, limits, priorities and weights as YAML (docs/api-keys.md).
 
     They come on top of `api_keys`. It is read where the application is started."""
+    cache_isolation: Annotated[
+        Literal["key", "shared"] | None, Flag(default="key if API keys have names, else shared", panel=ACCESS)
+    ] = None
+    """Who finds the cached beginnings of prompts. key: each API key's own requests. shared: all requests.
+
+    With key nobody learns from times or from `cached_tokens` what another key has asked; keys without a name count as
+    one. shared saves the computation of beginnings that keys have in common, such as system prompts."""
     otlp_endpoint: Annotated[str | None, Flag(metavar="URL", default="$OTEL_EXPORTER_OTLP_ENDPOINT", panel=ACCESS)] = (
         None
     )
@@ -124,6 +131,24 @@ class ApiConfig(BaseModel):
     def _keys_are_distinct(self) -> Self:
         check_distinct(self.api_keys)
         return self
+
+    @model_validator(mode="after")
+    def _isolated_keys_have_names(self) -> Self:
+        if self.cache_isolation == "key" and not self._named:
+            raise ValueError(
+                "cache_isolation = key tells API keys apart by their names, and none has one: give names "
+                "(api_keys_file), or leave cache_isolation out"
+            )
+        return self
+
+    @property
+    def _named(self) -> bool:
+        return any(isinstance(key, ApiKey) for key in self.api_keys)
+
+    @property
+    def isolates_caches(self) -> bool:
+        """Whether requests of different API keys share no cached pages."""
+        return self.cache_isolation == "key" or (self.cache_isolation is None and self._named)
 
     @field_validator("served_model_names", "api_keys", "cors_origins")
     @classmethod

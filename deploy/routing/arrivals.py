@@ -20,7 +20,7 @@ from typing import Any
 from deploy.routing.policy import HOST_TOKEN_COST, Load
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
-from workers.protocol.prompt import pack_keys, unpack_keys
+from workers.protocol.prompt import NO_ROOT, pack_keys, unpack_keys
 
 ROUTING_HEADER = "x-serve-router-ticket"
 """HAProxy drops client-supplied headers of this prefix."""
@@ -132,6 +132,7 @@ class Arrivals:
             keys=frozenset(unpack_keys(stats.prefix_keys)),
             host_keys=frozenset(unpack_keys(stats.host_keys)),
             host_token_cost=host_token_cost(stats),
+            root=stats.key_root or NO_ROOT,
             seen=dict(self._seen),
             at=time.time(),
         )
@@ -154,7 +155,7 @@ OUT_OF_SERVICE_TOKENS = 10**9
 def out_of_service(load: Load) -> Load:
     """The load to report while requests would wait for an engine that is being started: whoever has another replica to
     choose chooses that, and no prefix is cached."""
-    nothing: frozenset[int] = frozenset()
+    nothing: frozenset[bytes] = frozenset()
     backlog = load.backlog + OUT_OF_SERVICE_TOKENS
     return replace(load, backlog=backlog, pages_free=0, keys=nothing, host_keys=nothing)
 
@@ -168,6 +169,7 @@ def load_to_report(load: Load) -> dict[str, Any]:
         "keys": pack_keys(sorted(load.keys)),
         "host_keys": pack_keys(sorted(load.host_keys)),
         "host_token_cost": load.host_token_cost,
+        "root": load.root,
         "seen": dict(load.seen),
         "at": load.at,
     }
@@ -177,11 +179,7 @@ def load_from_report(report: dict[str, Any]) -> Load:
     """The inverse; an empty report (a replica that has not answered yet) is an idle replica."""
     if not report:
         return Load()
-    keys = report["keys"]
-    # During an update a router may be newer than a replica, of which earlier versions list their keys, and have no
-    # host memory.
-    known = {
-        "keys": frozenset(unpack_keys(keys) if isinstance(keys, bytes) else keys),
-        "host_keys": frozenset(unpack_keys(report.get("host_keys", b""))),
-    }
+    # During an update a router may be newer than a replica. Those of earlier versions name no root: their keys are made
+    # in another way, and say nothing here.
+    known = {name: frozenset(unpack_keys(report[name]) if "root" in report else ()) for name in ("keys", "host_keys")}
     return Load(**{**report, **known})

@@ -44,7 +44,8 @@ def as_chat(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_anthropic(data: Mapping[str, Any]) -> bool:
     if _is_openai(data):
         return False
-    if "system" in data or data.get("thinking") is not None:
+    # Some of OpenAI's clients know `thinking`, too; Anthropic's never leave out max_tokens.
+    if "system" in data or (data.get("thinking") is not None and "max_tokens" in data):
         return True
     if any("input_schema" in tool for tool in data.get("tools") or ()):
         return True

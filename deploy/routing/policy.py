@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kernels.page import PAGE_TOKENS, pages_for
+from workers.protocol.prompt import NO_ROOT, REPORTED_BYTES, Prompt, salted_root
 
 REMEMBER_S = 10.0
 """Seconds a sent prefix counts as cached before the replica itself reports it."""
@@ -31,20 +32,35 @@ HOST_TOKEN_COST = 0.02
 R = TypeVar("R", bound=Hashable)
 
 
+NOTHING = Prompt(b"")
+
+
 @dataclass(frozen=True)
 class RequestFeatures:
     """Features of a request that the router knows."""
 
     tokens: int
     """Tokens of its prompt."""
-    keys: tuple[int, ...] = ()
-    """Chained hashes of the prompt's full pages, first page first."""
+    prompt: Prompt = NOTHING
+    """The prompt, or as much of its beginning as is known for certain; of several the first."""
     rows: int = 1
     """Sequences it generates."""
+    salt: bytes = b""
+    """As in `workers.protocol.messages.Request`."""
+    _keys: dict[bytes, list[bytes]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.tokens < 0 or self.rows < 1 or len(self.keys) * PAGE_TOKENS > self.tokens:
-            raise ValueError(f"{self.rows} rows, {len(self.keys)} full pages in {self.tokens} tokens")
+        if self.tokens < 0 or self.rows < 1 or self.prompt.length > self.tokens:
+            raise ValueError(f"{self.rows} rows, a prompt of {self.prompt.length} in {self.tokens} tokens")
+
+    def keys(self, root: bytes) -> list[bytes]:
+        """Keys of the prompt's full pages, first page first, as a replica reports them whose keys are rooted in
+        `root`: replicas of another model, as during an update, have others. Hashed once for each root."""
+        known = self._keys.get(root)
+        if known is None:
+            keys = self.prompt.keys(salted_root(root, self.salt))
+            known = self._keys[root] = [key[:REPORTED_BYTES] for key in keys]
+        return known
 
 
 @dataclass(frozen=True)
@@ -57,17 +73,20 @@ class Load:
     """Requests decoding or waiting."""
     pages_free: int | None = None
     """Pages that are free; None: not reported yet."""
-    keys: frozenset[int] = frozenset()
-    """Keys of pages in its prefix cache: a choice of them, of which each vouches for all pages before it."""
+    keys: frozenset[bytes] = frozenset()
+    """Keys of pages in its prefix cache, 8 bytes of each: a choice of them, of which each vouches for all pages before
+    it."""
     seen: Mapping[str, int] = field(default_factory=dict)
     """Highest sequence number received, by router: what these figures already include."""
     at: float = 0.0
     """Time at which the figures were taken, in seconds. In a replica's report it is Unix time; in a router's arithmetic
     it is the time of the router's own clock."""
-    host_keys: frozenset[int] = frozenset()
+    host_keys: frozenset[bytes] = frozenset()
     """Like `keys`, of pages in host memory, which are copied back to be read."""
     host_token_cost: float = HOST_TOKEN_COST
     """What a token costs whose page is copied back, in prompt tokens."""
+    root: bytes = NO_ROOT
+    """What its keys are rooted in."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +104,22 @@ class Sent:
 @dataclass
 class _Account:
     sent: list[Sent] = field(default_factory=list)
-    recent: OrderedDict[int, float] = field(default_factory=OrderedDict)
+    recent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     report_at: float | None = None
     """Time at which the newest report was taken."""
     report_known: float = 0.0
     """Time at which it became known here, by this router's clock."""
 
 
-def cached_tokens(features: RequestFeatures, keys: frozenset[int] | Mapping[int, float]) -> int:
-    """Tokens of the prompt that are cached where `keys` are. The keys are chained: the deepest that is there vouches
-    for the pages before it, of which few need be among `keys`.
+def cached_tokens(features: RequestFeatures, keys: frozenset[bytes] | Mapping[bytes, float], root: bytes) -> int:
+    """Tokens of the prompt that are cached where `keys`, rooted in `root`, are. The keys are chained: the deepest that
+    is there vouches for the pages before it, of which few need be among `keys`.
 
     The last prompt token is computed in any case.
     """
-    for index in range(len(features.keys) - 1, -1, -1):
-        if features.keys[index] in keys:
+    asked = features.keys(root) if keys else []
+    for index in range(len(asked) - 1, -1, -1):
+        if asked[index] in keys:
             return min((index + 1) * PAGE_TOKENS, features.tokens - 1)
     return 0
 
@@ -155,7 +175,7 @@ class InFlightAccounting(Generic[R]):
         computed = features.tokens - cached - copied
         pages = pages_for(features.tokens - cached)
         account.sent.append(Sent(self._sequence_number, now, computed, pages, features.rows))
-        for key in features.keys:
+        for key in features.keys(load.root):
             account.recent[key] = now
             account.recent.move_to_end(key)
         return self._sequence_number, computed
@@ -167,9 +187,9 @@ class InFlightAccounting(Generic[R]):
             account.report_at, account.report_known = load.at, now
         # By this router's own clock, as those of two nodes may differ.
         known = now - account.report_known <= STALE_S
-        reported = cached_tokens(features, load.keys) if known else 0
-        cached = max(reported, cached_tokens(features, account.recent))
-        in_host = cached_tokens(features, load.host_keys) if known else 0
+        reported = cached_tokens(features, load.keys, load.root) if known else 0
+        cached = max(reported, cached_tokens(features, account.recent, load.root))
+        in_host = cached_tokens(features, load.host_keys, load.root) if known else 0
         return cached, max(in_host - cached, 0)
 
     def _settle(self, account: _Account, load: Load, now: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
+from deploy.config.cache_salts import SHARED, CacheSalts
 from deploy.routing.chat_shapes import as_chat
 from deploy.routing.policy import RequestFeatures
 from deploy.text.chat import (
@@ -34,11 +35,14 @@ from deploy.text.lane import aside, at_once
 from deploy.text.mending import with_whole_escapes
 from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import Prompt, pack_tokens
+from workers.protocol.prompt import PAGE_BYTES, Prompt, pack_tokens
 
 BYTES_PER_TOKEN = 4
 """Bytes per token where nothing better is known."""
 REMEMBERED = 512
+"""Bodies whose features are remembered."""
+REMEMBERED_BYTES = 64 * 1024 * 1024
+"""Most that their prompts take."""
 MOST_ROWS = 1024
 """Nonsense must not outweigh all other requests."""
 INLINE_MESSAGES = 256
@@ -49,41 +53,52 @@ class FeatureReader:
     """Turns bodies of the generating endpoints into what routing needs to know."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, chat_template: str | None = None, control_tokens_in_text: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: str | None = None,
+        control_tokens_in_text: bool = False,
+        salts: CacheSalts = SHARED,
     ) -> None:
-        """`tokenizer` and settings: the same as the replicas', so that page hashes agree; None for a model without a
-        tokenizer."""
-        self._tokenizer = tokenizer
+        """`tokenizer`, settings and `salts`: the same as the replicas', so that page hashes agree; None for a model
+        without a tokenizer."""
+        self._tokenizer, self._salts = tokenizer, salts
         self._chats = ChatPrompts(tokenizer, chat_template, control_tokens_in_text) if tokenizer else None
         self._recent: OrderedDict[bytes, RequestFeatures] = OrderedDict()
+        self._held = 0
 
-    async def read(self, body: bytes, full_length: int | None = None) -> RequestFeatures:
-        """`full_length`: bytes of the whole body when `body` is only its head."""
-        features, _ = await self.read_prompt(body, full_length)
+    async def read(self, body: bytes, full_length: int | None = None, key: str = "") -> RequestFeatures:
+        """`full_length`: bytes of the whole body when `body` is only its head. `key`: name of the request's API key;
+        empty where there is none that is known."""
+        features, _ = await self.read_prompt(body, full_length, key)
         return features
 
     async def read_prompt(
-        self, body: bytes, full_length: int | None = None
+        self, body: bytes, full_length: int | None = None, key: str = ""
     ) -> tuple[RequestFeatures, EncodedPrompt | None]:
         """`read`, and the prompt where it is worth handing over: a long one, the only one of its request, all of which
-        is here and was encoded now. Bodies that come again are remembered by their features alone, as prompts would
-        take too much memory."""
+        is here and was encoded now."""
         whole = full_length or len(body)
-        digest = blake2b(body, digest_size=16, key=whole.to_bytes(8, "little")).digest()
+        of = whole.to_bytes(8, "little") + self._salts.salt(key, None)
+        digest = blake2b(body, digest_size=16, key=of).digest()
         if (known := self._recent.get(digest)) is not None:
             self._recent.move_to_end(digest)
             return known, None
         prompt = None
         try:
-            features, prompt = await self._read(body, whole)
+            features, prompt = await self._read(body, whole, key)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
             features = RequestFeatures(whole // BYTES_PER_TOKEN)
-        self._recent[digest] = features
-        if len(self._recent) > REMEMBERED:
-            self._recent.popitem(last=False)
+        self._remember(digest, features)
         return features, prompt
 
-    async def _read(self, body: bytes, whole: int) -> tuple[RequestFeatures, EncodedPrompt | None]:
+    def _remember(self, digest: bytes, features: RequestFeatures) -> None:
+        self._recent[digest] = features
+        self._held += len(features.prompt.packed)
+        while len(self._recent) > REMEMBERED or self._held > REMEMBERED_BYTES:
+            _, oldest = self._recent.popitem(last=False)
+            self._held -= len(oldest.prompt.packed)
+
+    async def _read(self, body: bytes, whole: int, key: str) -> tuple[RequestFeatures, EncodedPrompt | None]:
         cut = whole > len(body)
         data = _loaded(body, cut)
         if not isinstance(data, dict):
@@ -94,12 +109,14 @@ class FeatureReader:
             return RequestFeatures(whole // BYTES_PER_TOKEN), None
         # Pages are looked up for the first prompt only: the others of one request mostly share what it shares.
         first = prompts[0]
-        features = RequestFeatures(sum(lengths), tuple(first.keys), min(_rows(data) * len(prompts), MOST_ROWS))
+        asked = data.get("cache_salt")
+        salt = self._salts.salt(key, asked if isinstance(asked, str) else None)
+        features = RequestFeatures(sum(lengths), first, min(_rows(data) * len(prompts), MOST_ROWS), salt)
         if cut:
             # The last word was cut: it may be other tokens in the whole text.
-            keys = features.keys[: max(first.length - 1, 0) // PAGE_TOKENS]
+            known = Prompt(first.packed[: max(first.length - 1, 0) // PAGE_TOKENS * PAGE_BYTES])
             features = replace(
-                features, tokens=max(round(features.tokens * whole / len(body)), features.tokens), keys=keys
+                features, tokens=max(round(features.tokens * whole / len(body)), features.tokens), prompt=known
             )
         alone = len(prompts) == 1 and first.length >= HAND_OVER_TOKENS and not cut
         return features, EncodedPrompt(first.digest, first.packed) if alone and first.digest else None

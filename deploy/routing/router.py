@@ -24,8 +24,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import Receive, Scope, Send
 
+from deploy.cluster.haproxy import key_header
 from deploy.cluster.replica_ports import listen_at_home
 from deploy.config.application import ServeConfig
+from deploy.config.cache_salts import CacheSalts
 from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_from_report
 from deploy.routing.policy import FORGET_S, InFlightAccounting, Load, RequestFeatures, choose
 from deploy.routing.request_features import BYTES_PER_TOKEN, FeatureReader
@@ -124,7 +126,11 @@ class IngressRouter:
     def __init__(self, engine: DeploymentHandle, config: ServeConfig) -> None:
         listen_at_home()
         tokenizer = Tokenizer.load(config.engine.folder)
-        self._reader = FeatureReader(tokenizer, config.api.chat_template, config.api.control_tokens_in_text)
+        self._salts = CacheSalts.of_settings(config.api)
+        self._reader = FeatureReader(
+            tokenizer, config.api.chat_template, config.api.control_tokens_in_text, self._salts
+        )
+        self._key_header = key_header().encode()
         self._engine = engine
         self._engine._init()
         self._prompts = engine.options(method_name=TAKE_PROMPT)
@@ -146,7 +152,8 @@ class IngressRouter:
             await _reply(send, 404, b"{}")
             return
         body = await _body(receive)
-        features, prompt = await self._reader.read_prompt(body, _full_length(scope))
+        key = self._salts.name_of(_header(scope, self._key_header))
+        features, prompt = await self._reader.read_prompt(body, _full_length(scope), key)
         receipt: dict[str, str] = {}
         picking = self._engine.choose_replica(features=features, receipt=receipt, _reserve=False)
         try:
@@ -174,10 +181,12 @@ class IngressRouter:
 
 def _full_length(scope: Scope) -> int | None:
     """Return the full length of a body that HAProxy cut, from its header `sent/whole`."""
-    for name, value in scope["headers"]:
-        if name == b"x-body-truncated":
-            return _length(bytes(value).partition(b"/")[2])
-    return None
+    return _length(_header(scope, b"x-body-truncated").partition("/")[2].encode("latin-1"))
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    """Return the header of this name; empty where there is none."""
+    return next((bytes(value).decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
 def _length(value: bytes) -> int | None:

@@ -55,11 +55,11 @@ class Offer(msgspec.Struct):
     """Addresses of the channels, by the name of the neighbor that each is for."""
 
 
-def fingerprint(config: ServeConfig) -> str:
+def fingerprint(config: ServeConfig, root: bytes) -> str:
     """Hash of everything that decides which tokens follow. It is equal where one replica may continue what another one
-    began."""
+    began. `root`: that of the engine's page keys, which names its weights (`ModelInfo.root`)."""
     numerics = config.engine.model_dump_json(exclude={"record_plans", "record_prompts"})
-    parts = (config.model_name, numerics, version("latentserve"), version("torch"))
+    parts = (config.model_name, numerics, version("latentserve"), version("torch"), root.hex())
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -69,7 +69,7 @@ class NeighborStore:
     def __init__(self, application: str, replica: str, config: ServeConfig, place: Place) -> None:
         """Prepare the store; nothing is told yet."""
         self._prefix, self._own = f"neighbors/{application}/".encode(), replica
-        self._config, self._place, self._fingerprint = config, place, fingerprint(config)
+        self._config, self._place = config, place
         self._engine: FailoverEngine | None = None
         self._channels: dict[str, GuestChannel] = {}
         self._clients: dict[str, tuple[Addresses, EngineClient]] = {}
@@ -82,6 +82,11 @@ class NeighborStore:
         """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop."""
         self._engine = engine
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
+
+    @property
+    def _fingerprint(self) -> str:
+        assert self._engine is not None
+        return fingerprint(self._config, self._engine.info.root)
 
     def neighbors(self) -> Sequence[EngineClient]:
         """The engines of other replicas that can be used now."""
@@ -113,7 +118,8 @@ class NeighborStore:
     def heed(self, offers: dict[str, Offer]) -> None:
         """Bind a channel for each neighbor, and connect to those that neighbors bound for this replica."""
         assert self._engine is not None
-        wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == self._fingerprint}
+        own = self._fingerprint
+        wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == own}
         for name in {*self._channels, *self._clients} - wanted.keys():
             self._forget(name)
         for name, offer in wanted.items():

@@ -14,6 +14,8 @@ import pytest
 from served_application import Server
 from timed_client import client
 
+from deploy.routing.policy import REMEMBER_S
+
 pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.soak]
 
 CONFIG = {
@@ -160,6 +162,29 @@ async def test_tokens_follow_weights_over_both_replicas(server: Server, replicas
     assert len(everywhere.replicas) == 2
     assert len(at_one.replicas) == 1
     assert found[1] / sum(found) == pytest.approx(1 / 3, rel=0.25)
+
+
+async def test_a_prompt_returns_to_the_replica_that_has_it_and_to_its_own_key(server: Server) -> None:
+    """The router finds by what replicas report which one has a prompt cached, and for which key."""
+    prompts = [[number] * 640 for number in range(10, 22)]
+    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    async with client() as http, asyncio.timeout(60):
+        for turn in ("first", "again"):
+            for key in ("quiet", "everywhere"):
+                found[turn, key] = []
+                for prompt in prompts if turn == "first" else prompts[::-1]:
+                    answer = await ask(http, server.url, key, prompt=prompt, max_tokens=1)
+                    assert answer.status_code == 200, answer.text
+                    cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                    found[turn, key].append((answer.headers["x-latentserve-replica"], cached))
+            if turn == "first":
+                await asyncio.sleep(REMEMBER_S + 1)  # until the router goes by reports alone
+    print(found)
+    for key in ("quiet", "everywhere"):
+        first, again = found["first", key], found["again", key][::-1]
+        assert {cached for _, cached in first} == {0}
+        assert len({replica for replica, _ in first}) == 2
+        assert again == [(replica, 576) for replica, _ in first]
 
 
 async def refused_by(http: httpx.AsyncClient, key: str, url: str, **changes: object) -> tuple[int, int]:

@@ -184,6 +184,7 @@ class EngineClient:
                             eos_ids=message.eos_ids,
                             max_width=message.width,
                             created=int(time.time()),
+                            root=message.root,
                         )
                     )
             case Charges():

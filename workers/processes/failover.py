@@ -86,6 +86,11 @@ class FailoverMailbox(OutputMailbox):
             self._engine.forget(self._request.request_id)
             super().fail(error)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any token was delivered."""
+        return bool(self._done)
+
     def end(self, error: EngineFault) -> None:
         """No engine goes on with it."""
         self._engine.forget(self._request.request_id)
@@ -324,12 +329,17 @@ class FailoverEngine:
             self._patience.cancel()
             self._patience = None
         self.down, self.fault = "", None
+        other = client.info.root != self._info.root
         self._info = dataclasses.replace(client.info, created=self._info.created)
         self._adopt(client)
         if not self.down:
             now = self._clock()
             for stream in tuple(self._streams.values()):
-                if stream.holder is None:
+                if stream.holder is not None:
+                    continue
+                if other and stream.begun:  # what it has said, this engine would not have said
+                    stream.end(EngineFault(f"{cause}; the next engine has other weights, or computes otherwise"))
+                else:
                     stream.ask(client, now)
             tell(self.on_return, now - died)
 

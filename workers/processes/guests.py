@@ -147,7 +147,7 @@ class GuestChannel:
             if not self._engine.down:
                 info = self._engine.info
                 self._binding.pulse.send(Heartbeat(-1))
-                self.say(Ready(-1, 0, info.max_context, info.vocab_size, info.max_width, info.eos_ids))
+                self.say(Ready(-1, 0, info.max_context, info.vocab_size, info.max_width, info.eos_ids, root=info.root))
                 self.say(self._engine.stats)
             await asyncio.sleep(PULSE_S)
 

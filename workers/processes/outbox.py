@@ -12,8 +12,9 @@ from workers.channel.sockets import Sender
 from workers.protocol.messages import Cancel, Request, Requests
 from workers.protocol.plan import SamplingParams
 
-Group = tuple[int, int, str, SamplingParams, bool]
-"""Identity of the prompt, priority, name of the API key, sampling but for the seed, and whether it is continued."""
+Group = tuple[int, int, str, bytes, SamplingParams, bool]
+"""Identity of the prompt, priority, name of the API key, salt of its pages, sampling but for the seed, and whether it
+is continued."""
 
 
 class Outbox:
@@ -34,7 +35,7 @@ class Outbox:
             self._loop.call_soon(self._send)
         # The request keeps its prompt alive, so no other prompt has this identity meanwhile.
         continued, shared = request.age_s is not None, replace(request.sampling, seed=0)
-        group = (id(request.prompt), request.priority, request.key, shared, continued)
+        group = (id(request.prompt), request.priority, request.key, request.salt, shared, continued)
         self._groups.setdefault(group, {})[request.request_id] = request
         self._group_of[request.request_id] = group
 

@@ -148,10 +148,18 @@ class SchedulerProcess:
         ):
             held = sorted(ready.values(), key=lambda r: r.rank)
             raise EngineFailed(Fault(f"ranks disagree on what they hold: {held}"))
+        if other := [rank for rank, told in sorted(ready.items()) if told.root != first.root]:
+            raise EngineFailed(
+                Fault(
+                    f"ranks {other} have loaded another model than rank 0, or compute it otherwise: see that "
+                    f"{self._config.folder} is the same on all nodes, and that their software and GPUs are",
+                    lasting=True,
+                )
+            )
         self._record(first)
         self._heard = [time.monotonic()] * self._ranks
         self._binding.outputs.send(
-            Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids)
+            Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids, root=first.root)
         )
         return Scheduler(scheduler_config(config, first))
 
@@ -302,4 +310,5 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         host_pages=ready.host_pages,
         save_batch=ready.save_batch,
         ranks=config.mesh().world.size,
+        root=ready.root,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.protocol.messages import EngineStats, Request, RequestOutput
+from workers.protocol.prompt import NO_ROOT
 from workers.protocol.report import SelfTestReport
 
 
@@ -23,6 +24,8 @@ class ModelInfo:
     """Most tokens a decode row feeds in one step: 1 + drafts."""
     created: int
     """Unix time, seconds."""
+    root: bytes = NO_ROOT
+    """Hash of all that decides what its cached pages hold (`Ready.root`)."""
 
     def __post_init__(self) -> None:
         if self.max_context < 2 or self.vocab_size < 1 or self.max_width < 1:

@@ -17,7 +17,7 @@ import msgspec
 
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
-from workers.protocol.prompt import Prompt
+from workers.protocol.prompt import NO_ROOT, Prompt
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.scores import Scores
 from workers.protocol.tiers import Moved, Moves
@@ -43,6 +43,9 @@ class Request(msgspec.Struct, frozen=True):
     """Tokens that an engine before this one generated for the request and that were delivered, as
     `workers.protocol.prompt.pack_tokens` packs them. The request goes on behind them as after a preemption: prompt and
     sampling are those with which it began."""
+    salt: bytes = b""
+    """Of the keys of its pages: they are shared only with requests of the same salt (`salted_root`). A digest, never
+    the API key or what its client sent."""
     age_s: float | None = None
     """Seconds since it arrived, where an engine before this one had it: its place in the queue follows from that, and
     it waits however long the queue is. None: it arrives now."""
@@ -58,11 +61,12 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
     choices: tuple[tuple[str, int], ...]
     """Request id and seed of each."""
     priority: int = 0
-    """Priority as in `Request`. It holds for each request, like the next two fields."""
+    """Priority as in `Request`. It holds for each request, like the next two fields and `salt`."""
     key: str = ""
     weight: float = 1.0
     continued: tuple[tuple[bytes, float], ...] = ()
     """`Request.done` and `Request.age_s` of each; empty where all of them arrive now."""
+    salt: bytes = b""
 
     @staticmethod
     def of(requests: Sequence[Request]) -> Requests:
@@ -72,7 +76,8 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
         choices = tuple((request.request_id, request.sampling.seed) for request in requests)
         packed = Prompt.of(first.prompt).packed
         continued = tuple((request.done, request.age_s) for request in requests if request.age_s is not None)
-        return Requests(packed, first.sampling, choices, first.priority, first.key, first.weight, continued)
+        shared = (first.priority, first.key, first.weight)
+        return Requests(packed, first.sampling, choices, *shared, continued, first.salt)
 
     def unpack(self) -> tuple[Request, ...]:
         """The requests, which share one `Prompt`."""
@@ -80,7 +85,7 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
         shared = (self.priority, self.key, self.weight)
         continued = self.continued or ((b"", None),) * len(self.choices)
         return tuple(
-            Request(name, prompt, replace(self.sampling, seed=seed), *shared, done, age_s)
+            Request(name, prompt, replace(self.sampling, seed=seed), *shared, done, self.salt, age_s)
             for (name, seed), (done, age_s) in zip(self.choices, continued, strict=True)
         )
 
@@ -226,6 +231,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
     host_keys: bytes = b""
     """So many keys of pages in host memory."""
+    key_root: bytes = b""
+    """What both are rooted in (`workers.protocol.prompt`)."""
     host_pages_total: int = 0
     """Pages that host memory holds behind those of the device."""
     host_pages: int = 0
@@ -271,6 +278,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Pages of host memory behind those of the device; all ranks agree on it."""
     save_batch: int = 1
     """Pages that this rank copies to host memory at once."""
+    root: bytes = NO_ROOT
+    """Root of the keys of pages: a hash of all that decides what is cached (`workers.rank.root`); all ranks agree on
+    it."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

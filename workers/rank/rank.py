@@ -27,6 +27,7 @@ from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.tiers import Moved
+from workers.rank.root import cache_root
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -179,6 +180,7 @@ class Rank:
         self.ready = Ready(
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
+        self.ready = replace(self.ready, root=cache_root(config, model, dtype, device))
         if memory is not None:
             self.ready = replace(self.ready, host_pages=memory.slots, save_batch=batch_of(record_bytes))
         self.model: Model = model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.page import pages_for
+from workers.protocol.prompt import NO_ROOT
 from workers.protocol.report import StepTime
 
 PIPELINE = 2
@@ -66,6 +67,8 @@ class SchedulerConfig:
     """Whether the drafter reads rows' tokens on the device: a newcomer brings all that it has."""
     prefix_sample: int = 1024
     """Most prefix-cache keys that the statistics name, of 8 bytes each."""
+    root: bytes = NO_ROOT
+    """What the keys of pages are rooted in: it names what the ranks compute (`workers.rank.root`)."""
     grammar_timeout_s: float = 10.0
     """Seconds that a grammar may take to compile."""
     host_pages: int = 0

@@ -81,9 +81,9 @@ class HostTier:
         self.slots, self._ranks, self._cache, self._batch, self._least = slots, ranks, cache, batch, least
         self.counters = TierCounters()
         self._free = list(range(slots - 1, -1, -1))
-        self._copies: dict[int, Copy] = {}  # by key
+        self._copies: dict[bytes, Copy] = {}  # by key
         self._summary = PrefixSummary(self._copies, slots, reported)
-        self._ends: list[tuple[int, int]] = []  # a heap of (used, key), outdated ones among them
+        self._ends: list[tuple[int, bytes]] = []  # a heap of (used, key), outdated ones among them
         self._clock, self._numbers = count(1), count(1)
         self._tickets: dict[int, Ticket] = {}  # under way, by number
         self._ready: dict[int, Ticket] = {}  # loads that are done, whose pages wait for their prompts
@@ -103,7 +103,7 @@ class HostTier:
         """Requests whose pages are being loaded."""
         return [row for ticket in self._tickets.values() for row in ticket.waiting]
 
-    def report(self) -> list[int]:
+    def report(self) -> list[bytes]:
         """Keys that tell routers what is here (`PrefixSummary`)."""
         return self._summary.report()
 
@@ -189,7 +189,7 @@ class HostTier:
 
     def _slot(self) -> int | None:
         """A free slot, if need be that of the end which was not used for longest; None where all are pinned."""
-        pinned: list[tuple[int, int]] = []
+        pinned: list[tuple[int, bytes]] = []
         while not self._free and self._ends:
             used, key = heappop(self._ends)
             copy = self._copies.get(key)

@@ -30,7 +30,6 @@ from itertools import islice
 from typing import Protocol
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import ROOT_KEY
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
 from workers.scheduler.tokens import Tokens
@@ -70,7 +69,7 @@ class PrefixCache:
         """`reported`: keys that `report` names at the most."""
         self._pool = pool
         self._enabled = enabled
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by key, most recently used last
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by key, most recently used last
         self._summary = PrefixSummary(self._entries, pool.total, reported)
         self._of_page: dict[int, Entry] = {}
         self._unheld: OrderedDict[int, Entry] = OrderedDict()  # by page, next to be evicted first
@@ -95,11 +94,11 @@ class PrefixCache:
         """Whether the entry is still cached."""
         return self._of_page.get(entry.page) is entry
 
-    def report(self) -> list[int]:
+    def report(self) -> list[bytes]:
         """Keys that tell routers what is cached (`PrefixSummary`)."""
         return self._summary.report()
 
-    def match(self, tokens: Tokens, keys: Sequence[int], most: int) -> list[Entry]:
+    def match(self, tokens: Tokens, keys: Sequence[bytes], most: int) -> list[Entry]:
         """Entries of the longest cached prefix, `most` pages at the most. `keys` are the page keys of `tokens`."""
         found: list[Entry] = []
         parent: Entry | None = None
@@ -152,7 +151,7 @@ class PrefixCache:
             index = len(row.chain)
             parent = row.chain[-1] if row.chain else None
             packed = tokens.page(index)
-            key = tokens.key(index, packed, parent.key if parent else ROOT_KEY)
+            key = tokens.key(index, packed, parent.key if parent else tokens.root)
             entry = self._entries.get(key)
             if entry is None:
                 entry = Entry(key, packed, parent, row.pages[index])

@@ -31,7 +31,7 @@ from itertools import chain, islice, pairwise
 class Entry:
     """A cached page: what it holds, and the entry it continues (None for the first page of a prompt)."""
 
-    key: int
+    key: bytes
     tokens: bytes
     parent: Entry | None
     page: int
@@ -74,15 +74,15 @@ class PrefixSummary:
     collector of cyclic garbage.
     """
 
-    def __init__(self, entries: Mapping[int, Entry], pages: int, most: int) -> None:
+    def __init__(self, entries: Mapping[bytes, Entry], pages: int, most: int) -> None:
         """`entries`: those of the cache, by key, which it keeps up to date itself. `pages`: as many as there can be.
         `most`: keys in a report."""
         self._entries = entries
         self._most = most
         self._stride = 1 << max((pages // max(most, 1)).bit_length() - 1, 0)
         """The finest: it puts no more than two times `most` of `pages` entries on the grid."""
-        self._ends: OrderedDict[int, None] = OrderedDict()  # and branch points; most recently used last
-        self._grid: list[dict[int, None]] = []  # by level
+        self._ends: OrderedDict[bytes, None] = OrderedDict()  # and branch points; most recently used last
+        self._grid: list[dict[bytes, None]] = []  # by level
         self._orphans: dict[Entry, None] = {}  # cached, and what they continue is not: pages of rows with twins
 
     def add(self, entries: Sequence[Entry], number: int) -> None:
@@ -156,7 +156,7 @@ class PrefixSummary:
             if entry.children != 1:
                 self._ends.move_to_end(entry.key)
 
-    def report(self) -> list[int]:
+    def report(self) -> list[bytes]:
         """Keys of entries that are cached now, each once."""
         if len(self._entries) <= self._most:
             return list(self._entries)

@@ -44,7 +44,7 @@ class Rows:
         """Requests that decode, by slot."""
         self.preemptions = 0
         # Of the plan that is being made:
-        self._filled: set[int] = set()  # keys of the pages that its chunks complete
+        self._filled: set[bytes] = set()  # keys of the pages that its chunks complete
         self._aside: list[Sequence] = []  # who waits for one of them
         self._kept = 0  # pages that those will need besides
         self._config = config

@@ -13,7 +13,7 @@ from kernels.page import pages_for
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
-from workers.protocol.prompt import Prompt, pack_keys
+from workers.protocol.prompt import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import Moved, Moves
 from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.config import SchedulerConfig
@@ -106,7 +106,7 @@ class Scheduler:
             request=request,
             rank=(request.priority, 0.0 if share is None else NOT_SERVED, self._arrivals.number(arrived)),
             limit=min(len(prompt) + sampling.max_tokens, config.max_context),
-            tokens=Tokens(Prompt.of(prompt), request.done),
+            tokens=Tokens(Prompt.of(prompt), request.done, salted_root(config.root, request.salt)),
             stop_ids=frozenset(sampling.stop_ids),
             # A grammar's masks allow a stop id before min_tokens only where nothing else is allowed.
             min_total=len(prompt) + (sampling.min_tokens if grammar is None else 0),
@@ -264,6 +264,7 @@ class Scheduler:
             acceptance_falls=self._speculation.falls,
             bad_rows=self._results.bad_rows,
             prefix_keys=pack_keys(rows.cache.report()),
+            key_root=self.config.root,
         )
         if tier is not None:
             counted = tier.counters

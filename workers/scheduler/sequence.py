@@ -65,7 +65,7 @@ class Sequence:
     """Seconds that it waited before it was first admitted."""
     paid_to: int = 0
     """Tokens of the prompt that its key has been charged for, or that came from the prefix cache."""
-    keys: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
     """Page keys of `tokens` as they were when the request was queued; choices of one request have one list."""
     phase: Phase = Phase.WAITING
     slot: int = -1

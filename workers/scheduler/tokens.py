@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import PAGE_BYTES, ROOT_KEY, TOKEN_BYTES, Prompt, chain_keys, pack_tokens, unpack_tokens
+from workers.protocol.prompt import NO_ROOT, PAGE_BYTES, TOKEN_BYTES, Prompt, chain_keys, pack_tokens, unpack_tokens
 
 
 class Tokens:
@@ -12,11 +12,11 @@ class Tokens:
     Plain attributes, which the scheduler keeps up to date itself: it looks at them for every row in every step.
     """
 
-    __slots__ = ("generated", "length", "prompt")
+    __slots__ = ("generated", "length", "prompt", "root")
 
-    def __init__(self, prompt: Prompt, done: bytes = b"") -> None:
-        """`done`: what was generated before, as `pack_tokens` packs it."""
-        self.prompt = prompt
+    def __init__(self, prompt: Prompt, done: bytes = b"", root: bytes = NO_ROOT) -> None:
+        """`done`: what was generated before, as `pack_tokens` packs it. `root`: what the first page's key continues."""
+        self.prompt, self.root = prompt, root
         self.generated = unpack_tokens(done)
         self.length = prompt.length + len(self.generated)
         """Tokens of the prompt and generated ones together."""
@@ -44,17 +44,17 @@ class Tokens:
         page = self.prompt.packed[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
         return page if len(page) == PAGE_BYTES else page + pack_tokens(self.generated[: begin + PAGE_TOKENS])
 
-    def key(self, index: int, page: bytes, parent: int) -> int:
+    def key(self, index: int, page: bytes, parent: bytes) -> bytes:
         """Key of full page number `index`, of tokens `page`, which continues the page of key `parent`."""
-        known = self.prompt.keys
+        known = self.prompt.keys(self.root)
         return known[index] if index < len(known) else chain_keys(parent, page)[0]
 
-    def keys(self) -> list[int]:
+    def keys(self) -> list[bytes]:
         """Keys of all full pages. Where nothing was generated they are the prompt's own list, which nobody may change;
         its pages are never hashed again."""
-        known = self.prompt.keys
+        known = self.prompt.keys(self.root)
         if self.length // PAGE_TOKENS == len(known):
             return known
         behind = self.prompt.packed[len(known) * PAGE_BYTES :] + pack_tokens(self.generated)
         assert len(behind) == (self.length - len(known) * PAGE_TOKENS) * TOKEN_BYTES
-        return known + chain_keys(known[-1] if known else ROOT_KEY, behind)
+        return known + chain_keys(known[-1] if known else self.root, behind)

@@ -27,6 +27,30 @@ class WeightsError(ValueError):
     """The checkpoint's files are missing, unreadable or do not hold what the model needs."""
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that `Checkpoint.open` opens, in the order of their names. `WeightsError` where there are
+    none."""
+    return [folder / name for name in _file_names(folder)[1]]
+
+
+def _file_names(folder: Path) -> tuple[bool, list[str]]:
+    """Whether they are in Mistral's layout, and the files."""
+    for stem in ("model", "consolidated"):
+        index = folder / f"{stem}.safetensors.index.json"
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return stem == "consolidated", sorted(set(weight_map.values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise WeightsError(f"cannot read {index}: {error!r}") from error
+        if (folder / f"{stem}.safetensors").exists():
+            return stem == "consolidated", [f"{stem}.safetensors"]
+    raise WeightsError(
+        f"there is neither model.safetensors.index.json nor model.safetensors in {folder}, nor are there such "
+        "files whose names begin with consolidated"
+    )
+
+
 @dataclass
 class Checkpoint:
     """The safetensors files of one folder, open for reading. Use as a context manager."""
@@ -45,7 +69,7 @@ class Checkpoint:
         `published.shown` shows it."""
         checkpoint = Checkpoint(Path(folder))
         try:
-            mistral, files = checkpoint._file_names()
+            mistral, files = _file_names(checkpoint.folder)
             for file in files:
                 checkpoint._open_file(checkpoint.folder / file)
             checkpoint.entries = shown(checkpoint.entries, mistral=mistral)
@@ -54,23 +78,6 @@ class Checkpoint:
             checkpoint.close()
             raise
         return checkpoint
-
-    def _file_names(self) -> tuple[bool, list[str]]:
-        """Whether they are in Mistral's layout, and the files."""
-        for stem in ("model", "consolidated"):
-            index = self.folder / f"{stem}.safetensors.index.json"
-            if index.exists():
-                try:
-                    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                    return stem == "consolidated", sorted(set(weight_map.values()))
-                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise WeightsError(f"cannot read {index}: {error!r}") from error
-            if (self.folder / f"{stem}.safetensors").exists():
-                return stem == "consolidated", [f"{stem}.safetensors"]
-        raise WeightsError(
-            f"there is neither model.safetensors.index.json nor model.safetensors in {self.folder}, nor are there such "
-            "files whose names begin with consolidated"
-        )
 
     def _open_file(self, path: Path) -> None:
         try:

@@ -25,6 +25,7 @@ from deploy.api.http.errors import ApiError, from_engine
 from deploy.api.http.middleware import CancelOnDisconnect
 from deploy.api.job.job import Branch, Job
 from deploy.api.limits.admission import Admission, Admitted
+from deploy.config.cache_salts import CacheSalts
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
@@ -113,6 +114,8 @@ class Generator:
     admission: Admission
     lanes: Lanes
     """Turns for answers that are long to write."""
+    salts: CacheSalts
+    """Of cached pages."""
 
     def answer(self, endpoint: str, job: Job, form: Format, arrival: float) -> Generation:
         """The answer to a request, in the shape of `form`, streamed or whole. `arrival` is `time.perf_counter()` when
@@ -201,7 +204,9 @@ class Generation(Response):
         """One sequence: ask the engine, write what comes, leave its stream as soon as the sequence has ended."""
         metrics, clock = self.generator.metrics, time.perf_counter
         prompt = self.job.prompts[branch.prompt].ids
-        request = Request(uuid.uuid4().hex, prompt, branch.sampling, *self.admitted.place(self.job.priority))
+        place = self.admitted.place(self.job.priority)
+        salt = self.generator.salts.salt(place[1], self.job.cache_salt)
+        request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place, salt=salt)
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None

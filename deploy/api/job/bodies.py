@@ -48,6 +48,8 @@ FORMS: Final = (
     "structured_outputs",
 )
 """Fields that say what an answer must look like, of which a request has one at most."""
+MOST_CACHE_SALT: Final = 256
+"""Characters of a `cache_salt`."""
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -235,6 +237,9 @@ class SamplingFields(_Sampled):
     skip_special_tokens: bool = True
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     """Lower runs first."""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_CACHE_SALT)
+    """Share cached pages of the prompt only with requests of the same salt, and, as far as API keys share them at all,
+    of the same key."""
     return_accepted_drafts: bool = False
     """Say of every token whether it was a draft that was accepted, as `accepted_drafts`, and in `usage` how many were
     accepted and how many were not."""

@@ -60,6 +60,8 @@ class Job:
     prompts: tuple[Prompt, ...]
     sequences: tuple[Branch, ...]
     priority: int
+    cache_salt: str | None
+    """As in the body."""
     stops: tuple[str, ...]
     stop_token_ids: frozenset[int]
     """The stop ids that the request itself named."""
@@ -232,6 +234,7 @@ def build_job(
         prompts=tuple(prompts),
         sequences=tuple(sequences),
         priority=body.priority,
+        cache_salt=body.cache_salt,
         stops=tuple(dict.fromkeys(body.stop)),
         stop_token_ids=frozenset(body.stop_token_ids),
         include_stop=body.include_stop_str_in_output,

@@ -21,7 +21,7 @@ from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from deploy.text.effort import EFFORTS
 from deploy.text.encoders import ENCODERS
-from workers.protocol.prompt import page_keys
+from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 PUBLISHED = Path(__file__).parent.parent / "text" / "published"
 EXAMPLE = json.loads((PUBLISHED / "deepseek_v32_example.json").read_text())
@@ -51,10 +51,11 @@ class Clients:
         self.anthropic.messages.create(model="tiny", max_tokens=4, messages=messages, **body)
         return self.prompt
 
-    async def routed_keys(self, body: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    async def routed_keys(self, body: dict[str, Any]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """The page hashes that a router reads off `body`, and those of the newest prompt."""
         found = await FeatureReader(V32, None).read(json.dumps({"model": "tiny", **body}).encode())
-        return found.keys, tuple(page_keys(self.engine.requests[-1].prompt))
+        made = page_keys(self.engine.requests[-1].prompt)
+        return tuple(found.keys(NO_ROOT)), tuple(unpack_keys(pack_keys(made)))
 
 
 @contextmanager

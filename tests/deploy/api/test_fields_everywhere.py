@@ -18,6 +18,7 @@ from deploy.api.job.bodies import SHARED, ChatBody, CompletionBody
 from deploy.api.job.unsupported import AT, ELSEWHERE, UNSUPPORTED, refused_at
 from deploy.api.responses.bodies import ResponsesBody
 from deploy.config.api import ApiConfig
+from deploy.config.cache_salts import CacheSalts
 from deploy.parsing.registry import MARKERS
 from workers.protocol.messages import Request
 from workers.protocol.sampling import TABLE
@@ -57,6 +58,7 @@ ASKED: dict[str, tuple[Any, Callable[[Request, dict[str, Any]], bool]]] = {
     "stop_token_ids": ([5], lambda request, answer: 5 in request.sampling.stop_ids),
     "ignore_eos": (True, _sampling("stop_ids", ())),
     "priority": (3, lambda request, answer: request.priority == 3),
+    "cache_salt": ("mine", lambda request, answer: request.salt == CacheSalts().salt("", "mine")),
     "guided_json": ({"type": "boolean"}, _grammar("json_schema")),
     "guided_regex": ("a+", _grammar("regex")),
     "guided_choice": (["a"], _grammar("choice")),

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import httpx
 import pytest
@@ -24,6 +25,8 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 
 from deploy.cluster import haproxy
 from deploy.cluster.environment import fitting_connections
+from deploy.config.cache_salts import CacheSalts
+from deploy.config.keys import ApiKey
 from workers.channel.ports import free_ports
 from workers.environment import EnvironmentProblem
 
@@ -96,13 +99,13 @@ def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., None]]:
-    """Listen on a port and answer by path; where nothing is given for one, with headers if some are named. The text of
-    a `slow` path comes once its event is set."""
+    """Listen on a port and answer by path; where nothing is given for one, with headers if some are named. The text may
+    be a function of the request's headers; that of a `slow` path comes once its event is set."""
     servers = []
 
     def start(
         port: int,
-        answers: dict[str, tuple[int, str]],
+        answers: dict[str, tuple[int, Any]],
         told: tuple[str, ...] = (),
         slow: Mapping[str, threading.Event] = MappingProxyType({}),
     ) -> None:
@@ -112,6 +115,7 @@ def serve() -> Iterator[Callable[..., None]]:
             def do_GET(self) -> None:
                 heard = json.dumps({name: self.headers.get_all(name, []) for name in told}) if told else "an answer"
                 status, text = answers.get(self.path, (200, heard))
+                text = text if isinstance(text, str) else text(self.headers)
                 self.rfile.read(int(self.headers.get("content-length", 0)))
                 self.send_response(status)
                 self.send_header("content-length", str(len(text)))
@@ -171,7 +175,7 @@ def test_side_doors_are_closed_and_the_rest_is_left(rendered: Path) -> None:
     assert sorted(line.split()[0] for line in dropped) == expected
     assert all("fallback" in line for line in dropped if "server" in line.split()[0])
     added = [line.strip().split()[0] for line in after if line not in before]
-    errors, requests, close = ["http-error"] * 7, ["http-request"] * 7, ["option"] * 3
+    errors, requests, close = ["http-error"] * 7, ["http-request"] * 13, ["option"] * 3
     expected = ["backend", "bind", "bind", "http-check", *errors, *requests, "lua-load-per-thread", *close, "server"]
     assert sorted(added) == [*expected, "timeout", "use_backend"]
 
@@ -297,6 +301,46 @@ def test_a_reloaded_haproxy_ends_with_its_last_stream_and_passes_on_what_is_new(
         stream.sendall(post)
         assert b"".join(iter(lambda: stream.recv(65536), b"")).endswith(b"the successor's")
     assert parent.wait(5) == 0
+
+
+@pytest.mark.parametrize("session", [None, "the client's own"])
+def test_the_router_gets_digests_of_api_keys_and_the_replica_what_the_client_sent(
+    proxy: tuple[subprocess.Popen, int], serve, session: str | None
+) -> None:
+    heard: list[str] = []
+    names = ("x-session-id", "authorization", "x-api-key")
+
+    def told(headers: Mapping[str, str]) -> str:
+        heard.append(headers.get("x-session-id", ""))
+        assert not {"authorization", "x-api-key"} & {name.lower() for name in headers}
+        return json.dumps({"replica_id": "x"})
+
+    serve(ROUTER, {"/internal/route": (200, told)})
+    serve(REPLICA, {"/-/healthz": (200, "success")}, told=names)
+    deadline = time.monotonic() + 10
+    while ask("/v1/models").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    salts = CacheSalts(["zwei drei", ApiKey(key="sk-one", name="one"), ApiKey(key="sk-ü", name="two")], isolated=True)
+    cases: list[tuple[dict[str, str], str]] = [
+        ({}, ""),
+        ({"authorization": "Bearer sk-one"}, "one"),
+        ({"authorization": "bearer  sk-one"}, "one"),
+        ({"x-api-key": "sk-ü"}, "two"),
+        ({"x-api-key": "sk-ü", "authorization": "Bearer sk-one"}, "one"),
+        ({"x-api-key": "unknown", "authorization": "Bearer sk-ü"}, "two"),
+        ({"x-api-key": "unknown"}, ""),
+        ({"authorization": "Basic c2s="}, ""),
+    ]
+    for given, name in cases:
+        headers = {**given, **({} if session is None else {"x-session-id": session})}
+        sent = {key: value.encode() for key, value in headers.items()}
+        url = f"http://127.0.0.1:{PORT}/v1/completions"
+        answer = httpx.post(url, headers=sent, content=b"{}", trust_env=False, timeout=10).json()
+        seen = {key: [one.encode("latin-1").decode() for one in values] for key, values in answer.items()}
+        assert seen == {key: [headers[key]] if key in headers else [] for key in names}
+        assert salts.name_of(heard.pop()) == name
+    assert not heard
 
 
 def test_a_fault_is_told_as_soon_as_it_is_noted(proxy: tuple[subprocess.Popen, int], serve) -> None:

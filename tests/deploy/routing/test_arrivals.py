@@ -16,7 +16,7 @@ from deploy.routing.arrivals import (
 )
 from deploy.routing.policy import HOST_TOKEN_COST, InFlightAccounting, Load, RequestFeatures, choose
 from workers.protocol.messages import Distribution, EngineStats
-from workers.protocol.prompt import pack_keys
+from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys
 
 
 class Clock:
@@ -180,7 +180,7 @@ def test_a_late_sequence_number_does_not_turn_the_count_back() -> None:
 
 
 def test_a_load_survives_its_report() -> None:
-    load = Load(1, 2, 3, frozenset({5, 2**63}), {"r": 4}, 6.0)
+    load = Load(1, 2, 3, frozenset({b"8 bytes.", b"8 others"}), {"r": 4}, 6.0, root=b"sixteen bytes...")
     assert load_from_report(load_to_report(load)) == load
     assert load_from_report({}) == Load()
 
@@ -188,8 +188,10 @@ def test_a_load_survives_its_report() -> None:
 def test_a_replica_whose_engine_is_away_gets_a_request_only_where_there_is_no_other() -> None:
     """Nothing else counts for such a replica: neither what the others have to do, nor how much of the prompt it has
     had."""
-    features = RequestFeatures(640, (1, 2, 3))
-    away = out_of_service(Load(backlog=0, rows=0, pages_free=100, keys=frozenset((1, 2, 3)), seen={"r": 4}, at=1.0))
+    features = RequestFeatures(640, Prompt.of(range(640)))
+    away = out_of_service(
+        Load(backlog=0, rows=0, pages_free=100, keys=frozenset(features.keys(NO_ROOT)), seen={"r": 4}, at=1.0)
+    )
     assert load_from_report(load_to_report(away)).seen == {"r": 4}
     busy = Load(backlog=500_000, rows=900, pages_free=0, keys=frozenset(), seen={}, at=1.0)
     accounting: InFlightAccounting[str] = InFlightAccounting("r", 32.0)
@@ -205,16 +207,16 @@ def test_what_a_page_from_host_memory_costs_is_measured() -> None:
         step_seconds=steps,
         host_loaded_pages=10,
         host_load_seconds=0.016,
-        host_keys=pack_keys([5, 6]),
+        host_keys=pack_keys([b"8 bytes.", b"8 others"]),
         pages_total=9,
     )
     load = Arrivals().load(stats)
     assert load.host_token_cost == pytest.approx((0.016 / 640) / (4.0 / 4000))
-    assert load.host_keys == {5, 6}
+    assert load.host_keys == {b"8 bytes.", b"8 others"}
     assert load_from_report(load_to_report(load)) == load
     assert Arrivals().load(structs.replace(stats, host_load_seconds=1e9)).host_token_cost == 1.0
     assert Arrivals().load(structs.replace(stats, host_loaded_pages=0)).host_token_cost == HOST_TOKEN_COST
     report = load_to_report(load)
-    del report["host_keys"], report["host_token_cost"]  # of a replica that is older than its router
+    del report["host_keys"], report["host_token_cost"], report["root"]  # of a replica that is older than its router
     assert load_from_report(report).host_keys == frozenset()
     assert out_of_service(load).host_keys == frozenset()

@@ -18,7 +18,7 @@ from deploy.text.tokenizer import Tokenizer
 from tests.deploy.api.drawn_bodies import RICH, Drawing
 from tests.deploy.text.tool_templates import GLM
 from workers.config import DEMO_MODEL
-from workers.protocol.prompt import page_keys
+from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 LONG = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(40))
 CONFIG = ApiConfig(chat_template=GLM)
@@ -95,15 +95,16 @@ async def test_a_body_is_rendered_as_its_replica_renders_it(
     ask = await FeatureReader(tokenizer, CONFIG.chat_template).read(raw)
     # A chat that nothing marks as Anthropic's may end otherwise: what its template asks about thinking is not known.
     marked = path == RESPONSES or body.keys() & {"system", "thinking", "tools"}
-    assert list(ask.keys) == page_keys(ids)[: len(ask.keys)]
-    assert len(ask.keys) >= len(page_keys(ids)) - (not marked) > 3
+    keys = ask.keys(NO_ROOT)
+    assert keys == unpack_keys(pack_keys(page_keys(ids)))[: len(keys)]
+    assert len(keys) >= len(page_keys(ids)) - (not marked) > 3
     assert ask.tokens == pytest.approx(len(ids), abs=0 if marked else 8)
 
 
 async def test_what_only_a_replica_knows_is_not_guessed(tokenizer: Tokenizer) -> None:
     raw = json.dumps({"model": "demo", "input": LONG, "previous_response_id": "resp_1"}).encode()
     ask = await FeatureReader(tokenizer, CONFIG.chat_template).read(raw)
-    assert (ask.keys, ask.rows) == ((), 1)
+    assert (ask.keys(NO_ROOT), ask.rows) == ([], 1)
     assert ask.tokens > 100
 
 

@@ -5,7 +5,7 @@ import pytest
 from deploy.routing.request_features import MOST_ROWS, FeatureReader
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
-from workers.protocol.prompt import page_keys
+from workers.protocol.prompt import NO_ROOT, page_keys
 
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
 
@@ -17,6 +17,11 @@ def tokenizer() -> Tokenizer:
     return found
 
 
+def told(ids: list[int], root: bytes = NO_ROOT) -> list[bytes]:
+    """The keys that a replica with these pages reports."""
+    return [key[:8] for key in page_keys(ids, root)]
+
+
 def body(**fields: object) -> bytes:
     return json.dumps({"model": "demo", **fields}).encode()
 
@@ -25,18 +30,18 @@ async def test_a_text_prompt_gets_the_page_hashes_its_replica_computes(tokenizer
     features = await FeatureReader(tokenizer).read(body(prompt=TEXT, n=3))
     ids = tokenizer.encode(TEXT)
     assert len(ids) > 640
-    assert (features.tokens, list(features.keys), features.rows) == (len(ids), page_keys(ids), 3)
+    assert (features.tokens, features.keys(NO_ROOT), features.rows) == (len(ids), told(ids), 3)
 
 
 async def test_ids_need_no_tokenizer() -> None:
     ids = list(range(200))
     features = await FeatureReader(None).read(body(prompt=ids))
-    assert (features.tokens, list(features.keys), features.rows) == (200, page_keys(ids), 1)
+    assert (features.tokens, features.keys(NO_ROOT), features.rows) == (200, told(ids), 1)
 
 
 async def test_several_prompts_add_up(tokenizer: Tokenizer) -> None:
     features = await FeatureReader(tokenizer).read(body(prompt=[[1] * 70, [2] * 10], n=2))
-    assert (features.tokens, features.rows, len(features.keys)) == (80, 4, 1)
+    assert (features.tokens, features.rows, len(features.keys(NO_ROOT))) == (80, 4, 1)
 
 
 async def test_a_chat_is_rendered_like_its_replica_renders_it(tokenizer: Tokenizer) -> None:
@@ -45,15 +50,16 @@ async def test_a_chat_is_rendered_like_its_replica_renders_it(tokenizer: Tokeniz
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     text = tokenizer.render_chat(plain, template=template)
     features = await FeatureReader(tokenizer, template).read(body(messages=messages))
-    assert list(features.keys) == page_keys(tokenizer.encode(text, add_special_tokens=False))
+    assert features.keys(NO_ROOT) == told(tokenizer.encode(text, add_special_tokens=False))
 
 
 async def test_a_cut_body_gives_the_head_s_pages_and_a_length_for_the_rest(tokenizer: Tokenizer) -> None:
     whole = body(max_tokens=5, prompt=TEXT)
     full = await FeatureReader(tokenizer).read(whole)
     cut = await FeatureReader(tokenizer).read(whole[: len(whole) // 2], len(whole))
-    assert 4 <= len(cut.keys) < len(full.keys)
-    assert cut.keys == full.keys[: len(cut.keys)]
+    head, all_keys = cut.keys(NO_ROOT), full.keys(NO_ROOT)
+    assert 4 <= len(head) < len(all_keys)
+    assert head == all_keys[: len(head)]
     assert abs(cut.tokens - full.tokens) < 0.1 * full.tokens
 
 
@@ -62,7 +68,7 @@ async def test_a_page_that_ends_where_a_body_was_cut_is_not_promised(tokenizer: 
     text = tokenizer.decode(tokenizer.encode(TEXT)[:128])
     assert len(tokenizer.encode(text)) == 128
     head = body(prompt=text)[:-2]
-    assert len((await FeatureReader(tokenizer).read(head, 10 * len(head))).keys) == 1
+    assert len((await FeatureReader(tokenizer).read(head, 10 * len(head))).keys(NO_ROOT)) == 1
 
 
 async def test_the_same_head_of_longer_bodies_costs_more(tokenizer: Tokenizer) -> None:
@@ -102,3 +108,15 @@ async def test_a_body_seen_before_is_not_read_again(tokenizer: Tokenizer, monkey
     first = await reader.read(body(prompt=TEXT))
     monkeypatch.setattr(tokenizer, "encode_async", None)
     assert await reader.read(body(prompt=TEXT)) is first
+
+
+async def test_remembered_prompts_take_no_more_memory_than_the_bound_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.routing.request_features.REMEMBERED_BYTES", 4 * 1000)
+    reader = FeatureReader(None)
+    for number in range(9):
+        first = await reader.read(body(prompt=[number] * 300))
+        assert await reader.read(body(prompt=[number] * 300)) is first
+        assert reader._held == sum(len(known.prompt.packed) for known in reader._recent.values()) <= 4 * 1000
+    assert len(reader._recent) == 3
+    long = await reader.read(body(prompt=[1] * 1001))
+    assert (len(long.keys(NO_ROOT)), reader._held, len(reader._recent)) == (15, 0, 0)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deploy.config.cache_salts import SHARED, CacheSalts
+from deploy.config.keys import ApiKey
 from deploy.routing import router
 from deploy.routing.arrivals import ROUTING_HEADER, RoutingRecord, load_to_report
 from deploy.routing.policy import FORGET_S, REMEMBER_S, Load, RequestFeatures
@@ -19,6 +22,7 @@ from deploy.routing.router import IngressRouter, LoadRouter
 from deploy.text.handed import EncodedPrompt
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
+from workers.protocol.prompt import NO_ROOT, Prompt
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ async def test_a_clock_that_jumps_changes_no_choice(
     wall, own = [1.8e9], [1000.0]
     monkeypatch.setattr(router, "time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: own[0]))
     a, b = replica("a", Load(at=wall[0])), replica("b", Load(rows=1, at=wall[0]))
-    features = RequestFeatures(1000, keys=(1, 2, 3))
+    features = RequestFeatures(1000, Prompt.of(range(192)))
     assert await chosen(policy, [a, b], pending(features=features, receipt={})) == ["a", "b"]
     assert await chosen(policy, [a, b], None) == ["b", "a"]  # what was sent to a still counts
     wall[0] += jump
@@ -148,9 +152,11 @@ async def answer(
     headers: tuple[tuple[bytes, bytes], ...] = (),
     path: str = "/internal/route",
     tokenizer: Tokenizer | None = None,
+    salts: CacheSalts = SHARED,
 ) -> tuple[int, Any]:
     ingress_router = object.__new__(IngressRouter)
-    ingress_router._reader, ingress_router._engine = FeatureReader(tokenizer), engine
+    ingress_router._reader, ingress_router._engine = FeatureReader(tokenizer, salts=salts), engine
+    ingress_router._salts, ingress_router._key_header = salts, b"x-session-id"
     ingress_router._prompts, ingress_router._handing = engine, True
     parts = [body[:10], body[10:]]
     sent: list[dict[str, Any]] = []
@@ -173,7 +179,7 @@ async def test_haproxy_is_told_the_replica_and_the_routing_record() -> None:
     status, told = await answer(engine, json.dumps({"prompt": [1] * 130, "n": 2}).encode())
     assert (status, told) == (200, {"replica_id": "the one", "request_headers": {ROUTING_HEADER: "r/1/2/3"}})
     [features] = engine.asks
-    assert (features.tokens, features.rows, len(features.keys)) == (130, 2, 2)
+    assert (features.tokens, features.rows, len(features.keys(NO_ROOT))) == (130, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +265,14 @@ async def test_what_belongs_to_a_request_goes_where_that_went(policy: LoadRouter
 
 async def test_any_other_question_is_unknown() -> None:
     assert await answer(Engine("a"), b"{}", path="/internal/other") == (404, {})
+
+
+async def test_whose_cached_pages_count_is_told_by_digests_of_api_keys() -> None:
+    salts = CacheSalts([ApiKey(key=f"sk-{name}", name=name) for name in ("one", "two")], isolated=True)
+    body = json.dumps({"prompt": [1] * 130}).encode()
+    engine, digests = Engine("x"), [sha256(key).hexdigest().upper() for key in (b"sk-one", b"sk-two", b"unknown")]
+    for digest in (*digests, f" {digests[0]}"):
+        assert (await answer(engine, body, ((b"x-session-id", digest.encode()),), salts=salts))[0] == 200
+    assert (await answer(engine, body, salts=salts))[0] == 200
+    names = ["one", "two", "", "one", ""]
+    assert [features.salt for features in engine.asks] == [salts.salt(name, None) for name in names]

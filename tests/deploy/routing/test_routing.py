@@ -15,7 +15,7 @@ from deploy.routing.policy import (
     cached_tokens,
     choose,
 )
-from workers.protocol.prompt import page_keys
+from workers.protocol.prompt import NO_ROOT, Prompt
 
 ROUTER = "me"
 
@@ -38,9 +38,9 @@ def test_a_burst_of_equal_requests_is_split_evenly_before_any_report() -> None:
 
 @pytest.mark.parametrize("pages", [1, 3])
 def test_a_burst_of_equal_prompts_is_split_although_they_share_a_prefix(pages: int) -> None:
-    keys = tuple(page_keys(list(range(64 * pages + 5))))
+    prompt = Prompt.of(range(64 * pages + 5))
     book, loads = accounting(), {"a": Load(), "b": Load()}
-    sent = [send(book, loads, RequestFeatures(64 * pages + 5, keys), 100.0) for _ in range(64)]
+    sent = [send(book, loads, RequestFeatures(64 * pages + 5, prompt), 100.0) for _ in range(64)]
     # Those that find the pages outweigh the other side until rows cost more than the prefill saved.
     assert abs(sent.count("a") - 32) <= 64 * pages / 32
 
@@ -54,8 +54,8 @@ def test_a_long_prompt_sends_the_next_short_ones_to_the_other_replica() -> None:
 
 
 def test_a_shared_prefix_returns_to_its_pages_until_that_replica_is_busier_by_what_it_saves() -> None:
-    keys = tuple(page_keys(list(range(640))))
-    features = RequestFeatures(700, keys)
+    features = RequestFeatures(700, Prompt.of(range(640)))
+    keys = features.keys(NO_ROOT)
     for backlog, expected in ((0, "b"), (639, "b"), (641, "a"), (5000, "a")):
         loads = {"a": Load(), "b": Load(backlog=backlog, keys=frozenset(keys))}
         assert choose(accounting(), loads, features, 100.0)[0] == expected, backlog
@@ -82,10 +82,11 @@ def test_a_replica_without_pages_for_the_request_comes_last() -> None:
 
 
 def test_pages_in_host_memory_draw_a_request_unless_they_are_on_a_device() -> None:
-    features = RequestFeatures(640, tuple(range(1, 11)))
+    features = RequestFeatures(640, Prompt.of(range(640)))
+    third, eighth = (frozenset({features.keys(NO_ROOT)[page - 1]}) for page in (3, 8))
     nothing = Load()
-    device, host = Load(keys=frozenset({8})), Load(host_keys=frozenset({8}), host_token_cost=0.1)
-    both = Load(keys=frozenset({3}), host_keys=frozenset({8}), host_token_cost=0.1)
+    device, host = Load(keys=eighth), Load(host_keys=eighth, host_token_cost=0.1)
+    both = Load(keys=third, host_keys=eighth, host_token_cost=0.1)
     loads = {"nothing": nothing, "host": host, "both": both, "device": device}
     book = accounting(row_tokens=0)
     assert choose(book, loads, features, 0.0) == ["device", "both", "host", "nothing"]
@@ -95,10 +96,11 @@ def test_pages_in_host_memory_draw_a_request_unless_they_are_on_a_device() -> No
 
 
 def test_pages_in_host_memory_need_pages_of_the_device() -> None:
-    features = RequestFeatures(640, tuple(range(1, 11)))
-    host = Load(host_keys=frozenset({9}), pages_free=9)
+    features = RequestFeatures(640, Prompt.of(range(640)))
+    ninth = frozenset({features.keys(NO_ROOT)[8]})
+    host = Load(host_keys=ninth, pages_free=9)
     assert accounting().cost("a", host, features, 0.0).crowded
-    assert not accounting().cost("a", Load(keys=frozenset({9}), pages_free=9), features, 0.0).crowded
+    assert not accounting().cost("a", Load(keys=ninth, pages_free=9), features, 0.0).crowded
     book = accounting()
     book.record("a", replace(host, pages_free=15), features, 0.0)
     assert book.cost("a", replace(host, pages_free=15), RequestFeatures(384), 0.0).crowded
@@ -137,20 +139,20 @@ def test_a_request_that_never_arrived_is_forgotten() -> None:
 
 
 def test_a_prefix_just_sent_counts_as_cached_for_a_while() -> None:
-    keys = tuple(page_keys(list(range(640))))
+    prompt = Prompt.of(range(640))
     book = accounting(row_tokens=0)
-    assert book.record("a", Load(), RequestFeatures(640, keys), 10.0) == (1, 640)
-    assert book.record("a", Load(), RequestFeatures(640, keys), 10.0) == (2, 1)
+    assert book.record("a", Load(), RequestFeatures(640, prompt), 10.0) == (1, 640)
+    assert book.record("a", Load(), RequestFeatures(640, prompt), 10.0) == (2, 1)
     seen = Load(seen={ROUTER: 2})
-    assert book.cost("a", seen, RequestFeatures(640, keys), 11.0).tokens == 1
-    assert book.cost("a", seen, RequestFeatures(640, keys), 10.0 + REMEMBER_S + 1).tokens == 640
+    assert book.cost("a", seen, RequestFeatures(640, prompt), 11.0).tokens == 1
+    assert book.cost("a", seen, RequestFeatures(640, prompt), 10.0 + REMEMBER_S + 1).tokens == 640
 
 
 def test_a_prefix_sent_again_does_not_keep_others_that_are_older() -> None:
-    first, second = ((key,) for key in page_keys(list(range(128))))
+    first, second = Prompt.of(range(64)), Prompt.of(range(64, 128))
     book = accounting(row_tokens=0)
-    for at, keys in ((0.0, first), (1.0, second), (9.0, first)):
-        book.record("a", Load(), RequestFeatures(64, keys), at)
+    for at, prompt in ((0.0, first), (1.0, second), (9.0, first)):
+        book.record("a", Load(), RequestFeatures(64, prompt), at)
     seen, now = Load(seen={ROUTER: 3}), 1.0 + REMEMBER_S + 1
     assert book.cost("a", seen, RequestFeatures(64, first), now).tokens == 1
     assert book.cost("a", seen, RequestFeatures(64, second), now).tokens == 64
@@ -167,23 +169,25 @@ def test_a_replica_that_left_is_forgotten() -> None:
 def test_cached_tokens_agree_with_the_scheduler_s_own_hashes(length: int, shared: int, data: st.DataObject) -> None:
     prompt = data.draw(st.lists(st.integers(0, 9), min_size=length, max_size=length))
     other = prompt[: min(shared, length)] + data.draw(st.lists(st.integers(10, 19), max_size=200))
-    features = RequestFeatures(length, tuple(page_keys(prompt)))
+    features = RequestFeatures(length, Prompt.of(prompt))
     common = next((i for i, (x, y) in enumerate(zip(prompt, other, strict=False)) if x != y), min(length, len(other)))
-    assert cached_tokens(features, frozenset(page_keys(other))) == min(common // 64 * 64, length - 1)
+    held = frozenset(RequestFeatures(len(other), Prompt.of(other)).keys(NO_ROOT))
+    assert cached_tokens(features, held, NO_ROOT) == min(common // 64 * 64, length - 1)
 
 
+PAGES = Prompt.of(range(64 * 5))
 LOADS = st.builds(
     Load,
     backlog=st.integers(0, 10_000),
     rows=st.integers(0, 200),
     pages_free=st.none() | st.integers(0, 1000),
-    keys=st.frozensets(st.integers(0, 5)),
+    keys=st.frozensets(st.sampled_from(RequestFeatures(64 * 5, PAGES).keys(NO_ROOT))),
 )
 ASKS = st.integers(0, 5).flatmap(
     lambda pages: st.builds(
         RequestFeatures,
         st.integers(64 * pages, 64 * pages + 5000),
-        st.permutations(range(pages)).map(tuple),
+        st.just(Prompt.of(PAGES[: 64 * pages])),
         st.integers(1, 4),
     )
 )
@@ -224,7 +228,28 @@ def test_the_load_sent_to_two_idle_replicas_differs_by_one_request_at_most(asks:
     assert abs(total["a"] - total["b"]) <= max(tokens for tokens, _ in asks) + 32
 
 
-@pytest.mark.parametrize(("tokens", "keys", "rows"), [(-1, (), 1), (63, (1,), 1), (10, (), 0)])
-def test_an_impossible_request_is_refused(tokens: int, keys: tuple[int, ...], rows: int) -> None:
-    with pytest.raises(ValueError, match="full pages"):
-        RequestFeatures(tokens, keys, rows)
+@pytest.mark.parametrize(("tokens", "known", "rows"), [(-1, 0, 1), (63, 64, 1), (10, 0, 0)])
+def test_an_impossible_request_is_refused(tokens: int, known: int, rows: int) -> None:
+    with pytest.raises(ValueError, match=f"{rows} rows, a prompt of {known} in {tokens} tokens"):
+        RequestFeatures(tokens, Prompt.of([0] * known), rows)
+
+
+def test_pages_of_another_root_or_salt_are_not_credited() -> None:
+    prompt, roots, salts = Prompt.of(range(640)), (NO_ROOT, b"another root...."), (b"", b"one", b"two")
+    asks = {salt: RequestFeatures(640, prompt, salt=salt) for salt in salts}
+    for root in roots:
+        for salt in salts:
+            load = Load(keys=frozenset(asks[salt].keys(root)), root=root)
+            for other in roots:
+                for asked in salts:
+                    seen = replace(load, root=other)
+                    found = 640 - accounting(row_tokens=0).cost("a", seen, asks[asked], 0.0).tokens
+                    assert found == (639 if (root, salt) == (other, asked) else 0)
+
+
+def test_a_prefix_just_sent_is_credited_to_its_own_salt_alone() -> None:
+    prompt, book = Prompt.of(range(640)), accounting(row_tokens=0)
+    book.record("a", Load(), RequestFeatures(640, prompt, salt=b"one"), 10.0)
+    seen = Load(seen={ROUTER: 1})
+    costs = [book.cost("a", seen, RequestFeatures(640, prompt, salt=salt), 11.0).tokens for salt in (b"one", b"two")]
+    assert costs == [1, 640]

@@ -24,14 +24,17 @@ CONFIG = ServeConfig.model_validate({"engine": {"model": "demo"}, "replicas": 3}
 HERE = Place("node", "127.0.0.1")
 
 
+ROOT = b"sixteen bytes..."
+
+
 class Engine:
     """Says one token to all who ask."""
 
     down, died_of_an_error = "", False
-    info = ModelInfo("demo", 200, 50, (1,), 3, 0)
 
-    def __init__(self, running: int) -> None:
+    def __init__(self, running: int, root: bytes = ROOT) -> None:
         self.stats = EngineStats(running=running)
+        self.info = ModelInfo("demo", 200, 50, (1,), 3, 0, root)
 
     def host(self, request: Request, mailbox: OutputMailbox) -> None:
         mailbox.put(RequestOutput(request.request_id, (self.stats.running,), "length"))
@@ -58,9 +61,11 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def opened(name: str, running: int = 0, config: ServeConfig = CONFIG, place: Place = HERE) -> NeighborStore:
+def opened(
+    name: str, running: int = 0, config: ServeConfig = CONFIG, place: Place = HERE, root: bytes = ROOT
+) -> NeighborStore:
     made = NeighborStore("app", name, config, place)
-    made.open(Engine(running))  # type: ignore[arg-type]
+    made.open(Engine(running, root))  # type: ignore[arg-type]
     return made
 
 
@@ -95,11 +100,12 @@ async def test_the_folder_of_every_channel_is_told_and_goes_with_it(store: Store
 async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
     """Such a replica has another model, or numbers that are computed otherwise: the next token might be another one."""
     changed = ServeConfig.model_validate({"engine": {"model": "demo", "invariant": True}, "replicas": 3})
-    assert fingerprint(changed) != fingerprint(CONFIG) == fingerprint(CONFIG.model_copy(update={"port": 1}))
-    stores = [opened("a"), opened("b"), opened("c", config=changed)]
+    port = CONFIG.model_copy(update={"port": 1})
+    assert fingerprint(changed, ROOT) != fingerprint(CONFIG, ROOT) == fingerprint(port, ROOT)
+    stores = [opened("a"), opened("b"), opened("c", config=changed), opened("d", root=b"of other weights")]
     await until(lambda: all(one.neighbors() for one in stores[:2]))
     await asyncio.sleep(0.1)
-    assert [len(one.neighbors()) for one in stores] == [1, 1, 0]
+    assert [len(one.neighbors()) for one in stores] == [1, 1, 0, 0]
     for one in stores:
         one.close()
 

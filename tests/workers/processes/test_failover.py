@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from test_client import READY, Scheduler
 
 from workers.channel.sockets import Binding, PeerGone
@@ -31,6 +32,7 @@ class World:
         self.may_start.set()
         self.failure: Exception | None = None
         self.now = 1000.0
+        self.ready = READY
         self.engine: FailoverEngine
 
     @property
@@ -45,7 +47,7 @@ class World:
         self.schedulers.append(Scheduler(binding))
         client = EngineClient(EngineConfig(model="demo"), binding.addresses, "it")
         self.clients.append(client)
-        self.scheduler.say(READY)
+        self.scheduler.say(self.ready)
         await client.ready(5)
         return client
 
@@ -193,6 +195,27 @@ async def test_tokens_that_do_not_follow_reach_nobody(at: int) -> None:
         assert made.engine.streams == 0
         made.scheduler.output("a", 6, at=1, finish="length")
         await asyncio.sleep(0.05)
+
+
+async def test_what_another_model_has_begun_is_not_continued() -> None:
+    """The files of the model may have changed before the engine was started again."""
+    async with world() as made:
+        begun, waiting = [made.engine.generate(asked(name, (number,))) for number, name in enumerate("ab")]
+        for _ in range(2):
+            await made.continued()
+        made.scheduler.output("a", 5)
+        assert (await anext(begun)).tokens == (5,)
+        made.ready = replace(READY, root=b"of other weights")
+        made.kill()
+        await made.serving(2)
+        assert made.engine.info.root == b"of other weights"
+        with pytest.raises(EngineFault, match="SIGKILL; the next engine has other weights"):
+            await anext(begun)
+        assert await made.continued() == [("b", [], 0.0)]
+        made.kill()
+        await made.serving(3)
+        assert await made.continued() == [("b", [], 0.0)], "the same once more"
+        await waiting.aclose()
 
 
 async def test_who_leaves_meanwhile_is_not_asked_for() -> None:

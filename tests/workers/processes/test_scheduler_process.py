@@ -74,7 +74,7 @@ class World:
         found = self.hears(Fault)
         return str(found.cause)
 
-    def ready(self, ranks: int, **of_last: int) -> None:
+    def ready(self, ranks: int, **of_last: int | bytes) -> None:
         for rank in range(ranks):
             fields = {"pages": 9, "max_context": 200, "vocab_size": 50} | (of_last if rank == ranks - 1 else {})
             self.results.send(Ready(rank, **fields))
@@ -119,6 +119,22 @@ def test_ranks_that_hold_different_things_do_not_serve() -> None:
     with played(2, serving=False) as world:
         world.ready(2, pages=8)
         assert "ranks disagree on what they hold" in world.fault()
+
+
+def test_ranks_that_loaded_different_models_do_not_serve() -> None:
+    with played(3, serving=False) as world:
+        world.ready(3, root=b"sixteen bytes...")
+        fault = world.hears(Fault)
+        assert "ranks [2] have loaded another model than rank 0" in fault.cause
+        assert fault.lasting
+
+
+def test_the_front_is_told_the_root_of_the_keys_and_reports_name_it() -> None:
+    with played(2, serving=False) as world:
+        for rank in range(2):
+            world.results.send(Ready(rank, pages=9, max_context=200, vocab_size=50, root=b"sixteen bytes..."))
+        assert world.hears(Ready).root == b"sixteen bytes..."
+        assert world.hears(EngineStats).key_root == b"sixteen bytes..."
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

@@ -38,7 +38,7 @@ def test_a_prompt_and_what_follows_it_are_one_sequence(before: int, after: int, 
     for index, key in enumerate(keys):
         page = pack_tokens(ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
         assert made.page(index) == page
-        assert made.key(index, page, keys[index - 1] if index else prompts.ROOT_KEY) == key
+        assert made.key(index, page, keys[index - 1] if index else prompts.NO_ROOT) == key
 
 
 @settings(deadline=None)
@@ -57,7 +57,7 @@ def test_its_pages_are_hashed_once_for_all_who_share_it(monkeypatch: pytest.Monk
     hashed = []
     strong = prompts.chain_key
 
-    def counting(parent: int, page: bytes) -> int:
+    def counting(parent: bytes, page: bytes) -> bytes:
         hashed.append(page)
         return strong(parent, page)
 

@@ -60,11 +60,13 @@ class Replica:
         priority: int = 0,
         key: str = "",
         weight: float = 1.0,
+        salt: bytes = b"",
         **sampling: object,
     ) -> RequestOutput | None:
         """The refusal of this request; one that lost its place to it is finished as `gave way`."""
         ids = prompt if isinstance(prompt, Prompt) else tuple(prompt)
-        request = Request(request_id, ids, SamplingParams(**sampling), priority, key, weight)  # type: ignore[arg-type]
+        params = SamplingParams(**sampling)  # type: ignore[arg-type]
+        request = Request(request_id, ids, params, priority, key, weight, salt=salt)
         refusal = self.scheduler.add(request)
         if refusal is not None:
             assert (refusal.tokens, refusal.finish) == ((), None)

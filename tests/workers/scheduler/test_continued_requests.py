@@ -169,7 +169,9 @@ def test_choices_travel_together_each_with_what_is_done_of_it() -> None:
         (one.request_id, one.done, one.age_s) for one in asked
     ]
     [new] = Requests.of([Request("new", prompt, sampling)]).unpack()
-    assert (new.done, new.age_s) == (b"", None)
+    assert (new.done, new.age_s, new.salt) == (b"", None, b"")
+    salted = [Request(str(n), prompt, sampling, salt=b"salt") for n in range(2)]
+    assert [one.salt for one in Requests.of(salted).unpack()] == [b"salt"] * 2
 
 
 def test_what_is_done_counts_among_what_an_iteration_takes_in() -> None:

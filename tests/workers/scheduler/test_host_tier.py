@@ -27,9 +27,9 @@ def ask(replica: Replica, name: str, prompt: list[int], **sampling: object) -> N
     assert replica.add(name, prompt, max_tokens=2, **sampling) is None
 
 
-def served(replica: Replica, name: str, prompt: list[int]) -> int:
+def served(replica: Replica, name: str, prompt: list[int], salt: bytes = b"") -> int:
     """Run a request to its end; prompt tokens that it found cached."""
-    ask(replica, name, prompt)
+    ask(replica, name, prompt, salt=salt)
     replica.run()
     replica.check_tokens()
     replica.check_pages()
@@ -50,6 +50,30 @@ def test_what_left_the_device_comes_back_from_host_memory() -> None:
     assert stats.host_loaded_pages == 9
     assert stats.host_saved_pages == stats.host_pages == 18
     assert stats.host_pages_total == 100
+
+
+def test_host_memory_is_shared_among_requests_of_one_salt_alone() -> None:
+    replica = tiered()
+    first, second = tokens(600, seed=1), tokens(600, seed=2)
+    assert [served(replica, f"first of {salt!r}", first, salt) for salt in (b"one", b"two")] == [0, 0]
+    assert served(replica, "second", second, b"one") == 0
+    stats = replica.scheduler.stats()
+    assert (stats.host_saved_pages, stats.host_loaded_pages) == (27, 0)
+    for number, salt in enumerate((b"one", b"two"), 1):
+        assert served(replica, f"again of {salt!r}", first, salt) == 9 * PAGE_TOKENS
+        assert replica.scheduler.stats().host_loaded_pages == 9 * number
+        assert served(replica, f"of none, {number}", first) == (number - 1) * 9 * PAGE_TOKENS
+    assert served(replica, "another salt", first, b"three") == 0
+
+
+def test_pages_in_host_memory_whose_keys_have_one_low_half_are_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: bytes(8) + strong(parent, page)[8:])
+    replica = tiered()
+    first, second = tokens(600, seed=1), tokens(600, seed=2)
+    assert [served(replica, str(number), prompt) for number, prompt in enumerate((first, second))] == [0, 0]
+    assert served(replica, "again", first) == 9 * PAGE_TOKENS
+    assert replica.scheduler.stats().host_loaded_pages == 9
 
 
 def test_a_second_asker_finds_loaded_pages_on_the_device() -> None:
@@ -254,8 +278,9 @@ def test_the_report_names_what_is_in_host_memory() -> None:
     served(replica, "a", first)
     served(replica, "b", tokens(600, seed=2))
     stats = replica.scheduler.stats()
-    assert set(prompts.page_keys(first)) <= set(unpack_keys(stats.host_keys))
-    assert set(prompts.page_keys(first)).isdisjoint(unpack_keys(stats.prefix_keys))
+    keys = {key[:8] for key in prompts.page_keys(first)}
+    assert keys <= set(unpack_keys(stats.host_keys))
+    assert keys.isdisjoint(unpack_keys(stats.prefix_keys))
 
 
 def test_an_answer_that_nobody_waits_for_is_an_error() -> None:
@@ -394,5 +419,5 @@ def test_bad_rows_harm_nobody_else_where_their_pages_come_and_go() -> None:
 @pytest.mark.long
 def test_colliding_page_keys_cost_hits_but_never_tokens_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     strong = prompts.chain_key
-    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: bytes(15) + bytes([strong(parent, page)[0] % 3]))
     assert sum(soak(seed).scheduler.stats().host_saved_pages for seed in range(20)) > 30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import random
 import subprocess
 import sys
@@ -13,10 +13,14 @@ from replica import Replica
 from workload import config, tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import Prompt, page_keys, unpack_keys
+from workers.protocol import prompt as prompts
+from workers.protocol.prompt import NO_ROOT, Prompt, page_keys, salted_root, unpack_keys
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.tokens import Tokens
+
+SEVEN = bytes(15) + b"\x07"
+"""A key that many pages have."""
 
 
 def run_one(replica: Replica, name: str, prompt: list[int], most: int = 5) -> int:
@@ -30,20 +34,22 @@ def run_one(replica: Replica, name: str, prompt: list[int], most: int = 5) -> in
 
 def test_page_keys_chain_full_pages() -> None:
     prompt = [random.Random(1).randrange(2**32) for _ in range(200)]
-    expected, key = [], bytes(8)
-    for page in range(3):
-        ids = b"".join(token.to_bytes(4, "little") for token in prompt[64 * page : 64 * page + 64])
-        key = blake2b(key + ids, digest_size=8).digest()
-        expected.append(int.from_bytes(key, "little"))
-    assert page_keys(prompt) == page_keys(tuple(prompt)) == expected
-    assert page_keys(prompt[:191]) == expected[:2]
-    assert page_keys(prompt[:63]) == []
+    for root in (bytes(16), b"sixteen bytes..."):
+        expected, key = [], root
+        for page in range(3):
+            ids = b"".join(token.to_bytes(4, "little") for token in prompt[64 * page : 64 * page + 64])
+            key = blake2b(ids, digest_size=16, salt=key).digest()
+            expected.append(key)
+        assert page_keys(prompt, root) == page_keys(tuple(prompt), root) == expected
+        assert page_keys(prompt[:191], root) == expected[:2]
+        assert page_keys(prompt[:63], root) == []
+    assert page_keys(prompt) == page_keys(prompt, NO_ROOT)
 
 
 def test_page_keys_are_the_same_in_every_process() -> None:
-    code = "import json; from workers.scheduler import page_keys; print(json.dumps(page_keys(list(range(500)))))"
+    code = "from workers.scheduler import page_keys; print(page_keys(list(range(500))))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
-    assert json.loads(other.stdout) == page_keys(list(range(500)))
+    assert ast.literal_eval(other.stdout.decode()) == page_keys(list(range(500)))
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -119,20 +125,23 @@ def test_the_statistics_name_the_ends_of_what_was_used_last() -> None:
     replica = Replica(config(prefix_sample=2))
     a, b, c = (tokens(130, seed=seed) for seed in range(3))
 
-    def reported() -> list[int]:
+    def reported() -> list[bytes]:
         return list(unpack_keys(replica.scheduler.stats().prefix_keys))
 
+    def told(prompt: list[int]) -> list[bytes]:
+        return [key[:8] for key in page_keys(prompt)]
+
     run_one(replica, "a", a)
-    assert sorted(reported()) == sorted(page_keys(a))
+    assert sorted(reported()) == sorted(told(a))
     run_one(replica, "b", b)
     run_one(replica, "c", c)
-    assert reported() == [page_keys(c)[1], page_keys(b)[1]]
+    assert reported() == [told(c)[1], told(b)[1]]
     run_one(replica, "a again", a)
-    assert reported() == [page_keys(a)[1], page_keys(c)[1]]
+    assert reported() == [told(a)[1], told(c)[1]]
 
 
 def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.protocol.prompt.chain_key", lambda parent, page: 7)
+    monkeypatch.setattr("workers.protocol.prompt.chain_key", lambda parent, page: SEVEN)
     replica = Replica(config())
     assert run_one(replica, "a", tokens(200, seed=1)) == 0
     assert run_one(replica, "b", tokens(200, seed=2)) == 0
@@ -141,10 +150,8 @@ def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_pages_behind_different_prefixes_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
     # Even when the keys do not tell them apart: key of a page = hash of that page alone.
-    from workers.protocol import prompt as prompts
-
     strong = prompts.chain_key
-    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(0, page))
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(NO_ROOT, page))
     replica = Replica(config())
     head1, head2, tail = tokens(64, seed=1), tokens(64, seed=2), tokens(65, seed=3)
     assert run_one(replica, "a", [*head1, *tail]) == 0
@@ -175,10 +182,8 @@ def test_a_gap_left_by_a_twin_is_filled_when_the_row_ends() -> None:
 
 def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.MonkeyPatch) -> None:
     # All first pages collide. Cached behind the other's first page, b's second one would be taken for a's.
-    from workers.protocol import prompt as prompts
-
     strong = prompts.chain_key
-    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(SEVEN, page) if parent != NO_ROOT else SEVEN)
     replica = Replica(config())
     a, b, tail = tokens(64, seed=1), tokens(64, seed=2), tokens(65, seed=3)
     assert run_one(replica, "a", [*a, 0]) == 0
@@ -187,10 +192,8 @@ def test_nothing_is_cached_behind_a_page_whose_key_collided(monkeypatch: pytest.
 
 
 def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.protocol import prompt as prompts
-
     strong = prompts.chain_key
-    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(0, page))
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(NO_ROOT, page))
     replica = Replica(config())
     a, b, same, tail = (tokens(64, seed=seed) for seed in range(4))
     assert run_one(replica, "a", [*a, *same, 0]) == 0
@@ -201,10 +204,8 @@ def test_nothing_is_cached_behind_an_equal_page_of_another_prefix(monkeypatch: p
 
 
 def test_a_gap_that_a_colliding_page_took_is_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.protocol import prompt as prompts
-
     strong = prompts.chain_key
-    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(7, page) if parent else 7)
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(SEVEN, page) if parent != NO_ROOT else SEVEN)
     pool = PagePool(6)
     cache = PrefixCache(pool)
     ids, other = (Tokens(Prompt.of(part)) for part in (range(128), range(1000, 1064)))
@@ -225,3 +226,57 @@ def test_asking_for_more_pages_than_there_are_raises() -> None:
     cache = PrefixCache(PagePool(4))
     with pytest.raises(RuntimeError, match="4 pages wanted, 3 available"):
         cache.open([], 4)
+
+
+def test_pages_are_shared_among_requests_of_one_salt_alone() -> None:
+    replica = Replica(config())
+    prompt = tokens(200)
+
+    def cached(name: str, salt: bytes) -> int:
+        assert not replica.add(name, prompt, salt=salt, max_tokens=100)
+        replica.run()
+        replica.check_tokens()
+        return replica.outputs[name][0].cached_tokens
+
+    assert [cached(f"1 of {salt!r}", salt) for salt in (b"", b"one", b"two")] == [0, 0, 0]
+    assert [cached(f"2 of {salt!r}", salt) for salt in (b"two", b"", b"one")] == [192, 192, 192]
+    # What was generated is a salt's own, too.
+    prompt = [*prompt, *replica.tokens["1 of b'one'"]]
+    assert [cached(f"3 of {salt!r}", salt) for salt in (b"one", b"three")] == [256, 0]
+
+
+def test_choices_share_pages_that_others_of_another_salt_compute_at_the_same_time() -> None:
+    replica = Replica(config(token_budget=1000))
+    for number, salt in enumerate((b"one", b"two", b"one", b"two")):
+        replica.add(str(number), tokens(200), salt=salt, max_tokens=5)
+    replica.run()
+    replica.check_tokens()
+    assert [replica.outputs[str(number)][0].cached_tokens for number in range(4)] == [0, 0, 192, 192]
+
+
+def test_a_salt_makes_a_root_of_its_own_and_none_leaves_it() -> None:
+    roots = [salted_root(root, salt) for root in (NO_ROOT, SEVEN) for salt in (b"", b"one", b"two", b"one\0")]
+    assert len({*roots}) == 8
+    assert salted_root(SEVEN, b"") == SEVEN
+    assert {len(root) for root in roots} == {16}
+    assert salted_root(SEVEN, b"one") == blake2b(b"one", digest_size=16, salt=SEVEN).digest()
+
+
+def test_the_statistics_name_the_root() -> None:
+    replica = Replica(config(root=SEVEN))
+    run_one(replica, "a", tokens(130))
+    stats = replica.scheduler.stats()
+    assert stats.key_root == SEVEN
+    assert set(unpack_keys(stats.prefix_keys)) == {key[:8] for key in page_keys(tokens(130), SEVEN)}
+
+
+def test_pages_whose_keys_have_one_low_half_are_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers are told the low half of a key; the cache goes by all of it."""
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: bytes(8) + strong(parent, page)[8:])
+    replica = Replica(config())
+    for seed in range(3):
+        assert run_one(replica, f"{seed}", tokens(200, seed=seed)) == 0
+    for seed in range(3):
+        assert run_one(replica, f"{seed} again", tokens(200, seed=seed)) == 192
+    assert set(unpack_keys(replica.scheduler.stats().prefix_keys)) == {bytes(8)}

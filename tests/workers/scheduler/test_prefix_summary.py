@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import KEY_BYTES, Prompt, pack_keys, unpack_keys
+from workers.protocol.prompt import REPORTED_BYTES, Prompt, pack_keys, unpack_keys
 from workers.scheduler import prefix_summary
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache, RowPages
@@ -42,7 +42,7 @@ def cached(cache: PrefixCache, *prompts: Tokens) -> None:
         cache.close(opened(cache, tokens))
 
 
-def credit(keys: list[int], tokens: Tokens) -> int:
+def credit(keys: list[bytes], tokens: Tokens) -> int:
     """Pages that a router takes for cached."""
     reported = set(keys)
     return max((index + 1 for index, key in enumerate(tokens.keys()) if key in reported), default=0)
@@ -106,7 +106,7 @@ def test_the_report_is_bounded_and_of_many_short_prompts_names_those_used_last()
     cached(cache, *prompts)
     cached(cache, prompts[5])
     keys = cache.report()
-    assert len(pack_keys(keys)) == 64 * KEY_BYTES
+    assert len(pack_keys(keys)) == 64 * REPORTED_BYTES
     assert [credit(keys, tokens) for tokens in prompts] == [0] * 5 + [3] + [0] * 531 + [3] * 63
 
 
@@ -119,9 +119,10 @@ def test_many_short_prompts_leave_half_of_the_report_for_the_middle_of_long_ones
 
 
 def test_keys_survive_their_packing() -> None:
-    keys = [0, 1, 2**63, 2**64 - 1]
-    assert list(unpack_keys(pack_keys(keys))) == keys
-    assert pack_keys([1]) == b"\x01" + bytes(7)
+    keys = [bytes(16), b"sixteen bytes...", bytes(range(16))]
+    assert unpack_keys(pack_keys(keys)) == [bytes(8), b"sixteen ", bytes(range(8))]
+    assert pack_keys(unpack_keys(pack_keys(keys))) == pack_keys(keys)
+    assert unpack_keys(pack_keys([])) == []
     with pytest.raises(ValueError, match="8-byte keys"):
         unpack_keys(bytes(12))
 

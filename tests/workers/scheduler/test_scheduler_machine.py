@@ -140,7 +140,7 @@ class TestCollidingKeys(CollidingMachine.TestCase):  # type: ignore[name-defined
     @pytest.fixture(autouse=True)
     def weak_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         strong = prompts.chain_key
-        monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page) % 3)
+        monkeypatch.setattr(prompts, "chain_key", lambda parent, page: bytes(15) + bytes([strong(parent, page)[0] % 3]))
 
 
 @pytest.mark.soak

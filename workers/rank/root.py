@@ -1,0 +1,51 @@
+"""Root of the keys of a replica's cached pages: a hash of all that decides which bits a page holds, but for its tokens.
+
+Pages of equal keys are then equal in every process, now and later: in a replica beside this one, in a process that is
+started again, in a store that outlives both. Whatever may give other bits is hashed, rather too much than too little:
+pages that are computed again cost time, wrong ones cost right answers.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any, Final
+
+import torch
+
+from kernels import __version__
+from kernels.page import PAGE_TOKENS
+from workers.config import EngineConfig
+from workers.model_folder import config_values
+from workers.models.model import Model
+from workers.protocol.prompt import KEY_BYTES
+from workers.weights.identity import weights_identity
+
+KEY_FORMAT: Final = 1
+"""Version of how keys are made and of what a page holds under one. Another one finds nothing of this one."""
+
+
+def cache_root(config: EngineConfig, model: Model, dtype: torch.dtype, device: torch.device) -> bytes:
+    """Return the root, 16 bytes, of what `model` caches, as loaded with these settings on `device` in `dtype`. All
+    ranks of a replica get the same, and so do all replicas that compute the same.
+
+    WeightsError, OSError or ValueError where the model's files cannot be read any more.
+    """
+    draft = config.draft_folder
+    parts: dict[str, Any] = {
+        "format": KEY_FORMAT,
+        "software": [__version__, torch.__version__],
+        "model": config_values(config.folder),
+        "weights": weights_identity(config.folder).hex(),
+        "draft model": None if draft is None else [config_values(draft), weights_identity(draft).hex()],
+        "drafter": None if model.drafter is None else type(model.drafter).__qualname__,
+        "caches": [repr(spec) for spec in model.caches],  # their kinds, sizes and dtypes
+        "page": PAGE_TOKENS,
+        "dtype": str(dtype),
+        "activations": config.activations,
+        "invariant": config.invariant,
+        # Sums over ranks round otherwise on other numbers of them, but in invariant mode.
+        "ranks": None if config.invariant else config.mesh().world.size,
+        "device": [device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None],
+    }
+    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=KEY_BYTES).digest()
