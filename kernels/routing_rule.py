@@ -28,3 +28,6 @@ class RoutingRule:
     """Divide a token's weights by their sum (+ 1e-20)."""
     scale: float
     """Factor on all weights, behind that."""
+    closed_at_zero: bool = False
+    """Whether an expert of another group counts as 0 in the choice, with a bias, instead of being out: it is chosen
+    where too few experts of the best groups are above 0. `kernels.few_experts` knows of no such rule."""

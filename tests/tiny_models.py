@@ -117,7 +117,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """Names beginning with v3 or glm have a multi-token-prediction layer. Those of Kimi and mistral3 are the text part of a
 model that sees."""
 
-WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "sarvam", "mistral4", "mistral3")
+WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "axk2", "sarvam", "mistral4", "mistral3")
 """Families whose published models have no multi-token-prediction layer."""
 
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
@@ -126,9 +126,13 @@ SPARSE_KINDS: dict[str, dict[str, Any]] = {
     "glm5": {"n_group": 1, "topk_group": 1, "qk_nope_head_dim": 24, "v_head_dim": 32, "num_hidden_layers": 4}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_INDEXER}
     | {"indexer_types": ["full", "full", "shared", "shared"]},
+    "axk2": {"gated_norm_rank": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_INDEXER},
+    "axk2-groups": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rope_parameters": YARN, **_INDEXER}
+    | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
 }
-"""Architectures with sparse attention and a multi-token-prediction layer. Where indexers have fewer heads, some tokens
-score exactly 0, which all heads' products below 0 make, and it is not said which of them are attended to."""
+"""Architectures with sparse attention. Those of V3.2 and GLM-5 have a multi-token-prediction layer. Where indexers have
+fewer heads, some tokens score exactly 0, which all heads' products below 0 make, and it is not said which of them are
+attended to."""
 
 
 def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides: Any) -> Path:
@@ -207,6 +211,7 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         "glm5": "GlmMoeDsa",
         "youtu": "Youtu",
         "axk1": "AXK1",
+        "axk2": "AXK2",
         "sarvam": "DeepseekV3",
         "mistral4": "Mistral4",
         "mistral3": "Mistral4",
@@ -229,6 +234,8 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         model = model_class(config).float().eval()
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         _randomize(name, parameter, generator)
+        if family == "axk2":
+            _fit_axk2(name, parameter)
     written, tensors = _saved(model)
     if drafts:
         hidden, prefix = values["hidden_size"], f"model.layers.{layers}."
@@ -338,6 +345,16 @@ def _seeing_mistral(
         "multi_modal_projector.norm.weight": torch.ones(32),
     }
     return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
+
+
+@torch.no_grad()
+def _fit_axk2(name: str, tensor: torch.Tensor) -> None:
+    if "e_score_correction_bias" in name:
+        # Experts of other groups count as 0: no other may lie below, or which of these are chosen is not said.
+        tensor.add_(1.0)
+    elif "q_gate_proj" in name:
+        # It reads a latent before its norm, too, which is larger, and large scores show every rounding.
+        tensor.mul_(0.5)
 
 
 @torch.no_grad()

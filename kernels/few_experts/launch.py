@@ -103,6 +103,8 @@ def choose(
     (tokens, experts), chosen = logit_TX.shape, choice.weight_TK.shape[1]
     if not (logit_TX.is_contiguous() and length_R.is_contiguous()) or tokens % length_R.shape[0]:
         raise ValueError("logits and lengths are contiguous, and rows have equally many tokens")
+    if rule.closed_at_zero:
+        raise ValueError("experts of other groups cannot count as 0 here: choose with kernels.moe.route")
     groups = rule.groups
     if not choosable(experts, groups):
         raise ValueError(f"{experts} experts in {groups} groups do not fit a warp")

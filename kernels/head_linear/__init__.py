@@ -40,7 +40,7 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
     """Convert roped queries to the absorbed form that attention reads, in one launch: out[..., :L] = q[..., :N] ·
     weight; out[..., L:] = q[..., N:].
 
-    All of one dtype; `q_THD` may be a strided view whose heads are contiguous, `out_THC` is contiguous. `dependent`:
+    All of one dtype; tokens and heads of `q_THD` may be strided, `out_THC` is contiguous. `dependent`:
     the kernel behind is launched dependently. This one is not: it starts when all before it has ended.
     """
     if q_THD.is_cuda:

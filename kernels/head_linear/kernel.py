@@ -100,7 +100,6 @@ def _absorb(
     COLUMNS: tl.constexpr = CUT.columns
     CHUNKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     C: tl.constexpr = LATENT + FEATURES.rope
-    D: tl.constexpr = FEATURES.nope + FEATURES.rope
     # Tiles of tokens are neighbours, so that they share weights in L2.
     t = (program % tiles * CUT.tokens + tl.arange(0, CUT.tokens)).to(tl.int64)
     head = program // tiles // CHUNKS
@@ -115,7 +114,7 @@ def _absorb(
         gdc_wait()
         gdc_launch_dependents()
     inside = (t < tokens)[:, None]
-    source = q + t[:, None] * QUERY.token + head * D + n[None, :]
+    source = q + t[:, None] * QUERY.token + head * QUERY.head + n[None, :]
     x = _projected(source, inside & (n < FEATURES.nope)[None, :], out.dtype.element_ty, QUERY)
     if QUERY.parts:
         # The other way round a few tokens are enough for wgmma, which takes both sides from shared memory.
@@ -163,7 +162,6 @@ def rope_absorb(
     CHUNKS: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     SHARES: tl.constexpr = 1 + (HEADS + GROUP - 1) // GROUP
     C: tl.constexpr = LATENT + FEATURES.rope
-    D: tl.constexpr = FEATURES.nope + FEATURES.rope
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, CUT.tokens)
     if program < HEADS * CHUNKS * tiles:
@@ -187,8 +185,8 @@ def rope_absorb(
         else:
             first = (share - 1) * GROUP
             _rope_heads(
-                q + token * QUERY.token + FEATURES.nope, turn, out + token * HEADS * C + LATENT, first, D, C, GROUP,
-                QUERY, FEATURES,
+                q + token * QUERY.token + FEATURES.nope, turn, out + token * HEADS * C + LATENT, first, QUERY.head, C,
+                GROUP, QUERY, FEATURES,
             )  # fmt: skip
 
 
@@ -212,7 +210,6 @@ def absorb(
     CHUNKS: tl.constexpr = (LATENT + CUT.columns - 1) // CUT.columns
     SHARES: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     C: tl.constexpr = LATENT + FEATURES.rope
-    D: tl.constexpr = FEATURES.nope + FEATURES.rope
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, CUT.tokens)
     if program < HEADS * CHUNKS * tiles:
@@ -226,7 +223,7 @@ def absorb(
         head = program % SHARES * GROUP + tl.arange(0, GROUP)
         o = tl.arange(0, FEATURES.rope_block)
         mask = (head < HEADS)[:, None] & (o < FEATURES.rope)[None, :]
-        at = q + token * QUERY.token + FEATURES.nope + head[:, None] * D + o[None, :]
+        at = q + token * QUERY.token + FEATURES.nope + head[:, None] * QUERY.head + o[None, :]
         x = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         at = out + token * HEADS * C + LATENT + head[:, None] * C + o[None, :]
         tl.store(at, x, mask=mask, eviction_policy="evict_last")

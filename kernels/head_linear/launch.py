@@ -44,8 +44,10 @@ def rope_absorb(
     rope = rotation_PO.shape[1]
     if not tokens:
         return
-    if not out_THC.is_contiguous() or not rotation_PO.is_contiguous() or q_THD.stride()[-2:] != (nope + rope, 1):
-        raise ValueError("queries have contiguous heads, the absorbed query and the rotations are contiguous")
+    if not out_THC.is_contiguous() or not rotation_PO.is_contiguous() or q_THD.stride(-1) != 1:
+        raise ValueError("a head's features lie side by side, the absorbed query and the rotations are contiguous")
+    if q_THD.shape[-1] != nope + rope:
+        raise ValueError(f"a query of {nope} features and {rope} roped ones does not have {q_THD.shape[-1]}")
     if kv_TC.shape[:-1] != (tokens, *parts):
         raise ValueError(f"queries {tuple(q_THD.shape)} and latents {tuple(kv_TC.shape)} are not as many parts")
     if not position_T.is_contiguous() or not cache_slot_T.is_contiguous():
@@ -68,7 +70,7 @@ def rope_absorb(
         tokens,
         cache_PKC.shape[0] * PAGE_TOKENS,
         eps,
-        QUERY=_projected(q_THD, parts),
+        QUERY=_projected(q_THD, parts, head=q_THD.stride(-2)),
         LATENTS=_projected(kv_TC, parts),
         WEIGHT=_matrices(weight_HNL),
         CACHE_STRIDE=cache_PKC.stride(1),
@@ -87,8 +89,8 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
     nope, latent = weight_HNL.shape[1:]
     if not tokens:
         return
-    if not out_THC.is_contiguous() or q_THD.stride()[-2:] != (features, 1) or weight_HNL.stride(2) != 1:
-        raise ValueError("queries have contiguous heads, the absorbed query and weight rows are contiguous")
+    if not out_THC.is_contiguous() or q_THD.stride(-1) != 1 or weight_HNL.stride(2) != 1:
+        raise ValueError("a head's features lie side by side, the absorbed query and weight rows are contiguous")
     cut, _ = _cut(tokens, weight_HNL, False, out_THC.dtype)
     programs = _products(cut, tokens, heads, latent) + tokens * triton.cdiv(heads, cut.group)
     kernel.absorb[(programs,)](
@@ -96,7 +98,7 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
         weight_HNL,
         out_THC,
         tokens,
-        QUERY=_projected(q_THD, []),
+        QUERY=_projected(q_THD, [], head=q_THD.stride(-2)),
         WEIGHT=_matrices(weight_HNL),
         FEATURES=_features(weight_HNL, features - nope),
         CUT=cut,
@@ -143,9 +145,10 @@ def _features(weight_HNL: Tensor, rope: int) -> Features:
     )
 
 
-def _projected(x: Tensor, parts: list[int]) -> Projected:
+def _projected(x: Tensor, parts: list[int], head: int = 0) -> Projected:
     """Describe where a product has left `x`: its strides and number of parts, if any."""
-    return Projected(token=x.stride(0), part=x.stride(1) if parts else 0, parts=parts[0] if parts else 0)
+    part = (x.stride(1), parts[0]) if parts else (0, 0)
+    return Projected(x.stride(0), head, *part)
 
 
 def _matrices(weight_HNL: Tensor) -> Matrices:

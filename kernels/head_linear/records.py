@@ -10,6 +10,8 @@ class Projected(NamedTuple):
 
     token: int
     """Elements from one token to the next."""
+    head: int
+    """Elements from one head of a token to the next, 0 without heads."""
     part: int
     """Elements from one part of a token to the next, 0 without parts."""
     parts: int

@@ -78,6 +78,7 @@ def route(
         SOFTMAX=rule.scoring == "softmax",
         BIASED=bias_X is not None,
         NORMALIZE=rule.normalize,
+        CLOSED_AT_ZERO=rule.closed_at_zero,
         LIVE=live_R is not None,
         DEPENDENT=dependent,
         num_warps=1,

@@ -36,7 +36,8 @@ def route(
         member_TGX = choice_TX.view(choice_TX.shape[0], rule.groups, -1)
         group_TG = member_TGX.amax(-1) if bias_X is None else member_TGX.topk(2, dim=-1).values.sum(-1)
         closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _best(group_TG, rule.top_groups), False)
-        choice_TX = member_TGX.masked_fill(closed_TG.unsqueeze(-1), -torch.inf).flatten(1)
+        closed = 0.0 if rule.closed_at_zero else -torch.inf
+        choice_TX = member_TGX.masked_fill(closed_TG.unsqueeze(-1), closed).flatten(1)
     chosen_TK = _best(choice_TX, count)
     chosen_weight_TK = score_TX.gather(1, chosen_TK)
     if rule.normalize:

@@ -77,6 +77,7 @@ def route(
     SOFTMAX: tl.constexpr,
     BIASED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    CLOSED_AT_ZERO: tl.constexpr,
     LIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -124,7 +125,8 @@ def route(
         mine = tl.reshape(order, [GROUP_BLOCK, 1])
         others = tl.reshape(order, [1, GROUP_BLOCK])
         before = (others > mine) | ((others == mine) & (group[None, :] < group[:, None]))
-        choice = tl.where((tl.sum(before.to(tl.int32), 1) < TOP_GROUPS)[:, None], choice, _CLOSED)
+        closed = 0.0 if CLOSED_AT_ZERO else _CLOSED
+        choice = tl.where((tl.sum(before.to(tl.int32), 1) < TOP_GROUPS)[:, None], choice, closed)
 
     place = _places(tl.where(exists, _order(choice), _NONE), expert, CHOSEN)
     chosen = place < CHOSEN

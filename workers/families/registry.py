@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.families.axk1 import AXK1
+from workers.families.axk2 import AXK2
 from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
 from workers.families.glm import Glm4MoeLite
@@ -25,6 +26,7 @@ from workers.models.fields import Fields, all_ids
 FAMILIES: Final[dict[str, Family]] = {
     "AXK1": AXK1(),
     "axk1": AXK1(),
+    "axk2": AXK2(),
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
     "deepseek_v32": DeepseekV32(),

@@ -133,6 +133,12 @@ class ModelConfig:
     """End-of-sequence ids: of generation_config.json where that names some."""
     indexing: Indexing | None = None
     """Selection of sparse attention; None: every query attends to all tokens before it."""
+    norm_gate_rank: int = 0
+    """Features between the two matrices of a norm's gate (`workers.models.layer_ops.NormGate`): of each layer's first
+    norm, and of the second one in layers of experts. 0: no norm has a gate."""
+    output_gate: bool = False
+    """Whether each head's output is multiplied by the sigmoid of a gate. The product that makes the queries makes the
+    gates, too, and reads the query's latent twice, normed and as it is."""
     query_scaling: QueryScaling | None = None
     """Scaling of queries by their position; None: there is none. With it queries have a latent, `q_lora_rank`."""
 

@@ -25,7 +25,7 @@ from workers.models.choices import Choices
 from workers.models.deepseek_parts import PagedTokens, linear, norm, rope
 from workers.models.deepseek_sparse import select
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
-from workers.models.layer_ops import Gated, Mixture
+from workers.models.layer_ops import Gated, Mixture, NormGate
 from workers.models.model import Model
 
 
@@ -44,8 +44,10 @@ def attention(
     entry_TC = torch.cat([norm(c_TL, heads.norm_L), rope(k_TO, turn_TO)], 1)  # (1), (3)
     latent_entry.write(entry_TC.to(dtype), heads.latent, at.slot_T, cache_PKC)
     if layer.q_norm_A is not None and layer.q_up_QA is not None:  # else q = W^Q h
-        q_TF = linear(norm(q_TF, layer.q_norm_A), layer.q_up_QA)  # (6)
-    q_THN, q_THO = q_TF.view(len(x_TE), heads.count, -1).tensor_split([heads.nope], 2)  # (7)
+        normed_TF = norm(q_TF, layer.q_norm_A)
+        q_TF = linear(torch.cat([normed_TF, q_TF], 1) if layer.gated else normed_TF, layer.q_up_QA)  # (6)
+    q_THF, features = q_TF.view(len(x_TE), heads.count, -1), heads.nope + heads.rope
+    q_THN, q_THO, gate_THV = q_THF.tensor_split([heads.nope, features], 2)  # (7); gates in A.X K2 alone
     q_THD = torch.cat([q_THN, rope(q_THO, turn_TO.unsqueeze(1))], 2)  # (8), (9)
     q_THD *= layer.query_scale(at.position_T).view(-1, 1, 1)  # 1, except in Mistral Small 4
     out_THV = x_TE.new_empty(len(x_TE), heads.count, heads.value)
@@ -60,6 +62,8 @@ def attention(
             seen_TS &= (selected_TZ[own_T].unsqueeze(2) == torch.arange(len(entry_SC))).any(1)
         weight_HTS = score_HTS.masked_fill(~seen_TS, -torch.inf).softmax(2)
         out_THV[own_T] = einsum("hts,shv->thv", weight_HTS, v_SHV)  # (10)
+    if layer.gated:
+        out_THV *= gate_THV.sigmoid()
     return linear(out_THV.flatten(1), layer.out_EF)  # (11)
 
 
@@ -78,7 +82,7 @@ def experts(x_TE: Tensor, mixture: Mixture, choices: Choices | None) -> Tensor:
     if rule.groups > 1:  # experts of the best groups alone
         best_TG = choice_TGX.topk(1 if bias_X is None else 2).values.sum(2).topk(rule.top_groups).indices
         closed_TG1 = torch.ones_like(choice_TGX[..., :1], dtype=torch.bool).scatter(1, best_TG.unsqueeze(2), False)
-        choice_TGX = choice_TGX.masked_fill(closed_TG1, -torch.inf)
+        choice_TGX = choice_TGX.masked_fill(closed_TG1, 0.0 if rule.closed_at_zero else -torch.inf)
     id_TK = choice_TGX.flatten(1).topk(mixture.routing.experts_per_token).indices  # (16)
     gate_TK = score_TX.gather(1, id_TK)
     gate_TK *= rule.scale / (gate_TK.sum(1, keepdim=True) + 1e-20 if rule.normalize else 1.0)  # (13)
@@ -94,6 +98,13 @@ def experts(x_TE: Tensor, mixture: Mixture, choices: Choices | None) -> Tensor:
     return out_TE
 
 
+def norm_gate(x_TE: Tensor, gate: NormGate | None) -> Tensor:
+    """A norm, times its gate where it has one, as in A.X K2."""
+    if gate is None:
+        return x_TE
+    return x_TE * linear(F.silu(linear(x_TE, gate.down_RE)), gate.up_ER).sigmoid()
+
+
 def forward(
     model: Model, token_T: Tensor, at: PagedTokens, cache: PagedCache, choices: Choices | None = None
 ) -> Tensor:
@@ -101,13 +112,14 @@ def forward(
     eps, caches, selected_TZ = model.config.rms_norm_eps, iter(cache.layers), None
     turn_TO, h_TE = model.rotation_PO[at.position_T], model.embedding_YE[token_T].float()
     for layer in model.layers:
-        own, x_TE = list(islice(caches, len(layer.attention.caches))), norm(h_TE, layer.attention_norm_E, eps)
+        own = list(islice(caches, len(layer.attention.caches)))
+        x_TE = norm_gate(norm(h_TE, layer.attention_norm_E, eps), layer.attention_gate)
         if isinstance(layer.attention, SparseAttention) and layer.attention.indexer is not None:
             selected_TZ = select(layer.attention, layer.attention.indexer, x_TE, turn_TO, at, own[1], choices)
         u_TE = attention(layer.attention, x_TE, turn_TO, at, own[0], selected_TZ)
         model.group.all_reduce(u_TE, u_TE)
         h_TE, feed_forward = h_TE + u_TE, layer.feed_forward
-        x_TE = norm(h_TE, layer.feed_forward_norm_E, eps)
+        x_TE = norm_gate(norm(h_TE, layer.feed_forward_norm_E, eps), layer.feed_forward_gate)
         if isinstance(feed_forward, DenseFeedForward):
             y_TE = gated(x_TE, feed_forward)
         else:

@@ -33,9 +33,10 @@ from kernels.matrix import BlockScaled, Matrix
 from kernels.quantize import GROUP, quantize, silu_mul_quantize
 from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
 from kernels.runtime.dependent import launches_dependently
+from kernels.sigmoid_mul import sigmoid_mul
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
-from workers.models.layer_ops import Gated, LayerOps, Mixture
+from workers.models.layer_ops import Gated, LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
 from workers.weights.weight import Weight
@@ -154,6 +155,23 @@ class GeneralOps(LayerOps[Tensor]):
         out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
         rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps, scale_T=scale_T, dependent=dependent(x))
         return out_TA
+
+    @override
+    def gate(self, x: Tensor, gate: NormGate, scratch: Scratch) -> None:
+        with scratch.scope():
+            low_TR = scratch.empty(x.shape[0], gate.down_RE.shape[0], dtype=x.dtype)
+            self.linear(x, gate.down_RE, low_TR, scratch)
+            low_T1R, x_T1E = low_TR.unsqueeze(1), x.unsqueeze(1)
+            sigmoid_mul(low_T1R, low_T1R, low_T1R, dependent=dependent(x))  # SiLU
+            gate_TE = scratch.empty(*x.shape, dtype=x.dtype)
+            self.linear(low_TR, gate.up_ER, gate_TE, scratch)
+            sigmoid_mul(x_T1E, gate_TE.unsqueeze(1), x_T1E, dependent=dependent(x))
+
+    @override
+    def beside(self, normed: Tensor, x_TA: Tensor, scratch: Scratch) -> Tensor:
+        (tokens, features), out_dtype = normed.shape, normed.dtype
+        both_TF = scratch.empty(tokens, 2 * features, dtype=out_dtype)
+        return torch.cat([normed, x_TA], 1, out=both_TF)
 
     @override
     def gated(self, x: Tensor, gate_up_FE: Weight, scratch: Scratch) -> Tensor:

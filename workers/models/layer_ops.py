@@ -5,7 +5,8 @@ Layers ask one object for it, and know neither a mode nor a number of tokens. Th
 one for each pass.
 
 Shape legend: T tokens, E hidden features, F output features, I intermediate features of this rank, X experts (in
-weights the shared ones behind the others), A features of a norm, P parts of a sum, Y rows of a table.
+weights the shared ones behind the others), A features of a norm, P parts of a sum, Y rows of a table, R features of a
+norm's gate.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ class Mixture:
     Where there is one, the shared experts are behind the others. The small-batch path has none."""
 
 
+@dataclass(frozen=True)
+class NormGate:
+    """The weights of a norm's gate: y = x * sigmoid(up · silu(down · x)), of a norm x of the residual stream. Every
+    rank has all of them. The small-batch path has none."""
+
+    down_RE: Weight
+    """Plain."""
+    up_ER: Weight
+    """Plain."""
+
+
 class LayerOps(ABC, Generic[N]):
     """An execution path: computes what is token-wise. Memory comes from `scratch`, results are the same on every rank.
 
@@ -105,6 +117,14 @@ class LayerOps(ABC, Generic[N]):
     ) -> N:
         """out = x · weight^T; returned is the norm of weight `norm_A` of its first A columns, each token's times its
         `scale_T` (fp32) if there is one."""
+
+    @abstractmethod
+    def gate(self, x: N, gate: NormGate, scratch: Scratch) -> None:
+        """`x`, a norm of the residual stream, times its gate, in place."""
+
+    @abstractmethod
+    def beside(self, normed: N, x_TA: Tensor, scratch: Scratch) -> N:
+        """`normed` of `latent_linear`, and `x_TA` side by side, [T, 2 A]."""
 
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """Parts, [T, P, F] in fp32, in which `linear` leaves sums where the kernel behind adds them up; 0 where it adds

@@ -32,6 +32,13 @@ class PassBuffers(Generic[N]):
     projected: MlaInputs
     attended_THV: Tensor
 
+    @property
+    def finished(self) -> tuple[Tensor, ...]:
+        """What `DecoderLayer.finish` reads of a token: its residual, what it attended to, and the gates of that where
+        there are such."""
+        gate_THV = self.projected.gate_THV
+        return (self.residual_TE, self.attended_THV, *(() if gate_THV is None else (gate_THV,)))
+
 
 @dataclass(frozen=True)
 class PassTensors:

@@ -104,9 +104,7 @@ class Segments:
                 self._begin(tensors, norm, scratch)
         self._tap(index, tensors)
         with scratch.scope():
-            where = buffers.rotation_TO, tensors.cache_slot_T, self._caches(index, cache)[0]
-            into = buffers.projected, scratch, buffers.query_scale_T
-            self.layers[index].attention.project(buffers.ops, buffers.normed, *where, *into)
+            self.layers[index].project(buffers, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
 
     def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
@@ -133,13 +131,16 @@ class Segments:
     def buffers_to_end(self, tokens: int, scratch: Scratch) -> PassBuffers[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and no other buffers."""
         residual_NE = scratch.empty(tokens, self._norm_E.shape[0], dtype=self._norm_E.dtype)
-        attended_NHV = self.layers[0].attention.allocate_attended(tokens, scratch)
-        return replace(self.buffers(0, scratch), residual_TE=residual_NE, attended_THV=attended_NHV)
+        attention, buffers = self.layers[0].attention, self.buffers(0, scratch)
+        attended_NHV, projected = attention.allocate_attended(tokens, scratch), buffers.projected
+        if projected.gate_THV is not None:
+            projected = replace(projected, gate_THV=attention.allocate_attended(tokens, scratch))
+        return replace(buffers, residual_TE=residual_NE, attended_THV=attended_NHV, projected=projected)
 
     def gather(self, buffers: PassBuffers[Any], token_N: Tensor, buffers_N: PassBuffers[Any]) -> None:
         """Copy the input of `end` for the tokens `token_N` (int64), in a pass whose last attention has run."""
-        torch.index_select(buffers.residual_TE, 0, token_N, out=buffers_N.residual_TE)
-        torch.index_select(buffers.attended_THV, 0, token_N, out=buffers_N.attended_THV)
+        for of_all, of_wanted in zip(buffers.finished, buffers_N.finished, strict=True):
+            torch.index_select(of_all, 0, token_N, out=of_wanted)
 
     def end(self, buffers_N: PassBuffers[Any], out_NE: Tensor, scratch: Scratch) -> None:
         """The last segment for the tokens that `buffers_N` holds, none of them padding."""
@@ -183,11 +184,9 @@ class Segments:
             out = buffers.normed
             for index, layer in enumerate(self.layers):
                 self._tap(index, tensors)
-                where = buffers.rotation_TO, batch.cache_slot_T, self._caches(index, cache)[0]
                 # Each of the two token-wise parts has all of the scratch's free memory.
                 with scratch.scope():
-                    into = buffers.projected, scratch, buffers.query_scale_T
-                    layer.attention.project(ops, buffers.normed, *where, *into)
+                    layer.project(buffers, batch.cache_slot_T, self._caches(index, cache)[0], scratch)
                 attend(index)
                 norm = self._norm(index + 1, buffers)
                 if index + 1 == len(self.layers):

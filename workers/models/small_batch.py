@@ -26,7 +26,7 @@ from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.layer_ops import LayerOps, Mixture
+from workers.models.layer_ops import LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.weight import Weight
@@ -53,6 +53,10 @@ def unsupported(config: ModelConfig, mesh: Mesh) -> str:
             return f"{name} = {features} is no power of two of at least 16"
     if experts > 4096:
         return f"moe_intermediate_size on a rank is {experts}, more than 4096"
+    if config.norm_gate_rank:
+        return "norms have gates"
+    if config.output_gate:
+        return "attention's output has a gate"
     routing = config.routing
     if routing is not None and routing.normed:
         return "the sum of a token's experts has a norm of its own"
@@ -113,6 +117,16 @@ class SmallBatchOps(LayerOps[PendingNorm]):
             x, weight_FE.matrix, out_TF, norm_A=norm_A, next=latent, scale_T=scale_T, dependent=self._dependent
         )
         return latent
+
+    @override
+    def gate(self, x: PendingNorm, gate: NormGate, scratch: Scratch) -> None:
+        """NotImplementedError: see `unsupported`."""
+        raise NotImplementedError("norms with gates do not take the small-batch path")
+
+    @override
+    def beside(self, normed: PendingNorm, x_TA: Tensor, scratch: Scratch) -> PendingNorm:
+        """NotImplementedError: see `unsupported`."""
+        raise NotImplementedError("queries that come with gates do not take the small-batch path")
 
     @override
     def gated(self, x: PendingNorm, gate_up_FE: Weight, scratch: Scratch) -> Tensor:

@@ -54,7 +54,7 @@ def _proved(parts: StepParts, tail: Tail, host: torch.Generator, noise: torch.Ge
         # As many as the proof of segments leaves out of a bucket, for which other kernels need not be compiled.
         live = tokens - int(torch.randint(tokens // 16 + 1, (), generator=host))
         stage = Tail(parts, tokens, Scratch(device))
-        for gathered in (stage.buffers.residual_TE, stage.buffers.attended_THV):
+        for gathered in stage.buffers.finished:
             gathered.normal_(generator=noise)
         token_N = torch.randperm(tokens, generator=host).to(device)
         paths, recorded = parts.model.paths, Recorded()

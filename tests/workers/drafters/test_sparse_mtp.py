@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from oracle import load_oracle, random_tokens
 from paged import Paged, load_fp32
 from safetensors.torch import load_file
-from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from tiny_models import VOCAB, write_tiny
 from torch import Tensor
 
 from tests.workers.harness import InlineEngine
@@ -74,7 +74,7 @@ def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("kind", SPARSE_KINDS)
+@pytest.mark.parametrize("kind", ["v32", "glm5"])
 @pytest.mark.parametrize(
     "feeds",
     [pytest.param([(0, 130)], marks=pytest.mark.long), [(0, 9), (0, 30), (4, 4), (2, 2), (0, 60), (4, 4), (1, 1)]],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import GLM, GLM52, V3, V32
-from transformers import DeepseekV32Config, GlmMoeDsaConfig
+from published_configs import AXK2, GLM, GLM52, V3, V32
+from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig
 
+from kernels.routing_rule import RoutingRule
 from workers.families.registry import load_config, parse_config
-from workers.models.config import ConfigError, Indexing
+from workers.models.config import ConfigError, Indexing, Routing
 
 
 def test_reads_deepseek_v32() -> None:
@@ -68,9 +70,53 @@ def test_deepseek_v32_written_by_transformers_reads_the_same(tmp_path: Path) -> 
         assert parse_config({**V32, "layer_types": [kind] * 61}) == parse_config(V32)
 
 
+def test_reads_axk2(tmp_path: Path) -> None:
+    config = parse_config(AXK2)
+    assert config.indexing == Indexing(heads=16, features=128, top_k=2048, interleaved=False, shared=(False,) * 48)
+    assert (config.norm_gate_rank, config.output_gate, config.rope.interleaved) == (16, True, True)
+    assert (config.num_layers, config.num_dense_layers, config.draft_layers, config.cache_width) == (48, 1, 0, 160)
+    rule = RoutingRule("sigmoid", 1, 1, True, 2.5)
+    assert config.routing == Routing(experts=128, experts_per_token=8, shared_experts=1, bias=True, rule=rule)
+    AXK2Config().save_pretrained(tmp_path)
+    assert load_config(tmp_path) == config
+    names = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps", "gated_norm_rank")
+    own = (*names, "index_n_heads", "index_head_dim", "index_topk", "first_k_dense_replace", "norm_topk_prob")
+    assert parse_config({name: value for name, value in AXK2.items() if name not in own}) == config
+    kinds = ["dense"] + ["sparse"] * 47
+    for changes in ({"num_nextn_predict_layers": 1}, {"layer_types": ["indexed_attention"] * 48}, {"head_dim": 32}):
+        assert parse_config({**AXK2, "first_k_dense_replace": None, "mlp_layer_types": kinds, **changes}) == config
+    other = {name: value for name, value in AXK2.items() if name != "n_routed_experts"}
+    assert parse_config({**other, "num_local_experts": 128}) == config
+    twin = parse_config({**AXK2, "model_type": "deepseek_v32", "n_group": 1, "topk_group": 1})
+    assert replace(twin, model_type="axk2", norm_gate_rank=16, output_gate=True) == config
+
+
+def test_reads_the_groups_of_axk2() -> None:
+    config = parse_config({**AXK2, "n_group": 8, "topk_group": 4})
+    assert config.routing.rule == RoutingRule("sigmoid", 8, 4, True, 2.5, closed_at_zero=True)
+    assert parse_config({**AXK2, "n_group": 1, "topk_group": 1}) == parse_config(AXK2)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
+        (AXK2, {"q_lora_rank": None}, ["q_lora_rank = None", "axk2", "latent"]),
+        (AXK2, {"n_group": 8}, ["n_group = 8", "topk_group = None", "give both"]),
+        (AXK2, {"topk_group": 2}, ["n_group = None", "topk_group = 2", "give both"]),
+        (AXK2, {"n_group": 3, "topk_group": 1}, ["n_routed_experts = 128", "n_group = 3"]),
+        (AXK2, {"n_group": 2, "topk_group": 3}, ["topk_group = 3", "n_group = 2"]),
+        (AXK2, {"gated_norm_rank": 0}, ["gated_norm_rank", "at least 1"]),
+        (AXK2, {"num_local_experts": 64}, ["num_local_experts = 64", "n_routed_experts = 128"]),
+        (AXK2, {"num_key_value_heads": 8}, ["num_key_value_heads = 8", "32"]),
+        (AXK2, {"attention_bias": True}, ["attention_bias"]),
+        (AXK2, {"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
+        (AXK2, {"scoring_func": "softmax"}, ["scoring_func (axk2) = 'softmax'"]),
+        (AXK2, {"moe_layer_freq": 2}, ["moe_layer_freq"]),
+        (AXK2, {"mlp_layer_types": ["sparse"] + ["dense"] * 47}, ["mlp_layer_types must have 48 entries"]),
+        (AXK2, {"layer_types": ["full_attention"] * 48}, ["layer_types", "indexed_attention"]),
+        (AXK2, {"rope_interleave": False}, ["rope_interleave (axk2) = False"]),
+        (AXK2, {"index_head_dim": 16}, ["index_head_dim = 16", "qk_rope_head_dim = 32"]),
+        (AXK2, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ["'linear'", "yarn"]),
         (V32, {"q_lora_rank": None}, ["q_lora_rank = None", "deepseek_v32", "latent"]),
         (V32, {"index_topk": 0}, ["index_topk", "at least 1"]),
         (V32, {"index_head_dim": 32}, ["index_head_dim = 32", "qk_rope_head_dim = 64"]),

@@ -42,7 +42,7 @@ class RecordedTail(Tail):
 
     def __init__(self, parts: StepParts, tokens: int, inner: Scratch) -> None:
         super().__init__(parts, tokens, inner)
-        for gathered in (self.buffers.residual_TE, self.buffers.attended_THV):
+        for gathered in self.buffers.finished:
             gathered.zero_()  # a recording runs
         self._recording = Recording(super().run)
         self.replays = 0

@@ -130,7 +130,7 @@ def tail_reports(rank: Rank, fault: type[Tail] | None = None) -> tuple[list[Buck
         tail = captured_with(CapturedTail, fault)
         for key in TokenBuckets(BUDGET).tails(parts.most_tail_tokens(parts.state.slots)):
             eager = fault(parts, key.tokens, Scratch(device))  # loads the fault's own kernels
-            for gathered in (eager.buffers.residual_TE, eager.buffers.attended_THV):
+            for gathered in eager.buffers.finished:
                 gathered.zero_()
             eager.run()
     stages, tails = captured(rank, CapturedStage, tail)

@@ -7,8 +7,8 @@ mode, in the absorbed form as well (`absorbed_chunks`).
 entry, `attend` (2), (4), (5) and (10), `output` (11).
 
 Shape legend: T tokens, E hidden features, H heads of this rank, N / O non-rope / rope features of a query, D = N + O,
-L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D, F features of
-the first product, P pages (of `part_TPF`: parts of sums), K = 64 entries per page.
+L latent features, C = L + O cached features, V value features, A features of the query's latent, Q = H D (of gated
+attention H (D + V)), F features of the first product, P pages (of `part_TPF`: parts of sums), K = 64 entries per page.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from kernels.rms_norm import AddNorm
 from kernels.rope_cache import rope_cache
+from kernels.runtime.dependent import launches_dependently
+from kernels.sigmoid_mul import sigmoid_mul
 from workers.cache.spec import CacheSpec, latent_spec
 from workers.memory.scratch import Scratch
 from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
@@ -51,6 +53,11 @@ class MlaInputs:
     see `Entering`."""
     kv_THF: Tensor | None = None
     """Keys without their roped part, and values, of prefill rows; None where no row attends to such."""
+    query_TQ: Tensor | None = None
+    """Output of the query's second product, whose views are the queries, and behind each its head's gate; None in
+    models without a query latent."""
+    gate_THV: Tensor | None = None
+    """Gates of the heads' output, where they have such."""
     indexed: Indexed | None = None
     """Input of an indexer's scores, where attention is sparse."""
 
@@ -89,15 +96,19 @@ class LatentAttention:
         query_rope = RopeRows(config.qk_head_dim, rotated) if rotated else None
         down_rope = RopeRows(config.cache_width, rotated) if rotated else None
         down = Part(f"{prefix}kv_a_proj_with_mqa.weight", config.cache_width, hidden, rope=down_rope)
-        rows = config.num_heads * config.qk_head_dim
+        self.gated = config.output_gate
+        """Whether its output has gates (`ModelConfig.output_gate`). Then each head's rows of the query's second matrix
+        are followed by those of its gate, which stay there: blocks with one scale reach over both."""
+        rows = config.num_heads * (config.qk_head_dim + (value if self.gated else 0))
         if config.q_lora_rank is None:
             self.q_norm_A = self.q_up_QA = None
             query = Part(f"{prefix}q_proj.weight", rows, hidden, shard=Shard(0, "heads"), rope=query_rope)
         else:
             query = Part(f"{prefix}q_a_proj.weight", first, hidden)
             self.q_norm_A = source.load(f"{prefix}q_a_layernorm.weight", first)
+            columns = 2 * first if self.gated else first
             self.q_up_QA = source.matrix(
-                Part(f"{prefix}q_b_proj.weight", rows, first, shard=Shard(0, "heads"), rope=query_rope)
+                Part(f"{prefix}q_b_proj.weight", rows, columns, shard=Shard(0, "heads"), rope=query_rope)
             )
         self.down_FE = source.matrix(query, down)
         self.query_scale = partial(query_scale, config.query_scaling)
@@ -171,17 +182,18 @@ class LatentAttention:
             q_TPHD = part_TPF[..., :-width].view(tokens, parts, heads.count, heads.nope + heads.rope)
             return MlaInputs(part_TPF, q_TPHD, None)
         down_TF = scratch.empty(tokens, self.down_FE.shape[0], dtype=dtype)
-        query_TQ = down_TF[:, :-width]
+        query_TQ, made_TQ, features = None, down_TF[:, :-width], heads.nope + heads.rope
         if self.q_up_QA is not None:
-            query_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
-        q_THD = query_TQ.view(tokens, heads.count, heads.nope + heads.rope)
+            query_TQ = made_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
+        made_THF = made_TQ.view(tokens, heads.count, features + (heads.value if self.gated else 0))
+        gate_THV = made_THF[..., features:] if self.gated else None
+        inputs = MlaInputs(down_TF, made_THF[..., :features], None, query_TQ=query_TQ, gate_THV=gate_THV)
         if ops.decode_alone:
-            return MlaInputs(down_TF, q_THD, None)
-        latent_TC = scratch.empty(tokens, width, dtype=dtype)
-        if not self.expands:
-            return MlaInputs(down_TF, q_THD, latent_TC)
-        kv_THF = scratch.empty(tokens, heads.count, heads.nope + heads.value, dtype=dtype)
-        return MlaInputs(down_TF, q_THD, latent_TC, kv_THF)
+            return inputs
+        latent_TC, kv_THF = scratch.empty(tokens, width, dtype=dtype), None
+        if self.expands:
+            kv_THF = scratch.empty(tokens, heads.count, heads.nope + heads.value, dtype=dtype)
+        return replace(inputs, latent_TC=latent_TC, kv_THF=kv_THF)
 
     def project(
         self,
@@ -204,7 +216,9 @@ class LatentAttention:
         else:
             into = out.down_TF, scratch, query_scale_T
             latent = ops.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, *into)
-            ops.linear(latent, self.q_up_QA, out.q_THD.flatten(1), scratch)
+            assert out.query_TQ is not None
+            read = ops.beside(latent, out.down_TF[:, : len(self.q_norm_A)], scratch) if self.gated else latent
+            ops.linear(read, self.q_up_QA, out.query_TQ, scratch)
         if rotation_TO is None or out.latent_TC is None:
             return latent
         rope_cache(
@@ -273,6 +287,18 @@ class LatentAttention:
         for backend in backends:
             backend.attend(self.heads, caches[0])
 
-    def output(self, ops: LayerOps[N], attended_THV: Tensor, norm: AddNorm, out: N, scratch: Scratch) -> None:
-        """Token-wise: residual += the output, summed over ranks; `out` = its norm."""
+    def output(
+        self,
+        ops: LayerOps[N],
+        attended_THV: Tensor,
+        norm: AddNorm,
+        out: N,
+        scratch: Scratch,
+        gate_THV: Tensor | None = None,
+    ) -> None:
+        """Token-wise: residual += the output, summed over ranks; `out` = its norm. `gate_THV`: gates of `attended_THV`,
+        which are applied in place."""
+        if gate_THV is not None:
+            dependent = launches_dependently(attended_THV.device)
+            sigmoid_mul(attended_THV, gate_THV, attended_THV, dependent=dependent)
         ops.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)
