@@ -163,7 +163,8 @@ class Case:
         scaled_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1
         # A top_p so near 1 that fp32 has no number between is none; of a row without filters nothing is searched.
         top_k_N = self.tables.whole_SI[:rows, column.TOP_K].cpu()
-        searched_N = (self.tables.real_SF[:rows, column.TOP_P].cpu() < 1) | (top_k_N > 0) & (top_k_N < len(logits_NV[0]))
+        top_p_N = self.tables.real_SF[:rows, column.TOP_P].cpu()
+        searched_N = (top_p_N < 1) | (top_k_N > 0) & (top_k_N < logits_NV.shape[1])
         kept_NV = reference.kept(scaled_NV, memory.floor_N.cpu(), memory.last_N.cpu())
         return kept_NV | ~searched_N.unsqueeze(1)
 
