@@ -13,6 +13,7 @@ from fake_engine import FakeEngine, say
 from transformers import AutoTokenizer
 
 from deploy.api.app import create_app
+from deploy.config.cache_salts import SHARED
 from deploy.routing.arrivals import ROUTING_HEADER, Arrivals
 from deploy.routing.request_features import FeatureReader
 from deploy.routing.router import IngressRouter
@@ -46,6 +47,7 @@ class Cluster:
         self.router = object.__new__(IngressRouter)
         self.router._reader = FeatureReader(Tokenizer.load(DEMO_MODEL))
         self.router._engine, self.router._prompts, self.router._handing = self, self, True
+        self.router._salts, self.router._key_header = SHARED, b"x-session-id"
         self.sent = 0
 
     @asynccontextmanager
