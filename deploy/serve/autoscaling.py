@@ -25,6 +25,10 @@ MARGIN: Final = 1.25
 start and end again."""
 REPORT_PERIOD_S: Final = 1.0
 """Seconds between two reports of a replica to the controller."""
+SHORTEST_WINDOW_S: Final = 2.0
+LONGEST_WINDOW_S: Final = 10.0
+"""Seconds over which loads are averaged, as far as `upscale_delay_s` is that long: requests come and go in between, and
+a moment without them is no break in the load."""
 _EXACT: Final = 1e-9
 """What a quotient may lie above a whole number and mean that number."""
 
@@ -93,21 +97,28 @@ def fitting(loads: Sequence[ReplicaLoad], targets: Targets, least: int, most: in
 
 
 def replicas_for(
-    loads: Sequence[ReplicaLoad], targets: Targets, *, now: int, running: int, least: int, most: int
+    means: Sequence[ReplicaLoad],
+    peaks: Sequence[ReplicaLoad],
+    targets: Targets,
+    *,
+    now: int,
+    running: int,
+    least: int,
+    most: int,
 ) -> int:
-    """The number of replicas that there should be, from `least` to `most`. `loads`: what replicas reported. `now`: the
-    number that there should be so far, of which `running` run.
+    """The number of replicas that there should be, from `least` to `most`: more where the mean load takes more, fewer
+    where the peaks take fewer. `means`, `peaks`: of what each replica reported lately. `now`: the number that there
+    should be so far, of which `running` run.
 
     Nothing is known of a replica that has not reported, or whose engine is away: until then none is taken away."""
     now = max(least, min(now, most))
-    known = [load for load in loads if load.slots > 0 and load.pages_total > 0]
-    if not known:
+    if not means:
         return now
-    if (more := fitting(known, targets, least, most)) > now:
+    if (more := fitting(means, targets, least, most)) > now:
         return more
-    if len(known) < running or not all(load.serving for load in known):
+    if len(peaks) < running or not all(load.serving for load in peaks):
         return now
-    return min(now, fitting(known, targets, least, most, MARGIN))
+    return min(now, fitting(peaks, targets, least, most, MARGIN))
 
 
 class ScalingPolicy:
@@ -120,9 +131,10 @@ class ScalingPolicy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number of replicas wanted, before Serve's delays, and what Serve keeps for the next call: nothing."""
-        loads = loads_in(context.raw_metrics or {})
+        means, peaks = loads_in(context.raw_metrics or {})
         number = replicas_for(
-            loads,
+            means,
+            peaks,
             self._targets,
             now=context.target_num_replicas,
             running=context.current_num_replicas,
@@ -130,7 +142,8 @@ class ScalingPolicy:
             most=context.capacity_adjusted_max_replicas,
         )
         if number != context.target_num_replicas and number != self._told:
-            slots, pages, backlog = asked_for(loads, self._targets)
+            more = number > context.target_num_replicas
+            slots, pages, backlog = asked_for(means if more else peaks, self._targets)
             logger.info(
                 f"The load asks for {number} replicas where there are to be {context.target_num_replicas}: "
                 f"{slots:.2f} by slots, {pages:.2f} by pages, {backlog:.2f} by the backlog of prompts."
@@ -139,16 +152,24 @@ class ScalingPolicy:
         return number, {}
 
 
-def loads_in(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[ReplicaLoad]:
-    """The newest report of each replica. `metrics`: samples in the order of their times, by field of `ReplicaLoad` and
-    replica, as Serve collects them; others that it collects by itself are ignored."""
+def loads_in(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
+    """Mean and peak of the load of each replica of which enough is known. `metrics`: samples of the time that counts,
+    by field of `ReplicaLoad` and replica, as Serve collects them; others that it collects by itself are ignored."""
     names = ReplicaLoad.__dataclass_fields__
-    newest: dict[Any, dict[str, float]] = {}
+    samples: dict[Any, dict[str, list[float]]] = {}
     for name in names:
-        for replica, samples in metrics.get(name, {}).items():
-            if samples:
-                newest.setdefault(replica, {})[name] = samples[-1].value
-    return [ReplicaLoad(**values) for values in newest.values() if len(values) == len(names)]
+        for replica, series in metrics.get(name, {}).items():
+            if series:
+                samples.setdefault(replica, {})[name] = [sample.value for sample in series]
+    means, peaks = [], []
+    for values in samples.values():
+        if len(values) < len(names) or not min(max(values["slots"]), max(values["pages_total"])):
+            continue
+        same = {"slots": max(values["slots"]), "pages_total": max(values["pages_total"])}
+        same["serving"] = min(values["serving"])
+        means.append(ReplicaLoad(**{name: sum(each) / len(each) for name, each in values.items()} | same))
+        peaks.append(ReplicaLoad(**{name: max(each) for name, each in values.items()} | same))
+    return means, peaks
 
 
 def serve_options(settings: AutoscalingConfig) -> dict[str, Any]:
@@ -170,7 +191,7 @@ def serve_options(settings: AutoscalingConfig) -> dict[str, Any]:
             upscale_delay_s=settings.upscale_delay_s,
             downscale_delay_s=settings.downscale_delay_s,
             metrics_interval_s=REPORT_PERIOD_S,
-            look_back_period_s=5 * REPORT_PERIOD_S,
+            look_back_period_s=min(max(settings.upscale_delay_s, SHORTEST_WINDOW_S), LONGEST_WINDOW_S),
             policy=policy,
         )
     return {"autoscaling_config": config}

@@ -35,7 +35,8 @@ BOUNDS = st.tuples(st.integers(1, 8), st.integers(0, 12)).map(lambda drawn: (dra
 def number_for(
     reports: list[ReplicaLoad], now: int, bounds: tuple[int, int] = (1, 8), targets: Targets = TARGETS
 ) -> int:
-    return replicas_for(reports, targets, now=now, running=len(reports), least=bounds[0], most=bounds[1])
+    """Of loads that do not change."""
+    return replicas_for(reports, reports, targets, now=now, running=len(reports), least=bounds[0], most=bounds[1])
 
 
 @pytest.mark.parametrize(
@@ -122,16 +123,24 @@ def test_a_steady_load_is_answered_at_once(
     [
         ([load()], 2),  # one of the two has not reported yet
         ([load(), load(serving=0.0)], 2),  # its engine is being started again
-        ([load(), ReplicaLoad(0, 0, 0, 0, 0.0)], 2),  # its scheduler has not said what it has
     ],
 )
 def test_while_a_replica_is_unknown_none_is_taken_away(reports: list[ReplicaLoad], running: int) -> None:
     def number(reports: list[ReplicaLoad]) -> int:
-        return replicas_for(reports, TARGETS, now=2, running=running, least=1, most=8)
+        return replicas_for(reports, reports, TARGETS, now=2, running=running, least=1, most=8)
 
     assert number(reports) == 2
     assert number([load(), load()]) == 1
     assert number([load(60), *reports]) == 5  # more are started all the same
+
+
+def test_means_ask_for_more_and_peaks_for_fewer() -> None:
+    def number(means: list[ReplicaLoad], peaks: list[ReplicaLoad]) -> int:
+        return replicas_for(means, peaks, TARGETS, now=2, running=2, least=1, most=8)
+
+    assert number([load(4)] * 2, [load(40)] * 2) == 2  # a peak starts nobody, but keeps those that there are
+    assert number([load(3)] * 2, [load(4)] * 2) == 1
+    assert number([load(20)] * 2, [load(40)] * 2) == 4
 
 
 def test_a_replica_reports_what_it_has_to_do() -> None:
@@ -168,18 +177,21 @@ def samples(*values: float) -> list[TimeStampedValue]:
 
 METRICS = {
     "running_requests": {"a": samples(99.0)},
-    "requests": {"a": samples(1.0, 20.0), "b": samples(3.0), "c": []},
-    "slots": {"a": samples(16.0, 16.0), "b": samples(16.0)},
-    "pages": {"a": samples(10.0, 11.0), "b": samples(12.0)},
-    "pages_total": {"a": samples(1000.0), "b": samples(1000.0)},
-    "backlog_s": {"a": samples(0.0, 0.5), "b": samples(0.0)},
-    "serving": {"a": samples(1.0, 1.0)},  # of b there is none
+    "requests": {"a": samples(10.0, 30.0), "b": samples(3.0), "c": samples(0.0), "d": []},
+    "slots": {"a": samples(16.0, 16.0), "b": samples(16.0), "c": samples(0.0)},
+    "pages": {"a": samples(20.0, 10.0), "b": samples(12.0), "c": samples(0.0)},
+    "pages_total": {"a": samples(0.0, 1000.0), "b": samples(1000.0), "c": samples(0.0)},
+    "backlog_s": {"a": samples(0.0, 0.5), "b": samples(0.0), "c": samples(0.0)},
+    # Of b there is none, and c has not said yet what it has room for.
+    "serving": {"a": samples(1.0, 0.0), "c": samples(1.0)},
 }
 
 
-def test_the_newest_report_of_each_replica_counts() -> None:
-    assert loads_in(METRICS) == [ReplicaLoad(20.0, 16.0, 11.0, 1000.0, 0.5, 1.0)]
-    assert loads_in({}) == []
+def test_reports_become_means_and_peaks() -> None:
+    means, peaks = loads_in(METRICS)
+    assert means == [ReplicaLoad(20.0, 16.0, 15.0, 1000.0, 0.25, 0.0)]
+    assert peaks == [ReplicaLoad(30.0, 16.0, 20.0, 1000.0, 0.5, 0.0)]
+    assert loads_in({}) == ([], [])
 
 
 def test_serve_makes_the_policy_from_what_it_is_given() -> None:
@@ -187,6 +199,7 @@ def test_serve_makes_the_policy_from_what_it_is_given() -> None:
     settings = AutoscalingConfig(min_replicas=2, max_replicas=6, slots_used=0.5, upscale_delay_s=1.0)
     config = serve_options(settings)["autoscaling_config"]
     assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (2, 6, 1.0)
+    assert config.look_back_period_s == 2.0
     assert config.downscale_delay_s == settings.downscale_delay_s
     policy = _resolve_policy_callable(config.policy)
     context = SimpleNamespace(
@@ -196,5 +209,5 @@ def test_serve_makes_the_policy_from_what_it_is_given() -> None:
         capacity_adjusted_min_replicas=2,
         capacity_adjusted_max_replicas=6,
     )
-    assert policy(context) == (3, {})  # 20 requests where each should have 8
+    assert policy(context) == (3, {})  # 20 requests in the mean, where each should have 8
     assert policy(SimpleNamespace(**{**vars(context), "raw_metrics": None})) == (2, {})
