@@ -112,7 +112,7 @@ class RayConnection:
         if config.ray_auth == "token" and not os.access(Path.home(), os.W_OK):
             # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
             self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})
-        processes = config.replicas * (2 + config.engine.mesh().world.size)
+        processes = config.most_replicas * (2 + config.engine.mesh().world.size)
         say(f"starting Ray ({ingress} ingress)")
         with _our_signal_handlers():
             import ray

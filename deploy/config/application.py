@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deploy.config.api import ApiConfig
+from deploy.config.autoscaling import AutoscalingConfig
 from workers.config import EngineConfig, Flag
 
 Ingress = Literal["direct", "proxy"]
@@ -121,6 +122,7 @@ class ServeConfig(BaseModel):
 
     Less lets replicas of one rank share a GPU, with `engine.cache_pages` given; a rank for which none is reserved runs
     on a CPU."""
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     routing: RoutingConfig = RoutingConfig()
     drain: DrainConfig = DrainConfig()
     health: HealthConfig = HealthConfig()
@@ -143,6 +145,25 @@ class ServeConfig(BaseModel):
                 "needs one for each: leave gpus_per_rank out, or set tensor_parallel to 1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _replicas_are_counted_once(self) -> Self:
+        if self.autoscaling.max_replicas is not None and "replicas" in self.model_fields_set:
+            raise ValueError(
+                f"replicas = {self.replicas} fixes the number of replicas, and autoscaling.max_replicas = "
+                f"{self.autoscaling.max_replicas} lets it follow the load: leave one of them out"
+            )
+        return self
+
+    @property
+    def least_replicas(self) -> int:
+        """Fewest replicas that there are once all have started, and the number that a start brings up."""
+        return self.replicas if self.autoscaling.max_replicas is None else self.autoscaling.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Most replicas that there may be, apart from those that are ending."""
+        return self.autoscaling.max_replicas or self.replicas
 
     @property
     def model_name(self) -> str:

@@ -26,6 +26,7 @@ GAUGES: dict[str, str] = {
     "running": "Requests that hold a slot.",
     "waiting": "Requests that wait for a slot or for pages.",
     "prefill_backlog": "Prompt tokens still to be computed.",
+    "prefill_backlog_seconds": "Seconds that they take at the pace of all steps with prompt tokens so far.",
     "pages_total": "Pages of latent cache.",
     "pages_free": "Free pages, those that only the prefix cache holds included.",
     "host_pages_total": "Pages that host memory holds behind the latent cache.",

@@ -277,11 +277,12 @@ def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) ->
     if config.engine.device != settled(config).engine.device and config.gpus_per_rank is None:
         where, more = (here, "") if connection.own else ("the nodes that are there", "; cuda waits for GPUs")
         say(f"device = auto, and no GPU on {where}: ranks run on CPUs{more}")
-    if not (short := shortage(config)):
+    if not (short := shortage(config, all_at_once=connection.own)):
         return
+    fewer = "fewer --replicas" if config.autoscaling.max_replicas is None else "fewer replicas there"
     if connection.own:
-        raise StartFailed(f"{short} on {here}; give fewer --replicas or ranks (--tensor-parallel), or --device cpu")
-    say(f"{short}: waiting for nodes that have them; fewer --replicas or ranks (--tensor-parallel) take less")
+        raise StartFailed(f"{short} on {here}; give {fewer} or ranks (--tensor-parallel), or --device cpu")
+    say(f"{short}: waiting for nodes that have them; {fewer} or ranks (--tensor-parallel) take less")
 
 
 def _enter(config: ServeConfig) -> bool:

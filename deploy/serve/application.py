@@ -19,6 +19,7 @@ from ray.serve.schema import LoggingConfig
 from deploy.config.application import Ingress, ServeConfig
 from deploy.config.otlp import VARIABLE, endpoint_of, endpoint_problem
 from deploy.routing.router import ASKED_BY_HAPROXY, LoadRouter, ingress_router_class
+from deploy.serve import autoscaling
 from deploy.serve.replica import replica_class
 from kernels.private_api import PrivateApi
 from workers.environment import EnvironmentProblem
@@ -103,12 +104,19 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
     return [{"CPU": 2 * cpus}, *({**rank} for _ in range(config.engine.mesh().world.size))]
 
 
+def replica_count(config: ServeConfig) -> dict[str, Any]:
+    """Options of the engine deployment that say how many replicas there are."""
+    if config.autoscaling.max_replicas is None:
+        return {"num_replicas": config.replicas}
+    return autoscaling.serve_options(config.autoscaling)
+
+
 def build_application(config: ServeConfig, engine_class: type = replica_class) -> serve.Application:
     """The application for `serve.run`."""
     config = with_collector(settled(config), os.environ)
     serve_logging = LoggingConfig(encoding="JSON", log_level=config.log.level, enable_access_log=False)
     options: dict[str, Any] = {
-        "num_replicas": config.replicas,
+        **replica_count(config),
         "max_ongoing_requests": ONGOING_REQUESTS,
         "ray_actor_options": {"num_cpus": config.cpus_per_process},
         "placement_group_bundles": bundles(config),

@@ -36,17 +36,22 @@ def needs(config: ServeConfig, replicas: int) -> dict[str, float]:
     return {"GPU": gpus if ranks == 1 or not gpus else math.ceil(ranks / math.floor(1 / gpus + 1e-9)), "CPU": cores}
 
 
-def shortage(config: ServeConfig) -> str:
-    """Return the resources that all replicas together need and the nodes of this Ray lack; empty if they have them."""
+def shortage(config: ServeConfig, *, all_at_once: bool = True) -> str:
+    """Return the resources that replicas need and the nodes of this Ray lack; empty if they have them. `all_at_once`:
+    for as many replicas as there may ever be, else for those of a start."""
+    replicas = config.most_replicas if all_at_once else config.least_replicas
     there = ray.cluster_resources()
     short = [
         f"{_counted(needed, name)} where there are {there.get(name, 0):g}"
-        for name, needed in needs(settled(config), config.replicas).items()
+        for name, needed in needs(settled(config), replicas).items()
         if needed > there.get(name, 0)
     ]
     if not short:
         return ""
-    return f"replicas = {config.replicas}, tensor_parallel = {config.engine.tensor_parallel} take {', '.join(short)}"
+    name = "replicas"
+    if config.autoscaling.max_replicas is not None:
+        name = "autoscaling.max_replicas" if all_at_once else "autoscaling.min_replicas"
+    return f"{name} = {replicas}, tensor_parallel = {config.engine.tensor_parallel} take {', '.join(short)}"
 
 
 class WaitingReplicas:
@@ -84,7 +89,9 @@ class WaitingReplicas:
     def _describe(self, count: int, free: dict[str, float], capacity: bool) -> str:
         takes, there = self._takes, ray.cluster_resources()
         have = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}s" for name in takes)
-        line = f"{count} of {self._config.replicas} replicas wait for room: one takes {_all(takes)}, free are {have}"
+        most = "" if self._config.autoscaling.max_replicas is None else "at most "
+        line = f"{count} of {most}{self._config.most_replicas} replicas wait for room"
+        line = f"{line}: one takes {_all(takes)}, free are {have}"
         if capacity:
             front, rank = bundles(self._config)[:2]
             return f"{line}, but no node has {_all(front)} for its front, or enough have not {_all(rank)} for a rank"

@@ -16,6 +16,7 @@ import msgspec
 
 from deploy.api.limits.keys import KeyRing, Spent
 from deploy.serve.progress import others, store
+from deploy.serve.report_ages import ReportAges
 from workers.processes.failover import FailoverEngine
 
 logger = logging.getLogger("latentserve.replica")
@@ -40,7 +41,7 @@ class KeyStatusStore:
     def __init__(self, application: str, replica: str, keys: KeyRing) -> None:
         """Begin the exchange. Call this in the running event loop."""
         self._prefix, self._own = f"keys/{application}/".encode(), replica
-        self._keys = keys
+        self._keys, self._ages = keys, ReportAges()
         self._client: FailoverEngine | None = None
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
@@ -58,11 +59,11 @@ class KeyStatusStore:
             mine = msgspec.msgpack.encode(_Report(time.time(), self._keys.spent()))
             try:
                 # Awaited: while the store hangs no more threads wait for it.
-                reports, now = await asyncio.to_thread(self._exchange, mine), time.time()
+                reports = await asyncio.to_thread(self._exchange, mine)
                 charges = self._keys.hear(
                     self._own,
                     {name: report.keys for name, report in reports.items()},
-                    {name: max(now - report.at, 0.0) for name, report in reports.items()},
+                    {name: self._ages.age(name, report.at) for name, report in reports.items()},
                 )
                 if self._client is not None:
                     self._client.charged_elsewhere(charges)
@@ -78,7 +79,7 @@ class KeyStatusStore:
                 report = msgspec.msgpack.decode(value, type=_Report)
             except msgspec.MsgspecError:  # of another version, during an update
                 continue
-            age = time.time() - report.at
+            age = self._ages.age(name, report.at)
             if age < FORGET_S:
                 found[name] = report
             elif age > DROP_S:

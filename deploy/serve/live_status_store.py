@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from deploy.observability.live import PERIOD_S, ReplicaState, Window
 from deploy.serve.progress import others, store
+from deploy.serve.report_ages import ReportAges
 from workers.processes.failover import FailoverEngine
 
 logger = logging.getLogger("latentserve.replica")
@@ -41,7 +42,9 @@ class LiveStatusStore:
         self._window = Window()
         self._lock = threading.Lock()
         self._closed = False
-        self._others: dict[str, ReplicaState] = {}
+        self._ages = ReportAges()
+        self._others: dict[str, tuple[ReplicaState, float]] = {}
+        """The last report of each other replica, and the time at which it was made."""
         self._reading: asyncio.Task[None] | None = None
         self._telling = asyncio.ensure_future(self._keep_telling())
 
@@ -72,8 +75,8 @@ class LiveStatusStore:
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
         await asyncio.wait({self._reading}, timeout=PATIENCE_S)
-        now = time.time()
-        others = [shown(state, now) for state in self._others.values() if now - state.at < FORGET_S]
+        now = self._ages.now()
+        others = [shown(state, now - made) for state, made in self._others.values() if now - made < FORGET_S]
         return sorted([*others, self.report()], key=lambda state: state.name)
 
     def report(self) -> ReplicaState:
@@ -112,15 +115,16 @@ class LiveStatusStore:
         except Exception:
             logger.debug("the figures of other replicas could not be read", exc_info=True)
 
-    def _found(self) -> dict[str, ReplicaState]:
+    def _found(self) -> dict[str, tuple[ReplicaState, float]]:
         found = {}
         for key, name, value in others(self._prefix, self.own):
             try:
                 state = ReplicaState.model_validate_json(value)
             except ValidationError:  # of another version, during an update
                 continue
-            if time.time() - state.at < FORGET_S:
-                found[name] = state
+            made = self._ages.made(name, state.at)
+            if self._ages.now() - made < FORGET_S:
+                found[name] = state, made
             else:
                 store("del", key)
         return found
@@ -129,7 +133,7 @@ class LiveStatusStore:
         return self._prefix + replica.encode()
 
 
-def shown(state: ReplicaState, now: float) -> ReplicaState:
-    """A report that was made a while ago, as it counts `now`."""
-    silent = state.state != "failed" and now - state.at > SILENT_S
+def shown(state: ReplicaState, age_s: float) -> ReplicaState:
+    """A report that was made `age_s` seconds ago, as it counts now."""
+    silent = state.state != "failed" and age_s > SILENT_S
     return state.model_copy(update={"state": "silent", "figures": None}) if silent else state

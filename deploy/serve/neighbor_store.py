@@ -22,6 +22,7 @@ import msgspec
 
 from deploy.config.application import ServeConfig
 from deploy.serve.progress import others, store
+from deploy.serve.report_ages import ReportAges
 from workers.channel.sockets import Addresses
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine
@@ -70,6 +71,7 @@ class NeighborStore:
         """Prepare the store; nothing is told yet."""
         self._prefix, self._own = f"neighbors/{application}/".encode(), replica
         self._config, self._place = config, place
+        self._ages = ReportAges()
         self._engine: FailoverEngine | None = None
         self._channels: dict[str, GuestChannel] = {}
         self._clients: dict[str, tuple[Addresses, EngineClient]] = {}
@@ -155,7 +157,7 @@ class NeighborStore:
                 offer = msgspec.msgpack.decode(value, type=Offer)
             except msgspec.MsgspecError:  # of another version, during an update
                 continue
-            if time.time() - offer.at < FORGET_S:
+            if self._ages.age(name, offer.at) < FORGET_S:
                 found[name] = offer
             else:
                 store("del", key)

@@ -23,6 +23,7 @@ from deploy.observability import logs
 from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
+from deploy.serve.autoscaling import load_of
 from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.neighbor_store import NeighborStore, Place
@@ -114,7 +115,7 @@ class EngineReplica:
         self.key_status_store = KeyStatusStore(context.app_name, self.name, self.keys) if self.keys.named else None
         self.tracing = _tracing_to(config.api.otlp_endpoint, self.name)
         self.engine: FailoverEngine | None = None
-        if config.replicas > 1 and config.health.patience_s > 0:
+        if config.most_replicas > 1 and config.health.patience_s > 0:
             place = Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
             self.neighbor_store = NeighborStore(context.app_name, self.name, config, place)
         self.watchdog: StreamWatchdog | None = None
@@ -273,6 +274,11 @@ class EngineReplica:
         assert self.engine is not None
         load = self.arrivals.load(self.engine.stats)
         return load_to_report(out_of_service(load) if self.engine.down else load)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load for the controller, which Serve asks for where the number of replicas follows it."""
+        assert self.engine is not None
+        return load_of(self.engine.stats, self.engine.streams, serving=not self.engine.down)
 
     async def check_health(self) -> None:
         """Called by Serve. The exit after a fault makes this the second line of defence. A replica whose engine is

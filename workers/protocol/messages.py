@@ -254,6 +254,14 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
         prompt or a token."""
         return sum(part.count for part in self.step_seconds.values())
 
+    @property
+    def prefill_backlog_seconds(self) -> float:
+        """Seconds that `prefill_backlog` takes at the pace of all steps with prompt tokens so far; 0 before the first
+        one."""
+        tokens = sum(part.total for part in self.step_prefill_tokens.values())
+        seconds = sum(part.total for kind, part in self.step_seconds.items() if kind in self.step_prefill_tokens)
+        return self.prefill_backlog * seconds / tokens if tokens > 0 else 0.0
+
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A process finished starting."""

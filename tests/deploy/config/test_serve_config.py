@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
 from deploy.config.application import ServeConfig, merged
-from deploy.serve.application import bundles
+from deploy.serve.application import bundles, replica_count
 
 
 def config(**fields: object) -> ServeConfig:
@@ -42,6 +42,31 @@ def test_merging_leaves_the_original_alone() -> None:
 def test_wrong_settings_are_refused(fields: dict) -> None:
     with pytest.raises(ValidationError):
         config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "max_replicas = 2 is less than .*min_replicas = 3"),
+        ({"autoscaling": {"min_replicas": 2}}, "autoscaling.min_replicas is given, but without .*max_replicas"),
+        ({"autoscaling": {"slots_used": 0.5}}, "autoscaling.slots_used is given"),
+        ({"replicas": 2, "autoscaling": {"max_replicas": 4}}, "replicas = 2 fixes .*max_replicas = 4 .*leave one"),
+        ({"autoscaling": {"max_replicas": 0}}, "greater than or equal to 1"),
+        ({"autoscaling": {"max_replicas": 2, "slots_used": 1.5}}, "less than or equal to 1"),
+    ],
+)
+def test_numbers_of_replicas_that_contradict_each_other_are_refused(fields: dict, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config(**fields)
+
+
+def test_replicas_are_a_number_or_follow_the_load() -> None:
+    fixed, following = config(replicas=3), config(autoscaling={"min_replicas": 2, "max_replicas": 5})
+    assert (fixed.least_replicas, fixed.most_replicas) == (3, 3)
+    assert (following.least_replicas, following.most_replicas) == (2, 5)
+    assert (config().least_replicas, config().most_replicas) == (1, 1)
+    assert replica_count(fixed) == {"num_replicas": 3}
+    assert replica_count(following).keys() == {"autoscaling_config"}
 
 
 def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:

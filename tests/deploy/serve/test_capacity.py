@@ -70,6 +70,7 @@ def test_nothing_is_decided_by_a_head_that_takes_no_ranks(nodes) -> None:
         ({"replicas": 4, "gpus_per_rank": 0.5}, {"GPU": 2, "CPU": 12}, ""),
         ({"replicas": 10, "gpus_per_rank": 0.1}, {"GPU": 1, "CPU": 30}, ""),
         ({"gpus_per_rank": 0.5}, {"CPU": 3}, "take 0.5 GPUs where there are 0"),
+        ({"autoscaling": {"max_replicas": 4}}, {"GPU": 2, "CPU": 64}, "autoscaling.max_replicas = 4, tensor_parallel"),
     ],
 )
 def test_what_is_short(nodes, settings: dict, there: dict, said: str) -> None:
@@ -91,6 +92,21 @@ def test_a_ray_of_our_own_that_is_too_small_is_an_error_with_advice(nodes, monke
     app._check_capacity(config(replicas=2), SimpleNamespace(own=False), lines.append)
     assert len(lines) == 1
     assert "waiting for nodes" in lines[0]
+
+
+def test_a_cluster_needs_room_for_the_fewest_replicas_and_a_ray_of_our_own_for_the_most(nodes) -> None:
+    """Nodes of a cluster may come with the replicas; a machine does not grow."""
+    following = config(autoscaling={"min_replicas": 2, "max_replicas": 4})
+    lines: list[str] = []
+    nodes(GPU=2, CPU=64)
+    app._check_capacity(following, SimpleNamespace(own=False), lines.append)
+    assert lines == []
+    with pytest.raises(StartFailed, match=r"max_replicas = 4.*4 GPUs where there are 2.*fewer replicas there"):
+        app._check_capacity(following, SimpleNamespace(own=True), lines.append)
+    nodes(GPU=1, CPU=64)
+    app._check_capacity(following, SimpleNamespace(own=False), lines.append)
+    assert len(lines) == 1
+    assert "autoscaling.min_replicas = 2" in lines[0]
 
 
 def test_replicas_without_a_place_are_news_once(nodes, monkeypatch: pytest.MonkeyPatch) -> None:

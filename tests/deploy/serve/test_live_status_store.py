@@ -86,9 +86,7 @@ async def test_every_replica_shows_all(store: Store) -> None:
     assert store.values == {}
 
 
-async def test_a_cause_is_told_and_a_silence_noticed_and_both_forgotten(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cause_is_told_and_a_silence_noticed_and_both_forgotten(store: Store) -> None:
     failing, silent, watching = (LiveStatusStore("app", name) for name in ("failing", "silent", "watching"))
     watching.serving(client(1))
     await until(lambda: len(store.values) == 3)
@@ -96,8 +94,9 @@ async def test_a_cause_is_told_and_a_silence_noticed_and_both_forgotten(
     await until(lambda: any(b"signal 9" in value for value in store.values.values()))
     silence(failing)
     silence(silent)
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + live_status_store.SILENT_S + 1)
+    await watching.states()
+    real = watching._ages.now
+    watching._ages.now = lambda: real() + live_status_store.SILENT_S + 1
     states = {state.name: state for state in await watching.states()}
     assert {name: state.state for name, state in states.items()} == {
         "failing": "failed",
@@ -105,11 +104,40 @@ async def test_a_cause_is_told_and_a_silence_noticed_and_both_forgotten(
         "watching": "serving",
     }
     assert states["failing"].cause == "rank 1 exited with signal 9"
-    monkeypatch.setattr(time, "time", lambda: real() + live_status_store.FORGET_S + 1)
+    watching._ages.now = lambda: real() + live_status_store.FORGET_S + 1
     assert await seen(watching) == {"watching": "serving"}
     assert [key for key in store.values if b"watching" not in key] == []
     failing.close()  # the fault is not taken back
     watching.close()
+
+
+@pytest.mark.parametrize("wrong_s", [-86400.0, 86400.0])
+async def test_clocks_of_nodes_may_differ_and_jump(
+    store: Store, monkeypatch: pytest.MonkeyPatch, wrong_s: float
+) -> None:
+    here, there = LiveStatusStore("app", "here"), LiveStatusStore("app", "there")
+    told = there.report
+    monkeypatch.setattr(there, "report", lambda: told().model_copy(update={"at": time.time() + wrong_s}))
+    for one in (here, there):
+        one.serving(client(1))
+    both = {"here": "serving", "there": "serving"}
+
+    async def until_both() -> None:
+        async with asyncio.timeout(20):
+            while await seen(here) != both or await seen(there) != both:
+                await asyncio.sleep(0.005)
+
+    await until_both()
+    for _ in range(20):
+        assert await seen(here) == await seen(there) == both
+        await asyncio.sleep(0.005)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + wrong_s)
+    for _ in range(20):
+        assert await seen(here) == await seen(there) == both
+        await asyncio.sleep(0.005)
+    for one in (here, there):
+        one.close()
 
 
 async def test_a_report_of_another_version_is_left_out(store: Store) -> None:

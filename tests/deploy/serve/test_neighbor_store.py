@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -122,18 +121,41 @@ async def test_replicas_of_other_nodes_are_reached_over_tcp_with_keys(store: Sto
         one.close()
 
 
-async def test_who_is_silent_for_long_is_forgotten_and_who_comes_back_is_found(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_is_silent_for_long_is_forgotten_and_who_comes_back_is_found(store: Store) -> None:
     stores: list[Any] = [opened("a"), opened("b")]
     await until(lambda: all(one.neighbors() for one in stores))
     stores[1]._exchanging.cancel()
-    now = neighbor_store.time.time()
-    monkeypatch.setattr(neighbor_store, "time", SimpleNamespace(time=lambda: now + neighbor_store.FORGET_S + 1))
+    real = stores[0]._ages.now
+    stores[0]._ages.now = lambda: real() + neighbor_store.FORGET_S + 1
     await until(lambda: not stores[0].neighbors())
     assert not stores[0]._channels
     stores[1]._exchanging = asyncio.ensure_future(stores[1]._keep_exchanging())
     await until(lambda: all(one.neighbors() for one in stores))
+    for one in stores:
+        one.close()
+
+
+@pytest.mark.parametrize("wrong_s", [-86400.0, 86400.0])
+async def test_clocks_of_nodes_may_differ_and_jump(
+    store: Store, monkeypatch: pytest.MonkeyPatch, wrong_s: float
+) -> None:
+    stores: list[Any] = [opened("a"), opened("b")]
+    told = stores[1].offer
+
+    def by_another_clock() -> Offer:
+        offer = told()
+        offer.at += wrong_s
+        return offer
+
+    monkeypatch.setattr(stores[1], "offer", by_another_clock)
+    await until(lambda: all(one.neighbors() for one in stores))
+    await asyncio.sleep(0.1)
+    clients = [one.neighbors() for one in stores]
+    assert [len(each) for each in clients] == [1, 1]
+    real = neighbor_store.time.time
+    monkeypatch.setattr(neighbor_store.time, "time", lambda: real() + wrong_s)
+    await asyncio.sleep(0.2)
+    assert [one.neighbors() for one in stores] == clients  # no channel was closed
     for one in stores:
         one.close()
 
