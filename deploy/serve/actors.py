@@ -111,12 +111,20 @@ class WorkerActor:
         ip = ray.util.get_node_ip_address()
         return Placement(context.get_node_id(), device, bundle, ip, free_port(ip), os.getpid())
 
-    def run(self, config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device: int) -> None:
-        """Run step plans until told to stop; raises the cause of an end."""
+    def run(
+        self,
+        config: EngineConfig,
+        rank: int,
+        addresses: Addresses,
+        rendezvous: str,
+        device: int,
+        keeper: Path | None = None,
+    ) -> None:
+        """Run step plans until told to stop; raises the cause of an end. `keeper`: of weights, see `run_worker`."""
         from workers.rank.worker_process import run_worker
 
         logs.configure(self._log, process=f"rank {rank}", **self._labels)
-        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None)
+        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper)
 
 
 class ReplicaProcesses:
@@ -125,8 +133,12 @@ class ReplicaProcesses:
     scheduler_class: type = SchedulerActor
     worker_class: type = WorkerActor
 
-    def __init__(self, config: ServeConfig, group: PlacementGroup, labels: dict[str, Any]) -> None:
-        """Prepare the processes; nothing starts yet. `labels` become part of every log line."""
+    def __init__(
+        self, config: ServeConfig, group: PlacementGroup, labels: dict[str, Any], keeper: Path | None = None
+    ) -> None:
+        """Prepare the processes; nothing starts yet. `labels` become part of every log line. `keeper`: of weights, on
+        this node."""
+        self._keeper = keeper
         self._config, self._log, self._labels = config.engine, config.log, labels
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None
@@ -185,7 +197,9 @@ class ReplicaProcesses:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
         refs = {"scheduler": self._scheduler.run.remote()}
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
-            refs[f"rank {rank}"] = worker.run.remote(self._config, rank, addresses, self._rendezvous, placement.device)
+            refs[f"rank {rank}"] = worker.run.remote(
+                self._config, rank, addresses, self._rendezvous, placement.device, self._keeper
+            )
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.util.placement_group import PlacementGroup
 from starlette.types import ASGIApp
 
 from deploy.api.http.errors import FAILURES, engine_down
@@ -32,6 +33,7 @@ from deploy.serve.under_serve import UnderServe
 from deploy.text.handed import EncodedPrompt, HandedPrompts
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
+from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
 from workers.protocol.front import Engine, EngineFault
@@ -122,7 +124,8 @@ class EngineReplica:
         self._beating: asyncio.Task[None] | None = None
         self._serving = False
         self._forgetting: asyncio.TimerHandle | None = None
-        self._new_processes = partial(self.processes_class, config, group, labels)
+        self._keeper = WeightKeeper() if config.engine.keep_weights and config.health.patience_s > 0 else None
+        self._new_processes = partial(self._processes_of, group, labels)
         self.processes = self._new_processes()
         try:
             self.engine = await self._bring_up()
@@ -130,6 +133,7 @@ class EngineReplica:
             cause = str(error) or type(error).__name__
             # Last the status store: who reads there that it is hopeless may end this process at once.
             self.processes.kill()
+            self._let_weights_go()
             note_fault(cause)
             self.live.failed(cause)
             self.status_store.fail(cause, isinstance(error, EngineFault) and error.lasting)
@@ -154,6 +158,11 @@ class EngineReplica:
         self.status_store.say("serving")
         placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
         logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
+
+    def _processes_of(self, group: PlacementGroup, labels: dict[str, Any]) -> ReplicaProcesses:
+        """Scheduler and ranks that nobody has started yet."""
+        keeper = None if self._keeper is None else self._keeper.path()
+        return self.processes_class(self.config, group, labels, keeper)
 
     async def _bring_up(self) -> FailoverEngine:
         config = self.config
@@ -234,10 +243,15 @@ class EngineReplica:
                 self._forgetting.cancel()
             note_fault(cause)
             self.processes.kill()
+            self._let_weights_go()
         finally:
             # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
             # the streams' events wait for it.
             asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
+
+    def _let_weights_go(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
 
     async def _report(self, engine: FailoverEngine) -> None:
         while True:
@@ -289,6 +303,7 @@ class EngineReplica:
         if self.watchdog is not None:
             self.watchdog.close()
         self.processes.kill()
+        self._let_weights_go()
         self.live.close()
         if self.key_status_store is not None:
             self.key_status_store.close()

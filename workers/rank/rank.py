@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -33,6 +34,7 @@ from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
 from workers.tiers.host_memory import HostMemory
 from workers.tiers.mover import PageMover, Staging, batch_of, record_layout
+from workers.weights.kept import KeptWeights
 
 
 def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
@@ -93,12 +95,14 @@ class Rank:
         on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
         on_moved: Callable[[Moved], None] = lambda moved: None,
+        keeper: Path | None = None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
         and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`. `on_moved` hears of
-        pages that were copied to host memory or back, see `PageMover`.
+        pages that were copied to host memory or back, see `PageMover`. `keeper`: of weights, if the ranks have one, see
+        `WeightKeeper.path`.
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
@@ -107,6 +111,7 @@ class Rank:
         draft_folder, eagle3 = config.draft_folder, None
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
             eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.mesh)
+        kept = None if keeper is None else KeptWeights(keeper, group, device, progress)
         model = load_model(
             config.folder,
             group=group,
@@ -118,10 +123,11 @@ class Rank:
             quantize_activations=config.activations == "auto",
             fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
+            kept=kept,
         )
         if eagle3 is not None:
             fp8 = fp8_cache(config, dtype, device)
-            model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress)
+            model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         width = choose_drafter(model, config)
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"

@@ -86,7 +86,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     made.watchdog = SimpleNamespace(remove_at_end=made.folders.append, close=lambda: None)
     made.arrivals, made.key_status_store, made.tracing = Arrivals(), None, None
     made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
-    made._new_processes = Processes
+    made._keeper, made._new_processes = None, Processes
     made.processes = Processes()
     monkeypatch.setattr(replica.os, "_exit", made.ended.append)
     client: Any = await made._start_processes()
