@@ -28,6 +28,7 @@ from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.tiers import Moved
+from workers.rank.inherited_proof import InheritedProof
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -177,7 +178,8 @@ class Rank:
         if wants_graphs:
             self.runner.capture(progress)
         if config.selftest:
-            self._prove(config, group, progress, on_selftest)
+            proof = None if kept is None else InheritedProof(kept, config, context)
+            self._prove(config, group, progress, on_selftest, proof)
         if memory is not None:  # now, as its threads would spoil a capture
             self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
@@ -204,11 +206,15 @@ class Rank:
         group: Group,
         progress: Callable[[str], None] | None,
         on_selftest: Callable[[SelfTestReport], None] | None,
+        proof: InheritedProof | None,
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
         every_bucket = config.selftest_buckets == "all"
         speaks = progress if group.mesh.world.first else None
-        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks)
+        inherited = None if proof is None else proof.recall()
+        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks, inherited)
+        if proof is not None:
+            proof.note(self.selftest)
         if not group.mesh.world.first:
             return
         if progress:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from workers.weights.source import WeightSource
 from workers.weights.wanted import Shape
 from workers.weights.weight import Weight
 
+_DAMAGED: Final = "their checksum is not that of the loaded ones"
+
 
 def device_identity(device: torch.device) -> str:
     """What a device is called that is there today and tomorrow, however many others are visible."""
@@ -47,6 +49,10 @@ class KeptWeights:
         self.client = KeeperClient(keeper)
         self.group, self.device = group, device
         self.tell = progress or (lambda line: None)
+        self.fingerprints: list[str] = []
+        """Those of all weights that were asked for so far."""
+        self.damaged = False
+        """Whether any that were kept are not as they were handed over."""
 
     def shelf(self, name: str, identity: Sequence[object]) -> Shelf:
         """The place of some weights, whose bytes are decided by what `identity` says of them, beside rank, device and
@@ -55,6 +61,7 @@ class KeptWeights:
         versions = kernels.__version__, torch.__version__
         parts = *versions, world.rank, world.size, device_identity(self.device), *identity
         fingerprint = blake2b("\n".join(map(repr, parts)).encode(), digest_size=16).hexdigest()
+        self.fingerprints.append(fingerprint)
         return Shelf(self, f"rank {world.rank}, {name}", fingerprint)
 
 
@@ -87,6 +94,7 @@ class Shelf:
                 memory = memory_of(descriptors, what["size"], weights.device)
                 own = frozenset(what["own"])
                 problem = _problem(what, memory, census_of(own))
+                weights.damaged |= problem == _DAMAGED
                 held = Held(Arena(memory, _census(what)), own)
         except (OSError, NoSharedMemory) as error:
             problem = str(error)
@@ -147,7 +155,7 @@ def _problem(what: dict[str, Any], memory: WeightMemory, wanted: Sequence[Item])
     if _census(what) != list(wanted):
         return "the model wants other tensors"
     if checksum(memory.at(0, memory.size)) != what["checksum"]:
-        return "their checksum is not that of the loaded ones"
+        return _DAMAGED
     return ""
 
 
