@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,7 @@ class EngineReplica:
         self._new_processes = partial(self.processes_class, config, group, labels, keeper)
         self._standby: ReplicaProcesses | None = None
         self._standing_by: asyncio.Task[None] | None = None
+        self._restart = ""
         self.processes = self._new_processes()
         try:
             self.engine = await self._bring_up()
@@ -198,6 +200,7 @@ class EngineReplica:
         serve."""
         if not self._serving:
             raise EngineFault("the replica is ending")
+        begin = time.monotonic()
         self.processes.kill()
         standby, self._standby = self._standby, None
         self.processes = standby or self._new_processes()
@@ -213,11 +216,15 @@ class EngineReplica:
         try:
             assert self.watchdog is not None
             self.watchdog.remove_at_end(self.processes.folder)
+            placed = time.monotonic()
             await client.ready(self.config.engine.start_timeout_s)
+            ready = time.monotonic()
             await client.health_check()
         except BaseException:
             await client.close()
             raise
+        parts = {"processes": placed - begin, "ranks": ready - placed, "first step": time.monotonic() - ready}
+        self._restart = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
         return client
 
     def _lost(self, cause: str) -> None:
@@ -229,9 +236,10 @@ class EngineReplica:
 
     def _returned(self, seconds: float) -> None:
         assert self.engine is not None
-        logger.info("engine serves again", extra={logs.FIELDS: {"seconds": seconds, "continued": self.engine.streams}})
+        fields = {"seconds": seconds, "parts": self._restart, "continued": self.engine.streams}
+        logger.info("engine serves again", extra={logs.FIELDS: fields})
         self.live.serving(self.engine)
-        self.status_store.say(f"serving again after {seconds:.1f} s")
+        self.status_store.say(f"serving again after {seconds:.1f} s: {self._restart}")
         self._let_others_stand_by()
 
     def _ended(self, client: EngineClient, cause: str, told: bool) -> None:

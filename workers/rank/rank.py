@@ -30,6 +30,7 @@ from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.tiers import Moved
 from workers.rank.inherited_proof import InheritedProof
 from workers.rank.runner import Runner
+from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
@@ -107,6 +108,7 @@ class Rank:
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
+        times = StartTimes()
         dtype = pick_dtype(config, device)
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
@@ -129,6 +131,7 @@ class Rank:
         if eagle3 is not None:
             fp8 = fp8_cache(config, dtype, device)
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
+        times.end("weights")
         width = choose_drafter(model, config)
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"
@@ -163,10 +166,13 @@ class Rank:
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
+            times.end("buffers")
             _compile(trial, group, progress, proof=config.selftest)
+            times.end("kernels")
             graph_bytes = trial.warm_up().bytes
             del trial
             torch.cuda.empty_cache()
+            times.end("warm-up")
         pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width)
@@ -175,11 +181,14 @@ class Rank:
         self.runner = runner(pages, context)
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
+        times.end("buffers")
         if wants_graphs:
             self.runner.capture(progress)
+            times.end("graphs")
         if config.selftest:
             proof = None if kept is None else InheritedProof(kept, config, context)
             self._prove(config, group, progress, on_selftest, proof)
+            times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
             self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
@@ -191,6 +200,7 @@ class Rank:
             self.ready = replace(self.ready, host_pages=memory.slots, save_batch=batch_of(record_bytes))
         self.model: Model = model
         if progress:
+            progress(f"started in {times}")
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
             held = in_words(form, pages, rows_at(pages, config.max_rows, context, width), context)
             size = pages * page_bytes
