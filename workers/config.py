@@ -119,6 +119,13 @@ class EngineConfig(BaseModel):
     prompts get all of `token_budget` that streams leave."""
     grammar_compile_timeout_s: Annotated[float, Field(gt=0), Flag("--grammar-compile-timeout")] = 10.0
     """Longest time that structured output may take to compile; a request that takes longer is refused."""
+    keep_weights: bool = True
+    """Keep weights when a rank dies, for the one that takes its place, so that it does not load them again.
+
+    They stay where they are, in the memory of the GPU or, on a CPU, of the host, and take no more of it than without: a
+    small process without CUDA holds the descriptors of that memory, and the next rank maps it. Where files, settings or
+    GPU are others, or a checksum over the memory has changed, they are loaded anew (docs/operations.md). They end with
+    the replica's front. Commands that start no rank again do not keep any."""
     graphs: bool = True
     """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (a CPU has none)."""
     selftest: bool = True

@@ -56,5 +56,18 @@ def visible_gpus() -> int:
     return min(most, len(shown))
 
 
+def driver_version() -> str:
+    """Version of NVIDIA's driver; empty where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(80)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
+        return ""
+    nvml.nvmlShutdown()
+    return text.value.decode()
+
+
 def _names_gpu(name: str, count: int) -> bool:
     return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)

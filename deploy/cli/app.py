@@ -22,6 +22,8 @@ from deploy.cli.selftest import EPILOG as SELFTEST_EPILOG
 from deploy.cli.selftest import selftest
 from deploy.cli.serve import EPILOG as SERVE_EPILOG
 from deploy.cli.serve import serve
+from deploy.cli.weights import EPILOG as DROP_EPILOG
+from deploy.cli.weights import drop
 
 app = typer.Typer(
     name="latentserve",
@@ -37,6 +39,8 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench, name="bench")
+weights = typer.Typer(help="Weights kept for restarts: `drop` lets those on this machine go.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
 
 
 def _version(wanted: bool) -> None:
@@ -64,3 +68,4 @@ app.command(epilog=REPLAY_EPILOG)(replay)
 bench.command(epilog=LATENCY_EPILOG)(latency)
 bench.command(epilog=HTTP_EPILOG)(http)
 bench.command(epilog=COMPARE_EPILOG)(compare)
+weights.command(epilog=DROP_EPILOG)(drop)

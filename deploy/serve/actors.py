@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,12 @@ class SchedulerActor:
         logs.configure(log, process="scheduler", **labels)
         self._process: SchedulerProcess | None = None
 
+    def load_libraries(self) -> None:
+        """Import what `bind` and `run` need, while nothing waits for it."""
+        import workers.processes.scheduler_process
+
+        assert workers.processes.scheduler_process
+
     def bind(self, config: EngineConfig, host: str | None) -> tuple[Addresses, int]:
         """Bind the sockets. Return the addresses to which all others connect, and the process id. `host`: see
         `SchedulerProcess`."""
@@ -111,12 +117,20 @@ class WorkerActor:
         ip = ray.util.get_node_ip_address()
         return Placement(context.get_node_id(), device, bundle, ip, free_port(ip), os.getpid())
 
-    def run(self, config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device: int) -> None:
-        """Run step plans until told to stop; raises the cause of an end."""
+    def run(
+        self,
+        config: EngineConfig,
+        rank: int,
+        addresses: Addresses,
+        rendezvous: str,
+        device: int,
+        keeper: Path | None = None,
+    ) -> None:
+        """Run step plans until told to stop; raises the cause of an end. `keeper`: of weights, see `run_worker`."""
         from workers.rank.worker_process import run_worker
 
         logs.configure(self._log, process=f"rank {rank}", **self._labels)
-        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None)
+        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper)
 
 
 class ReplicaProcesses:
@@ -125,8 +139,18 @@ class ReplicaProcesses:
     scheduler_class: type = SchedulerActor
     worker_class: type = WorkerActor
 
-    def __init__(self, config: ServeConfig, group: PlacementGroup, labels: dict[str, Any]) -> None:
-        """Prepare the processes; nothing starts yet. `labels` become part of every log line."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        group: PlacementGroup,
+        labels: dict[str, Any],
+        keeper: Callable[[], Path | None] = lambda: None,
+        seats: Sequence[Placement] = (),
+    ) -> None:
+        """Prepare the processes; nothing starts yet. `labels` become part of every log line. `keeper` gives the place
+        of the weight keeper on this node when ranks begin to load. `seats`: places of other ranks, for which these
+        stand by: they reserve nothing, and get the devices of those that they take the place of."""
+        self._keeper, self._seats = keeper, {seat.bundle: seat for seat in seats}
         self._config, self._log, self._labels = config.engine, config.log, labels
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None
@@ -138,19 +162,31 @@ class ReplicaProcesses:
         self.placements: list[Placement] = []
         """Placements of the workers, in rank order."""
 
-    async def start(self) -> Addresses:
-        """Place every process and set it running; returns where the front connects."""
-        home = ray.get_runtime_context().get_node_id()
-        # All processes start at once: each takes a second or two to come up.
+    def _create(self) -> None:
+        """Start every process. All start at once: each takes a second or two to come up."""
         self._scheduler = self._actor(self.scheduler_class, FRONT_BUNDLE, 0).remote(self._log, self._labels)
-        actors = self._workers = [
+        self._workers = [
             self._actor(self.worker_class, FRONT_BUNDLE + 1 + rank, self._gpus).remote(self._log, self._labels)
             for rank in range(self._config.mesh().world.size)
         ]
+
+    async def stand_by(self) -> None:
+        """Start every process, and wait until each has imported what it needs. Before `start`, and `start` does not
+        wait for it."""
+        self._create()
+        await asyncio.gather(*(actor.load_libraries.remote() for actor in [self._scheduler, *self._workers]))
+
+    async def start(self) -> Addresses:
+        """Place every process and set it running; returns where the front connects."""
+        home = ray.get_runtime_context().get_node_id()
+        created = self._scheduler is None
+        if created:
+            self._create()
+        actors = self._workers
         finding = [actor.placement.remote(FRONT_BUNDLE + 1 + rank) for rank, actor in enumerate(actors)]
-        for actor in actors:
+        for actor in actors if created else ():
             actor.load_libraries.remote()
-        placements = await asyncio.gather(*finding)
+        placements = [self._seated(placement) for placement in await asyncio.gather(*finding)]
         order = placement_order(placements, home)
         self.placements = [placements[i] for i in order]
         self._workers = [actors[i] for i in order]
@@ -168,13 +204,18 @@ class ReplicaProcesses:
         """Folder of the channel's socket files; None before `start`, and if the channel goes over TCP."""
         return None if self._addresses is None else self._addresses.folder
 
+    def _seated(self, placement: Placement) -> Placement:
+        """Return the placement of a rank, with the device of the one that it takes the place of."""
+        seat = self._seats.get(placement.bundle)
+        return placement if seat is None else replace(placement, device=seat.device)
+
     def _actor(self, cls: type, bundle: int, gpus: float) -> Any:
         options = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         # Asking for variables that are set already would cost the actor a fresh process instead of a waiting one.
         missing = {name: value for name, value in PROCESS_ENVIRONMENT.items() if os.environ.get(name) != value}
         return ray.remote(cls).options(
-            num_cpus=self._cpus,
-            num_gpus=gpus,
+            num_cpus=0 if self._seats else self._cpus,
+            num_gpus=0 if self._seats else gpus,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=options,
@@ -183,9 +224,11 @@ class ReplicaProcesses:
 
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None]) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
-        refs = {"scheduler": self._scheduler.run.remote()}
+        refs, keeper = {"scheduler": self._scheduler.run.remote()}, self._keeper()
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
-            refs[f"rank {rank}"] = worker.run.remote(self._config, rank, addresses, self._rendezvous, placement.device)
+            refs[f"rank {rank}"] = worker.run.remote(
+                self._config, rank, addresses, self._rendezvous, placement.device, keeper
+            )
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 
     @staticmethod

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from deploy.serve.under_serve import UnderServe
 from deploy.text.handed import EncodedPrompt, HandedPrompts
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
+from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
 from workers.protocol.front import Engine, EngineFault
@@ -123,7 +125,12 @@ class EngineReplica:
         self._beating: asyncio.Task[None] | None = None
         self._serving = False
         self._forgetting: asyncio.TimerHandle | None = None
-        self._new_processes = partial(self.processes_class, config, group, labels)
+        self._keeper = WeightKeeper() if config.engine.keep_weights and config.health.patience_s > 0 else None
+        keeper = self._keeper.path if self._keeper is not None else lambda: None
+        self._new_processes = partial(self.processes_class, config, group, labels, keeper)
+        self._standby: ReplicaProcesses | None = None
+        self._standing_by: asyncio.Task[None] | None = None
+        self._restart = ""
         self.processes = self._new_processes()
         try:
             self.engine = await self._bring_up()
@@ -131,6 +138,7 @@ class EngineReplica:
             cause = str(error) or type(error).__name__
             # Last the status store: who reads there that it is hopeless may end this process at once.
             self.processes.kill()
+            self._let_go()
             note_fault(cause)
             self.live.failed(cause)
             self.status_store.fail(cause, isinstance(error, EngineFault) and error.lasting)
@@ -153,6 +161,7 @@ class EngineReplica:
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.status_store.say("serving")
+        self._let_others_stand_by()
         placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
         logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
 
@@ -192,17 +201,31 @@ class EngineReplica:
         serve."""
         if not self._serving:
             raise EngineFault("the replica is ending")
+        begin = time.monotonic()
         self.processes.kill()
-        self.processes = self._new_processes()
-        client = await self._start_processes()
+        standby, self._standby = self._standby, None
+        self.processes = standby or self._new_processes()
+        try:
+            client = await self._start_processes()
+        except ray.exceptions.RayError:
+            if standby is None:
+                raise
+            logger.warning("the processes that stood by cannot be used, and others are started", exc_info=True)
+            standby.kill()
+            self.processes = self._new_processes()
+            client = await self._start_processes()
         try:
             assert self.watchdog is not None
             self.watchdog.remove_at_end(self.processes.folder)
+            placed = time.monotonic()
             await client.ready(self.config.engine.start_timeout_s)
+            ready = time.monotonic()
             await client.health_check()
         except BaseException:
             await client.close()
             raise
+        parts = {"processes": placed - begin, "ranks": ready - placed, "first step": time.monotonic() - ready}
+        self._restart = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
         return client
 
     def _lost(self, cause: str) -> None:
@@ -214,9 +237,11 @@ class EngineReplica:
 
     def _returned(self, seconds: float) -> None:
         assert self.engine is not None
-        logger.info("engine serves again", extra={logs.FIELDS: {"seconds": seconds, "continued": self.engine.streams}})
+        fields = {"seconds": seconds, "parts": self._restart, "continued": self.engine.streams}
+        logger.info("engine serves again", extra={logs.FIELDS: fields})
         self.live.serving(self.engine)
-        self.status_store.say(f"serving again after {seconds:.1f} s")
+        self.status_store.say(f"serving again after {seconds:.1f} s: {self._restart}")
+        self._let_others_stand_by()
 
     def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
         """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
@@ -235,10 +260,36 @@ class EngineReplica:
                 self._forgetting.cancel()
             note_fault(cause)
             self.processes.kill()
+            self._let_go()
         finally:
             # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
             # the streams' events wait for it.
             asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
+
+    def _let_others_stand_by(self) -> None:
+        """Start processes for the next time that the engine dies, where the settings ask for them."""
+        if self.config.health.standby == "imported" and self.config.health.patience_s > 0:
+            self._standby = self._new_processes(seats=self.processes.placements)
+            self._standing_by = asyncio.ensure_future(self._stand_by(self._standby))
+
+    async def _stand_by(self, standby: ReplicaProcesses) -> None:
+        try:
+            await standby.stand_by()
+            logger.info("processes stand by")
+        except ray.exceptions.RayError:
+            logger.warning("no processes stand by", exc_info=True)
+            standby.kill()
+            if self._standby is standby:
+                self._standby = None
+
+    def _let_go(self) -> None:
+        """End what is there for the next time that the engine dies."""
+        if self._standing_by is not None:
+            self._standing_by.cancel()
+        if self._standby is not None:
+            self._standby.kill()
+        if self._keeper is not None:
+            self._keeper.close()
 
     async def _report(self, engine: FailoverEngine) -> None:
         while True:
@@ -295,6 +346,7 @@ class EngineReplica:
         if self.watchdog is not None:
             self.watchdog.close()
         self.processes.kill()
+        self._let_go()
         self.live.close()
         if self.key_status_store is not None:
             self.key_status_store.close()

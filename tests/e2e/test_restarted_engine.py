@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from served_application import Server, wait_gone
 from timed_client import begin, client, until
@@ -16,7 +18,7 @@ CONFIG = {
     "port": 0,
     "dashboard": False,
     "drain": {"deregister_s": 0.5, "timeout_s": 60},
-    "health": {"patience_s": 300},
+    "health": {"patience_s": 300, "standby": "imported"},
 }
 
 
@@ -25,16 +27,41 @@ def server(launch) -> Server:
     return launch(CONFIG).wait()
 
 
-@pytest.mark.parametrize("title", ["ray::WorkerActor", "ray::SchedulerActor"])
-async def test_streams_go_on_with_the_tokens_that_they_would_have_had(server: Server, title: str) -> None:
-    front = server.pids("ray::ServeReplica:latentserve:engine")
-    old = server.pids("ray::SchedulerActor") + server.pids("ray::WorkerActor")
-    [victim] = server.pids(title)
+def running(server: Server) -> list[int]:
+    """Return the processes of the engine that serves, without those that stand by."""
+    return server.pids("ray::SchedulerActor.run") + server.pids("ray::WorkerActor.run")
+
+
+def standing_by(server: Server) -> list[int]:
+    every = server.pids("ray::SchedulerActor") + server.pids("ray::WorkerActor")
+    return sorted({*every} - {*running(server)})
+
+
+def keepers(server: Server) -> list[int]:
+    """Return the weight keepers, each a child of a front."""
+    fronts = server.pids("ray::ServeReplica:latentserve:engine")
+    children = [child for front in fronts for child in psutil.Process(front).children()]
+    return [child.pid for child in children if any("keeper_process" in part for part in child.cmdline())]
+
+
+@pytest.mark.parametrize("victim", ["ray::WorkerActor.run", "ray::SchedulerActor.run"])
+async def test_streams_go_on_with_the_tokens_that_they_would_have_had(server: Server, victim: str) -> None:
+    front, keeper = server.pids("ray::ServeReplica:latentserve:engine"), keepers(server)
+    assert len(keeper) == 1
+
+    async def ready() -> bool:
+        return len(standing_by(server)) == 2
+
+    await until(ready, 60.0)
+    old, waiting = running(server), standing_by(server)
+    assert len(old) == 2
+    [pid] = server.pids(victim)
+    kept = sum("GiB of weights were kept" in line for line in server.lines)
     async with client(300.0) as http:
         ask = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
         undisturbed = await asyncio.gather(*await begin(http, server.url, 2, **ask))
         tasks = await begin(http, server.url, 2, **ask)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         disturbed = await asyncio.gather(*tasks)
         assert all(result.done for result in disturbed), [result.error or result.broken for result in disturbed]
         assert [result.text for result in disturbed] == [result.text for result in undisturbed]
@@ -46,6 +73,22 @@ async def test_streams_go_on_with_the_tokens_that_they_would_have_had(server: Se
                 return False
 
         await until(well, 30.0)
+
+        async def told() -> bool:
+            return sum("GiB of weights were kept" in line for line in server.lines) == kept + 1
+
+        await until(told, 30.0)
+        assert (await http.get(f"{server.url}/selftest")).json()["inherited"] == 1
     wait_gone(old, 10.0)
     assert server.pids("ray::ServeReplica:latentserve:engine") == front
-    assert len(server.pids("ray::SchedulerActor") + server.pids("ray::WorkerActor")) == len(old)
+    assert keepers(server) == keeper
+    assert running(server) == waiting
+
+
+def test_nothing_is_left_at_the_end(server: Server) -> None:
+    pids, [keeper] = server.pids(), keepers(server)
+    folder = Path(psutil.Process(keeper).cmdline()[-1])
+    assert folder.is_dir()
+    assert server.stop() == 0
+    wait_gone(pids)
+    assert not folder.exists()

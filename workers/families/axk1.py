@@ -70,6 +70,6 @@ class AXK1(DeepseekV3):
         assert config.routing is not None
         prefix, bias_X = f"model.layers.{index}.", None
         if not source.has(f"{prefix}mlp.gate.e_score_correction_bias"):
-            bias_X = source.empty(config.routing.experts, dtype=torch.float32).zero_()
+            bias_X = source.zeros(config.routing.experts, dtype=torch.float32)
         norm_E = source.load(f"{prefix}post_mlp_layernorm.weight", config.hidden_size)
         return MixtureOfExperts(source, f"{prefix}mlp.", config, bias_X=bias_X, norm_E=norm_E)

@@ -16,10 +16,11 @@ from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.copies import differing
+from workers.weights.kept import KeptSource, KeptWeights
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.memory_check import check_memory
 from workers.weights.reader import CheckpointReader
-from workers.weights.source import DryRun
+from workers.weights.source import DryRun, WeightSource
 
 
 def load_model(
@@ -34,6 +35,7 @@ def load_model(
     invariant: bool = False,
     quantize_activations: bool = False,
     fp8_cache: bool = False,
+    kept: KeptWeights | None = None,
 ) -> Model:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
@@ -43,7 +45,8 @@ def load_model(
     checkpoint may also lack the one that its config declares. Its embedding and head are loaded where they are not
     those of the model. `invariant`: a token's logits are bitwise the same in any batch and on 1, 2, 4 or 8 ranks.
     `quantize_activations`: outside of that mode many tokens may be rounded to FP8 where weights are stored so, on GPUs
-    that multiply such numbers. `fp8_cache`: its caches have FP8 entries.
+    that multiply such numbers. `fp8_cache`: its caches have FP8 entries. `kept`: weights that a
+    rank before this one has loaded from the same files are taken from there, and those that are loaded are handed in.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
@@ -52,10 +55,31 @@ def load_model(
     family = FAMILIES[config.model_type]
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
+
+        def count(own: frozenset[str]) -> DryRun:
+            types = checkpoint.dtype_of
+            return counted(config, group, dtype, types, draft_layer=draft_layer, invariant=invariant, own=own)[1]
+
+        def build(source: WeightSource) -> Model:
+            return family.model(
+                source,
+                config,
+                group,
+                max_positions=max_positions,
+                draft_layer=draft_layer,
+                invariant=invariant,
+                quantize_activations=quantize_activations,
+                fp8_cache=fp8_cache,
+            )
+
+        shelf = None
+        if kept is not None:
+            shelf = kept.shelf("model", (config, checkpoint.identity(), dtype, draft_layer, invariant))
+            if (held := shelf.adopt(lambda own: count(own).census)) is not None:
+                types = checkpoint.dtype_of
+                return build(KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant))
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
-        _, dry_run = counted(
-            config, group, dtype, checkpoint.dtype_of, draft_layer=draft_layer, invariant=invariant, own=own
-        )
+        dry_run = count(own)
         undeclared = _undeclared(family, config, checkpoint.has_any)
         checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer, undeclared))
         check_memory(dry_run.bytes, group, device)
@@ -70,19 +94,15 @@ def load_model(
             told.note(
                 f"the draft layer has weights of its own where others repeat the model's: {', '.join(sorted(own))}"
             )
-        with CheckpointReader(checkpoint, group.mesh, dtype, device, told, family.tensor, invariant, own) as reader:
-            model = family.model(
-                reader,
-                config,
-                group,
-                max_positions=max_positions,
-                draft_layer=draft_layer,
-                invariant=invariant,
-                quantize_activations=quantize_activations,
-                fp8_cache=fp8_cache,
-            )
+        arena = None if shelf is None else shelf.arena(dry_run.census)
+        with CheckpointReader(
+            checkpoint, group.mesh, dtype, device, told, family.tensor, invariant, own, arena
+        ) as reader:
+            model = build(reader)
             reader.settle()
         told.end()
+        if shelf is not None and arena is not None:
+            shelf.hand_over(arena, own)
         return model
 
 

@@ -1,1 +1,2 @@
-"""Memory that is taken once: scratch memory of steps, pinned memory of the host. And what memory holds, bit by bit."""
+"""Memory that is taken once: scratch memory of steps, pinned memory of the host, weights that outlive a rank. And what
+memory holds, bit by bit."""

@@ -13,6 +13,6 @@ from workers.weights.weight import Weight
 def load_head(source: WeightSource, name: str, vocab: int, hidden: int) -> Weight:
     """Load this rank's rows of head `name`, [Y, E]; the last ranks' are padded with zeros."""
     share, rows = source.mesh.heads.padded_share(vocab)
-    head_YE = source.empty(share, hidden).zero_()
+    head_YE = source.zeros(share, hidden)
     source.fill(Weight(head_YE[: rows.stop - rows.start]), Part(name, vocab, hidden, own=rows))
     return Weight(head_YE)

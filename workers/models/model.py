@@ -92,9 +92,9 @@ class Model:
         if source.mesh.heads.size == 1:
             return Weight(self.embedding_YE)
         share, rows = source.mesh.heads.padded_share(vocab)
-        head_YE = source.empty(share, hidden).zero_()
+        head_YE = source.zeros(share, hidden)
         source.settle()
-        head_YE[: rows.stop - rows.start].copy_(self.embedding_YE[rows])
+        source.copy(head_YE[: rows.stop - rows.start], self.embedding_YE[rows])
         return Weight(head_YE)
 
     def aux_hidden(self, aux_hidden_TF: Tensor | None) -> tuple[tuple[int, Tensor], ...]:

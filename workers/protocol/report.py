@@ -75,6 +75,9 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     buckets: tuple[BucketReport, ...]
     left_out: int = 0
     """Buckets that were not checked."""
+    inherited: int = 0
+    """Buckets, of those reported, that an engine before this one proved with the same weights, settings, device and
+    versions. They are not checked again."""
 
     @property
     def failed(self) -> tuple[BucketReport, ...]:
@@ -88,7 +91,13 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     def summary(self) -> str:
         """Return one line for people."""
-        checked, good = len(self.buckets), len(self.buckets) - len(self.failed)
+        checked, good = len(self.buckets) - self.inherited, len(self.buckets) - self.inherited - len(self.failed)
+        if self.inherited:
+            what = "eager steps passed" if self.eager else "graphs compute what eager computes"
+            return (
+                f"{good} of {checked} {what} ({self.seconds:.1f} s); {self.inherited} others did before the engine was "
+                "started again"
+            )
         if not self.eager:
             return f"{good} of {checked} graphs compute what eager computes ({self.seconds:.1f} s)"
         shapes = ", ".join(bucket.bucket for bucket in self.buckets)
@@ -104,8 +113,8 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
             return ""
         first, what = self.failed[0], "eager steps" if self.eager else "graphs"
         return (
-            f"self-test failed for {len(self.failed)} of {len(self.buckets)} {what}, the first being {first}: "
-            f"{'; '.join(first.problems)}"
+            f"self-test failed for {len(self.failed)} of {len(self.buckets) - self.inherited} {what}, the first being "
+            f"{first}: {'; '.join(first.problems)}"
         )
 
     def to_json(self) -> dict[str, Any]:

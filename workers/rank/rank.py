@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -27,13 +28,16 @@ from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.tiers import Moved
+from workers.rank.inherited_proof import InheritedProof
 from workers.rank.root import cache_root
 from workers.rank.runner import Runner
+from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
 from workers.tiers.host_memory import HostMemory
 from workers.tiers.mover import PageMover, Staging, batch_of, record_layout
+from workers.weights.kept import KeptWeights
 
 
 def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
@@ -94,20 +98,24 @@ class Rank:
         on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
         on_moved: Callable[[Moved], None] = lambda moved: None,
+        keeper: Path | None = None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
         and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`. `on_moved` hears of
-        pages that were copied to host memory or back, see `PageMover`.
+        pages that were copied to host memory or back, see `PageMover`. `keeper`: of weights, if the ranks have one, see
+        `WeightKeeper.path`.
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
+        times = StartTimes()
         dtype = pick_dtype(config, device)
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
             eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.mesh)
+        kept = None if keeper is None else KeptWeights(keeper, group, device, progress)
         model = load_model(
             config.folder,
             group=group,
@@ -119,10 +127,12 @@ class Rank:
             quantize_activations=config.activations == "auto",
             fp8_cache=fp8_cache(config, dtype, device),
             progress=progress,
+            kept=kept,
         )
         if eagle3 is not None:
             fp8 = fp8_cache(config, dtype, device)
-            model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress)
+            model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
+        times.end("weights")
         width = choose_drafter(model, config)
         page_bytes = sum(spec.page_bytes for spec in model.caches)
         wants_graphs = config.graphs and device.type == "cuda"
@@ -157,10 +167,13 @@ class Rank:
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
+            times.end("buffers")
             _compile(trial, group, progress, proof=config.selftest)
+            times.end("kernels")
             graph_bytes = trial.warm_up().bytes
             del trial
             torch.cuda.empty_cache()
+            times.end("warm-up")
         pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width)
@@ -169,10 +182,14 @@ class Rank:
         self.runner = runner(pages, context)
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
+        times.end("buffers")
         if wants_graphs:
             self.runner.capture(progress)
+            times.end("graphs")
         if config.selftest:
-            self._prove(config, group, progress, on_selftest)
+            proof = None if kept is None else InheritedProof(kept, config, context)
+            self._prove(config, group, progress, on_selftest, proof)
+            times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
             self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
@@ -185,6 +202,7 @@ class Rank:
             self.ready = replace(self.ready, host_pages=memory.slots, save_batch=batch_of(record_bytes))
         self.model: Model = model
         if progress:
+            progress(f"started in {times}")
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
             held = in_words(form, pages, rows_at(pages, config.max_rows, context, width), context)
             size = pages * page_bytes
@@ -200,11 +218,15 @@ class Rank:
         group: Group,
         progress: Callable[[str], None] | None,
         on_selftest: Callable[[SelfTestReport], None] | None,
+        proof: InheritedProof | None,
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
         every_bucket = config.selftest_buckets == "all"
         speaks = progress if group.mesh.world.first else None
-        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks)
+        inherited = None if proof is None else proof.recall()
+        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks, inherited)
+        if proof is not None:
+            proof.note(self.selftest)
         if not group.mesh.world.first:
             return
         if progress:

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from pathlib import Path
 
 import torch
 
@@ -152,12 +153,18 @@ def _close(rank: int, runner: Runner | None, device: torch.device | None, error:
 
 
 def run_worker(
-    config: EngineConfig, rank: int, addresses: Addresses, rendezvous: str, device_index: int | None = None
+    config: EngineConfig,
+    rank: int,
+    addresses: Addresses,
+    rendezvous: str,
+    device_index: int | None = None,
+    keeper: Path | None = None,
 ) -> None:
     """Main loop of one rank; returns after a Shutdown. On an error reports the cause to the scheduler and raises it.
     Before either, graphs and group are closed; where that takes too long the process exits instead (`_close`).
 
-    `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank.
+    `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank. `keeper`: of
+    weights, given to all ranks or to none; one on whose node there is no such socket finds nothing kept.
     """
     results = connect_sender(addresses.results, addresses.keys)
     plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
@@ -189,7 +196,7 @@ def run_worker(
         mesh = config.mesh(rank)
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
-        built = Rank(config, group, device, progress, results.send, news, news.progress, news.moved)
+        built = Rank(config, group, device, progress, results.send, news, news.progress, news.moved, keeper)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.

@@ -89,6 +89,12 @@ class Checkpoint:
             shape = tuple(tensor.get_shape())
             self.entries[name] = Entry(path, shape, tensor.get_dtype(), name, stored=shape)
 
+    def identity(self) -> list[tuple[str, int, int, int, int]]:
+        """Name, size, inode and times of change of each file, in nanoseconds: others where a file was written to or
+        replaced."""
+        found = [(path, path.stat()) for path in sorted(self._files)]
+        return [(str(path), of.st_size, of.st_ino, of.st_mtime_ns, of.st_ctime_ns) for path, of in found]
+
     def has_any(self, prefix: str) -> bool:
         """Whether any tensor's name begins so."""
         return any(name.startswith(prefix) for name in self.entries)

@@ -30,7 +30,9 @@ def _free_host_bytes() -> int:
     group = Path("/sys/fs/cgroup")
     try:
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(statistics["file"])  # the page cache gives way
+        # The page cache gives way; what is shared without a file, which counts as such, does not.
+        cached = int(statistics["file"]) - int(statistics["shmem"])
+        used = int((group / "memory.current").read_text()) - cached
         return min(free, int((group / "memory.max").read_text()) - used)
     except (OSError, ValueError, KeyError):  # no control group, or no limit ("max")
         return free

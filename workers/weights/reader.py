@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from workers.parallel.mesh import Mesh
+from workers.weights.arena import Arena
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats import PLAIN
 from workers.weights.formats.format import StoredPart
@@ -38,8 +39,9 @@ class CheckpointReader(WeightSource):
         stored: Callable[[str], str] = str,
         invariant: bool = False,
         own: Container[str] = (),
+        arena: Arena | None = None,
     ) -> None:
-        super().__init__(mesh, dtype, device, stored, checkpoint.dtype_of, invariant, own)
+        super().__init__(mesh, dtype, device, stored, checkpoint.dtype_of, invariant, own, arena)
         self.checkpoint = checkpoint
         self._progress = progress
         self._uploader = Uploader(device, release=checkpoint.release) if device.type == "cuda" else None

@@ -2,8 +2,10 @@
 
 A model builds itself from a `WeightSource`, twice: a `DryRun` first collects, on the meta device, which tensors it
 wants, in which shapes and how many bytes they take; after that was held against the files, a `CheckpointReader` fills
-real memory, each rank's with its slices alone. So the model's constructors are the only place that names a tensor, and
-the checkpoint is the only one that says how matrices are stored.
+real memory, each rank's with its slices alone. Where that memory is there already, filled by a rank that has died, a
+`KeptSource` (`workers.weights.kept`) hands it out once more. So the model's constructors are the only place that names
+a tensor, the checkpoint is the only one that says how matrices are stored, and `WeightSource.empty` is the only one
+that takes memory for weights.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from workers.parallel.mesh import Mesh
+from workers.weights.arena import Arena, Item
 from workers.weights.formats.format import Format
 from workers.weights.formats.registry import stored_format
 from workers.weights.layout import Layout, invariant_layout, layout_of
@@ -37,11 +40,13 @@ class WeightSource(ABC):
         dtype_of: Callable[[str], str | None] | None = None,
         invariant: bool = False,
         own: Container[str] = (),
+        arena: Arena | None = None,
     ) -> None:
         """`stored`: what the checkpoint calls a tensor, of the name that the model asks for. `dtype_of`: the dtype of
         a tensor of the checkpoint, by its name there and in safetensors' words; without it all are plain. `invariant`:
         a matrix is kept in the same format on however many ranks, because products round otherwise in another one.
-        `own`: of the matrices that may repeat others of the model, those that do not, by the checkpoint's names."""
+        `own`: of the matrices that may repeat others of the model, those that do not, by the names there. `arena`:
+        memory for all of them; None: each tensor has its own."""
         self.mesh = mesh
         self.dtype = dtype
         self.device = device
@@ -49,13 +54,25 @@ class WeightSource(ABC):
         self._dtype_of = dtype_of or (lambda name: None)
         self._invariant = invariant
         self._own = own
+        self._arena = arena
         self.formats = Formats()
         """Formats in which the matrices so far are kept."""
         self._told: set[str] = set()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised memory for a tensor."""
+        """Uninitialised memory for a tensor. The caller writes to it by the methods here alone: a source that has the
+        weights already returns them, in memory that cannot be written to."""
+        if self._arena is not None:
+            return self._arena.take(shape, dtype or self.dtype)
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of zeros for a tensor of which not all is filled."""
+        return self.empty(*shape, dtype=dtype).zero_()
+
+    def copy(self, into: Tensor, tensor: Tensor) -> None:
+        """Copy a tensor that is in place, see `settle`, into memory from `empty`."""
+        into.copy_(tensor)
 
     def load(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor `name`, which must have `shape`, as plain numbers. Only matrices may be stored quantized."""
@@ -171,12 +188,15 @@ class DryRun(WeightSource):
         """Wanted tensors by the checkpoint's names."""
         self.bytes = 0
         """Bytes of this rank's share, scales included."""
+        self.census: list[Item] = []
+        """Its tensors, in the order in which the model asks for them."""
 
     @override
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Counts the bytes."""
         tensor = super().empty(*shape, dtype=dtype)
         self.bytes += tensor.nbytes
+        self.census.append(Item.of(tensor))
         return tensor
 
     @override

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import ray
 
 from deploy.routing.arrivals import OUT_OF_SERVICE_TOKENS, Arrivals
 from deploy.serve import replica
@@ -50,14 +51,23 @@ class Processes:
     """Stand-in for a scheduler and ranks under Ray."""
 
     made: ClassVar[list[Processes]] = []
+    lost = False
+    """Whether they have died while they stood by."""
 
-    def __init__(self, *_: Any) -> None:
-        self.killed = False
-        self.folder, self.placements = Path(f"/sockets/{len(self.made)}"), []
+    def __init__(self, *_: Any, seats: Sequence[str] = ()) -> None:
+        self.killed = self.stood_by = False
+        self.seats = seats
+        self.folder, self.placements = Path(f"/sockets/{len(self.made)}"), [f"place {len(self.made)}"]
         self.made.append(self)
 
+    async def stand_by(self) -> None:
+        assert self.seats
+        self.stood_by = True
+
     async def start(self) -> str:
-        if not all(other.killed for other in self.made if other is not self):
+        if self.lost:
+            raise ray.exceptions.RayActorError
+        if not all(other.killed for other in self.made if other is not self and not other.stood_by):
             raise EngineFault("the processes before these still hold their places")
         return "addresses"
 
@@ -69,12 +79,12 @@ class Processes:
 
 
 @asynccontextmanager
-async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> AsyncIterator[Any]:
     monkeypatch.setattr(replica, "EngineClient", Client)
     monkeypatch.setattr(Processes, "made", [])
     made: Any = object.__new__(EngineReplica)
     made.said, made.states, made.folders, made.ended = [], [], [], []
-    health = SimpleNamespace(flush_s=0.0, patience_s=30.0)
+    health = SimpleNamespace(flush_s=0.0, patience_s=30.0, standby=standby)
     made.config = SimpleNamespace(engine=SimpleNamespace(start_timeout_s=9.0), model_name="tiny", health=health)
     made.status_store = SimpleNamespace(say=made.said.append, fail=made.said.append)
     made.live = SimpleNamespace(
@@ -86,7 +96,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     made.watchdog = SimpleNamespace(remove_at_end=made.folders.append, close=lambda: None)
     made.arrivals, made.key_status_store, made.tracing = Arrivals(), None, None
     made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
-    made._new_processes = Processes
+    made._keeper, made._new_processes, made._standby, made._standing_by = None, Processes, None, None
     made.processes = Processes()
     monkeypatch.setattr(replica.os, "_exit", made.ended.append)
     client: Any = await made._start_processes()
@@ -125,6 +135,46 @@ async def test_scheduler_and_ranks_are_started_again(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0.01)
         assert not made.engine.down
         assert not made.ended
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_those_that_stand_by_take_the_places_and_others_stand_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, "imported") as made:
+        made._let_others_stand_by()
+        first, second = Processes.made
+        await until(lambda: second.stood_by)
+        assert second.seats == ["place 0"]
+        first.on_end("rank 0 died", False)
+        await until(lambda: made.engine.down)
+        await until(lambda: not made.engine.down)
+        assert made.processes is second
+        assert [one.killed for one in (first, second)] == [True, False]
+        third = Processes.made[2]
+        await until(lambda: third.stood_by)
+        assert third.seats == ["place 1"]
+        made.__del__()
+        assert all(one.killed for one in Processes.made)
+
+
+async def test_where_those_that_stood_by_have_died_others_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, "imported") as made:
+        made._let_others_stand_by()
+        first, second = Processes.made
+        await until(lambda: second.stood_by)
+        second.lost = True
+        first.on_end("rank 0 died", False)
+        await until(lambda: made.engine.down)
+        await until(lambda: not made.engine.down)
+        assert made.processes is Processes.made[2]
+        assert not made.processes.seats
+        assert [one.killed for one in Processes.made[:3]] == [True, True, False]
+        assert not made.ended
+        made.__del__()
 
 
 async def test_a_replica_that_cannot_start_them_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_replica_processes import config
 
 from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine, random_prompts
 from workers.config import EngineConfig
+from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine
 from workers.processes.launch import LocalReplica
@@ -33,15 +36,25 @@ class Engines:
 
     def __init__(self, settings: EngineConfig) -> None:
         self._settings = settings
+        self.keeper = WeightKeeper() if settings.keep_weights else None
+        self.told: list[list[str]] = []
+        """What the ranks of each set told."""
+        self.seconds: list[float] = []
+        """What each took to start."""
         self._watcher: asyncio.Task[None] | None = None
         self.replica: LocalReplica | None = None
 
     async def start(self) -> EngineClient:
-        self.kill()
-        replica = self.replica = LocalReplica(self._settings)
+        self.end_processes()
+        begin = time.perf_counter()
+        keeper = None if self.keeper is None else self.keeper.path()
+        replica = self.replica = LocalReplica(self._settings, keeper)
         client = EngineClient(self._settings, await asyncio.to_thread(replica.connect), "tiny")
+        self.told.append([])
+        client.on_progress.append(self.told[-1].append)
         self._watcher = asyncio.create_task(self._watch(replica, client))
         await client.ready(300)
+        self.seconds.append(time.perf_counter() - begin)
         return client
 
     @staticmethod
@@ -50,11 +63,16 @@ class Engines:
             await asyncio.sleep(0.05)
         client.fail(dead)
 
-    def kill(self) -> None:
+    def end_processes(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
         if self.replica is not None:
             self.replica.kill()
+
+    def end(self) -> None:
+        self.end_processes()
+        if self.keeper is not None:
+            self.keeper.close()
 
 
 @asynccontextmanager
@@ -65,7 +83,7 @@ async def failing_over(settings: EngineConfig) -> AsyncIterator[tuple[FailoverEn
         yield made, engines
         await made.close()
     finally:
-        engines.kill()
+        engines.end()
 
 
 SAMPLINGS = [
@@ -77,8 +95,18 @@ SAMPLINGS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["rank 0", pytest.param("scheduler", marks=pytest.mark.soak)])
-async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_death(folder: Path, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [
+        ("rank 0", {}),
+        pytest.param("rank 0", {"keep_weights": False}, marks=pytest.mark.soak),
+        pytest.param("rank 1", {"tensor_parallel": 2}, marks=pytest.mark.soak),
+        pytest.param("scheduler", {}, marks=pytest.mark.soak),
+    ],
+)
+async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_death(
+    folder: Path, victim: str, settings: dict[str, Any]
+) -> None:
     prompts = random_prompts(4, 120, seed=77)
     expected = engine(folder, width=1).generate(prompts, SAMPLINGS)
     killing = asyncio.Event()
@@ -92,7 +120,7 @@ async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_deat
                 killing.set()
         return outputs
 
-    async with failing_over(config(folder, heartbeat_timeout_s=5.0)) as (made, engines):
+    async with failing_over(config(folder, heartbeat_timeout_s=5.0, **settings)) as (made, engines):
         readers = [asyncio.create_task(read(made, number)) for number in range(4)]
         await killing.wait()
         assert engines.replica is not None
@@ -102,7 +130,11 @@ async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_deat
         found = await asyncio.wait_for(asyncio.gather(*readers), 400)
         assert made.fault is None
         assert made.streams == 0
+        kept = [sum("of weights were kept" in line for line in told) for told in engines.told]
+        assert kept == [0, settings.get("tensor_parallel", 1) if settings.get("keep_weights", True) else 0]
+        keeper = None if engines.keeper is None else engines.keeper.pid
     assert [[token for output in one for token in output.tokens] for one in found] == expected
     assert sum(len(output.logprobs) for output in found[3]) == 60
     assert [output.prompt is not None for output in found[3]] == [True] + [False] * (len(found[3]) - 1)
     assert max(process.exitcode is None for process in engines.replica.processes) is False
+    assert keeper is None or not psutil.pid_exists(keeper)

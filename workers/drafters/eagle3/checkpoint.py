@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workers.drafters.eagle3.drafter import Eagle3
     from workers.models.model import Model
     from workers.weights.checkpoint import Checkpoint
+    from workers.weights.kept import KeptWeights
     from workers.weights.source import DryRun, WeightSource
 
 _LAYER: Final = "midlayer."
@@ -125,10 +126,12 @@ def load_eagle3(
     *,
     fp8_cache: bool = False,
     progress: Callable[[str], None] | None = None,
+    kept: KeptWeights | None = None,
 ) -> Eagle3:
     """Load this rank's share of a draft model for `model`, on its device and in its dtype. Collective. Raises as
-    `load_model` does."""
+    `load_model` does, which also says what `kept` is."""
     from workers.weights.checkpoint import Checkpoint
+    from workers.weights.kept import KeptSource
     from workers.weights.loading_progress import LoadingProgress
     from workers.weights.memory_check import check_memory
     from workers.weights.reader import CheckpointReader
@@ -137,14 +140,27 @@ def load_eagle3(
     with Checkpoint.open(config.folder) as checkpoint:
         _, dry_run = _counted(config, model, checkpoint, fp8_cache=fp8_cache)
         checkpoint.verify(dry_run.wanted, _IGNORED)
-        check_memory(dry_run.bytes, model.group, device)
         target_id_D = _target_ids(config, model.config.vocab_size, checkpoint)
+        mesh, stored = model.group.mesh, _stored(checkpoint)
+
+        def build(source: WeightSource) -> Eagle3:
+            return _build(config, source, model, checkpoint, target_id_D, fp8_cache=fp8_cache)
+
+        shelf = None
+        if kept is not None:
+            shelf = kept.shelf("draft model", (config, checkpoint.identity(), dtype))
+            if (held := shelf.adopt(lambda own: dry_run.census)) is not None:
+                return build(KeptSource(held, mesh, dtype, device, stored, checkpoint.dtype_of))
+        check_memory(dry_run.bytes, model.group, device)
         told = LoadingProgress(dry_run.bytes, progress)
-        with CheckpointReader(checkpoint, model.group.mesh, dtype, device, told, _stored(checkpoint)) as reader:
+        arena = None if shelf is None else shelf.arena(dry_run.census)
+        with CheckpointReader(checkpoint, mesh, dtype, device, told, stored, arena=arena) as reader:
             reader.progress("draft model")
-            drafter = _build(config, reader, model, checkpoint, target_id_D, fp8_cache=fp8_cache)
+            drafter = build(reader)
             reader.settle()
         told.end()
+        if shelf is not None and arena is not None:
+            shelf.hand_over(arena)
         return drafter
 
 
