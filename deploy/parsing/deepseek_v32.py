@@ -187,10 +187,8 @@ class DeepSeekV32Calls(TaggedCalls):
 
     def _text(self) -> bool:
         """Text between arguments: a JSON object with all of them, or none."""
-        if not self._arguments and (begun := self._body_begun()) != "no":
-            if begun == "yes":
-                self._begin_body()
-            return begun == "yes"
+        if not self._arguments and (begun := self._whole_body()) is not False:
+            return begun is True
         return self._begin_aside()
 
     def _parameter(self, tag: _Tag) -> bool:

@@ -80,9 +80,18 @@ class GlmCalls(TaggedCalls):
         if tag == _BEGIN and not name:
             self._take(end + len(tag))  # written twice
             return True
+        if not name and found.group() == "{":
+            self._take(end)
+            self._begin_object()
+            return True
         if tag == _KEY_END and (known := self._name_before_key(self._rest[:end])):
             self._take(len(known))
             self._begin_call(known.strip())
+            return True
+        first = name.split(maxsplit=1)[0] if name else ""
+        if first != name and first in self._schemas and tag == _END:
+            self._take(self._rest.index(first) + len(first))
+            self._begin_call(first)
             return True
         if not is_name(name) or (found.group() == "<" and tag not in (_BEGIN, _END, _KEY, _VALUE_END)):
             return self._give_up()
@@ -138,10 +147,8 @@ class GlmCalls(TaggedCalls):
 
     def _text(self) -> bool:
         """Text between arguments: a JSON object with all of them, the name of one whose tag is missing, or neither."""
-        if not self._arguments and (begun := self._body_begun()) != "no":
-            if begun == "yes":
-                self._begin_body()
-            return begun == "yes"
+        if not self._arguments and (begun := self._whole_body()) is not False:
+            return begun is True
         found = self._tags.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._tags.held(self._rest)
         if found is None and begin <= MOST_KEY:

@@ -130,6 +130,10 @@ class JsonCalls(JsonBody):
             return True
         if mark != self.separator and mark not in ("{", "`", *self._call_ends):
             return self._give_up()
+        if not text.strip() and mark == "{":
+            self._take(begin)
+            self._begin_object()
+            return True
         call = self.head(text)
         if call is None:
             return self._give_up()
@@ -149,6 +153,11 @@ class JsonCalls(JsonBody):
             self._begin(*self._call)
             self._begin_body()
             return True
+        other = self._other_begun() if begun == "no" else "no"
+        if other == "yes":
+            self._begin(*self._call)
+            self._begin_other()
+            return True
         marker = self._markers.at(self._rest)
         if marker == self.separator:
             return True
@@ -157,7 +166,7 @@ class JsonCalls(JsonBody):
             self._write("{}")
             self._body_ended()
             return True
-        if begun == "maybe" or (marker is None and self._markers.begun(self._rest)):
+        if "maybe" in (begun, other) or (marker is None and self._markers.begun(self._rest)):
             return False
         return self._give_up()
 
@@ -165,6 +174,11 @@ class JsonCalls(JsonBody):
     def _body_ended(self) -> None:
         self._end()
         self._state = self._behind
+
+    @override
+    def _behind_object(self) -> bool:
+        self._state = self._behind
+        return True
 
     def _behind(self) -> bool:
         """State behind the arguments, where white space is no content."""

@@ -14,6 +14,7 @@ from typing import Final
 from typing_extensions import override
 
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
+from deploy.parsing.json_body import NOTHING
 from deploy.parsing.object_calls import ObjectCalls
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 
@@ -116,7 +117,12 @@ class MistralCalls(ObjectCalls):
             self._write("{}")
             self._body_ended()
             return True
-        if begun == "maybe" or (marker is None and self._markers.begun(self._rest)):
+        other = self._other_begun() if begun == "no" else "no"
+        if other == "yes":
+            self._begin(self._own_id(), self._name)
+            self._begin_other()
+            return True
+        if "maybe" in (begun, other) or (marker is None and self._markers.begun(self._rest)):
             return False
         return self._give_up()
 
@@ -163,5 +169,11 @@ class MistralCalls(ObjectCalls):
     def _ended(self) -> None:
         if self._state == self._item and not "".join(self._raw).strip():  # the array's end is cut
             self._raw, self._rest, self._state = [], "", self._content
+            return
+        ends_with_head = self._state == self._before and self._rest in ("", *NOTHING) and not self._fenced
+        if ends_with_head and not self._cut and self._name in self._schemas:
+            self._rest = ""
+            self._begin(self._own_id(), self._name)
+            self._no_arguments()
             return
         super()._ended()
