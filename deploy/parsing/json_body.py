@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.parser import CallParser, Schemas, is_name
+from deploy.parsing.parser import CallParser, Schemas, is_name, known_name
 from deploy.parsing.schema_types import properties_of
 
 _FENCE = re.compile(r"```[ \t]*[A-Za-z]*[ \t]*(?=[^A-Za-z \t])")
@@ -34,7 +34,7 @@ def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
         return call_of(inner, schemas)
     key = next((key for key in _NAMES if isinstance(value.get(key), str)), "")
     name = value.get(key)
-    if not isinstance(name, str) or not is_name(name):
+    if not isinstance(name, str) or not is_name(name := known_name(name, schemas)):
         return None
     held = next((held for held in _ARGUMENTS if held in value), None)
     if held is not None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, together, within_text
 from deploy.parsing.json_body import JsonBody
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.parser import MOST_NAME, is_name
+from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
 _SPACE: Final = r"[ \t\n\r]*"
 _HEAD = re.compile(
@@ -49,9 +49,10 @@ class ObjectCalls(JsonBody):
     def _object_begun(self) -> bool:
         """State in an object, which `_rest` begins with, as far as the arguments."""
         found = _HEAD.match(self._rest, 0, _MOST_HEAD)
-        if found is not None and is_name(found["name"]):
+        name = known_name(found["name"], self._schemas) if found is not None else ""
+        if found is not None and is_name(name):
             self._take(found.end())
-            self._begin(self._make_id(), found["name"])
+            self._begin(self._make_id(), name)
             self._begin_body()
             return True
         if found is None and len(self._rest) < _MOST_HEAD and not self._decided():

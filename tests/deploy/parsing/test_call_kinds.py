@@ -226,6 +226,71 @@ def test_a_call_of_mistral_that_ends_with_its_name() -> None:
     assert found([*one.push("[TOOL_CALLS]now[ARGS]"), *one.finish(cut=True)]).calls == []
 
 
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31", "deepseek_v3"])
+def test_objects_in_sections(name: str) -> None:
+    markers = KIMI if name == "kimi_k2" else DEEPSEEK
+    one, two = json.dumps(OBJECTS[0]), '{"name": "now", "arguments": {}}'
+    begin, end = markers["<<"], markers[">>"]
+    for text, calls in [
+        (one, [OSLO]), (f"{one}\n{two}", [OSLO, NOW]), (f"[{one}]", [OSLO]), (f"[\n{one},\n {two}\n]", [OSLO, NOW]),
+        (f"```json\n{one}\n```", [OSLO]), (f"```json\n[{one}]\n```", [OSLO]),
+        (f"{markers['[']}[{one}]{markers[']']}", [OSLO]),
+    ]:  # fmt: skip
+        check(name, f"Hm.{begin}{text}{end}", "Hm.", calls)
+    check(name, f"{begin}{{ok}} and {one[:-20]}", f"{{ok}} and {one[:-20]}", [])
+
+
+NAMES = ["`get_weather`", '"get_weather"', "get_weather:", "functions.get_weather", "tool:get_weather", "get_weather()"]
+
+
+@pytest.mark.parametrize("written", NAMES)
+def test_names_with_something_around_them(written: str) -> None:
+    check(
+        "hermes",
+        f"<tool_call>{json.dumps({'name': f' {written} ', 'arguments': {'city': 'Oslo'}})}</tool_call>",
+        "",
+        [OSLO],
+    )
+    check("glm", f"<tool_call>{written}<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>", "", [OSLO])
+    if "`" not in written:
+        check("mistral", f"[TOOL_CALLS]{written}[ARGS]{CITY}", "", [OSLO])
+        check("deepseek_v31", spelled(f"<<[{written}|{CITY}]>>", DEEPSEEK), "", [OSLO])
+    if '"' not in written:
+        check("deepseek_v32", INVOKE.replace("get_weather", written) + PARAMETER + END, "", [OSLO])
+    own = TOOL_PARSERS["mistral"]({"functions.get_weather": {}}, str)
+    text = f"[TOOL_CALLS]functions.get_weather[ARGS]{CITY}"
+    assert found(events_of(AnswerParser(None, own), [text])).calls == [("functions.get_weather", {"city": "Oslo"})]
+
+
+J, K = json.dumps({"name": "get_weather", "arguments": {"city": "Oslo"}}), '{"name": "now", "arguments": {}}'
+SEVERAL = [
+    ("hermes", f"<tool_call>\n{J}\n{K}\n</tool_call>", "", [OSLO, NOW]),
+    ("hermes", f"<tool_call>\n[{J}, {K}]\n</tool_call>ok", "ok", [OSLO, NOW]),
+    ("hermes", f"<tool_call>[{J}]", "", [OSLO]),
+    ("hermes", f"<tool_call>{J}<tool_call>{K}<tool_call>", "", [OSLO, NOW]),
+    ("hermes", f"<tool_call>get_weather\n{CITY}</tool_call>", "", [OSLO]),
+    ("hermes", f"<tool_call>`get_weather`: {CITY}\n</tool_call>", "", [OSLO]),
+    ("hermes", f"<tool_call>{J}\n{{ok}} and more", "{ok} and more", [OSLO]),
+    ("hermes", "Use <tool_call> tags: `<tool_call>{...}</tool_call>`.", "Use tags: `{...}`.", []),
+    ("mistral", f"[TOOL_CALLS]{J},{K}", "", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]```json\n[{J}, {K}]\n```", "", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}now[ARGS]{{}}", "", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}, now [ARGS]{{}} so", "so", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY} now it is", "now it is", [OSLO]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}, so", ", so", [OSLO]),
+    ("mistral", "The marker [TOOL_CALLS] begins a call.", "The marker begins a call.", []),
+    ("glm", "<tool_call>get_weather<arg_key>'city'</arg_key><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),
+    ("glm", "<tool_call>get_weather<arg_key>city</arg_value><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),
+    ("glm", "<tool_call>now</arg_key></tool_call>", "", [NOW]),
+    ("glm", "<tool_call>now()</tool_call>", "", [NOW]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), SEVERAL)
+def test_calls_in_other_forms(name: str, text: str, content: str, calls: list[Any]) -> None:
+    check(name, text, content, calls)
+
+
 PARAMETER = '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
 INVOKE, END = '<｜DSML｜invoke name="get_weather">\n', "</｜DSML｜invoke>\n"
 SECTION, SECTION_END = "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
@@ -259,6 +324,15 @@ DSML = [
     (f"{INVOKE}{PARAMETER.replace('</｜DSML｜parameter>', '')}{END}{SECTION_END}", "", [OSLO]),
     (f"{INVOKE}{PARAMETER}And on.\n{END}", "And on.\n", [OSLO]),
     (f'{INVOKE}<｜DSML｜parameter name="city" string="true">Osl', "Osl", []),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}{SECTION_END}".replace("<｜DSML｜invoke", "<invoke"), "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}{INVOKE}{PARAMETER}{END}{SECTION_END}ok".replace("｜DSML｜invoke", "invoke")
+     .replace("｜DSML｜param", "param"), "ok", [OSLO, OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}</｜DSML｜calls>ok", "ok", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('parameter', 'param').replace('name', 'key')}{END}", "", [OSLO]),
+    (f"{INVOKE.replace('name', 'function')}{PARAMETER}{END}", "", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('city', 'days').replace('Oslo', '3')}{END}", "", [("get_weather", {"days": 3})]),
+    (f"{SECTION}{{\"name\": \"get_weather\", \"arguments\": {CITY}}}\n{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}<invoice> is no tag", "<invoice> is no tag", []),
     ('A <｜DSML｜ tag, <｜DSML｜other> and <｜DSML｜invoke name="now', "A  tag, other> and ", []),
     (f"{END}{PARAMETER}", "Oslo\n", []),
 ]  # fmt: skip
