@@ -7,7 +7,7 @@ import re
 from typing_extensions import override
 
 from deploy.parsing.json_calls import JsonCalls
-from deploy.parsing.parser import MOST_NAME, is_name
+from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
 _KIND = re.compile(r"(?:functions?|tools?)(?:[.:/]|\s+)")
 _KINDS = ("function", "functions", "tool", "tools", "type")
@@ -29,7 +29,7 @@ class DeepSeekCalls(JsonCalls):
     @override
     def head(self, text: str) -> tuple[str, str] | None:
         """Id and name. The name is "" where a kind of tool stands for it, and a name follows."""
-        name = text.strip()
+        name = known_name(text, self._schemas)
         if name in _KINDS and name not in self._schemas:
             return "", ""
         bare = _KIND.sub("", name, count=1).strip()

@@ -29,8 +29,8 @@ from deploy.parsing.call_grammar import (
     within_text,
 )
 from deploy.parsing.markers import Markers
-from deploy.parsing.parser import MakeId, Schemas, is_name
-from deploy.parsing.schema_types import properties_of
+from deploy.parsing.parser import MakeId, Schemas, is_name, known_name
+from deploy.parsing.schema_types import properties_of, types_of_argument
 from deploy.parsing.tagged_calls import MOST_KEY, STRING, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
@@ -43,9 +43,11 @@ _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜paramet
 _ALSO = ("<｜｜DSML｜｜", "<|DSML|")
 """Spellings of `_TAG` that models write besides."""
 _TAGS = tuple(f"<{slash}{begin[1:]}" for begin in (_TAG, *_ALSO) for slash in ("", "/"))
-_BARE = ("<parameter", "</parameter", "</invoke")
+_BARE_INVOKE = "<invoke"
+_BARE = ("<param", "</param", "</invoke", _BARE_INVOKE)
 """Beginnings of tags within a call whose marker may be missing."""
-_KINDS = ("function_calls", "tool_calls", "invoke", "parameter")
+_SECTIONS = ("function_calls", "tool_calls", "calls")
+_KINDS = (*_SECTIONS, "invoke", "parameter", "param")
 _MOST_TAG = MOST_KEY + 128
 
 _MARK = "[｜|]{1,2}DSML[｜|]{1,2}"
@@ -83,8 +85,10 @@ class DeepSeekV32Calls(TaggedCalls):
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
-        ends = [f"{tag}parameter>" for tag in _TAGS if tag.startswith("</")]
+        ends = [f"{tag}{kind}>" for tag in _TAGS if tag.startswith("</") for kind in ("parameter", "param")]
         self._marked_end, self._any_end = Markers(*ends), Markers(*ends, "</parameter>")
+        self._bare = False
+        """Whether the tag that began the call lacks its marker."""
         self._spaced = False
         """Whether white space came behind the tag that began the call."""
 
@@ -119,12 +123,36 @@ class DeepSeekV32Calls(TaggedCalls):
             return False
         self._state = self._content
         self._take(len(tag.text))
-        name = tag.attributes.get("name", "").strip()
+        name = known_name(tag.attributes.get("name", tag.attributes.get("function", "")), self._schemas)
         if tag.kind == "invoke" and not tag.ends and is_name(name):
+            self._bare = not tag.text.startswith(_TAGS)
             self._begin_call(name)
             if tag.closed:
                 self._end_call()
+        elif tag.kind in _SECTIONS and not tag.ends:
+            self._raw, self._state = [], self._in_section
         return True
+
+    def _in_section(self) -> bool:
+        """Where a call begins whose tag may lack its marker."""
+        text = self._rest.lstrip()
+        if _BARE_INVOKE.startswith(text[: len(_BARE_INVOKE)]):
+            if len(text) <= len(_BARE_INVOKE):
+                return False
+            self._rest, self._raw, self._state = text, [], self._outside
+            return True
+        if text.startswith("{"):
+            self._rest, self._raw = text, []
+            self._begin_object()
+            return True
+        self._state = self._content
+        return True
+
+    @override
+    def _end_call(self) -> None:
+        super()._end_call()
+        if self._bare:
+            self._state = self._in_section
 
     def _tag(self) -> _Tag | None:
         """The tag that `_rest` begins with, one of no kind if it is none; None where more text will tell."""
@@ -156,14 +184,14 @@ class DeepSeekV32Calls(TaggedCalls):
         if tag is None:
             return False
         if tag.kind == "invoke" and not tag.ends:
-            same = tag.attributes.get("name", "").strip() == self._name
+            same = known_name(tag.attributes.get("name", ""), self._schemas) == self._name
             if same and not self._arguments and not tag.closed and (self._takes_arguments or not self._spaced):
                 self._take(len(tag.text))  # written twice
             else:
                 self._end_call()
-        elif tag.kind in ("function_calls", "tool_calls") and tag.ends:
+        elif tag.kind in _SECTIONS and tag.ends:
             self._end_call()
-        elif tag.kind == "parameter" and not tag.ends and self._arguments >= 0:
+        elif tag.kind in ("parameter", "param") and not tag.ends and self._arguments >= 0:
             return self._parameter(tag)
         elif not tag.kind and not tag.text.startswith(_TAGS):
             return self._stray(tag.text)
@@ -187,19 +215,18 @@ class DeepSeekV32Calls(TaggedCalls):
 
     def _text(self) -> bool:
         """Text between arguments: a JSON object with all of them, or none."""
-        if not self._arguments and (begun := self._body_begun()) != "no":
-            if begun == "yes":
-                self._begin_body()
-            return begun == "yes"
+        if not self._arguments and (begun := self._whole_body()) is not False:
+            return begun is True
         return self._begin_aside()
 
     def _parameter(self, tag: _Tag) -> bool:
-        key, says = tag.attributes.get("name"), tag.attributes.get("string", "").lower()
+        key, says = tag.attributes.get("name", tag.attributes.get("key")), tag.attributes.get("string", "").lower()
         if key is None:
             return self._give_up()
         self._take(len(tag.text))
         self._ends_of_value = self._marked_end if tag.text.startswith(_TAGS) else self._any_end
-        self._begin_argument(key, tag.text, STRING if says == "true" else None, is_json=says == "false")
+        is_string = says == "true" and "string" in types_of_argument(self._schemas.get(self._name), key)
+        self._begin_argument(key, tag.text, STRING if is_string else None, is_json=says == "false")
         if tag.closed:
             self._end_value()
         return True

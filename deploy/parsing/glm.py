@@ -24,7 +24,7 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.parser import MOST_NAME, is_name
+from deploy.parsing.parser import MOST_NAME, is_name, known_name
 from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
@@ -76,15 +76,25 @@ class GlmCalls(TaggedCalls):
         tag = self._tags.at(self._rest[end:])
         if tag is None and self._tags.begun(self._rest[end:]):
             return False
-        name = self._rest[:end].strip()
+        name = known_name(self._rest[:end], self._schemas)
         if tag == _BEGIN and not name:
             self._take(end + len(tag))  # written twice
+            return True
+        if not name and found.group() == "{":
+            self._take(end)
+            self._begin_object()
             return True
         if tag == _KEY_END and (known := self._name_before_key(self._rest[:end])):
             self._take(len(known))
             self._begin_call(known.strip())
             return True
-        if not is_name(name) or (found.group() == "<" and tag not in (_BEGIN, _END, _KEY, _VALUE_END)):
+        first = name.split(maxsplit=1)[0] if name else ""
+        if first != name and first in self._schemas and tag == _END:
+            self._take(self._rest.index(first) + len(first))
+            self._begin_call(first)
+            return True
+        ends = (_BEGIN, _END, _KEY, _VALUE_END, *((_KEY_END,) if name in self._schemas else ()))
+        if not is_name(name) or (found.group() == "<" and tag not in ends):
             return self._give_up()
         self._take(end)
         self._begin_call(name)
@@ -138,10 +148,8 @@ class GlmCalls(TaggedCalls):
 
     def _text(self) -> bool:
         """Text between arguments: a JSON object with all of them, the name of one whose tag is missing, or neither."""
-        if not self._arguments and (begun := self._body_begun()) != "no":
-            if begun == "yes":
-                self._begin_body()
-            return begun == "yes"
+        if not self._arguments and (begun := self._whole_body()) is not False:
+            return begun is True
         found = self._tags.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._tags.held(self._rest)
         if found is None and begin <= MOST_KEY:
@@ -163,10 +171,12 @@ class GlmCalls(TaggedCalls):
         if not end and tag == _KEY:
             self._take(len(tag))  # written twice
             return True
-        if not end or tag not in (_KEY_END, _VALUE):
+        if not end or tag not in (_KEY_END, _VALUE, _VALUE_END):
             return self._give_up()
         key, behind = self._rest[:end].strip(), behind[len(tag) :]
-        if tag == _KEY_END:
+        if (bare := key.strip("`\"'")) in (properties_of(self._schemas.get(self._name)) or ()):
+            key = bare
+        if tag != _VALUE:
             behind = behind.lstrip()
             tag = self._tags.at(behind)
             if tag is None and self._tags.begun(behind):

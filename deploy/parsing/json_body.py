@@ -1,25 +1,75 @@
-"""A JSON object that stands for a call's arguments, perhaps in a fence of Markdown."""
+"""A JSON object that stands for a call's arguments, perhaps in a fence of Markdown, or for a whole call."""
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.parser import CallParser
+from deploy.parsing.parser import CallParser, Schemas, is_name, known_name
+from deploy.parsing.schema_types import properties_of
 
 _FENCE = re.compile(r"```[ \t]*[A-Za-z]*[ \t]*(?=[^A-Za-z \t])")
 _FENCE_BEGUN = re.compile(r"`{1,2}|```[ \t]*[A-Za-z]*[ \t]*")
 _FENCE_END = "```"
+NOTHING: Final = ("null", "None", "none", "undefined")
+"""Words for no arguments."""
+_OTHER = re.compile(rf'"|\[\s*(?=[{{\]])|(?:{"|".join(NOTHING)})(?=[^A-Za-z0-9_])')
+"""Beginning of arguments that are no object: one as a string, one in an array, or none."""
+_OTHER_BEGUN = re.compile(r"\[\s*|[A-Za-z]+")
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
+_NAMES: Final = ("name", "function", "function_name", "tool_name", "tool")
+_ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "kwargs")
+
+
+def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of a call that is one JSON object; None if it is none. Models also write the arguments as a
+    string that holds the object, beside the name, or leave them away, and put all into a member `function`."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(inner := value.get("function"), dict):
+        return call_of(inner, schemas)
+    key = next((key for key in _NAMES if isinstance(value.get(key), str)), "")
+    name = value.get(key)
+    if not isinstance(name, str) or not is_name(name := known_name(name, schemas)):
+        return None
+    held = next((held for held in _ARGUMENTS if held in value), None)
+    if held is not None:
+        arguments = _object_of(value[held])
+        return None if arguments is None else (name, arguments)
+    beside = {other: value[other] for other in value if other != key}
+    known = properties_of(schemas.get(name)) or {}
+    return name, beside if beside.keys() <= known.keys() else {}
+
+
+def _object_of(value: Any) -> dict[str, Any] | None:
+    """The object that stands for arguments, however it is wrapped."""
+    if isinstance(value, str):
+        text = value.strip()
+        if not text or text in NOTHING:
+            return {}
+        one = JsonObject()
+        used, text = one.feed(text)
+        value = json.loads(text) if one.state is State.DONE and used else None
+        return value if isinstance(value, dict) else None
+    if isinstance(value, list) and len(value) < 2:
+        value = value[0] if value else {}
+    return {} if value is None else value if isinstance(value, dict) else None
 
 
 class JsonBody(CallParser):
     """States of a parser whose calls may have such a body. A subclass begins the call before, and ends it behind."""
 
     _json: JsonObject
+    _pieces: list[str]
+    """Text of a body that is read as a whole."""
     _fenced = False
     """Whether a fence has begun and not ended."""
+    _bracketed = False
+    """Whether the body stands in an array of its own."""
 
     def _body_begun(self) -> Literal["yes", "no", "maybe"]:
         """Whether a body begins with `_rest`, which does not begin with white space. A fence before it is taken."""
@@ -33,10 +83,47 @@ class JsonBody(CallParser):
             return "maybe"
         return "no"
 
+    def _other_begun(self) -> Literal["yes", "no", "maybe"]:
+        """Whether arguments that are no object begin with `_rest`, where `_body_begun` found none."""
+        if self._fenced and self._rest.startswith("`"):
+            return (
+                "yes" if self._rest.startswith(_FENCE_END) else "maybe" if _FENCE_END.startswith(self._rest) else "no"
+            )
+        if self._markers.at(self._rest) is not None:
+            return "no"
+        if _OTHER.match(self._rest) is not None:
+            return "yes"
+        begun = _OTHER_BEGUN.fullmatch(self._rest)
+        if begun is None:
+            return "no"
+        return "maybe" if self._rest[0] == "[" or any(word.startswith(self._rest) for word in NOTHING) else "no"
+
     def _begin_body(self) -> None:
         """The call has begun: its arguments come next."""
-        self._json = JsonObject()
+        self._json, self._bracketed = JsonObject(), False
         self._state = self._body
+
+    def _begin_other(self) -> None:
+        """The call has begun: arguments that are no object come next."""
+        self._begin_body()
+        if self._rest.startswith("["):
+            found = _OTHER.match(self._rest)
+            self._take(0 if found is None else found.end())
+            self._bracketed = True
+            if self._rest.startswith("]"):
+                self._take(1)
+                self._no_arguments()
+        elif self._rest.startswith('"'):
+            self._take(1)
+            self._pieces, self._state = [], self._in_string
+        else:
+            found = _OTHER.match(self._rest)
+            self._take(0 if found is None else found.end())
+            self._no_arguments()
+
+    def _no_arguments(self) -> None:
+        self._write("{}")
+        self._body_ended()
 
     def _write(self, text: str) -> None:
         if text:
@@ -46,25 +133,98 @@ class JsonBody(CallParser):
         used, text = self._json.feed(self._rest)
         self._take(used)
         if text:
-            self._out.append(Arguments(self._calls, text))
+            self._write(text)
         if self._json.state is State.BROKEN:
-            return self._give_up()
-        if self._json.state is State.DONE:
+            closing = self._json.closing()
+            ends = self._ends_body() if closing is not None else False
+            if ends is None:
+                return False
+            if not ends:
+                return self._give_up()
+            self._write(closing or "")
             self._body_ended()
+        elif self._json.state is State.DONE:
+            self._body_ended()
+        return True
+
+    def _ends_body(self) -> bool | None:
+        """Whether arguments end with `_rest` though brackets are open; None where more text will tell."""
+        if self._rest.startswith("`"):
+            return True if self._rest.startswith(_FENCE_END) else None if _FENCE_END.startswith(self._rest) else False
+        if self._markers.at(self._rest) is not None:
+            return True
+        return None if self._markers.begun(self._rest) else False
+
+    def _in_string(self) -> bool:
+        """An object as a string, which is passed on when it is complete."""
+        found = _IN_STRING.match(self._rest)
+        self._pieces.append(self._take(0 if found is None else found.end()))
+        if not self._rest.startswith('"'):
+            return False
+        self._take(1)
+        try:
+            value = _object_of(json.loads(f'"{"".join(self._pieces)}"', strict=False))
+        except ValueError:
+            value = None
+        if value is None:
+            return self._give_up()
+        self._write(json.dumps(value, ensure_ascii=False))
+        self._body_ended()
         return True
 
     def _body_ended(self) -> None:
         """The arguments are complete."""
         raise NotImplementedError
 
+    def _begin_object(self) -> None:
+        """An object that is a whole call comes next."""
+        self._json, self._pieces, self._state = JsonObject(), [], self._object
+
+    def _object(self) -> bool:
+        """A call that is told when all of it is there."""
+        used, text = self._json.feed(self._rest)
+        self._take(used)
+        self._pieces.append(text)
+        if self._json.state is State.BROKEN:
+            closing = self._json.closing()
+            ends = self._ends_body() if closing is not None else False
+            if ends is None:
+                return False
+            if not ends:
+                return self._give_up()
+            self._pieces.append(closing or "")
+        elif self._json.state is not State.DONE:
+            return True
+        call = call_of(json.loads("".join(self._pieces)), self._schemas)
+        if call is None:
+            return self._give_up()
+        self._tell_call(*call)
+        return True
+
+    def _tell_call(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """An object was a whole call."""
+        self._begin(self._make_id(), name)
+        self._write(json.dumps(arguments, ensure_ascii=False))
+        self._end()
+        self._state = self._behind_object
+
+    def _behind_object(self) -> bool:
+        """The state behind an object that was a whole call."""
+        raise NotImplementedError
+
     def _fence_end(self) -> bool:
-        """Take the fence's end, if there is one, and white space around it; whether that is decided."""
-        self._skip_space()
+        """Take the fence's end, if there is one, and white space and brackets too many around it; whether that is
+        decided."""
+        self._skip_strays()
         if self._fenced:
             if self._rest.startswith(_FENCE_END):
                 self._take(len(_FENCE_END))
                 self._fenced = False
-                self._skip_space()
+                self._skip_strays()
             elif _FENCE_END.startswith(self._rest):
                 return False
         return True
+
+    def _skip_strays(self) -> None:
+        strays = " \t\n\r\f\v}]" if self._bracketed else " \t\n\r\f\v}"
+        self._take(len(self._rest) - len(self._rest.lstrip().lstrip(strays).lstrip()))

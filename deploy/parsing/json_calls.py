@@ -29,6 +29,9 @@ from deploy.parsing.call_grammar import (
 from deploy.parsing.json_body import JsonBody
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 
+_OBJECT = re.compile(r"\s*(?:```[a-zA-Z]*)?[\s,\[]*\{")
+_OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
+
 
 class JsonCalls(JsonBody):
     """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
@@ -91,7 +94,16 @@ class JsonCalls(JsonBody):
         self._state = self._section if self._in_section else self._content
 
     def _section(self) -> bool:
-        """State between the calls of a section. Text is held back as far as it may be the head of a call."""
+        """State between the calls of a section. Text is held back as far as it may be the head of a call, or an object
+        that is one, perhaps in a list."""
+        if (begun := _OBJECT.match(self._rest)) is not None:
+            self._raw = []
+            before = self._take(begun.end() - 1)
+            self._begin_object()
+            self._bracketed, self._fenced = self._bracketed or "[" in before, "`" in before
+            return True
+        if _OBJECT_BEGUN.fullmatch(self._rest, 0, MOST_NAME) is not None:
+            return False
         found = self._markers.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
         if begin > MOST_NAME or (found is not None and found.group() != self.separator):
@@ -130,6 +142,11 @@ class JsonCalls(JsonBody):
             return True
         if mark != self.separator and mark not in ("{", "`", *self._call_ends):
             return self._give_up()
+        if text.strip() in ("", "[") and mark == "{":
+            self._take(begin)
+            self._begin_object()
+            self._bracketed = bool(text.strip())
+            return True
         call = self.head(text)
         if call is None:
             return self._give_up()
@@ -149,6 +166,11 @@ class JsonCalls(JsonBody):
             self._begin(*self._call)
             self._begin_body()
             return True
+        other = self._other_begun() if begun == "no" else "no"
+        if other == "yes":
+            self._begin(*self._call)
+            self._begin_other()
+            return True
         marker = self._markers.at(self._rest)
         if marker == self.separator:
             return True
@@ -157,7 +179,7 @@ class JsonCalls(JsonBody):
             self._write("{}")
             self._body_ended()
             return True
-        if begun == "maybe" or (marker is None and self._markers.begun(self._rest)):
+        if "maybe" in (begun, other) or (marker is None and self._markers.begun(self._rest)):
             return False
         return self._give_up()
 
@@ -165,6 +187,19 @@ class JsonCalls(JsonBody):
     def _body_ended(self) -> None:
         self._end()
         self._state = self._behind
+
+    @override
+    def _behind_object(self) -> bool:
+        self._state = self._behind
+        return True
+
+    @override
+    def _give_up(self, more: str = "") -> bool:
+        in_list = self._state == self._object and self._in_section
+        given_up = super()._give_up(more)
+        if in_list and not more:
+            self._state = self._section
+        return given_up
 
     def _behind(self) -> bool:
         """State behind the arguments, where white space is no content."""

@@ -1,22 +1,39 @@
-"""One JSON object in text that arrives in pieces: passed on while it is valid, as far as it goes."""
+"""One JSON object in text that arrives in pieces: passed on as far as it goes, as JSON whatever the model wrote."""
 
 from __future__ import annotations
 
+import json
 import re
-import string
 from enum import Enum
 from typing import Final
 
 MOST_DEPTH: Final = 200
 """Objects and arrays in each other; clients' parsers give up at some depth, too."""
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN: Final = {
+    '"': re.compile(r'[^"\\\x00-\x1f]+'),
+    "'": re.compile(r"[^'\"\\\x00-\x1f]+"),
+    "”": re.compile(r"[^”\"\\\x00-\x1f]+"),
+}
+"""Text within a string that stands in JSON as it is, by the quotation mark that ends the string."""
+_QUOTES: Final = {'"': '"', "'": "'", "“": "”"}
+"""Quotation marks that begin a string, and those that end it."""
 _SPACE = re.compile(r"[ \t\n\r]+")
-_IN_WORD: Final = frozenset(f"-+.{string.digits}{string.ascii_letters}")
+_WITHIN_WORDS: Final = frozenset("-+._")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_WORDS: Final = ("true", "false", "null")
-_MOST_DIGITS: Final = 400
+_ODD_NUMBER = re.compile(r"\+?(?P<sign>-?)(?P<whole>0|[1-9][0-9]*)?(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?")
+_WORDS: Final = {
+    **{word: word for word in ("true", "false", "null")},
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "undefined": "null",
+    **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "null"),
+}
+_MOST_WORD: Final = 400
 _HEX: Final = frozenset("0123456789abcdefABCDEF")
+_ESCAPES: Final = frozenset('"\\/bfnrt')
+_ENDS: Final = {"{": "}", "[": "]"}
 
 
 class State(Enum):
@@ -28,20 +45,27 @@ class State(Enum):
 
 
 class JsonObject:
-    """Follows RFC 8259. Control characters inside of strings, which models write and JSON forbids, become escapes."""
+    """Follows RFC 8259, and takes what models write in its place: values as Python or JavaScript spell them, other
+    quotation marks, words without any, commas too many or missing, brackets that are not closed, comments, control
+    characters in strings and escapes that there are not. What is passed on is JSON, and valid JSON is passed on as it
+    is. A word that is no value is a string, and a number with zeros before it, too, so that nothing of it is lost."""
 
-    __slots__ = ("_expect", "_hex", "_key", "_stack", "_word", "state")
+    __slots__ = ("_comment", "_expect", "_held", "_key", "_quote", "_stack", "_word", "state")
 
     def __init__(self) -> None:
         self.state = State.OPEN
         self._expect = "begin"
         self._stack: list[str] = []
         self._word = ""
-        """A number or literal so far."""
+        """A value or key without quotation marks, or an escape, so far."""
         self._key = False
-        """Whether the string that is open is a key."""
-        self._hex = 0
-        """Hexadecimal digits of an escape that are still to come."""
+        """Whether the string or word that is open is a key."""
+        self._quote = '"'
+        """What ends the string that is open."""
+        self._held = ""
+        """A comma and the white space behind it, which are left out where nothing follows."""
+        self._comment = ""
+        """What the comment that is open began with."""
 
     def feed(self, text: str) -> tuple[int, str]:
         """Add `text`; returns how many of its characters belong to the object, and those as they are to be passed on.
@@ -53,92 +77,161 @@ class JsonObject:
             place += taken
         return place, "".join(out)
 
+    def closing(self) -> str | None:
+        """Return the text that completes the object where it was left or broken; None where more is missing than its
+        end."""
+        if self._comment or self._expect not in _MAY_END or not 0 < len(self._stack) <= MOST_DEPTH:
+            return None
+        word = ""
+        if self._expect == "word":
+            if self._key or len(self._word) > _MOST_WORD:
+                return None
+            word = _value_of(self._word)
+        return word + "".join(_ENDS[bracket] for bracket in reversed(self._stack))
+
     def _string(self, text: str, place: int, out: list[str]) -> int:
         char = text[place]
+        if self._expect == "escape":
+            return self._escape(char, out)
         if self._expect == "hex":
             if char not in _HEX:
-                return self._broken()
-            self._hex -= 1
-            if not self._hex:
-                self._expect = "string"
-        elif self._expect == "escape":
-            if char == "u":
-                self._expect, self._hex = "hex", 4
-            elif char in '"\\/bfnrt':
-                self._expect = "string"
-            else:
-                return self._broken()
-        elif (plain := _PLAIN.match(text, place)) is not None:
+                out.append("\\" + self._word)
+                self._word, self._expect = "", "string"
+                return 0
+            self._word += char
+            if len(self._word) == len("\\u0000"):
+                out.append(self._word)
+                self._word, self._expect = "", "string"
+        elif (plain := _PLAIN[self._quote].match(text, place)) is not None:
             out.append(plain.group())
             return plain.end() - place
         elif char == "\\":
             self._expect = "escape"
-        elif char == '"':
+        elif char == self._quote:
+            out.append('"')
             self._expect = "colon" if self._key else "comma"
         else:
-            out.append(f"\\u{ord(char):04x}")
-            return 1
-        out.append(char)
+            out.append('\\"' if char == '"' else f"\\u{ord(char):04x}")
+        return 1
+
+    def _escape(self, char: str, out: list[str]) -> int:
+        """Take the character behind a backslash. One that needs none stands for itself, with the backslash unless it is
+        a quotation mark."""
+        self._expect = "string"
+        if char == "u":
+            self._word, self._expect = "\\u", "hex"
+        elif char in _ESCAPES:
+            out.append("\\" + char)
+        elif char in _PLAIN:
+            out.append(char)
+        elif char < " ":
+            out.append("\\n" if char == "\n" else f"\\\\\\u{ord(char):04x}")
+        else:
+            out.append("\\\\" + char)
         return 1
 
     def _outside(self, text: str, place: int, out: list[str]) -> int:
+        char = text[place]
+        if self._comment:
+            return self._in_comment(char)
         if self._expect == "word":
-            # One by one: what breaks a word must not depend on how many of its characters came together.
-            if text[place] in _IN_WORD:
-                self._word += text[place]
-                if not _may_be_a_value(self._word):
-                    return self._broken()
-                out.append(text[place])
-                return 1
-            if self._word not in _WORDS and not _NUMBER.fullmatch(self._word):
-                return self._broken()
-            self._word, self._expect = "", "comma"
+            if char.isalnum() or char in _WITHIN_WORDS:
+                self._word += char
+                return 1 if len(self._word) <= _MOST_WORD else self._broken()
+            out.append(json.dumps(self._word, ensure_ascii=False) if self._key else _value_of(self._word))
+            self._word, self._expect = "", "colon" if self._key else "comma"
         space = _SPACE.match(text, place)
         if space is not None and self._expect != "begin":
-            out.append(space.group())
+            if self._held:
+                self._held += space.group()
+            else:
+                out.append(space.group())
             return space.end() - place
-        char = text[place]
-        if not self._take(char):
-            return self._broken()
-        if self._expect == "word":
-            return 0  # taken from its first character on, above
-        out.append(char)
-        return 1
+        if char == "/" and self._expect != "begin":
+            self._comment = char
+            return 1
+        return 1 if self._take(char, out) else self._broken()
 
-    def _take(self, char: str) -> bool:
+    def _take(self, char: str, out: list[str]) -> bool:
         """Take one character outside of strings and words. Return whether it may stand here."""
-        expect, self._expect = self._expect, ""
-        if char == "}" and expect in ("comma", "first key"):
-            return self._close("{")
-        if char == "]" and expect in ("comma", "first value"):
-            return self._close("[")
-        if char == "," and expect == "comma":
-            self._expect = "key" if self._stack[-1] == "{" else "value"
-        elif char == ":" and expect == "colon":
+        expect = self._expect
+        if char in "}]":
+            return self._close("{" if char == "}" else "[", out)
+        if char == ",":
+            return self._comma(out)
+        if expect == "colon" and char in ":=":
             self._expect = "value"
-        elif char == '"' and expect in ("key", "first key", "value", "first value"):
-            self._key = expect in ("key", "first key")
-            self._expect = "string"
-        elif char == "{" and expect in ("begin", "value", "first value"):
-            return self._open("{", "first key")
-        elif char == "[" and expect in ("value", "first value"):
-            return self._open("[", "first value")
-        elif expect in ("value", "first value") and (char == "-" or (char.isascii() and char.isalnum())):
-            self._expect = "word"
-        return bool(self._expect)
-
-    def _open(self, bracket: str, expect: str) -> bool:
-        self._stack.append(bracket)
-        self._expect = expect
-        return len(self._stack) <= MOST_DEPTH
-
-    def _close(self, bracket: str) -> bool:
-        if self._stack.pop() != bracket:
+            out.append(":")
+            return True
+        if char == "{" and expect == "first key" and len(self._stack) == 1:
+            return True  # doubled, as in templates
+        if expect == "comma" and (char in _QUOTES or (char in "{[" and self._stack[-1] == "[")):
+            self._held, expect = ", ", self._behind_comma()
+        begins_word = char.isalnum() or char in _WITHIN_WORDS
+        if expect in ("key", "first key"):
+            if char not in _QUOTES and not begins_word:
+                return False
+            self._key = True
+        elif expect in ("value", "item", "first item", "begin"):
+            begins = char == "{" if expect == "begin" else begins_word or char in _QUOTES or char in "{["
+            if not begins:
+                return False
+            self._key = False
+        else:
             return False
+        out.append(self._held)
+        self._held = ""
+        if char in _QUOTES:
+            out.append('"')
+            self._quote, self._expect = _QUOTES[char], "string"
+        elif char in "{[":
+            out.append(char)
+            self._stack.append(char)
+            self._expect = "first key" if char == "{" else "first item"
+            return len(self._stack) <= MOST_DEPTH
+        else:
+            self._word, self._expect = char, "word"
+        return True
+
+    def _behind_comma(self) -> str:
+        return "key" if self._stack[-1] == "{" else "item"
+
+    def _comma(self, out: list[str]) -> bool:
+        """One where nothing stands before is left out."""
+        if self._expect == "value":
+            out.append("null")
+        elif self._expect != "comma":
+            return self._expect in ("key", "first key", "item", "first item")
+        self._held, self._expect = ",", self._behind_comma()
+        return True
+
+    def _close(self, bracket: str, out: list[str]) -> bool:
+        """End what the bracket began, and whatever is still open within."""
+        if self._expect in ("begin", "colon") or bracket not in self._stack:
+            return False
+        if self._expect == "value":
+            out.append("null")
+        out.append(self._held[1:])
+        self._held = ""
+        while (ended := self._stack.pop()) != bracket:
+            out.append(_ENDS[ended])
+        out.append(_ENDS[bracket])
         self._expect = "comma"
         if not self._stack:
             self.state = State.DONE
         return True
+
+    def _in_comment(self, char: str) -> int:
+        if self._comment == "/":
+            self._comment += char
+            return 1 if char in "/*" else self._broken()
+        if self._comment == "//":
+            self._comment = "" if char == "\n" else "//"
+        elif char == "*":
+            self._comment = "/**"
+        else:
+            self._comment = "" if self._comment == "/**" and char == "/" else "/*"
+        return 1
 
     def _broken(self) -> int:
         self.state = State.BROKEN
@@ -146,11 +239,17 @@ class JsonObject:
 
 
 _IN_STRING: Final = ("string", "escape", "hex")
-_BEGUN = re.compile(r"-?(?:0|[1-9][0-9]*)?(?:(?<=[0-9])\.[0-9]*)?(?:(?<=[0-9])[eE][-+]?[0-9]*)?")
+_MAY_END: Final = ("comma", "key", "first key", "item", "first item", "word")
 
 
-def _may_be_a_value(word: str) -> bool:
-    """Whether `word` begins a literal or a number."""
-    if word[0].isalpha():
-        return any(literal.startswith(word) for literal in _WORDS)
-    return len(word) <= _MOST_DIGITS and _BEGUN.fullmatch(word) is not None
+def _value_of(word: str) -> str:
+    """The JSON of a value that was written without quotation marks."""
+    if _NUMBER.fullmatch(word):
+        return word
+    if word in _WORDS:
+        return _WORDS[word]
+    odd = _ODD_NUMBER.fullmatch(word)
+    if odd is not None and (odd["whole"] or odd["part"]):
+        part = f".{odd['part']}" if odd["part"] else ""
+        return f"{odd['sign']}{odd['whole'] or '0'}{part}{odd['power'] or ''}"
+    return json.dumps(word, ensure_ascii=False)

@@ -72,7 +72,7 @@ class KimiK2Calls(JsonCalls):
     @override
     def head(self, text: str) -> tuple[str, str] | None:
         """The id, and the name in it: "" where only the arguments can tell."""
-        call_id = _SPACE.sub(r"\1", text.strip())
+        call_id = _SPACE.sub(r"\1", text.strip().strip("\"'"))
         found = _ID.fullmatch(call_id)
         names = list(_names_in(call_id))
         known = [name for name in names if name in self._schemas]

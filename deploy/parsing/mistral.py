@@ -14,8 +14,9 @@ from typing import Final
 from typing_extensions import override
 
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
+from deploy.parsing.json_body import NOTHING
 from deploy.parsing.object_calls import ObjectCalls
-from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
+from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name, known_name
 
 CLOSE: Final = "[/THINK]"
 """The end of the reasoning of these models."""
@@ -55,6 +56,9 @@ class MistralCalls(ObjectCalls):
     def _head(self) -> bool:
         """The name, which ends at a marker or where the arguments begin; or an object or an array of such."""
         self._skip_space()
+        if self._rest.startswith("`") and not self._fenced:
+            begun = self._body_begun()
+            return self._fenced or (begun != "maybe" and self._give_up())
         if self._rest.startswith("{"):
             self._state = self._object_begun
             return True
@@ -75,7 +79,7 @@ class MistralCalls(ObjectCalls):
         marker = self._markers.at(behind)
         if found.group() == "[" and marker is None and self._markers.begun(behind):
             return False
-        name = self._rest[: found.start()].strip()
+        name = known_name(self._rest[: found.start()], self._schemas)
         if not is_name(name) or (found.group() == "[" and marker is None):
             return self._give_up()
         self._name, self._id = name, ""
@@ -116,7 +120,12 @@ class MistralCalls(ObjectCalls):
             self._write("{}")
             self._body_ended()
             return True
-        if begun == "maybe" or (marker is None and self._markers.begun(self._rest)):
+        other = self._other_begun() if begun == "no" else "no"
+        if other == "yes":
+            self._begin(self._own_id(), self._name)
+            self._begin_other()
+            return True
+        if "maybe" in (begun, other) or (marker is None and self._markers.begun(self._rest)):
             return False
         return self._give_up()
 
@@ -142,8 +151,9 @@ class MistralCalls(ObjectCalls):
         if not self._rest:
             return False
         if self._rest[0] in ",]":
-            self._state = self._content if self._take(1) == "]" else self._item
-            self._raw = []
+            ended = self._take(1) == "]"
+            self._in_array, self._raw = not ended, []
+            self._state = self._behind_object if ended and self._fenced else self._content if ended else self._item
             return True
         if self._rest[0] != "{":
             return self._give_up()
@@ -156,12 +166,37 @@ class MistralCalls(ObjectCalls):
             return False
         if not self._rest:
             return False
-        self._raw, self._state = [], self._item if self._in_array else self._content
+        if self._in_array:
+            self._raw, self._state = [], self._item
+            return True
+        behind = self._rest.lstrip(" ,;\n")
+        if not behind and self._rest.isspace() is False and len(self._rest) < MOST_NAME:
+            return False
+        more = behind.startswith("{") or any(self._called(name, behind) for name in self._schemas)
+        if not more and any(self._called(name, behind) is None for name in self._schemas):
+            return False
+        self._raw, self._state = [], self._head if more else self._content
+        self._rest = behind if more else self._rest
         return True
+
+    def _called(self, name: str, text: str) -> bool | None:
+        """Whether `text` is a call of this tool without the marker before it; None where more text will tell."""
+        if not text.startswith(name):
+            return None if text and name.startswith(text) else False
+        rest = text[len(name) :].lstrip()
+        if rest.startswith((_ARGUMENTS, _ID)):
+            return True
+        return None if any(marker.startswith(rest) for marker in (_ARGUMENTS, _ID)) else False
 
     @override
     def _ended(self) -> None:
         if self._state == self._item and not "".join(self._raw).strip():  # the array's end is cut
             self._raw, self._rest, self._state = [], "", self._content
+            return
+        ends_with_head = self._state == self._before and self._rest in ("", *NOTHING) and not self._fenced
+        if ends_with_head and not self._cut and self._name in self._schemas:
+            self._rest = ""
+            self._begin(self._own_id(), self._name)
+            self._no_arguments()
             return
         super()._ended()

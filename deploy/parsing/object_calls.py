@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from typing_extensions import override
 
 from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, together, within_text
 from deploy.parsing.json_body import JsonBody
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
+from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
 _SPACE: Final = r"[ \t\n\r]*"
 _HEAD = re.compile(
@@ -21,20 +20,6 @@ _HEAD = re.compile(
 )
 _MOST_HEAD: Final = MOST_NAME + 64
 """Characters before the arguments."""
-
-
-def call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of a call that is one JSON object; None if it is none. Models also write the arguments as a
-    string that holds the object, or leave them away."""
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not is_name(name):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            return None
-    return (name, arguments) if isinstance(arguments, dict) else None
 
 
 class ObjectCalls(JsonBody):
@@ -61,26 +46,18 @@ class ObjectCalls(JsonBody):
         """The rest of a call."""
         raise NotImplementedError
 
-    def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        super().__init__(schemas, make_id)
-        self._whole: list[str] = []
-        """Text of a call whose object is read as a whole."""
-
-    def _behind_object(self) -> bool:
-        """The state behind the whole object, which held a call that is told."""
-        raise NotImplementedError
-
     def _object_begun(self) -> bool:
         """State in an object, which `_rest` begins with, as far as the arguments."""
         found = _HEAD.match(self._rest, 0, _MOST_HEAD)
-        if found is not None and is_name(found["name"]):
+        name = known_name(found["name"], self._schemas) if found is not None else ""
+        if found is not None and is_name(name):
             self._take(found.end())
-            self._begin(self._make_id(), found["name"])
+            self._begin(self._make_id(), name)
             self._begin_body()
             return True
         if found is None and len(self._rest) < _MOST_HEAD and not self._decided():
             return False
-        self._json, self._whole, self._state = JsonObject(), [], self._object
+        self._begin_object()
         return True
 
     def _decided(self) -> bool:
@@ -88,23 +65,6 @@ class ObjectCalls(JsonBody):
         one = JsonObject()
         one.feed(self._rest)
         return one.state is not State.OPEN
-
-    def _object(self) -> bool:
-        """A call that is told when all of it is there."""
-        used, text = self._json.feed(self._rest)
-        self._take(used)
-        self._whole.append(text)
-        if self._json.state is State.BROKEN:
-            return self._give_up()
-        if self._json.state is State.DONE:
-            call = call_of(json.loads("".join(self._whole)))
-            if call is None:
-                return self._give_up()
-            self._begin(self._make_id(), call[0])
-            self._write(json.dumps(call[1], ensure_ascii=False))
-            self._end()
-            self._state = self._behind_object
-        return True
 
     @override
     def _body_ended(self) -> None:
@@ -132,6 +92,6 @@ class ObjectCalls(JsonBody):
         if self._state in (self._behind_arguments, self._behind_object):  # the call is complete; its end is cut
             self._raw, self._rest, self._state = [], "", self._content
         elif self._state == self._object_begun:
-            self._json, self._whole, self._state = JsonObject(), [], self._object
+            self._begin_object()
         else:
             super()._ended()

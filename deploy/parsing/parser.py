@@ -25,6 +25,9 @@ MakeId = Callable[[], str]
 """A new id for a call, of models that write none."""
 
 
+_KIND = re.compile(r"(?:functions?|tools?)[.:/]")
+
+
 class Parser(Protocol):
     """Parser of one answer."""
 
@@ -38,6 +41,16 @@ class Parser(Protocol):
 def is_name(name: str) -> bool:
     """Whether this can be a tool's name."""
     return len(name) <= MOST_NAME and _NAME.fullmatch(name) is not None
+
+
+def known_name(name: str, schemas: Schemas) -> str:
+    """The tool that is meant by a name in quotation marks, with a colon or parentheses behind it, or with the word for
+    its kind before it; `name` without white space where these are not the tool's own and none of the request's is."""
+    bare = name.strip().strip("`\"':").removesuffix("()").strip("`\"': ")
+    if name.strip() in schemas:
+        return name.strip()
+    without_kind = _KIND.sub("", bare, count=1)
+    return next((found for found in (bare, without_kind) if found in schemas), name.strip())
 
 
 class CallParser:

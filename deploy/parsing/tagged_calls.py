@@ -121,10 +121,29 @@ class TaggedCalls(JsonBody):
         self._state = self._behind_body
 
     def _behind_body(self) -> bool:
-        if not self._fence_end():
+        if not self._fence_end() or not self._rest:
             return False
         self._state = self._next
         return True
+
+    @override
+    def _behind_object(self) -> bool:
+        if not self._fence_end() or not self._rest:
+            return False
+        self._raw, self._state = [], self._content
+        return True
+
+    def _whole_body(self) -> bool | None:
+        """Begin a body that holds all arguments, if `_rest` begins with one; None where more text will tell."""
+        begun = self._body_begun()
+        if begun == "yes":
+            self._begin_body()
+            return True
+        other = self._other_begun() if begun == "no" else "no"
+        if other == "yes":
+            self._begin_other()
+            return True
+        return None if "maybe" in (begun, other) else False
 
     def _begin_argument(self, key: str, tag: str, types: frozenset[str] | None = None, is_json: bool = False) -> None:
         """`tag`: what the value began with. `types`: what the value may be; what the schema says if the model does
@@ -181,6 +200,9 @@ class TaggedCalls(JsonBody):
         if tail is not None:
             self._add(self._take(tail))
             self._end_value()
+            return
+        if self._state == self._behind_object:
+            self._rest, self._raw, self._state = "", [], self._content
             return
         if self._state in (self._next, self._in_aside, self._behind_body) and self._complete:
             rest, self._rest = self._rest, ""

@@ -15,7 +15,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from deploy.api.http.errors import FAILURES, engine_down
-from deploy.api.job.defaults import SamplingDefaults, read_defaults
+from deploy.api.job.defaults import SamplingDefaults, not_taken, read_defaults
 from deploy.api.limits.keys import KeyRing
 from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
@@ -76,6 +76,18 @@ def sampling_defaults(config: ServeConfig) -> SamplingDefaults:
         return read_defaults(config.engine.folder)
     except ValueError as error:
         raise EngineFault(str(error), lasting=True) from error
+
+
+def what_is_not_taken(config: ServeConfig) -> str | None:
+    """Name the fields of the folder's generation_config.json that would change answers and are not used; None if there
+    are none. EngineFault as above."""
+    if config.api.generation_config == "none":
+        return None
+    try:
+        names = not_taken(config.engine.folder)
+    except ValueError as error:
+        raise EngineFault(str(error), lasting=True) from error
+    return f"of generation_config.json is not used: {', '.join(names)}" if names else None
 
 
 def _tracing_to(endpoint: str | None, replica: str) -> Tracing | None:
@@ -175,6 +187,8 @@ class EngineReplica:
         if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
             self.status_store.say(why)
         self.sampling_defaults = sampling_defaults(config)
+        if why := what_is_not_taken(config):
+            self.status_store.say(why)
         await client.ready(config.engine.start_timeout_s)
         await client.health_check()
         neighbors: Neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors

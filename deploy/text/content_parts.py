@@ -16,7 +16,7 @@ _FIRST, _SECOND = "first-part", "second-part"
 _PARTS: Final = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
 _USER: Final = {"role": "user", "content": "Hello"}
 _CALL: Final = {
-    "id": "functions.probe:0",
+    "id": "probe0000",
     "type": "function",
     "function": {"name": "probe", "arguments": {"text": "probe"}},
 }

@@ -4,9 +4,10 @@ Kimi model before the chat template gets it."""
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from deploy.text.call_ids import with_ids
 
 DECLARATIONS: Final = "tools_ts_str"
 """The variable in which the templates of K2.5 and later look for the tools as TypeScript (`deploy.text.typescript`)."""
@@ -36,28 +37,7 @@ def with_own_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     if all(_is_own(call) for call in calls):
         return [*messages]
-    count = 0
-    waiting: dict[str, deque[str]] = {}
-    """New ids of those calls of the newest message that have no result yet, by the id that the client gave."""
-    answered: dict[str, str] = {}
-    made = []
-    for message in messages:
-        if given := message.get("tool_calls"):
-            for call in given:  # some clients count from 0 in every answer
-                waiting.pop(call["id"], None)
-            renamed = []
-            for call in given:
-                own = f"functions.{call['function']['name']}:{count}"
-                waiting.setdefault(call["id"], deque()).append(own)
-                renamed.append({**call, "id": own})
-                count += 1
-            message = {**message, "tool_calls": renamed}
-        elif message["role"] == "tool" and isinstance(call_id := message.get("tool_call_id"), str):
-            if waiting.get(call_id):
-                answered[call_id] = waiting[call_id].popleft()
-            message = {**message, "tool_call_id": answered.get(call_id, call_id)}
-        made.append(message)
-    return made
+    return with_ids(messages, lambda call, count: f"functions.{call['function']['name']}:{count}", lambda lost: lost)
 
 
 def _is_own(call: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from deploy.text.chat import template_message
 from deploy.text.errors import ChatTemplateError
 from deploy.text.template_variables import environment
+from workers.vocabulary.folder import PROCESSOR_TEMPLATE
 
 if TYPE_CHECKING:
     from deploy.text.tokenizer import Tokenizer
@@ -68,5 +69,8 @@ def why_no_chat(tokenizer: Tokenizer | None, folder: Path, template: str | None)
 
 def template_file(folder: Path) -> str:
     """Return the place of a model folder's chat template, in words that follow `the chat template`."""
-    files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
+    inline = folder / "tokenizer_config.json"
+    files = [folder / "chat_template.jinja", inline]
+    if inline.is_file() and '"chat_template"' not in inline.read_text("utf-8"):
+        files[-1:] = [folder / PROCESSOR_TEMPLATE, inline]
     return f"in {next((file for file in files if file.is_file()), folder)}"

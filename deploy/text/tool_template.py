@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from deploy.text.call_ids import with_short_ids
+from deploy.text.chat import tool_results_in_order
 from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.mending import object_of
 
@@ -23,12 +25,22 @@ _TOOL: Final = {
     },
 }
 _BARE_TOOL: Final = {"type": "function", "function": {"name": "probe"}}
-_CALL: Final = {"id": "functions.probe:0", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
-_CALLED: Final = (
-    _USER,
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": "Done.", "tool_call_id": "functions.probe:0"},
-)
+_USUAL_IDS: Final = ("functions.probe:0", "functions.probe:1")
+_SHORT_IDS: Final = ("probe0000", "probe0001")
+
+
+def _called(*ids: str) -> list[dict[str, Any]]:
+    """A chat with a message of calls and their results."""
+    function = {"name": "probe", "arguments": _ARGUMENTS}
+    return [
+        _USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": i, "type": "function", "function": function} for i in ids],
+        },
+        *({"role": "tool", "content": "Done.", "tool_call_id": i} for i in ids),
+    ]
 
 
 _CALL_OF_V31: Final = f"<｜tool▁call▁begin｜>probe<｜tool▁sep｜>{_ARGUMENTS}"
@@ -52,6 +64,10 @@ class ToolTemplate:
     """Whether it writes the calls of messages whose content is none, and leaves out those of all others."""
     wants_descriptions: bool = False
     """Whether it refuses tools without a description or without a schema that has properties."""
+    wants_short_ids: bool = False
+    """Whether it refuses calls whose ids are not nine letters and digits, as those of Mistral before 2025 do."""
+    one_call_each: bool = False
+    """Whether it refuses messages with several calls, as that of Llama 3.1 does."""
 
     @staticmethod
     def tried(render: Render) -> ToolTemplate:
@@ -65,16 +81,23 @@ class ToolTemplate:
                 knows = with_tool != render([_USER], [])
             except ChatTemplateError:
                 knows = True  # it writes chats with tools alone
-        try:
-            called = render(_CALLED, [_TOOL])
-        except ChatTemplateError:
-            called = ""
+
+        def tried(messages: Sequence[dict[str, Any]]) -> str | None:
+            try:
+                return render(messages, [_TOOL])
+            except ChatTemplateError:
+                return None
+
+        ids, called = _USUAL_IDS, tried(_called(_USUAL_IDS[0]))
+        if called is None and (called := tried(_called(_SHORT_IDS[0]))) is not None:
+            ids = _SHORT_IDS
+        several = called is None or tried(_called(*ids)) is not None
+        one_each = not several and tried(_with_one_call_each(_called(*ids))) is not None
+        called = called or ""
         alone = False
         if not knows and _CALL_OF_V3 not in called and _CALL_OF_V31 not in called:
-            try:
-                called = render([_USER, {**_CALLED[1], "content": None}, _CALLED[2]], [_TOOL])
-            except ChatTemplateError:
-                called = ""
+            user, calls, result = _called(ids[0])
+            called = tried([user, {**calls, "content": None}, result]) or ""
             alone = _CALL_OF_V3 in called
         fences = not knows and _CALL_OF_V3 in called
         leaves = fences or (not knows and _CALL_OF_V31 in called)
@@ -84,7 +107,8 @@ class ToolTemplate:
                 render([_USER], [_BARE_TOOL])
             except ChatTemplateError:
                 wants = True
-        return ToolTemplate(knows, (knows or leaves) and _ARGUMENTS in called, leaves, fences, alone, wants)
+        as_text, short = (knows or leaves) and _ARGUMENTS in called, ids == _SHORT_IDS
+        return ToolTemplate(knows, as_text, leaves, fences, alone, wants, short, one_each)
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Tools as the template wants them."""
@@ -96,6 +120,10 @@ class ToolTemplate:
         """Messages as the template wants them. ToolsUnknown where it knows no tools."""
         if not (self.knows_tools or self.leaves_tools_to_system):
             raise ToolsUnknown("tool calling, of which this model's chat template knows nothing,")
+        if self.wants_short_ids:
+            messages = with_short_ids(messages)
+        if self.one_call_each:
+            messages = _with_one_call_each(messages)
         if self.calls_without_content:
             return [part for message in messages for part in _calls_apart(message)]
         if self.arguments_as_text:
@@ -119,6 +147,35 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
     called = {**message, "content": None}
     said = {name: value for name, value in message.items() if name != "tool_calls"}
     return [said, called] if message["content"] else [called]
+
+
+def _with_one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of one call at most, each with its result behind it. Results that belong to none come last."""
+    made: list[dict[str, Any]] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        end = place
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results = [*tool_results_in_order(calls, messages[place:end])]
+        known = {call["id"] for call in calls}
+        in_turn = len(results) == len(calls) and not any(result.get("tool_call_id") in known for result in results)
+        place = end
+        for index, call in enumerate(calls):
+            silent = {"content": "", "reasoning_content": None} if index else {}
+            said = {**message, **silent, "tool_calls": [call]}
+            made.append({name: value for name, value in said.items() if value is not None or name == "content"})
+            own = [at for at, result in enumerate(results) if in_turn or result.get("tool_call_id") == call["id"]]
+            if own:
+                made.append(dict(results.pop(own[0])))
+        made += map(dict, results)
+    return made
 
 
 def _as_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

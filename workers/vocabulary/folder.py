@@ -15,6 +15,8 @@ ADDS_BOS_BY_DEFAULT: Final = ("Llama", "CodeLlama", "Gemma")
 """Prefixes of the names of tokenizer classes that put the begin-of-sequence id before a text unless `add_bos_token` is
 false, as their documentation says."""
 
+PROCESSOR_TEMPLATE: Final = "chat_template.json"
+"""File with a chat template, from the time before chat_template.jinja."""
 TEKKEN: Final = "tekken.json"
 """Tokenizer file of folders in Mistral's own layout."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model", TEKKEN)
@@ -31,15 +33,35 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 
     try:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):
-            return tiktoken.load(folder)
+            return _with_template(tiktoken.load(folder), folder)
         own: dict[str, str] = {}
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != TEKKEN):
             own = {"bos_token": "<s>", "eos_token": "</s>"}  # which the file names nowhere
         hf: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), **own)
         add_declared_ids(hf, folder, adds_bos=bool(own))
-        return hf
+        return _with_template(hf, folder)
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _with_template(hf: PreTrainedTokenizerFast, folder: Path) -> PreTrainedTokenizerFast:
+    """`hf` with the chat template of chat_template.json where the folder has no other. transformers reads that file for
+    its processors alone, which makers of models that also see images publish it for."""
+    file = folder / PROCESSOR_TEMPLATE
+    if hf.chat_template or not file.is_file():
+        return hf
+    try:
+        values: Any = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{PROCESSOR_TEMPLATE} is no JSON: {error}") from None
+    template = values.get("chat_template") if isinstance(values, dict) else None
+    if isinstance(template, list):
+        template = {named["name"]: named["template"] for named in template}
+    texts = [*template.values()] if isinstance(template, dict) else [template]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f'{PROCESSOR_TEMPLATE} should be {{"chat_template": ...}} with the text of the template')
+    hf.chat_template = template
+    return hf
 
 
 def add_declared_ids(hf: PreTrainedTokenizerFast, folder: Path, *, adds_bos: bool = False) -> None:

@@ -14,7 +14,7 @@ from deploy.api.http.body import Incoming, parse_object, validate
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
-from deploy.api.job.defaults import with_defaults
+from deploy.api.job.defaults import most_asked, with_defaults
 from deploy.api.job.model import Reading, ServedModel, too_long
 from deploy.api.job.unsupported import Endpoint, reject_unsupported
 from deploy.api.limits.admission import Admission
@@ -197,12 +197,14 @@ def build_job(
     tokenizer: Tokenizer | None,
     config: ApiConfig,
     grammar: Grammar | None = None,
+    most: int | None = None,
 ) -> Job:
-    """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow."""
+    """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow. `most`:
+    the most tokens of an answer, where neither the request nor the settings say it."""
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
-    wanted = (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
-    default = config.default_max_tokens or (None if chat else DEFAULT_COMPLETION_TOKENS)
+    wanted = most_asked(body)
+    default = config.default_max_tokens or most or (None if chat else DEFAULT_COMPLETION_TOKENS)
     logprobs = requested_logprobs(body, config)
     sampling = sampling_params(body, logprobs, info, grammar)
     check_ids(body.logprob_token_ids, info.vocab_size, "logprob_token_ids")
@@ -267,7 +269,7 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     """Make the job of a chat. 400 for impossible requests, 429 where there is no room. Endpoints of other shapes make a
     chat of their bodies first."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
-    body = with_defaults(body, model.sampling_defaults)
+    body = with_defaults(body, model.sampling_defaults, info.vocab_size)
     check_limits(body, tokenizer, config)
     admission.check_size(1, body.n)
     admission.check_capacity(1)  # before the work of tokenizing; counted exactly when the job starts
@@ -275,5 +277,6 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     [ids] = await model.encode([text], body.add_special_tokens, "messages")
     reading = model.reader.reading(body, text)
     constraint = await requested_grammar(body, tokenizer, info, reading) if body.constrained else UNCONSTRAINED
-    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, constraint.grammar)
+    most = model.sampling_defaults.get("max_tokens")
+    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, constraint.grammar, most)
     return replace(job, reading=reading, not_enforced=constraint.not_enforced)

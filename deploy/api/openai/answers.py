@@ -3,7 +3,7 @@ for every token; a test holds the one against the other."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -239,9 +239,8 @@ class ModelCard(Answer):
     root: str
     parent: None = None
     max_model_len: int
-    sampling_defaults: dict[str, float]
-    """Sampling parameters of requests that give none, where these are not temperature 1 without a filter. An
-    extension."""
+    sampling_defaults: dict[str, Any]
+    """Fields of requests that give none, where these are not temperature 1 without a filter. An extension."""
 
 
 class ModelList(Answer):

@@ -25,10 +25,11 @@ from workers.protocol.scores import Scores
 async def completion_job(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
     """Make the job of a completion. 400 for impossible requests, 429 where there is no room."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
-    body = with_defaults(body, model.sampling_defaults)
+    body = with_defaults(body, model.sampling_defaults, info.vocab_size)
     prompts = await _prompts(body, incoming, model, admission)
     constraint = await requested_grammar(body, tokenizer, info) if body.constrained else UNCONSTRAINED
-    return await incoming.work(build_job, body, prompts, info, tokenizer, config, constraint.grammar)
+    most = model.sampling_defaults.get("max_tokens")
+    return await incoming.work(build_job, body, prompts, info, tokenizer, config, constraint.grammar, most)
 
 
 async def _prompts(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> list[Prompt]:

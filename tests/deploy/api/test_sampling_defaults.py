@@ -15,10 +15,10 @@ from fake_engine import FakeEngine, say, serving
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.job.defaults import read_defaults
+from deploy.api.job.defaults import not_taken, read_defaults
 from deploy.config.api import ApiConfig
 from deploy.config.application import ServeConfig
-from deploy.serve.replica import sampling_defaults
+from deploy.serve.replica import sampling_defaults, what_is_not_taken
 from workers.protocol.front import EngineFault
 
 R1 = {"temperature": 0.6, "top_p": 0.95}
@@ -83,6 +83,14 @@ def test_the_list_of_models_says_which_hold(port: Any) -> None:
         ({"temperature": None, "top_k": None, "top_p": 1.0}, {"top_p": 1.0}),
         ({"temperature": 0}, {"temperature": 0}),
         (ALL, ALL),
+        ({"do_sample": False}, {"temperature": 0}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 9}, {"temperature": 0}),
+        ({"max_new_tokens": 20, "min_new_tokens": 3}, {"max_tokens": 20, "min_tokens": 3}),
+        ({"stop_strings": "END"}, {"stop": ["END"]}),
+        ({"stop_strings": ["A", "B"]}, {"stop": ["A", "B"]}),
+        ({"suppress_tokens": [5, 6], "bad_words_ids": [[6], [7], [8, 9]]}, {"logit_bias": dict.fromkeys("567", -100)}),
+        ({"suppress_tokens": [], "bad_words_ids": None, "stop_strings": []}, {}),
     ],
 )
 def test_a_folder_says_it_in_its_generation_config(
@@ -98,7 +106,64 @@ def test_a_folder_says_it_in_its_generation_config(
     assert sampling_defaults(ServeConfig.model_validate(without)) == {}
 
 
-@pytest.mark.parametrize("given", ['{"temperature": 5}', '{"top_p": "high"}', '{"top_k": 0.5}', "[]", "{"])
+def test_what_is_not_taken_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = ServeConfig.model_validate({"engine": {"model": str(tmp_path)}})
+    assert what_is_not_taken(config) is None
+    plain = {**ALL, "do_sample": True, "eos_token_id": [1], "pad_token_id": 0, "transformers_version": "4.52.0",
+             "_from_model_config": True, "typical_p": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0,
+             "cache_implementation": "static", "max_new_tokens": 9, "suppress_tokens": [1],
+             "penalty_alpha": None}  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(plain))
+    assert not_taken(tmp_path) == []
+    odd = {"typical_p": 0.9, "num_beams": 4, "no_repeat_ngram_size": 3, "max_length": 131072, "bad_words_ids": [[1, 2]]}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**plain, **odd}))
+    said = what_is_not_taken(config)
+    assert said is not None
+    assert all(name in said for name in odd)
+    assert "temperature" not in said
+    without = {"engine": {"model": str(tmp_path)}, "api": {"generation_config": "none"}}
+    assert what_is_not_taken(ServeConfig.model_validate(without)) is None
+
+
+MORE = {"max_tokens": 3, "min_tokens": 2, "stop": ["fox"], "logit_bias": {"7": -100.0, "100000": -100.0}}
+
+
+def test_lengths_ends_and_tokens_that_never_come(engine: FakeEngine) -> None:
+    """What a request says has the last word, but for tokens that the maker never wants; none is made impossible."""
+    app = create_app(engine, tiny(), ApiConfig(served_model_names=("tiny",)), sampling_defaults=MORE)
+    with serving(app) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+
+        def ask(path: str, **more: Any) -> Any:
+            body = {"prompt": "x"} if path == "completions" else {"input": "x"} if path == "responses" else {}
+            body = body or {"messages": MESSAGES}
+            answer = httpx.post(f"{url}/{path}", json={"model": "tiny", **body, **more})
+            assert answer.status_code == 200, answer.text
+            return engine.requests[-1].sampling
+
+        for path in ("completions", "chat/completions", "responses"):
+            found = ask(path)
+            assert (found.max_tokens, found.min_tokens, found.logit_bias) == (3, 2, ((7, -100.0),))
+        assert ask("messages", max_tokens=1).min_tokens == 1
+        for name in ("max_tokens", "max_completion_tokens"):
+            found = ask("chat/completions", **{name: 1})
+            assert (found.max_tokens, found.min_tokens) == (1, 1)
+        found = ask("completions", max_tokens=9, min_tokens=0, logit_bias={"7": 5, "8": 1})
+        assert (found.max_tokens, found.min_tokens, found.logit_bias) == (9, 0, ((7, -100.0), (8, 1.0)))
+        long = " ".join(["x"] * 120)
+        assert ask("completions", prompt=long).max_tokens == 3
+        for given, text in (({}, ""), ({"stop": "dog"}, "fox")):
+            body = {"model": "tiny", "prompt": "x", "min_tokens": 0, **given}
+            choice = httpx.post(f"{url}/completions", json=body).json()["choices"][0]
+            assert (choice["text"].strip(), choice["finish_reason"]) == (text, "stop")
+
+
+@pytest.mark.parametrize(
+    "given",
+    ['{"temperature": 5}', '{"top_p": "high"}', '{"top_k": 0.5}', "[]", "{", '{"max_new_tokens": "9"}',
+     '{"suppress_tokens": [-1]}', '{"bad_words_ids": [["x"]]}'],
+)  # fmt: skip
 def test_values_that_no_request_could_have_end_the_start(tmp_path: Path, given: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(given)

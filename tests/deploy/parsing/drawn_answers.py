@@ -53,7 +53,10 @@ EVERYWHERE = ["words before", "words between", "words behind", "reasoning", "cut
 JSON = [
     "no section begin", "no section end", "no section", "no call end", "no last call end", "two section begins",
     "two call begins", "two separators", "two call ends", "space around heads", "newlines", "other fence", "indented",
-    "empty section", "a section each", "no call begin", "no separator", "other head",
+    "empty section", "a section each", "no call begin", "no separator", "other head", *(LOOSE := [
+        "python spelling", "commas too many", "commas missing", "comments", "bare keys", "braces too many",
+        "brackets missing", "a string of JSON", "in an array", "odd escapes",
+    ]),
 ]  # fmt: skip
 TAGGED = [
     "newlines", "no call end", "no last call end", "body", "fenced body", "python values", "space around names",
@@ -69,11 +72,11 @@ KINDS = {
     ],
     "hermes": [
         *EVERYWHERE, "newlines", "no call end", "no last call end", "two call begins", "two call ends", "other fence",
-        "indented", "other order", "no brace",
+        "indented", "other order", "no brace", *LOOSE,
     ],
     "mistral": [
         *EVERYWHERE, "newlines", "two call begins", "two separators", "no separator", "space around heads", "indented",
-        "other fence", "own ids",
+        "other fence", "own ids", *(kind for kind in LOOSE if kind != "brackets missing"),
     ],
     "deepseek_v32": [
         *TAGGED, *EVERYWHERE, "no section begin", "no section end", "no section", "other section", "two section begins",
@@ -102,6 +105,9 @@ APART = [
     {"space around names", "no key begin", "call begin for key"},
     {"no brace", "other order", "cut", "no call end", "no last call end", "other fence"},
     {"other order", "cut"},
+    {*LOOSE, "cut", "indented", "no separator", "no brace", "other order"},
+    {"brackets missing", "no call end", "no last call end"},
+    {"a string of JSON", "in an array", "other fence"},
 ]  # fmt: skip
 """Sets of which an answer has one member at most: together they would leave it open what was meant."""
 
@@ -207,7 +213,9 @@ class Writer:
             place = text.rindex(written)
             return place + self.draw.randrange(1, len(written) + 1)
         begin = text.rindex("{", 0, text.rindex('"city"'))
-        return begin + self.draw.randrange(1, text.rindex("}") - begin + 1)
+        end = text.rindex("}")
+        end = text.rindex("}", 0, end) if self.name == "hermes" else end
+        return begin + self.draw.randrange(1, end - begin + 1)
 
     def either(self, *options: str) -> str:
         return self.draw.choice(options)
@@ -256,7 +264,7 @@ class JsonFormat:
             end = ""
         end = end * 2 if self.has("two call ends") else end
         space = self.space("space around heads")
-        body = json.dumps(arguments, ensure_ascii=False, indent=2 if self.has("indented") else None)
+        body = self.body(arguments)
         head = self.head(index, name)
         if self.writer.name == "kimi_k2":
             return begin + space + head + space + separator + self.space() + self.fenced(body, False) + end
@@ -268,6 +276,37 @@ class JsonFormat:
         if self.has("no separator"):
             return f"{begin}{space}{second}{space}\n{fenced}{end}"
         return f"{begin}{space}{first}{space}{separator}{space}{second}{space}\n{fenced}{end}"
+
+    def body(self, arguments: dict[str, Any]) -> str:
+        """The arguments as the model spells them."""
+        if self.has("python spelling"):
+            return repr(arguments)
+        body = json.dumps(arguments, ensure_ascii=False, indent=2 if self.has("indented") else None)
+        inner = body[1:-1]
+        if self.has("commas too many") and inner:
+            body = self.draw.choice([f"{{{inner},}}", f"{{{inner} ,\n}}", f"{{,{inner},,}}"])
+        if self.has("commas missing"):
+            body = "{" + " ".join(f"{dumps(key)}: {dumps(value)}" for key, value in arguments.items()) + "}"
+        if self.has("comments"):
+            body = self.draw.choice(
+                [f"{{ // one, }}\n{inner}}}", f"{{{inner} /* }} * / **/}}", f"{{/**/{inner}// x\n}}"]
+            )
+        if self.has("bare keys"):
+            body = "{" + ", ".join(f"{key}: {dumps(value)}" for key, value in arguments.items()) + "}"
+        if self.has("braces too many"):
+            body = self.draw.choice([f"{body}}}", f"{body}\n}}", f"{{{body}}}", f"{body} }} }}"])
+        if self.has("brackets missing"):
+            body = body[:-1].removesuffix("]")
+        if self.has("a string of JSON"):
+            body = dumps(body)
+        if self.has("in an array"):
+            body = self.draw.choice([f"[{body}]", f"[\n{body}\n]"] + (["[]", "null", '""'] if not arguments else []))
+        if self.has("odd escapes"):
+            body = body.replace("Paris", "\\Paris").replace("two", "\\'two")
+            arguments.update(
+                {k: v.replace("Paris", "\\Paris").replace("two", "'two") for k, v in arguments.items() if k == "city"}
+            )
+        return body
 
     def head(self, index: int, name: str) -> str:
         """Write what stands before the arguments; in V3's form its two parts."""
@@ -318,6 +357,10 @@ class Hermes(JsonFormat):
         if self.has("other order"):
             call = self.draw.choice([{"arguments": arguments, "name": name}, {"id": 1, **call}, {**call, "id": "x"}])
         body = json.dumps(call, ensure_ascii=False, indent=2 if self.has("indented") else None)
+        if not self.has("other order"):
+            body = (
+                f'{{"name": {dumps(name)}, "arguments": {self.body(arguments)}}}' if not self.has("indented") else body
+            )
         body = body[:-1].rstrip() if self.has("no brace") else body
         return f"{begin}{self.space()}\n{self.fenced(body, False)}{self.space()}\n{end}"
 
@@ -337,7 +380,7 @@ class Mistral(JsonFormat):
         separator = "" if self.has("no separator") else "[ARGS]" * (2 if self.has("two separators") else 1)
         if self.has("own ids"):
             separator = f"[CALL_ID]{self.draw.choice(['aB3dE6g', 'no id', 'x'])}{index:02}{separator}"
-        body = json.dumps(arguments, ensure_ascii=False, indent=2 if self.has("indented") else None)
+        body = self.body(arguments)
         space = self.space("space around heads")
         return begin + space + name + space + separator + self.space() + self.fenced(body, False)
 

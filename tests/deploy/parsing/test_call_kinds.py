@@ -131,6 +131,166 @@ def test_heads_of_deepseek(name: str, head: str) -> None:
     check(name, spelled(f"<<[{head}{CITY}{end}]>>", DEEPSEEK), "", [OSLO])
 
 
+LOOSE: list[tuple[str, dict[str, Any]]] = [
+    ('{"city": "a } b { \\" }"}', {"city": 'a } b { " }'}),
+    ('{"city": "\\u6771\\u4eac \\ud83d\\ude00"}', {"city": "東京 😀"}),
+    ('{"city": "Oslo",}', {"city": "Oslo"}),
+    ('{"city": "Oslo", \n}', {"city": "Oslo"}),
+    ('{"city": "Oslo",, "days": 3}', {"city": "Oslo", "days": 3}),
+    ('{"city": "Oslo" "days": 3}', {"city": "Oslo", "days": 3}),
+    ('{"places": [{"a": 1,},],}', {"places": [{"a": 1}]}),
+    ('{"places": [{"a": 1} {"a": 2}]}', {"places": [{"a": 1}, {"a": 2}]}),
+    ("{'city': 'Oslo'}", {"city": "Oslo"}),
+    ("{'city': 'it\\'s \"x\"'}", {"city": 'it\'s "x"'}),
+    ('{“city”: “Oslo”}', {"city": "Oslo"}),
+    ('{city: "Oslo", days: 3}', {"city": "Oslo", "days": 3}),
+    ('{"unit": C, "free": 2024-01-31}', {"unit": "C", "free": "2024-01-31"}),
+    ('{"exact": True, "note": None}', {"exact": True, "note": None}),
+    ('{"exact": undefined, "note": NaN}', {"exact": None, "note": None}),
+    ('{"days": +3, "free": [.5, 3., 007, 1_000]}', {"days": 3, "free": [0.5, 3, "007", "1_000"]}),
+    ('{"days": 1e5, "free": -0.5E-3}', {"days": 1e5, "free": -0.5e-3}),
+    ('{"city": "C:\\dir \\d+ \\\' \\_ \\u12 \\x41"}', {"city": "C:\\dir \\d+ ' \\_ \\u12 \\x41"}),
+    ('{"city": "Os\tlo\n2"}', {"city": "Os\tlo\n2"}),
+    ('{"city": "Oslo", // here }\n "days": 3 /* and } there */}', {"city": "Oslo", "days": 3}),
+    ('{"city": , "days": 3, "note": }', {"city": None, "days": 3, "note": None}),
+    ('{"city"= "Oslo"}', {"city": "Oslo"}),
+    ('{{"city": "Oslo"}}', {"city": "Oslo"}),
+    ('{"city": "Oslo"}}', {"city": "Oslo"}),
+    ('{"city": "Oslo"}\n}', {"city": "Oslo"}),
+    ('{"places": [{"a": 1}}', {"places": [{"a": 1}]}),
+    ('"{\\"city\\": \\"Oslo\\"}"', {"city": "Oslo"}),
+    ('[{"city": "Oslo"}]', {"city": "Oslo"}),
+    ('""', {}), ("null", {}), ("None", {}), ("[]", {}), ("[ ]", {}), ("{ }", {}),
+]  # fmt: skip
+OPEN: list[tuple[str, dict[str, Any]]] = [
+    ('{"city": "Oslo"', {"city": "Oslo"}),
+    ('{"city": "Oslo",', {"city": "Oslo"}),
+    ('{"days": 3', {"days": 3}),
+    ('{"places": [{"a": 1}', {"places": [{"a": 1}]}),
+    ('{"places": [{"a": [', {"places": [{"a": []}]}),
+    ("{", {}),
+]
+"""Arguments whose brackets are open where the call's end stands."""
+CALLS = {
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "kimi_k2": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>',
+    "mistral": "[TOOL_CALLS]get_weather[ARGS]{}",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_that_are_not_quite_json(name: str) -> None:
+    before, behind = CALLS[name].split("{}") if name != "hermes" else CALLS[name].rsplit("{}", 1)
+    for text, arguments in LOOSE + (OPEN if name not in ("hermes", "mistral") else []):
+        assert not check(name, before + text + behind, "", [("get_weather", arguments)]).broken
+    for text, arguments in [*LOOSE, *OPEN]:
+        if "[" not in text[:1] and '"' not in text[:1] and "{" in text:
+            for tagged in ("<tool_call>get_weather\n{}\n</tool_call>", f"{INVOKE}{{}}{END}{SECTION_END}"):
+                one = "glm" if "tool_call" in tagged else "deepseek_v32"
+                check(one, tagged.replace("{}", text), "", [("get_weather", arguments)])
+
+
+@pytest.mark.parametrize("text", ["get_weather\nnull", "get_weather None", "get_weather\n[]", "get_weather{}"])
+def test_calls_of_glm_without_arguments(text: str) -> None:
+    check("glm", f"<tool_call>{text}</tool_call>", "", [("get_weather", {})])
+
+
+OBJECTS = [
+    {"name": "get_weather", "arguments": {"city": "Oslo"}},
+    {"arguments": {"city": "Oslo"}, "name": "get_weather"},
+    {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}},
+    {"function": "get_weather", "arguments": {"city": "Oslo"}},
+    {"tool_name": "get_weather", "args": [{"city": "Oslo"}]},
+    {"name": "get_weather", "input": "{'city': 'Oslo',}"},
+    {"name": "get_weather", "city": "Oslo"},
+]
+
+
+@pytest.mark.parametrize("call", OBJECTS)
+def test_a_call_that_is_one_object(call: dict[str, Any]) -> None:
+    for written in (json.dumps(call), repr(call), json.dumps(call, indent=1)[:-2]):
+        check("hermes", f"<tool_call>{written}</tool_call>", "", [OSLO])
+        check("glm", f"<tool_call>\n{written}\n</tool_call>", "", [OSLO])
+        check("kimi_k2", f"{KIMI['<<']}{KIMI['[']}{written}{KIMI[']']}{KIMI['>>']}", "", [OSLO])
+        check("deepseek_v31", f"{DEEPSEEK['<<']}{DEEPSEEK['[']}{written}{DEEPSEEK[']']}{DEEPSEEK['>>']}", "", [OSLO])
+    for empty in (None, "", [], "null", {}):
+        check("hermes", f"<tool_call>{json.dumps({'name': 'now', 'arguments': empty})}</tool_call>", "", [NOW])
+
+
+def test_a_call_of_mistral_that_ends_with_its_name() -> None:
+    for text in ("[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS]now[ARGS]null", "[TOOL_CALLS]now [ARGS] "):
+        check("mistral", text, "", [NOW])
+    one = parser("mistral")
+    assert found([*one.push("[TOOL_CALLS]now[ARGS]"), *one.finish(cut=True)]).calls == []
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31", "deepseek_v3"])
+def test_objects_in_sections(name: str) -> None:
+    markers = KIMI if name == "kimi_k2" else DEEPSEEK
+    one, two = json.dumps(OBJECTS[0]), '{"name": "now", "arguments": {}}'
+    begin, end = markers["<<"], markers[">>"]
+    for text, calls in [
+        (one, [OSLO]), (f"{one}\n{two}", [OSLO, NOW]), (f"[{one}]", [OSLO]), (f"[\n{one},\n {two}\n]", [OSLO, NOW]),
+        (f"```json\n{one}\n```", [OSLO]), (f"```json\n[{one}]\n```", [OSLO]),
+        (f"{markers['[']}[{one}]{markers[']']}", [OSLO]),
+    ]:  # fmt: skip
+        check(name, f"Hm.{begin}{text}{end}", "Hm.", calls)
+    check(name, f"{begin}{{ok}} and {one[:-20]}", f"{{ok}} and {one[:-20]}", [])
+
+
+NAMES = ["`get_weather`", '"get_weather"', "get_weather:", "functions.get_weather", "tool:get_weather", "get_weather()"]
+
+
+@pytest.mark.parametrize("written", NAMES)
+def test_names_with_something_around_them(written: str) -> None:
+    check(
+        "hermes",
+        f"<tool_call>{json.dumps({'name': f' {written} ', 'arguments': {'city': 'Oslo'}})}</tool_call>",
+        "",
+        [OSLO],
+    )
+    check("glm", f"<tool_call>{written}<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>", "", [OSLO])
+    if "`" not in written:
+        check("mistral", f"[TOOL_CALLS]{written}[ARGS]{CITY}", "", [OSLO])
+        check("deepseek_v31", spelled(f"<<[{written}|{CITY}]>>", DEEPSEEK), "", [OSLO])
+    if '"' not in written:
+        check("deepseek_v32", INVOKE.replace("get_weather", written) + PARAMETER + END, "", [OSLO])
+    own = TOOL_PARSERS["mistral"]({"functions.get_weather": {}}, str)
+    text = f"[TOOL_CALLS]functions.get_weather[ARGS]{CITY}"
+    assert found(events_of(AnswerParser(None, own), [text])).calls == [("functions.get_weather", {"city": "Oslo"})]
+
+
+J, K = json.dumps({"name": "get_weather", "arguments": {"city": "Oslo"}}), '{"name": "now", "arguments": {}}'
+SEVERAL = [
+    ("hermes", f"<tool_call>\n{J}\n{K}\n</tool_call>", "", [OSLO, NOW]),
+    ("hermes", f"<tool_call>\n[{J}, {K}]\n</tool_call>ok", "ok", [OSLO, NOW]),
+    ("hermes", f"<tool_call>[{J}]", "", [OSLO]),
+    ("hermes", f"<tool_call>{J}<tool_call>{K}<tool_call>", "", [OSLO, NOW]),
+    ("hermes", f"<tool_call>get_weather\n{CITY}</tool_call>", "", [OSLO]),
+    ("hermes", f"<tool_call>`get_weather`: {CITY}\n</tool_call>", "", [OSLO]),
+    ("hermes", f"<tool_call>{J}\n{{ok}} and more", "{ok} and more", [OSLO]),
+    ("hermes", "Use <tool_call> tags: `<tool_call>{...}</tool_call>`.", "Use tags: `{...}`.", []),
+    ("mistral", f"[TOOL_CALLS]{J},{K}", "", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]```json\n[{J}, {K}]\n```", "", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}now[ARGS]{{}}", "", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}, now [ARGS]{{}} so", "so", [OSLO, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY} now it is", "now it is", [OSLO]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}, so", ", so", [OSLO]),
+    ("mistral", "The marker [TOOL_CALLS] begins a call.", "The marker begins a call.", []),
+    ("glm", "<tool_call>get_weather<arg_key>'city'</arg_key><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),
+    ("glm", "<tool_call>get_weather<arg_key>city</arg_value><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),
+    ("glm", "<tool_call>now</arg_key></tool_call>", "", [NOW]),
+    ("glm", "<tool_call>now()</tool_call>", "", [NOW]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), SEVERAL)
+def test_calls_in_other_forms(name: str, text: str, content: str, calls: list[Any]) -> None:
+    check(name, text, content, calls)
+
+
 PARAMETER = '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
 INVOKE, END = '<｜DSML｜invoke name="get_weather">\n', "</｜DSML｜invoke>\n"
 SECTION, SECTION_END = "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
@@ -164,6 +324,15 @@ DSML = [
     (f"{INVOKE}{PARAMETER.replace('</｜DSML｜parameter>', '')}{END}{SECTION_END}", "", [OSLO]),
     (f"{INVOKE}{PARAMETER}And on.\n{END}", "And on.\n", [OSLO]),
     (f'{INVOKE}<｜DSML｜parameter name="city" string="true">Osl', "Osl", []),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}{SECTION_END}".replace("<｜DSML｜invoke", "<invoke"), "", [OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}{INVOKE}{PARAMETER}{END}{SECTION_END}ok".replace("｜DSML｜invoke", "invoke")
+     .replace("｜DSML｜param", "param"), "ok", [OSLO, OSLO]),
+    (f"{SECTION}{INVOKE}{PARAMETER}{END}</｜DSML｜calls>ok", "ok", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('parameter', 'param').replace('name', 'key')}{END}", "", [OSLO]),
+    (f"{INVOKE.replace('name', 'function')}{PARAMETER}{END}", "", [OSLO]),
+    (f"{INVOKE}{PARAMETER.replace('city', 'days').replace('Oslo', '3')}{END}", "", [("get_weather", {"days": 3})]),
+    (f"{SECTION}{{\"name\": \"get_weather\", \"arguments\": {CITY}}}\n{SECTION_END}", "", [OSLO]),
+    (f"{SECTION}<invoice> is no tag", "<invoice> is no tag", []),
     ('A <｜DSML｜ tag, <｜DSML｜other> and <｜DSML｜invoke name="now', "A  tag, other> and ", []),
     (f"{END}{PARAMETER}", "Oslo\n", []),
 ]  # fmt: skip

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 from tiny_tokenizer import TEMPLATE, tiny
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_R1_CALLS, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI, MISTRAL_STRICT
+from tool_templates import (
+    DEEPSEEK_R1,
+    DEEPSEEK_R1_CALLS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM,
+    KIMI,
+    MISTRAL_SHORT_IDS,
+    MISTRAL_STRICT,
+    ONE_CALL,
+)
 
 from deploy.text.errors import ToolsUnknown
 from deploy.text.tokenizer import Tokenizer
@@ -31,6 +41,8 @@ KNOWN = {
         ToolTemplate(False, True, True, fences_arguments=True)
     ),
     MISTRAL_STRICT: ToolTemplate(knows_tools=True, arguments_as_text=True),
+    MISTRAL_SHORT_IDS: ToolTemplate(knows_tools=True, arguments_as_text=False, wants_short_ids=True),
+    ONE_CALL: ToolTemplate(knows_tools=True, arguments_as_text=False, one_call_each=True),
     DESCRIBED: ToolTemplate(knows_tools=True, arguments_as_text=False, wants_descriptions=True),
     DEEPSEEK_R1: ToolTemplate(knows_tools=False, arguments_as_text=False),
     TEMPLATE: ToolTemplate(knows_tools=False, arguments_as_text=False),
