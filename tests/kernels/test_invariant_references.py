@@ -17,6 +17,7 @@ from kernels.moe import route
 from kernels.ordered_sum import ordered_sum
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.routing_rule import RoutingRule
+from kernels.sigmoid_mul import sigmoid_mul
 from kernels.silu_mul import silu_mul
 
 COUNTS = (1, 2, 3, 5, 16, 17, 64)
@@ -138,6 +139,18 @@ def test_silu_mul(features: int) -> None:
         return out
 
     same_in_every_call(gate, torch.randn(70, 2 * features))
+
+
+@pytest.mark.parametrize("features", [5, 16, 200])
+def test_sigmoid_mul(features: int) -> None:
+    torch.manual_seed(0)
+
+    def gated(part: Tensor) -> Tensor:
+        out = torch.full((len(part), 1, features), torch.nan)
+        sigmoid_mul(part[:, None, :features], part[:, None, features:], out)
+        return out
+
+    same_in_every_call(gated, torch.randn(70, 2 * features))
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AXK2Config
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 
 from kernels import moe
 from kernels.matrix import BlockScaled, GroupScaled, Matrix
@@ -89,6 +91,28 @@ def test_ties_go_to_the_lowest_id() -> None:
     moe.route(torch.zeros(1, 64), torch.zeros(64), ids, weights, RoutingRule("sigmoid", 1, 1, True, 1.0))
     assert ids.tolist() == [[0, 1, 2]]
     torch.testing.assert_close(weights, torch.full((1, 3), 1 / 3))
+
+
+def test_experts_of_closed_groups_count_as_zero() -> None:
+    """As transformers' router of A.X K2 has it. Those of the best group are below 0, so the other group's are chosen,
+    whichever group is the best; of more than are wanted it is not said there which."""
+    config = AXK2Config(
+        hidden_size=16, n_routed_experts=6, num_experts_per_tok=3, n_group=2, topk_group=1, first_k_dense_replace=0
+    )
+    torch.manual_seed(0)
+    router = AXK2TopkRouter(config)
+    router.weight.data.normal_()
+    router.e_score_correction_bias.fill_(-2.0)
+    x = torch.randn(20, 16)
+    with torch.no_grad():
+        logit, want_weights, want_ids = router(x)
+    ids, weights = torch.empty(20, 3, dtype=torch.int64), torch.empty(20, 3)
+    rule = RoutingRule("sigmoid", 2, 1, True, 2.5, closed_at_zero=True)
+    moe.route(logit, router.e_score_correction_bias, ids, weights, rule)
+    order = want_ids.argsort(dim=1)
+    assert torch.equal(ids, want_ids.gather(1, order))
+    torch.testing.assert_close(weights, want_weights.gather(1, order))
+    assert {tuple(row) for row in ids.tolist()} == {(0, 1, 2), (3, 4, 5)}
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.sigmoid_mul import launch_sigmoid_mul, sigmoid_mul
 from kernels.silu_mul import launch_silu_mul, silu_mul
 
 
@@ -57,6 +59,28 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     gate, up = gate_up.double().chunk(2, -1)
     atol, rtol = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sigmoid_mul(dtype: torch.dtype) -> None:
+    made, x = (torch.randn(6, 4, 16) * 3).to(dtype), (torch.randn(6, 4, 10) * 3).to(dtype)
+    out, gate = torch.empty_like(x), made[..., 6:]
+    want = x.double() / (1 + (-gate.double()).exp())
+    atol, rtol = TOLERANCE[dtype]
+    sigmoid_mul(x, gate, out)
+    torch.testing.assert_close(out.double(), want, atol=atol, rtol=rtol)
+    sigmoid_mul(x, gate, x)
+    assert torch.equal(x, out)
+    silu = F.silu(x.double())
+    sigmoid_mul(x, x, x)
+    torch.testing.assert_close(x.double(), silu, atol=atol, rtol=rtol)
+
+
+def test_the_launcher_of_output_gates_refuses_what_its_kernel_cannot_read() -> None:
+    x = torch.empty(4, 3, 8)
+    for gate in (torch.empty(4, 8, 3).transpose(1, 2), x[:, :2], x[..., :4]):
+        with pytest.raises(ValueError, match="side by side"):
+            launch_sigmoid_mul(x, gate, x)
 
 
 def test_the_gates_launcher_refuses_what_its_kernel_cannot_read() -> None:

@@ -11,8 +11,6 @@ groups of them, K experts of a token, Y tokens of an expert, Z positions that an
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, einsum
@@ -22,10 +20,10 @@ from workers.cache.paged import PagedCache
 from workers.models.attention.latent import LatentAttention
 from workers.models.attention.sparse import SparseAttention
 from workers.models.choices import Choices
-from workers.models.deepseek_parts import PagedTokens, linear, norm, rope
+from workers.models.deepseek_parts import PagedTokens, both, linear, norm, opened, per_head, rope
 from workers.models.deepseek_sparse import select
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
-from workers.models.layer_ops import Gated, Mixture, NormGate
+from workers.models.layer_ops import Gated, Mixture
 from workers.models.model import Model
 
 
@@ -44,10 +42,8 @@ def attention(
     entry_TC = torch.cat([norm(c_TL, heads.norm_L), rope(k_TO, turn_TO)], 1)  # (1), (3)
     latent_entry.write(entry_TC.to(dtype), heads.latent, at.slot_T, cache_PKC)
     if layer.q_norm_A is not None and layer.q_up_QA is not None:  # else q = W^Q h
-        normed_TF = norm(q_TF, layer.q_norm_A)
-        q_TF = linear(torch.cat([normed_TF, q_TF], 1) if layer.gated else normed_TF, layer.q_up_QA)  # (6)
-    q_THF, features = q_TF.view(len(x_TE), heads.count, -1), heads.nope + heads.rope
-    q_THN, q_THO, gate_THV = q_THF.tensor_split([heads.nope, features], 2)  # (7); gates in A.X K2 alone
+        q_TF = linear(both(norm(q_TF, layer.q_norm_A), q_TF, layer), layer.q_up_QA)  # (6)
+    q_THN, q_THO, gate_THV = per_head(q_TF, heads)  # (7); gates in A.X K2 alone
     q_THD = torch.cat([q_THN, rope(q_THO, turn_TO.unsqueeze(1))], 2)  # (8), (9)
     q_THD *= layer.query_scale(at.position_T).view(-1, 1, 1)  # 1, except in Mistral Small 4
     out_THV = x_TE.new_empty(len(x_TE), heads.count, heads.value)
@@ -62,9 +58,7 @@ def attention(
             seen_TS &= (selected_TZ[own_T].unsqueeze(2) == torch.arange(len(entry_SC))).any(1)
         weight_HTS = score_HTS.masked_fill(~seen_TS, -torch.inf).softmax(2)
         out_THV[own_T] = einsum("hts,shv->thv", weight_HTS, v_SHV)  # (10)
-    if layer.gated:
-        out_THV *= gate_THV.sigmoid()
-    return linear(out_THV.flatten(1), layer.out_EF)  # (11)
+    return linear(opened(out_THV, gate_THV).flatten(1), layer.out_EF)  # (11)
 
 
 def gated(x_TE: Tensor, network: Gated | DenseFeedForward) -> Tensor:
@@ -98,13 +92,6 @@ def experts(x_TE: Tensor, mixture: Mixture, choices: Choices | None) -> Tensor:
     return out_TE
 
 
-def norm_gate(x_TE: Tensor, gate: NormGate | None) -> Tensor:
-    """A norm, times its gate where it has one, as in A.X K2."""
-    if gate is None:
-        return x_TE
-    return x_TE * linear(F.silu(linear(x_TE, gate.down_RE)), gate.up_ER).sigmoid()
-
-
 def forward(
     model: Model, token_T: Tensor, at: PagedTokens, cache: PagedCache, choices: Choices | None = None
 ) -> Tensor:
@@ -112,14 +99,14 @@ def forward(
     eps, caches, selected_TZ = model.config.rms_norm_eps, iter(cache.layers), None
     turn_TO, h_TE = model.rotation_PO[at.position_T], model.embedding_YE[token_T].float()
     for layer in model.layers:
-        own = list(islice(caches, len(layer.attention.caches)))
-        x_TE = norm_gate(norm(h_TE, layer.attention_norm_E, eps), layer.attention_gate)
+        own = [next(caches) for _ in layer.attention.caches]
+        x_TE = norm(h_TE, layer.attention_norm_E, eps, layer.attention_gate)
         if isinstance(layer.attention, SparseAttention) and layer.attention.indexer is not None:
             selected_TZ = select(layer.attention, layer.attention.indexer, x_TE, turn_TO, at, own[1], choices)
         u_TE = attention(layer.attention, x_TE, turn_TO, at, own[0], selected_TZ)
         model.group.all_reduce(u_TE, u_TE)
         h_TE, feed_forward = h_TE + u_TE, layer.feed_forward
-        x_TE = norm_gate(norm(h_TE, layer.feed_forward_norm_E, eps), layer.feed_forward_gate)
+        x_TE = norm(h_TE, layer.feed_forward_norm_E, eps, layer.feed_forward_gate)
         if isinstance(feed_forward, DenseFeedForward):
             y_TE = gated(x_TE, feed_forward)
         else:

@@ -2,7 +2,8 @@
 reads row by row.
 
 Shape legend: T tokens, E input features, F output features, O rope features, R rows, P pages, K = 64 entries per page,
-C features or bytes of an entry, S entries of a row.
+C features or bytes of an entry, S entries of a row, A features of a query's latent, H heads of this rank, N features
+without rope, V value features.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
+from workers.models.attention.backend import Heads
+from workers.models.attention.latent import LatentAttention
+from workers.models.layer_ops import NormGate
 from workers.weights.weight import Weight
 
 
@@ -51,9 +55,28 @@ def linear(x_TE: Tensor, weight_FE: Weight) -> Tensor:
     return F.linear(x_TE, weight_FE.dequantized(torch.float32))
 
 
-def norm(x_TE: Tensor, weight_E: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMSNorm (Zhang and Sennrich, 2019). Inside attention the models have this epsilon, whatever their config says."""
-    return F.rms_norm(x_TE, weight_E.shape, weight_E.float(), eps)
+def norm(x_TE: Tensor, weight_E: Tensor, eps: float = 1e-6, gate: NormGate | None = None) -> Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019), times its `gate` where it has one, as in A.X K2. Inside attention the models
+    have this epsilon, whatever their config says."""
+    x_TE = F.rms_norm(x_TE, weight_E.shape, weight_E.float(), eps)
+    return x_TE if gate is None else x_TE * linear(F.silu(linear(x_TE, gate.down_RE)), gate.up_ER).sigmoid()
+
+
+def both(normed_TA: Tensor, x_TA: Tensor, layer: LatentAttention) -> Tensor:
+    """What queries are made of: a latent behind its norm; in A.X K2, which makes gates with them, also before it."""
+    return torch.cat([normed_TA, x_TA], 1) if layer.gated else normed_TA
+
+
+def per_head(q_TF: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+    """Each head's query, without and with rope, and the gate of its output, which has no features where there is none:
+    [T, H, N], [T, H, O] and [T, H, V]."""
+    q_THF = q_TF.view(len(q_TF), heads.count, -1)
+    return q_THF.tensor_split([heads.nope, heads.nope + heads.rope], 2)
+
+
+def opened(out_THV: Tensor, gate_THV: Tensor) -> Tensor:
+    """The heads' output, times the sigmoid of its gate where it has one."""
+    return out_THV * gate_THV.sigmoid() if gate_THV.shape[2] else out_THV
 
 
 def rope(x_TO: Tensor, turn_TO: Tensor) -> Tensor:

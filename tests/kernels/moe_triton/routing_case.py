@@ -24,6 +24,7 @@ class Routing:
     biased: bool = False
     normalize: bool = False
     scale: float = 1.0
+    closed_at_zero: bool = False
     shared: int = 0
     padded: tuple[int, ...] = ()
     """Rows of padding, of `rows` rows."""
@@ -70,7 +71,7 @@ class Routing:
 
     def _call(self, logit: Tensor, bias: Tensor, ids: Tensor, weight: Tensor) -> tuple[object, ...]:
         bias_or_none = bias if self.biased else None
-        rule = RoutingRule(self.scoring, self.groups, self.top_groups, self.normalize, self.scale)
+        rule = RoutingRule(self.scoring, self.groups, self.top_groups, self.normalize, self.scale, self.closed_at_zero)
         return (logit, bias_or_none, ids, weight, rule, self.shared)
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,9 @@ class Routing:
             rank = member.topk(2, -1).values.sum(-1) if self.biased else member.amax(-1)
             clear &= _apart(rank, self.top_groups)
             best = rank.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_groups]
-            choice = member.gather(1, best.unsqueeze(-1).expand(-1, -1, member.shape[-1])).flatten(1)
+            opened = member.gather(1, best.unsqueeze(-1).expand(-1, -1, member.shape[-1])).flatten(1)
+            closed = torch.zeros(self.tokens, (self.groups - self.top_groups) * member.shape[-1], dtype=opened.dtype)
+            choice = torch.cat([opened, closed], 1) if self.closed_at_zero else opened
         return clear & _apart(choice, self.chosen)
 
 
@@ -128,4 +131,6 @@ V3 = {
 }
 KIMI = {"experts": 384, "chosen": 8, "scoring": "sigmoid", "biased": True, "normalize": True, "scale": 2.827}
 DEMO = {**V3, "experts": 8, "chosen": 2, "groups": 4, "top_groups": 2}
-MODELS = {"V2-Lite": V2_LITE, "V2": V2, "V3": V3, "Kimi": KIMI, "demo": DEMO}
+AXK2 = {**V3, "experts": 32, "groups": 4, "top_groups": 1, "closed_at_zero": True}
+"""With experts so few that some tokens choose of closed groups."""
+MODELS = {"V2-Lite": V2_LITE, "V2": V2, "V3": V3, "Kimi": KIMI, "demo": DEMO, "A.X K2": AXK2}

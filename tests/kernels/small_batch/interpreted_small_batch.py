@@ -121,6 +121,7 @@ def test_companions_that_are_not_numbers_change_nothing(tokens: int) -> None:
 def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64)
     cases.check_rope_absorb(CPU, tokens, 2, 20, 12, 24)
+    cases.check_rope_absorb(CPU, tokens, 3, 24, 16, 64, gates=12)
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(17, 4), (33, 8), (64, 1)])
@@ -133,7 +134,7 @@ def test_rope_absorb_of_parts(tokens: int, parts: int) -> None:
 @pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131])
 def test_absorb(tokens: int) -> None:
     cases.check_absorb(CPU, tokens, 3, 24, 16, 64)
-    cases.check_absorb(CPU, tokens, 18, 20, 12, 24)
+    cases.check_absorb(CPU, tokens, 18, 20, 12, 24, gates=12)
 
 
 @pytest.mark.parametrize("lengths", [[1], [63, 0, 64], [400], [0], [700, 5]])

@@ -406,12 +406,20 @@ def check_companions(
     assert not results[1][1].isnan().any()
 
 
-def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int, parts: int = 0) -> None:
+def _queries(place: Place, tokens: int, heads: int, features: int, gates: int) -> Tensor:
+    """Queries of tokens that lie apart, and behind each head's so many features of its gate."""
+    made = heads * (features + gates)
+    return place.normal(tokens, made + 16)[:, :made].unflatten(1, (heads, -1))[..., :features]
+
+
+def check_rope_absorb(
+    place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int, parts: int = 0, gates: int = 0
+) -> None:
     """Absorbed and rotated queries, and cache entries; nothing else in the cache changes. With `parts`: of queries and
-    latents that are so many parts of sums, side by side as `part_linear` leaves them. FP8 entries are the plain ones,
-    rounded."""
+    latents that are so many parts of sums, side by side as `part_linear` leaves them. `gates`: features behind each
+    head's query. FP8 entries are the plain ones, rounded."""
     torch.manual_seed(tokens)
-    q = place.normal(tokens, heads * (nope + rope) + 16)[:, : heads * (nope + rope)].unflatten(1, (heads, nope + rope))
+    q = _queries(place, tokens, heads, nope + rope, gates)
     kv, norm = place.normal(tokens, latent + rope + 8)[:, : latent + rope], place.normal(latent)
     given_q, given_kv = q, kv
     if parts:
@@ -451,11 +459,10 @@ def check_rope_absorb(place: Place, tokens: int, heads: int, nope: int, rope: in
     assert bytes.view(256, -1)[others].eq(255).all()
 
 
-def check_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int) -> None:
-    """Absorbed queries, and behind them the rope as it was."""
+def check_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, latent: int, gates: int = 0) -> None:
+    """Absorbed queries, and behind them the rope as it was. `gates`: features behind each head's query."""
     torch.manual_seed(tokens)
-    wide = place.normal(tokens, heads * (nope + rope) + 16)
-    q = wide[:, : heads * (nope + rope)].unflatten(1, (heads, nope + rope))
+    q = _queries(place, tokens, heads, nope + rope, gates)
     weight = place.normal(heads, nope + 16, latent, scale=0.1)[:, :nope]
     out = place.poison(tokens, heads, latent + rope)
     head_launch.absorb(q, weight, out, dependent=place.dependent)

@@ -104,12 +104,14 @@ def test_experts(tokens: int) -> None:
 def test_rope_absorb(tokens: int) -> None:
     cases.check_rope_absorb(place(), tokens, 16, 128, 64, 512)
     cases.check_rope_absorb(place(), tokens, 128, 128, 64, 512)
+    cases.check_rope_absorb(place(), tokens, 32, 64, 32, 128, gates=64)
 
 
 @pytest.mark.parametrize("tokens", [*TOKENS, 17, 64, 131, 256])
 def test_absorb(tokens: int) -> None:
     cases.check_absorb(place(), tokens, 16, 128, 64, 512)
     cases.check_absorb(place(), tokens, 20, 192, 64, 512)
+    cases.check_absorb(place(), tokens, 32, 64, 32, 128, gates=64)
 
 
 @pytest.mark.parametrize("tokens", [17, 33, 48, 64])

@@ -9,7 +9,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from token_wise_case import Case, Gate, Norm, RopeCache  # noqa: E402
+from token_wise_case import Case, Gate, Norm, OutputGate, RopeCache  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -36,6 +36,15 @@ def test_norm_of_parts(tokens: int, features: int, parts: int, dtype: torch.dtyp
 @pytest.mark.parametrize(("tokens", "features"), [(1, 8), (5, 40), (2, 1408)])
 def test_gate(tokens: int, features: int, dtype: torch.dtype) -> None:
     check(Gate(tokens, dtype, features=features))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "features", "before", "alone"),
+    [(1, 5, 0, True), (3, 12, 24, False), (20, 64, 96, False), (1, 1100, 0, False)],
+)
+def test_output_gate(heads: int, features: int, before: int, alone: bool, dtype: torch.dtype) -> None:
+    check(OutputGate(3, dtype, heads=heads, features=features, before=before, alone=alone))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

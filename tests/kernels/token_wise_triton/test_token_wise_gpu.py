@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture, check_replays
-from token_wise_case import Gate, Norm, RopeCache
+from token_wise_case import Gate, Norm, OutputGate, RopeCache
 
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_cache import rope_cache
@@ -20,6 +20,12 @@ MAKERS = {
     "norm of many parts": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=2560, parts=8),
     "norm alone": lambda tokens, dtype, seed: Norm(tokens, dtype, "cuda", seed, features=1536, add=False),
     "gate": lambda tokens, dtype, seed: Gate(tokens, dtype, "cuda", seed, features=1408),
+    "output gate": lambda tokens, dtype, seed: OutputGate(
+        tokens, dtype, "cuda", seed, heads=32, features=64, before=96
+    ),
+    "gate of a norm": lambda tokens, dtype, seed: OutputGate(
+        tokens, dtype, "cuda", seed, heads=1, features=7168, before=0
+    ),
     "rope of the demo": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=8, latent=64),
     "rope of V2-Lite": lambda tokens, dtype, seed: RopeCache(
         tokens, dtype, "cuda", seed, heads=16, latent=512, rope=64

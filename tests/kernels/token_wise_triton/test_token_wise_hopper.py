@@ -1,7 +1,7 @@
 """Compilation of the token-wise kernels for Hopper: no spills, wide loads, few variants."""
 
 import pytest
-from token_wise_case import Gate, Norm, RopeCache
+from token_wise_case import Gate, Norm, OutputGate, RopeCache
 
 from tests.support.hopper import compile_only, machine_code, resources
 
@@ -16,6 +16,9 @@ CASES = {
     "norm 1536 alone": Norm(2, features=1536, add=False),
     "gate 2816": Gate(2, features=2816),
     "gate 18432": Gate(2, features=18432),
+    "output gate of 32 heads": OutputGate(2, heads=32, features=64, before=96),
+    "gate of a norm 2048": OutputGate(2, heads=1, features=2048, before=0),
+    "gate of a norm 7168": OutputGate(2, heads=1, features=7168, before=0),
     "rope demo": RopeCache(2, heads=8, latent=64, rope=16),
     "rope V2-Lite": RopeCache(2, heads=16, latent=512, rope=64),
     "rope V3": RopeCache(2, heads=128, latent=512, rope=64),

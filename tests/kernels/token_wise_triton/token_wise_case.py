@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.page import PAGE_TOKENS
 from kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from kernels.rope_cache import launch_rope_cache
+from kernels.sigmoid_mul import launch_sigmoid_mul
 from kernels.silu_mul import launch_silu_mul
 from tests.support.fp8_entries import agree, encoded, read, used
 
@@ -116,6 +117,35 @@ class Norm(_Tensors):
             x = self.inputs["residual"] + x
         assert torch.equal(self.tensors["residual"], x if self.add else self.inputs["residual"])
         close(self.tensors["out"], F.rms_norm(x.double().cpu(), (self.features,), self.wide("weight"), self.eps))
+
+
+@dataclass
+class OutputGate(_Tensors):
+    """Heads, each of whose gates lies behind `before` other features in memory. Of one head and nothing else it is a
+    norm's gate. `alone`: the gate is what is gated."""
+
+    heads: int = 4
+    features: int = 24
+    before: int = 40
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        shape, made = (self.tokens, self.heads, self.features), self.before + self.features
+        made_TF = strided(self.random(self.tokens, self.heads * made) * 3, self.device, self.dtype)
+        self.keep(x=(self.random(*shape) * 3).to(self.device, self.dtype), made=made_TF)
+        self.outputs = ["x"]
+
+    def run(self, dependent: bool = False) -> None:
+        x = self.tensors["x"]
+        gate = x if self.alone else self._gate(self.tensors["made"])
+        launch_sigmoid_mul(x, gate, x, dependent=dependent)
+
+    def _gate(self, made_TF: Tensor) -> Tensor:
+        return made_TF.view(self.tokens, self.heads, -1)[..., self.before :]
+
+    def check(self) -> None:
+        gate = self.wide("x") if self.alone else self._gate(self.wide("made"))
+        close(self.tensors["x"], self.wide("x") * gate.sigmoid())
 
 
 @dataclass
