@@ -224,7 +224,9 @@ class ReplicaProcesses:
 
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None]) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
-        refs, keeper = {"scheduler": self._scheduler.run.remote()}, self._keeper()
+        refs = {"scheduler": self._scheduler.run.remote()}
+        # Ranks load together or not at all, and those of other nodes would find nothing kept.
+        keeper = self._keeper() if self.folder is not None else None
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
             refs[f"rank {rank}"] = worker.run.remote(
                 self._config, rank, addresses, self._rendezvous, placement.device, keeper

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from typing_extensions import override
+
 
 class StartTimes:
     """Times of the parts of a start, one after the other."""
@@ -19,6 +21,7 @@ class StartTimes:
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
 
+    @override
     def __str__(self) -> str:
         total = sum(self._parts.values())
         return f"{total:.1f} s: {', '.join(f'{part} {seconds:.1f} s' for part, seconds in self._parts.items())}"
