@@ -1,17 +1,23 @@
 """Holds interpreted kernels to their arguments' memory: an access outside fails, where on a GPU it would be silent
 or end the process.
 
-Call `check_bounds` once, after `interpreter.repair`. What counts as an argument's memory is its whole storage.
+Call `check_bounds` once, after `interpreter.repair`: it checks all kernels of the process, also those of other files.
+What counts as an argument's memory is its whole storage, or those of the tensors in a tuple. `addressed` adds memory
+that a kernel reaches by addresses that lie in its arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from triton.runtime import interpreter
 
 _storages: list[tuple[int, int]] = []
+_addressed: list[tuple[int, int]] = []
 _checking = False
 
 
@@ -30,8 +36,7 @@ def check_bounds() -> None:
 
     def arguments(self: Any, args: Any, kwargs: Any) -> Any:
         positional, named = plain_arguments(self, args, kwargs)
-        storages = (x.untyped_storage() for x in (*positional, *named.values()) if hasattr(x, "untyped_storage"))
-        _storages[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        _storages[:] = [*_memory((*positional, *named.values())), *_addressed]
         return positional, named
 
     def load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
@@ -44,6 +49,26 @@ def check_bounds() -> None:
 
     executor._init_args_hst = arguments
     builder.create_masked_load, builder.create_masked_store = load, store
+
+
+@contextmanager
+def addressed(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Count the memory of `tensors` as that of an argument of every kernel that is launched in the block."""
+    _addressed[:] = _memory(tensors)
+    try:
+        yield
+    finally:
+        _addressed.clear()
+
+
+def _memory(value: Any) -> Iterator[tuple[int, int]]:
+    """First and last address, exclusive, of the storages of a tensor, or of those in tuples and lists."""
+    if hasattr(value, "untyped_storage"):
+        storage = value.untyped_storage()
+        yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _memory(each)
 
 
 def _check(what: str, pointers: Any, mask: Any) -> None:
