@@ -56,3 +56,7 @@ class Shards:
     def pages(self, local_pages: int) -> int:
         """Pages of the whole cache where every rank has `local_pages`, the null page included in both."""
         return self.count * (local_pages - 1) + 1
+
+
+WHOLE: Final = Shards()
+"""The whole cache on every rank."""
