@@ -1,14 +1,62 @@
-"""The one page type of the latent cache, shared by the scheduler (hands pages out) and the kernels (read them)."""
+"""The one page type of the latent cache, shared by the scheduler (hands pages out) and the kernels (read them).
 
-from typing import Final
+Ranks may share out the pages of one cache: then each page lies on one of them, its owner, and has two ids. Plans, page
+tables and the prefix cache have the global one, which means the same on every rank. A rank's tensors are indexed by the
+local one. With one shard, which is the whole cache, the two are equal.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NewType
 
 PAGE_TOKENS: Final = 64
 """Tokens a page of the latent cache holds."""
 
 NULL_PAGE: Final = 0
-"""Page owned by nobody: the target of all padding and of every suppressed write. It is never read for a result."""
+"""Page owned by nobody: the target of all padding and of every suppressed write. It is never read for a result. Every
+rank has one, and its global and its local id are this."""
+
+GlobalPage = NewType("GlobalPage", int)
+"""Id of a page in plans and page tables."""
+LocalPage = NewType("LocalPage", int)
+"""Index of a page in the cache tensors of its owner."""
 
 
 def pages_for(tokens: int) -> int:
     """Pages that `tokens` tokens of cache occupy."""
     return -(-tokens // PAGE_TOKENS)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """`count` ranks that share out the pages of one cache in turns, of which this one is number `index`."""
+
+    count: int = 1
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"there is no shard {self.index} of {self.count}")
+
+    def owner(self, page: int) -> int:
+        """Number of the shard on which a page lies, by its global id. The null page has no owner: do not ask."""
+        return (page - 1) % self.count
+
+    def owns(self, page: int) -> bool:
+        """Whether a page, by its global id, lies on this shard. The null page does not."""
+        return page != NULL_PAGE and self.owner(page) == self.index
+
+    def local(self, page: int) -> LocalPage:
+        """Index of a page, by its global id, in the cache tensors of its owner."""
+        return LocalPage((page + self.count - 1) // self.count)
+
+    def page(self, local: LocalPage) -> GlobalPage:
+        """Global id of a page of this shard."""
+        return GlobalPage(NULL_PAGE if local == NULL_PAGE else (local - 1) * self.count + self.index + 1)
+
+    def pages(self, local_pages: int) -> int:
+        """Pages of the whole cache where every rank has `local_pages`, the null page included in both."""
+        return self.count * (local_pages - 1) + 1
+
+
+WHOLE: Final = Shards()
+"""The whole cache on every rank."""

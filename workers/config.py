@@ -59,6 +59,13 @@ class EngineConfig(BaseModel):
     """Folder with config.json and safetensors, or demo: the model shipped with the project."""
     tensor_parallel: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
     """Ranks (GPUs) of a replica, which share every layer."""
+    cache_shards: Annotated[int, Field(ge=1), Flag()] = 1
+    """Ranks that share out one latent cache, so that it holds as many times the tokens. On CPUs alone so far.
+
+    It divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
+    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Kernels for
+    GPUs are still to come, and so are draft models, sparse attention, invariant mode and host memory: a start that has
+    one of these beside more than one shard is refused."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 
@@ -99,7 +106,7 @@ class EngineConfig(BaseModel):
     max_context: Annotated[int | None, Field(ge=1), Flag(default="the model's")] = None
     """Tokens of prompt and output together."""
     cache_pages: Annotated[int | None, Field(ge=2), Flag(default="what memory allows")] = None
-    """Pages of 64 tokens of latent cache, the null page included."""
+    """Pages of 64 tokens of latent cache that a rank has, the null page included."""
     memory_fraction: Annotated[float, Field(gt=0, le=1), Flag()] = 0.9
     """Share of a GPU's memory that weights, graphs and cache may take together."""
     cpu_cache_bytes: Annotated[int, Field(ge=1)] = 1 << 30
@@ -164,6 +171,29 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _shards_can_be_served(self) -> Self:
+        shards = self.cache_shards
+        if self.tensor_parallel % shards:
+            fit = [str(count) for count in range(1, self.tensor_parallel + 1) if self.tensor_parallel % count == 0]
+            raise ValueError(
+                f"cache_shards = {shards} does not divide tensor_parallel = {self.tensor_parallel}, whose ranks are to "
+                f"share out the cache: give {' or '.join(fit)}"
+            )
+        if shards == 1:
+            return self
+        lacking = {
+            "device cuda": self.device == "cuda",
+            "invariant mode": self.invariant,
+            "a draft model": self.draft_model is not None and self.most_width > 1,
+            "host_cache_bytes": self.host_cache_bytes > 0,
+        }
+        if found := [name for name, asked in lacking.items() if asked]:
+            raise ValueError(
+                f"cache_shards = {shards} does not go with {', '.join(found)} yet: give 1, or leave that out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _budget_holds_decode(self) -> Self:
         if self.token_budget < self.max_rows * self.most_width + 1:
             raise ValueError(
@@ -198,9 +228,9 @@ class EngineConfig(BaseModel):
         return self
 
     def mesh(self, rank: int = 0) -> Mesh:
-        """The mesh of rank `rank` of the replica: all ranks share heads and experts, and each has the whole cache.
-        ValueError for a rank that there is not."""
-        return Mesh.of(rank, self.tensor_parallel)
+        """The mesh of rank `rank` of the replica: all ranks share heads and experts, and `cache_shards` neighbours a
+        cache. ValueError for a rank that there is not."""
+        return Mesh.of(rank, self.tensor_parallel, cache=self.cache_shards)
 
     @property
     def draft_folder(self) -> Path | None:

@@ -3,6 +3,9 @@
 State of every slot lives in tensors of S + 1 rows; the last row belongs to nobody. A slot of -1 marks a padded row: it
 feeds token 0 at position 0, writes into the null page, has length 0, and changes no state.
 
+Page tables have global ids. Where ranks share out the cache (`shards`), the entry of a token is written by the owner of
+its page, at the local id; the others write it into their null page.
+
 Shape legend: S slots, R rows, W width, X = W - 1 drafts per row, T = R * W, P most pages of a row.
 """
 
@@ -15,7 +18,7 @@ import triton
 from torch import Tensor
 
 from kernels.decode_state import kernel, reference
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, WHOLE, Shards
 
 _COLUMNS = 256
 """Page-table entries a program copies."""
@@ -58,6 +61,7 @@ def feed(
     cache_slot_RW: Tensor,
     length_R: Tensor,
     page_RP: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """Prepare the tokens that the rows feed: the last token, then W - 1 drafts, at positions length ... length + W - 1.
 
@@ -65,9 +69,9 @@ def feed(
     of a row's tokens may see, itself included; 0 for a padded row) and `page_RP` (int32, the rows' page tables).
     """
     if not slot_R.is_cuda:
-        reference.feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP)
+        reference.feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP, shards)
         return
-    launch_feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP)
+    launch_feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP, shards)
 
 
 def advance(
@@ -79,6 +83,7 @@ def advance(
     cache_slot_RW: Tensor,
     length_R: Tensor,
     newest_R: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """Take the verified tokens into the state, and turn the step's positions into those of the draft layer's pass.
 
@@ -88,9 +93,9 @@ def advance(
     the hidden state before it. `newest_R`: int64 index into the T tokens of each row's newest.
     """
     if not slot_R.is_cuda:
-        reference.advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R)
+        reference.advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R, shards)
         return
-    launch_advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R)
+    launch_advance(state, slot_R, token_RW, accepted_R, position_RW, cache_slot_RW, length_R, newest_R, shards)
 
 
 def feed_draft(
@@ -101,6 +106,7 @@ def feed_draft(
     position_R: Tensor,
     cache_slot_R: Tensor,
     length_R: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """Store draft number `index` of every row, and say where the draft layer's next pass puts it.
 
@@ -108,9 +114,9 @@ def feed_draft(
     layer's cache, itself included.
     """
     if not slot_R.is_cuda:
-        reference.feed_draft(state, slot_R, token_R, index, position_R, cache_slot_R, length_R)
+        reference.feed_draft(state, slot_R, token_R, index, position_R, cache_slot_R, length_R, shards)
         return
-    launch_feed_draft(state, slot_R, token_R, index, position_R, cache_slot_R, length_R)
+    launch_feed_draft(state, slot_R, token_R, index, position_R, cache_slot_R, length_R, shards)
 
 
 def launch_feed(
@@ -121,6 +127,7 @@ def launch_feed(
     cache_slot_RW: Tensor,
     length_R: Tensor,
     page_RP: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """`feed` as a Triton kernel."""
     rows, width = token_RW.shape
@@ -141,6 +148,8 @@ def launch_feed(
         WIDTH=width,
         LANES=triton.next_power_of_2(width),
         COLUMNS=_COLUMNS,
+        SHARDS=shards.count,
+        SHARD=shards.index,
         num_warps=1,
     )
 
@@ -154,6 +163,7 @@ def launch_advance(
     cache_slot_RW: Tensor,
     length_R: Tensor,
     newest_R: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """`advance` as a Triton kernel."""
     rows, width = token_RW.shape
@@ -174,6 +184,8 @@ def launch_advance(
         WIDTH=width,
         LANES=triton.next_power_of_2(width),
         KEEPS_TOKENS=state.token_SX.shape[1] > 0,
+        SHARDS=shards.count,
+        SHARD=shards.index,
         num_warps=1,
     )
 
@@ -186,6 +198,7 @@ def launch_feed_draft(
     position_R: Tensor,
     cache_slot_R: Tensor,
     length_R: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """`feed_draft` as a Triton kernel."""
     kernel.feed_draft[(slot_R.shape[0],)](
@@ -200,5 +213,7 @@ def launch_feed_draft(
         length_R,
         state.page_SP.shape[1],
         state.draft_SK.shape[1],
+        SHARDS=shards.count,
+        SHARD=shards.index,
         num_warps=1,
     )

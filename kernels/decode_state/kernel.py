@@ -14,9 +14,13 @@ _INTS = ["pages", "drafts", "index", "tokens"]
 
 
 @triton.jit
-def _cache_slot(page_table, slot, position, pages, live, inside):
-    """Flat cache index of `position`; in the null page, which is page 0, for a row that is not live."""
+def _cache_slot(page_table, slot, position, pages, live, inside, SHARDS: tl.constexpr, SHARD: tl.constexpr):
+    """Flat cache index of `position`; in the null page, which is page 0, for a row that is not live, and where another
+    shard owns the page."""
     page = tl.load(page_table + slot.to(tl.int64) * pages + position // _PAGE, mask=inside & live, other=0)
+    if SHARDS > 1:
+        # As `Shards` has it, without negative numbers; the null page remains what it is.
+        page = tl.where((page + SHARDS - 1) % SHARDS == SHARD, (page + SHARDS - 1) // SHARDS, 0)
     return page.to(tl.int64) * _PAGE + position % _PAGE
 
 
@@ -37,6 +41,8 @@ def feed(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     """Programs (row, chunk): every chunk copies its columns of the page table, chunk 0 writes the row's tokens too."""
     row = tl.program_id(0)
@@ -55,7 +61,11 @@ def feed(
         at = row.to(tl.int64) * WIDTH + lane
         tl.store(token_out + at, tl.where(lane == 0, last, draft), mask=inside)
         tl.store(position_out + at, position, mask=inside)
-        tl.store(cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside), mask=inside)
+        tl.store(
+            cache_slot_out + at,
+            _cache_slot(page_state, slot, position, pages, live, inside, SHARDS, SHARD),
+            mask=inside,
+        )
         tl.store(length_out + row, tl.where(live, length + WIDTH, 0).to(tl.int32))
 
 
@@ -80,6 +90,8 @@ def advance(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     KEEPS_TOKENS: tl.constexpr,
+    SHARDS: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     """One program per row; the step's positions are computed anew, so that nothing is read that it writes."""
     row = tl.program_id(0)
@@ -94,7 +106,9 @@ def advance(
     position = tl.where(live, length + 1 + lane, 0)
     at = row.to(tl.int64) * WIDTH + lane
     tl.store(position_out + at, position, mask=inside)
-    tl.store(cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside), mask=inside)
+    tl.store(
+        cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside, SHARDS, SHARD), mask=inside
+    )
     tl.store(length_out + row, tl.where(live, length + WIDTH + 1, 0).to(tl.int32))
     tl.store(newest_out + row, newest)
     if KEEPS_TOKENS:
@@ -117,6 +131,8 @@ def feed_draft(
     length_out,
     pages,
     drafts,
+    SHARDS: tl.constexpr,
+    SHARD: tl.constexpr,
 ):
     """Feed the rows' drafts; one program per row."""
     row = tl.program_id(0)
@@ -126,5 +142,5 @@ def feed_draft(
     length = tl.load(length_state + slot, mask=live, other=0)
     position = tl.where(live, length + index + 1, 0)
     tl.store(position_out + row, position)
-    tl.store(cache_slot_out + row, _cache_slot(page_state, slot, position, pages, live, live))
+    tl.store(cache_slot_out + row, _cache_slot(page_state, slot, position, pages, live, live, SHARDS, SHARD))
     tl.store(length_out + row, tl.where(live, position + 1, 0).to(tl.int32))

@@ -7,16 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.page import NULL_PAGE, PAGE_TOKENS
+from kernels.page import NULL_PAGE, PAGE_TOKENS, WHOLE, Shards
 
 if TYPE_CHECKING:
     from kernels.decode_state import SlotTensors
 
 
-def cache_slots(page_SP: Tensor, slot_T: Tensor, position_T: Tensor) -> Tensor:
-    """Flat cache index of (slot, position) pairs of any shape: page * 64 + offset."""
+def cache_slots(page_SP: Tensor, slot_T: Tensor, position_T: Tensor, shards: Shards) -> Tensor:
+    """Flat cache index of (slot, position) pairs of any shape: page * 64 + offset; in the null page where another shard
+    owns the page."""
     page_T = page_SP[slot_T, position_T // PAGE_TOKENS].to(torch.int64)
+    if shards.count > 1:
+        page_T = own_pages(page_T, shards)
     return page_T * PAGE_TOKENS + position_T % PAGE_TOKENS
+
+
+def own_pages(page_T: Tensor, shards: Shards) -> Tensor:
+    """Local ids of pages that this shard owns, of their global ids; the null page for all others."""
+    rest_T = page_T + (shards.count - 1)
+    return torch.where(rest_T % shards.count == shards.index, rest_T // shards.count, NULL_PAGE)
 
 
 def feed(
@@ -27,6 +36,7 @@ def feed(
     cache_slot_RW: Tensor,
     length_R: Tensor,
     page_RP: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """See the launcher."""
     width = token_RW.shape[1]
@@ -37,7 +47,7 @@ def feed(
     window_W = torch.arange(width, device=slot_R.device)
     position_RW.copy_((state.length_S[slot_R].unsqueeze(1) + window_W) * live_R1)
     null_RW = NULL_PAGE * PAGE_TOKENS + position_RW % PAGE_TOKENS
-    own_RW = cache_slots(state.page_SP, slot_R.unsqueeze(1), position_RW)
+    own_RW = cache_slots(state.page_SP, slot_R.unsqueeze(1), position_RW, shards)
     cache_slot_RW.copy_(torch.where(live_R1, own_RW, null_RW))
     length_R.copy_((position_RW[:, -1] + 1) * live_R1.squeeze(1))
     page_RP.copy_(torch.where(live_R1, state.page_SP[slot_R], NULL_PAGE))
@@ -52,6 +62,7 @@ def advance(
     cache_slot_RW: Tensor,
     length_R: Tensor,
     newest_R: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """See the launcher."""
     width = token_RW.shape[1]
@@ -64,7 +75,7 @@ def advance(
     if state.token_SX.shape[1]:
         state.token_SX[slot_L.unsqueeze(1), position_RW[live_R]] = token_RW[live_R].to(torch.int32)
     null_RW = NULL_PAGE * PAGE_TOKENS + position_RW % PAGE_TOKENS
-    own_RW = cache_slots(state.page_SP, slot_R.unsqueeze(1), position_RW)
+    own_RW = cache_slots(state.page_SP, slot_R.unsqueeze(1), position_RW, shards)
     cache_slot_RW.copy_(torch.where(live_R.unsqueeze(1), own_RW, null_RW))
     length_R.add_(live_R)
     newest_R.copy_(torch.arange(len(slot_R), device=slot_R.device) * width + accepted_R)
@@ -78,6 +89,7 @@ def feed_draft(
     position_R: Tensor,
     cache_slot_R: Tensor,
     length_R: Tensor,
+    shards: Shards = WHOLE,
 ) -> None:
     """See the launcher."""
     live_R = slot_R >= 0
@@ -85,5 +97,5 @@ def feed_draft(
     state.draft_SK[slot_L, index] = token_R[live_R]
     position_R.copy_((state.length_S[slot_R] + index + 1) * live_R)
     null_R = NULL_PAGE * PAGE_TOKENS + position_R % PAGE_TOKENS
-    cache_slot_R.copy_(torch.where(live_R, cache_slots(state.page_SP, slot_R, position_R), null_R))
+    cache_slot_R.copy_(torch.where(live_R, cache_slots(state.page_SP, slot_R, position_R, shards), null_R))
     length_R.copy_((position_R + 1) * live_R)

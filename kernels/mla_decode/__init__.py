@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.mla_decode import launch, reference
 from kernels.mla_decode.schedule import INVARIANT_SPLIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
+from kernels.own_entries import OwnEntries
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "schedule_decode"]
@@ -55,6 +56,7 @@ def mla_decode(
     first: int = 0,
     workspace: Workspace | None = None,
     invariant: bool = False,
+    own: OwnEntries | None = None,
 ) -> None:
     """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
 
@@ -67,17 +69,25 @@ def mla_decode(
     - `workspace`: of `schedule_decode` for the same lengths and tables; without one plain torch computes, and waits for
       the device.
     - `invariant`: a token's result is bitwise the same in any call. A workspace is planned for it, or not.
+    - `own`: this shard's part of the rows, where ranks share out the cache. `page_RP` and `length_R` are those of this
+      part, of which token j of a row sees the entries first_R <= i < bound_RW[row, j]; `first` is 0. ValueError in
+      invariant mode, and for a workspace of one of Hopper's kernels, which have no bound for each token.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what
     cache entries outside the bounds hold (NaN included), does not matter.
     Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
     """
+    tensors = q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH
+    if own is not None and (invariant or first):
+        raise ValueError("a shard's own entries are attended to from `first_R` on, and not in invariant mode")
     if workspace is None:
-        compute = reference.invariant_mla_decode if invariant else reference.mla_decode
-        compute(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, scale, first)
+        if invariant:
+            reference.invariant_mla_decode(*tensors, scale, first)
+        else:
+            reference.mla_decode(*tensors, scale, first, own)
         return
     if workspace.shape.invariant != invariant:
         raise ValueError(f"the workspace was planned with invariant = {workspace.shape.invariant}")
-    launch.attend(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, workspace, scale=scale, first=first)
+    launch.attend(*tensors, workspace, scale=scale, first=first, own=own)
     launch.merge(out_RWHL, lse_RWH, workspace)

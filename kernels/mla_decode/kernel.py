@@ -147,6 +147,8 @@ def attend(
     partial,
     partial_lse,
     metadata,
+    own_bound,
+    own_first,
     scale,
     first,
     table_stride,
@@ -155,6 +157,7 @@ def attend(
     heads,
     blocks,
     ctas,
+    OWN: tl.constexpr,
     FEATURES: tl.constexpr,
     ENTRY: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -162,7 +165,8 @@ def attend(
     DEPENDENT: tl.constexpr,
 ):
     """One CTA: its KV blocks of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
-    the tokens of a row less one."""
+    the tokens of a row less one. `OWN`: the rows are a shard's own entries, of which each token's first and last are in
+    `own_first` and `own_bound`, and `first` is 0."""
     BLOCK: tl.constexpr = TILE.queries
     TOKENS: tl.constexpr = TILE.tokens
     LATENT: tl.constexpr = FEATURES.latent
@@ -202,6 +206,10 @@ def attend(
             q_latent = tl.load(at_q + c[None, :], mask=has_latent, other=0.0, cache_modifier=".cg")
             q_rope = tl.load(at_q + LATENT + r[None, :], mask=has_rope, other=0.0, cache_modifier=".cg")
             bound = tl.minimum(tokens - back, tokens)
+            begin_entry = first
+            if OWN:
+                bound = tl.load(own_bound + row.to(tl.int64) * (drafts + 1) + m // heads, mask=inside, other=0)
+                begin_entry = tl.load(own_first + row)
             top = tl.full((BLOCK,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK,), tl.float32)
             sum_latent = tl.zeros((BLOCK, LATENT_LANES), tl.float32)
@@ -214,7 +222,7 @@ def attend(
                 next_page = tl.load(pages + tl.minimum((tile + 1) * TOKENS // SPLIT.page, last))
                 entry = tile * TOKENS + n
                 base = cache + (page.to(tl.int64) * SPLIT.page + tile * TOKENS % SPLIT.page) * APART
-                written = (entry < tokens) & (entry >= first)
+                written = (entry < tokens) & (entry >= begin_entry)
                 latent = load_latents(base + n * APART, written, q.dtype.element_ty, LATENT, LATENT_LANES, ENTRY)
                 rope = load_keys(
                     base + n * APART, written, q.dtype.element_ty, LATENT, FEATURES.rope, FEATURES.rope_lanes, ENTRY
@@ -222,7 +230,7 @@ def attend(
                 page = next_page
                 score = tl.dot(q_latent, tl.trans(latent), input_precision=FEATURES.precision)
                 score = tl.dot(q_rope, tl.trans(rope), score, input_precision=FEATURES.precision) * scale
-                seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
+                seen = (entry[None, :] < bound[:, None]) & (entry >= begin_entry)[None, :]
                 score = tl.where(seen, score, _MASKED)
                 new_top = tl.maximum(top, tl.max(score, 1))
                 shrink = tl.exp2(top - new_top)

@@ -22,6 +22,7 @@ from kernels.latent_entry import entry_of
 from kernels.mla_decode import kernel
 from kernels.mla_decode.records import Features, Overlap, Split, Tile
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
+from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS
 
 
@@ -64,9 +65,10 @@ def attend(
     first: int = 0,
     dependent: bool = False,
     early: bool = False,
+    own: OwnEntries | None = None,
 ) -> None:
     """Attention of one layer with the plan in the workspace: outputs of whole rows, pieces of the split ones. Launches
-    one kernel, or two of which the plan says which works."""
+    one kernel, or two of which the plan says which works. `own`: see `mla_decode`."""
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
     where = (page_RP, length_R, out_RWHL, lse_RWH, workspace.partial_SQL, workspace.partial_lse_SQ, workspace.metadata)
@@ -82,6 +84,12 @@ def attend(
     common: dict[str, Any] = {"SPLIT": _split(shape, tiling), "num_warps": tiling.warps, **_options(dependent)}
     grid = (tiling.ctas * tiling.blocks(shape),)
     ways = tiling.ways()
+    if own is not None and any(way.path != "triton" for way in ways):
+        raise ValueError(
+            f"Hopper's kernel for {tiling.path} blocks attends to whole rows, not to a shard's own entries: "
+            "plan these with portable_tiling"
+        )
+    bounds = (length_R, length_R) if own is None else (own.bound_RW, own.first_R)
     for way in ways:
         blocks_and_ctas = (way.blocks(shape), way.ctas)
         tile = Tile(queries=way.block, tokens=way.tile)
@@ -93,8 +101,10 @@ def attend(
                 q_RWHC,
                 cache_PKC,
                 *where,
+                *bounds,
                 *numbers,
                 *blocks_and_ctas,
+                OWN=own is not None,
                 FEATURES=_features(shape, q_RWHC.dtype),
                 ENTRY=entry,
                 TILE=tile,

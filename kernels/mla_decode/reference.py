@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import deterministic_math
 from kernels.latent_entry import entries as latent_entries
 from kernels.linear import reference as linear
+from kernels.own_entries import OwnEntries
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 
 GATHER_ELEMENTS: Final = 1 << 26
@@ -28,6 +29,7 @@ def mla_decode(
     lse_RWH: Tensor,
     scale: float,
     first: int,
+    own: OwnEntries | None = None,
 ) -> None:
     """See `kernels.mla_decode.mla_decode`."""
     longest = int(length_R.max()) if length_R.numel() else 0
@@ -51,6 +53,7 @@ def mla_decode(
             ragged,
             scale,
             first,
+            None if own is None else (own.bound_RW[part], own.first_R[part]),
         )
 
 
@@ -65,6 +68,7 @@ def _decode_rows(
     ragged: bool,
     scale: float,
     first: int,
+    own: tuple[Tensor, Tensor] | None,
 ) -> None:
     rows, width, heads, features = q_RWHC.shape
     latent, entries = out_RWHL.shape[-1], longest - first
@@ -82,11 +86,18 @@ def _decode_rows(
     cache_RSC = latent_entries(found_RSC, latent, features - latent, q_RWHC.dtype).to(compute)
     if ragged:
         cache_RSC.masked_fill_((entry_S >= length_R1).unsqueeze(-1), 0.0)
+    before_RS = None
+    if own is not None:
+        before_RS = entry_S < own[1].unsqueeze(1)
+        cache_RSC.masked_fill_(before_RS.unsqueeze(-1), 0.0)
 
     q_RXC = q_RWHC.reshape(rows, width * heads, -1).to(compute)
     score_RXS = torch.bmm(q_RXC, cache_RSC.transpose(1, 2)).mul_(scale)
     score_RWHS = score_RXS.view(rows, width, heads, entries)
-    if ragged or width > 1:
+    if own is not None and before_RS is not None:
+        unseen_RWS = (entry_S >= own[0].unsqueeze(-1)) | before_RS.unsqueeze(1)
+        score_RWHS.masked_fill_(unseen_RWS.unsqueeze(2), -torch.inf)
+    elif ragged or width > 1:
         back_W = torch.arange(width - 1, -1, -1, device=length_R.device)
         unseen_RWS = entry_S >= (length_R1 - back_W).unsqueeze(-1)
         score_RWHS.masked_fill_(unseen_RWS.unsqueeze(2), -torch.inf)

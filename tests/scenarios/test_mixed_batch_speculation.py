@@ -200,9 +200,9 @@ def rejected_tail(patch: pytest.MonkeyPatch) -> None:
     honest = decode_state.feed_draft
 
     def feed_draft(
-        state: Any, slot_R: Any, token_R: Any, index: int, position_R: Any, slot: Any, length_R: Any
+        state: Any, slot_R: Any, token_R: Any, index: int, position_R: Any, slot: Any, length_R: Any, *shards: Any
     ) -> None:
-        honest(state, slot_R, token_R, index, position_R, slot, length_R)
+        honest(state, slot_R, token_R, index, position_R, slot, length_R, *shards)
         length_R.add_(1)
 
     patch.setattr(decode_state, "feed_draft", feed_draft)

@@ -29,13 +29,14 @@ class Finished:
 class InlineEngine:
     """Runs requests to their end; plans are made ahead of results, as in the real processes."""
 
-    def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device | None = None, group: Group | None = None) -> None:
+        """`group`: of one of several ranks, each of which has a scheduler that makes the same plans."""
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
         self._moved: queue.Queue[Moved] = queue.Queue()
         self._moving = 0
         self.replica = Rank(
             config,
-            Group(),
+            group or Group(),
             device or torch.device("cpu"),
             on_grammar=lambda *news: self._compiled.put(news),
             on_moved=self._moved.put,
@@ -83,11 +84,11 @@ class InlineEngine:
 
     def compile_grammars(self) -> None:
         """Do what the scheduler says of grammars, and wait for it."""
-        assert self.replica.grammars is not None
         for work in self.scheduler.grammar_work():
             if isinstance(work, CompileGrammar):
                 self.compile(work)
             else:
+                assert self.replica.grammars is not None  # of rank 0
                 self.replica.grammars.heed(work)
 
     def compile(self, work: CompileGrammar) -> None:

@@ -33,9 +33,18 @@ def gpu_cache_budget(free: int, total: int, graph_bytes: int, memory_fraction: f
     return free - graph_bytes - int(total * (1 - memory_fraction))
 
 
-def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width: int) -> int:
-    """Pages for so many bytes, the null page included: more than every slot at full context is never used."""
-    return min(room // page_bytes, max_rows * max_pages_per_row(context, width) + 1)
+def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width: int, shards: int = 1) -> int:
+    """Pages of a rank for so many bytes, the null page included: more than every slot at full context is never used.
+    `shards`: ranks that share out the pages."""
+    return min(room // page_bytes, -(-max_rows * max_pages_per_row(context, width) // shards) + 1)
+
+
+def refuse_shards(config: EngineConfig, device: torch.device, *, sparse: bool) -> None:
+    """ValueError where ranks are to share out a cache and cannot: on GPUs, whose kernels read a whole cache, and where
+    attention is `sparse`."""
+    if config.cache_shards > 1 and (sparse or device.type == "cuda"):
+        why = "this model's sparse attention reads" if sparse else "kernels for GPUs read"
+        raise ValueError(f"cache_shards = {config.cache_shards}, but {why} a whole cache on every rank: give 1")
 
 
 def longest_request(pages: int, context: int, width: int) -> int:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.mla_decode import Workspace
+from kernels.own_entries import OwnEntries
 from workers.models.choices import Choices
+from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
 
 
@@ -26,6 +28,8 @@ class DecodeBatch:
     """int32 page table rows; entries past the length are arbitrary."""
     workspace: Workspace | None = None
     """Split-KV plan of the rows' cache on a GPU; the model makes it once per pass."""
+    own: OwnEntries | None = None
+    """This rank's part of the rows, where ranks share out the cache; the model finds it once per pass."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,9 @@ class Batch:
     they would attend to all of them."""
     out_of_bounds_count_1: torch.Tensor | None = None
     """See `PagedCache`."""
+    group: Group | None = None
+    """Communication with the ranks that share out the cache; None where each has all of it. Page tables have global
+    ids, `cache_slot_T` is this rank's (`kernels.decode_state`)."""
     selection: Selection | None = None
     """Selection of a model with sparse attention, which makes it once per pass."""
 

@@ -261,7 +261,12 @@ class _Attention:
 
     def _prepare(self) -> list[Backend]:
         buffers, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
-        counted = replace(self._batch, out_of_bounds_count_1=self._cache.out_of_bounds_count_1)
+        group = self._segments.paths.group
+        counted = replace(
+            self._batch,
+            out_of_bounds_count_1=self._cache.out_of_bounds_count_1,
+            group=group if group.mesh.cache.size > 1 else None,
+        )
         planned = attention.plan(counted, self._scratch).noting(buffers.ops.choices)
         with nullcontext() if inner is None else inner.scope():
             rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)

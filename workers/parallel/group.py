@@ -54,6 +54,8 @@ class Group:
     mesh: Mesh = field(default_factory=Mesh)
     symmetric: SymmetricSum | None = field(default=None, compare=False)
     """Symmetric memory for sums that are not very large, where all ranks are GPUs of one node."""
+    shards: dist.ProcessGroup | None = field(default=None, compare=False)
+    """The ranks along `cache`, where there are several."""
 
     @property
     def summed(self) -> Axis:
@@ -111,6 +113,17 @@ class Group:
             dist.all_gather_into_tensor(out.flatten(0, 1), x)
         return out
 
+    def gather_shards(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The `x` of every rank along `cache`, in rank order: `x` is contiguous, `out` [ranks, *x.shape]."""
+        with _peers():
+            dist.all_gather_into_tensor(out.flatten(0, 1), x, group=self.shards)
+
+    def exchange_shards(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Send `x[r]` to rank r along `cache`, and get in `out[r]` what that rank has for this one. Both are contiguous
+        and of one shape."""
+        with _peers():
+            dist.all_to_all_single(out, x, group=self.shards)
+
     def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
         """The `payload` of every rank of the world, in rank order, of whatever length; for start-up, not for steps.
         `device`: the ranks' own."""
@@ -160,7 +173,7 @@ class Group:
         PeerLost when that fails. ValueError where heads or experts are not shared by the whole world: all collectives
         go over one process group, which has every rank.
         """
-        rank, size, symmetric = mesh.world.rank, mesh.world.size, None
+        rank, size, symmetric, shards = mesh.world.rank, mesh.world.size, None, None
         if not mesh.heads.size == mesh.experts.size == size:
             raise ValueError(
                 f"all {size} ranks communicate as one group: they cannot share heads by {mesh.heads.size} and experts "
@@ -177,7 +190,12 @@ class Group:
                     device_id=device if device.type == "cuda" else None,
                 )
                 symmetric = connect_symmetric(rank, size, device) if device.type == "cuda" else None
-        return Group(mesh, symmetric)
+                if (count := mesh.cache.size) > 1:
+                    neighbours = [list(range(begin, begin + count)) for begin in range(0, size, count)]
+                    # Everybody makes all of these groups, in one order.
+                    groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in neighbours]
+                    shards = groups[rank // count]
+        return Group(mesh, symmetric, shards)
 
     @staticmethod
     def close(abort: bool = False) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
+from kernels.page import Shards
+
 AxisName = Literal["world", "experts", "heads", "cache"]
 
 INVARIANT_RANKS: Final = (1, 2, 4, 8)
@@ -99,6 +101,11 @@ class Mesh:
             Axis("heads", rank % heads, heads),
             Axis("cache", rank % cache, cache),
         )
+
+    @property
+    def shards(self) -> Shards:
+        """The shard of the latent cache that this rank holds."""
+        return Shards(self.cache.size, self.cache.rank)
 
     def axis(self, name: AxisName) -> Axis:
         """The axis of that name."""

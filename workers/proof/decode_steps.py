@@ -323,8 +323,9 @@ class SelfTest:
         """Logits of the plain forward pass, [R W, vocabulary]."""
         parts = self._parts
         row_T = torch.arange(len(token_RW)).repeat_interleave(token_RW.shape[1])
-        at = PagedTokens(row_T, position_RW.flatten(), parts.state.tensors.page_SP[fixture.slot_R])
-        return deepseek.forward(parts.model, token_RW.flatten(), at, parts.cache, taken)
+        cache, page_RP = fixture.whole_cache()
+        at = PagedTokens(row_T, position_RW.flatten(), page_RP)
+        return deepseek.forward(parts.model, token_RW.flatten(), at, cache, taken)
 
     def _prefilled(self, token_RW: Tensor, position_RW: Tensor, fixture: StepFixture, taken: Taken) -> Tensor:
         """Logits of the prefill path, [R W, vocabulary]."""

@@ -42,8 +42,8 @@ class FixturePool:
         self._host = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator(parts.device).manual_seed(seed)
         # From the whole pool, so that large addresses occur; few, so that a CPU need not back all of it with memory.
-        most = min(parts.cache.pages - 1, pages)
-        self._pool = random.Random(seed).sample(range(NULL_PAGE + 1, parts.cache.pages), most)
+        there = parts.state.shards.pages(parts.cache.pages)
+        self._pool = random.Random(seed).sample(range(NULL_PAGE + 1, there), min(there - 1, pages))
         if not self._pool:
             raise RuntimeError("the self-test needs a pool of at least 2 pages, the null page included")
 
@@ -86,7 +86,8 @@ class FixturePool:
         parts, tensors = self._parts, self._parts.state.tensors
         for field in fields(tensors):
             getattr(tensors, field.name).zero_()
-        parts.cache.zero_fill([NULL_PAGE, *self._pool])
+        shards = parts.state.shards
+        parts.cache.zero_fill([NULL_PAGE, *(shards.local(page) for page in self._pool if shards.owns(page))])
         parts.cache.out_of_bounds_count_1.zero_()
         if parts.sampling is not None:
             greedy = SamplingParams(1, temperature=0.0)

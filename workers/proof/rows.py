@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Entries:
     kept_PK: Tensor
     """bool: the step may not change them."""
     own_E: Tensor
-    """int64, page * 64 + offset: a row's own, which the step may write."""
+    """int64, page * 64 + offset: a row's own, which the step may write; those in pages of this rank, by their local
+    ids."""
 
     def to(self, device: torch.device) -> Entries:
         """Copy the entries to a device; on a GPU without waiting for it."""
@@ -57,21 +58,23 @@ def pages_in_play(rows: Sequence[Row], unowned: Sequence[int]) -> list[int]:
     return [*unowned, *(page for row in rows for page in row.pages)]
 
 
-def target_entries(rows: Sequence[Row], unowned: Sequence[int]) -> Entries:
+def target_entries(rows: Sequence[Row], unowned: Sequence[int], shards: Shards = WHOLE) -> Entries:
     """Return the entries of every layer of the target. `unowned`: pages in play that no row owns, the null page first;
     so below."""
-    return _entries(rows, unowned, [(0, row.cached, row.cached, row.end) for row in rows])
+    return _entries(rows, unowned, shards, [(0, row.cached, row.cached, row.end) for row in rows])
 
 
-def draft_entries(rows: Sequence[Row], unowned: Sequence[int]) -> Entries:
+def draft_entries(rows: Sequence[Row], unowned: Sequence[int], shards: Shards = WHOLE) -> Entries:
     """Return the entries of the draft layer. Its entry j pairs the hidden state of position j - 1 with the token at j:
     entries lie one further than the target's, entry 0 does not exist, and writes are not suppressed. Behind the
     verified tokens it holds the drafts, but for the last one, which is never fed."""
     spans = [(1, row.start + 1, row.start + 1, row.end + max(row.drafts, 1)) for row in rows]
-    return _entries(rows, unowned, spans)
+    return _entries(rows, unowned, shards, spans)
 
 
-def _entries(rows: Sequence[Row], unowned: Sequence[int], spans: Sequence[tuple[int, int, int, int]]) -> Entries:
+def _entries(
+    rows: Sequence[Row], unowned: Sequence[int], shards: Shards, spans: Sequence[tuple[int, int, int, int]]
+) -> Entries:
     """`spans`: of every row the positions from which to which entries are cached, and those that the step may write.
     On the host, where finding the rows' own entries waits for nothing."""
     of_pages = [(0, 0, 0, 0, 0)] * len(unowned)
@@ -85,5 +88,7 @@ def _entries(rows: Sequence[Row], unowned: Sequence[int], spans: Sequence[tuple[
     )
     kept_PK = ~own_PK
     kept_PK[0] = False  # the null page is for everybody to write
-    entry_PK = PAGE_TOKENS * torch.tensor(pages_in_play(rows, unowned)).unsqueeze(1) + offset_K
-    return Entries(~cached_PK, kept_PK, entry_PK[own_PK])
+    pages = pages_in_play(rows, unowned)
+    entry_PK = PAGE_TOKENS * torch.tensor([shards.local(page) for page in pages]).unsqueeze(1) + offset_K
+    here_P1 = torch.tensor([shards.owns(page) for page in pages]).unsqueeze(1)
+    return Entries(~cached_PK, kept_PK, entry_PK[own_PK & here_P1])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.cache.paged import PagedCache
 from workers.cache.random_pages import RandomPages
 from workers.memory.bits import differ
 from workers.memory.pinned import on_device
@@ -92,11 +93,13 @@ class StepFixture:
     def _set_cache(self, unowned: Sequence[int], noise: torch.Generator) -> None:
         """Fill the pages in play, and note which of their entries the step may write and which must stay."""
         rows, cache, device = self.rows, self.parts.cache, self.parts.device
-        self._entries = [target_entries(rows, unowned).to(device)] * len(cache.layers)
+        shards = self.parts.state.shards
+        self._entries = [target_entries(rows, unowned, shards).to(device)] * len(cache.layers)
         if self.parts.width > 1:
             drafter = slice(len(self.parts.model.cache), None)
-            self._entries[drafter] = [draft_entries(rows, unowned).to(device)] * len(self.parts.drafter.cache)
-        self._pages = RandomPages(cache, self._on_device(pages_in_play(rows, unowned)), noise)
+            self._entries[drafter] = [draft_entries(rows, unowned, shards).to(device)] * len(self.parts.drafter.cache)
+        self._in_play = pages_in_play(rows, unowned)
+        self._pages = RandomPages(cache, self._in_play, noise, shards)
         for layer, entries in enumerate(self._entries):
             self._pages.poison(layer, entries.poison_PK)
 
@@ -136,15 +139,23 @@ class StepFixture:
             live.copy_(kept)
         self._pages.restore()
 
+    def whole_cache(self) -> tuple[PagedCache, Tensor]:
+        """Return a copy of the caches of all ranks, as `restore` leaves them, and the rows' page tables for it (int32):
+        pages are numbered as they come there."""
+        number = {page: index for index, page in enumerate(self._in_play)}
+        columns = max(len(row.pages) for row in self.rows)
+        tables = [[*map(number.__getitem__, row.pages), *[HUGE_PAGE] * (columns - len(row.pages))] for row in self.rows]
+        return self._pages.whole(), on_device(tables, torch.int32, self.parts.device)
+
     def outcome(self, output: StepOutput) -> Outcome:
         """Return the outcome of a step that began here."""
         assert output.logits_NV is not None
         own, outside, unwritten = [], [], []
         for layer, entries in enumerate(self._entries):
-            changed_PK = self._pages.changed(layer)
-            outside.append((changed_PK & entries.kept_PK).any())
+            changed_PK, kept_PK = self._pages.changed(layer), entries.kept_PK.index_select(0, self._pages.own_P)
+            outside.append((changed_PK & kept_PK).any())
             if layer < len(self.parts.model.cache):  # the null page, which comes first, is nobody's
-                unwritten.append((~changed_PK & ~entries.kept_PK)[1:].any())
+                unwritten.append((~changed_PK & ~kept_PK)[1:].any())
             own.append(self.parts.cache.entry_bits(layer, entries.own_E))
         foreign = [
             differ(live.index_select(0, self._not_sampled), kept.index_select(0, self._not_sampled))

@@ -19,7 +19,15 @@ from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
 from workers.environment import visible_gpus
 from workers.families import load_model
 from workers.families.registry import load_config
-from workers.fit.cache_budget import fp8_cache, gpu_cache_budget, in_words, longest_request, pages_within, rows_at
+from workers.fit.cache_budget import (
+    fp8_cache,
+    gpu_cache_budget,
+    in_words,
+    longest_request,
+    pages_within,
+    refuse_shards,
+    rows_at,
+)
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
@@ -109,6 +117,7 @@ class Rank:
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
+        refuse_shards(config, device, sparse=load_config(config.folder).indexing is not None)
         times = StartTimes()
         dtype = pick_dtype(config, device)
         context = max_context(config)
@@ -174,12 +183,13 @@ class Rank:
             del trial
             torch.cuda.empty_cache()
             times.end("warm-up")
-        pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
+        own_pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
+        pages = group.mesh.shards.pages(own_pages)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width)
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
-        self.runner = runner(pages, context)
+        self.runner = runner(own_pages, context)
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
         times.end("buffers")
@@ -205,7 +215,7 @@ class Rank:
             progress(f"started in {times}")
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
             held = in_words(form, pages, rows_at(pages, config.max_rows, context, width), context)
-            size = pages * page_bytes
+            size = own_pages * page_bytes
             told = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
             progress(f"latent cache, {told} {held}")
             if memory is not None:
@@ -252,7 +262,7 @@ class Rank:
             )
         else:
             room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
-        pages = pages_within(room, page_bytes, config.max_rows, context, width)
+        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.cache_shards)
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"

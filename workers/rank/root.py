@@ -46,6 +46,8 @@ def cache_root(config: EngineConfig, model: Model, dtype: torch.dtype, device: t
         "invariant": config.invariant,
         # Sums over ranks round otherwise on other numbers of them, but in invariant mode.
         "ranks": None if config.invariant else config.mesh().world.size,
+        # So does attention whose parts are merged.
+        "shards": config.cache_shards,
         "device": [device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None],
     }
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=KEY_BYTES).digest()

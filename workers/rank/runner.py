@@ -100,10 +100,10 @@ class Runner:
         masks: StepMasks | None = None,
         constrained: ConstrainedRows | None = None,
     ) -> None:
-        """`cache` has one layer per model layer, and behind them those of the drafter. `token_budget`: the most tokens
-        a step feeds. `sampling`, `masks`: what rank 0 samples with, if it is there already. `adaptive`: steps may feed
-        fewer tokens per row than `width`. `constrained`: the grammars of rows, on rank 0; without them no request may
-        have one."""
+        """`cache` has one layer per model layer, and behind them those of the drafter; of their pages it has this
+        rank's. `token_budget`: the most tokens a step feeds. `sampling`, `masks`: what rank 0 samples with, if it is
+        there already. `adaptive`: steps may feed fewer tokens per row than `width`. `constrained`: the grammars of
+        rows, on rank 0; without them no request may have one."""
         if width > 1 and model.drafter is None:
             raise ValueError(f"width {width} needs a drafter, and the model has none")
         device = cache.layers[0].device
@@ -112,7 +112,8 @@ class Runner:
         if sampling is not None and group.mesh.heads.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
         reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
-        state = SlotState(slots, width - 1, pages_per_row, device, tokens=reads_tokens)
+        shards = group.mesh.shards
+        state = SlotState(slots, width - 1, pages_per_row, device, tokens=reads_tokens, shards=shards)
         self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
         if masks is None and group.mesh.heads.first:
             masks = StepMasks(slots * width, model.config.vocab_size, device)
@@ -180,7 +181,8 @@ class Runner:
         self._steps = plan.step
         parts = self.parts
         before = self._mark()
-        parts.cache.zero_fill(plan.zero_fill)
+        shards = parts.state.shards
+        parts.cache.zero_fill([shards.local(page) for page in plan.zero_fill if shards.owns(page)])
         parts.state.admit(plan.admissions)
         parts.state.grant(plan.grants)
         if parts.sampling is not None:
@@ -320,7 +322,8 @@ class Runner:
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
         state, model, width = self.parts.state, self.parts.model, self.parts.width
-        slots, pages, vocab = state.slots, self.parts.cache.pages, model.config.vocab_size
+        slots, vocab = state.slots, model.config.vocab_size
+        pages = state.shards.pages(self.parts.cache.pages)
         # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
         behind = width if width > 1 else 0
         capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions) - behind

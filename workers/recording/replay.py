@@ -43,6 +43,7 @@ def replay_config(header: Header, model: str | None = None, device: str | None =
         "model": model or header.engine.get("model"),
         "device": device or header.engine.get("device", "auto"),
         "tensor_parallel": 1,
+        "cache_shards": 1,
         "cache_pages": header.pages,
         "max_context": header.max_context,
         "selftest": False,

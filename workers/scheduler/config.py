@@ -35,7 +35,7 @@ class SchedulerConfig:
     slots: int
     """Requests on the device at once, decoding or prefilling."""
     pages: int
-    """Pages of latent cache, the null page included."""
+    """Pages of latent cache, the null page included; where ranks share it out, of all shards together."""
     max_context: int
     """Tokens a request may have, prompt and output together."""
     token_budget: int
@@ -73,6 +73,8 @@ class SchedulerConfig:
     """Seconds that a grammar may take to compile."""
     host_pages: int = 0
     """Pages that host memory holds behind those of the device; 0: there is none."""
+    cache_shards: int = 1
+    """Ranks that share out the pages: each of a row's pages lies on the neighbour of the one before, where it can."""
     ranks: int = 1
     """Ranks that copy pages to host memory and back."""
     save_batch: int = 16
@@ -81,7 +83,7 @@ class SchedulerConfig:
     """Pages that are worth a load from host memory: fewer are computed sooner."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "width", "vocab_size", "pipeline", "ranks", "save_batch", "load_least"):
+        for name in ("slots", "width", "vocab_size", "pipeline", "cache_shards", "ranks", "save_batch", "load_least"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("queue_limit", "prefix_sample", "host_pages"):
@@ -90,6 +92,10 @@ class SchedulerConfig:
         if self.pages < 2:
             raise ValueError(
                 f"pages = {self.pages}: one of them is the null page, which holds nothing; give at least 2"
+            )
+        if (self.pages - 1) % self.cache_shards:
+            raise ValueError(
+                f"pages = {self.pages}: all but the null page are shared out evenly over {self.cache_shards} ranks"
             )
         if self.max_context < 2:
             raise ValueError(f"max_context = {self.max_context} has no room for a prompt and an output token")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from kernels.page import NULL_PAGE
+from kernels.page import NULL_PAGE, GlobalPage, Shards
 
 
 class PagePool:
-    """Pages 1 ... pages - 1, each free, or held by rows, or unheld but kept (by the prefix cache, for reuse).
+    """Pages 1 ... pages - 1, by their global ids, each free, or held by rows, or unheld but kept (by the prefix cache,
+    for reuse).
 
     A page that no row holds is either in the free list or somebody else's (`drop` says that it became unheld, `free`
     puts it back). Pages may be given to another row as soon as they are free, although steps in flight still use them
     for their former row: workers execute plans in order, so the new row's writes come after.
+
+    Where ranks share out the cache, a row's pages lie on them in turns, so that all read about as much of every row.
+    Rows behind one prompt begin where most is available, and not all on the same rank.
     """
 
-    def __init__(self, pages: int) -> None:
-        """A pool of `pages` pages, the null page included, which is never given out."""
+    def __init__(self, pages: int, shards: int = 1) -> None:
+        """A pool of `pages` pages, the null page included, which is never given out. `shards`: ranks that share them
+        out."""
         self.total = pages - 1
-        self._free = [page for page in range(pages - 1, -1, -1) if page != NULL_PAGE]
+        self._shards = Shards(shards)
+        self._free = [list(range(pages - 1 - (pages - 2 - owner) % shards, 0, -shards)) for owner in range(shards)]
+        self._free_count = self.total
+        self._available = [len(free) for free in self._free]
+        """Of every owner the pages that no row holds, free ones and others."""
         self._holders = [0] * pages
         self._suspect: set[int] = set()
         self._zero_fill: list[int] = []
@@ -24,17 +33,25 @@ class PagePool:
     @property
     def free_count(self) -> int:
         """Pages in the free list."""
-        return len(self._free)
+        return self._free_count
 
     def holders(self, page: int) -> int:
         """Rows that have this page in their table."""
         return self._holders[page]
 
-    def take(self, *, overwritten: bool = False) -> int:
-        """A free page, now held once. `overwritten`: all of it will be, so that nothing needs to be zeroed."""
-        page = self._free.pop()
+    def take(self, after: int = NULL_PAGE, *, overwritten: bool = False) -> GlobalPage:
+        """A free page, now held once. `after`: the page that it follows in the row's table, whose owner's neighbour is
+        to have it; the null page where the owner with most available pages is to. An owner without free pages is
+        passed over. `overwritten`: all of the page will be, so that nothing needs to be zeroed."""
+        owners = len(self._free)
+        owner = self._shards.owner(after + 1) if after else self._available.index(max(self._available))
+        while not self._free[owner]:
+            owner = (owner + 1) % owners
+        page = GlobalPage(self._free[owner].pop())
         assert self._holders[page] == 0, f"page {page} was free and held"
         self._holders[page] = 1
+        self._free_count -= 1
+        self._available[owner] -= 1
         if page in self._suspect:
             self._suspect.remove(page)
             if not overwritten:
@@ -53,6 +70,8 @@ class PagePool:
 
     def hold(self, page: int) -> None:
         """Count one more row that has this page."""
+        if self._holders[page] == 0:
+            self._available[self._shards.owner(page)] -= 1
         self._holders[page] += 1
 
     def drop(self, page: int) -> bool:
@@ -60,9 +79,12 @@ class PagePool:
         left = self._holders[page] - 1
         assert left >= 0, f"page {page} was dropped more often than held"
         self._holders[page] = left
+        if left == 0:
+            self._available[self._shards.owner(page)] += 1
         return left == 0
 
     def free(self, page: int) -> None:
         """Put an unheld page back."""
         assert self._holders[page] == 0, f"page {page} is held and cannot be free"
-        self._free.append(page)
+        self._free[self._shards.owner(page)].append(page)
+        self._free_count += 1

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
 from workers.scheduler.tokens import Tokens
@@ -125,11 +125,15 @@ class PrefixCache:
             row.pages.append(entry.page)
         self._summary.use(found)
         row.chain.extend(found)
-        self.extend(row, pages - len(found), overwritten=overwritten)
+        self._extend(row, pages - len(found), NULL_PAGE, overwritten=overwritten)
         return row
 
-    def extend(self, row: RowPages, count: int, *, overwritten: bool = False) -> tuple[int, ...]:
+    def extend(self, row: RowPages, count: int) -> tuple[int, ...]:
         """`count` more pages for the row, evicting cached ones if need be; they must be available."""
+        return self._extend(row, count, row.pages[-1] if row.pages else NULL_PAGE)
+
+    def _extend(self, row: RowPages, count: int, after: int, *, overwritten: bool = False) -> tuple[int, ...]:
+        """`after`: see `PagePool.take`, for the first of them; each of the others follows the one before."""
         if count > self.available:
             raise RuntimeError(f"{count} pages wanted, {self.available} available: the scheduler must ask first")
         evicted: list[Entry] = []
@@ -138,9 +142,12 @@ class PrefixCache:
             evicted.append(entry)
             self._pool.free(page)
         self._forget(evicted)
-        taken = tuple([self._pool.take(overwritten=overwritten) for _ in range(count)])
+        taken: list[int] = []
+        for _ in range(count):
+            after = self._pool.take(after, overwritten=overwritten)
+            taken.append(after)
         row.pages.extend(taken)
-        return taken
+        return tuple(taken)
 
     def register(self, row: RowPages, tokens: Tokens, full: int) -> None:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""

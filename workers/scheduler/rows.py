@@ -27,7 +27,7 @@ class Rows:
     """The requests of a replica in their phases: waiting, loading, prefilling, decoding, leaving."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pool = PagePool(config.pages)
+        self.pool = PagePool(config.pages, config.cache_shards)
         self.cache = PrefixCache(self.pool, config.prefix_cache, config.prefix_sample)
         self.tier: HostTier | None = None
         """Host memory behind the pages, where there is any."""

@@ -134,6 +134,7 @@ class MixedStep:
                 rows.cache_slot_DW,
                 rows.length_D,
                 rows.page_DP,
+                parts.state.shards,
             )
         self._place(stage, split, stage.write_slot_T)
         return rows
@@ -209,6 +210,7 @@ class MixedStep:
                 rows.cache_slot_DW,
                 rows.length_D,
                 newest_R[:decode],
+                self._parts.state.shards,
             )
         if layout.sampled_rows > decode:
             newest_R[decode:] = rows.end_F

@@ -168,8 +168,8 @@ class _Drafted:
         rows, scratch = self.slot_R.shape[0], self.scratch
         self.position_R = scratch.empty(rows, dtype=torch.int64)
         cache_slot_R = scratch.empty(rows, dtype=torch.int64)
-        state = self.parts.state.tensors
-        decode_state.feed_draft(state, self.slot_R, token_R, index, self.position_R, cache_slot_R, self.length_R)
+        into = self.position_R, cache_slot_R, self.length_R, self.parts.state.shards
+        decode_state.feed_draft(self.parts.state.tensors, self.slot_R, token_R, index, *into)
         decode = DecodeBatch(self.length_R, self.page_RP)
         where = BatchLayout(1, rows), self.position_R, cache_slot_R
         return Batch(*where, decode, None, first=1, given_TS=self.kept_RS, dense=self.dense)

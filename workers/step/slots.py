@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kernels.decode_state import SlotTensors
-from kernels.page import NULL_PAGE, PAGE_TOKENS
+from kernels.decode_state import SlotTensors, reference
+from kernels.page import NULL_PAGE, WHOLE, Shards
 from workers.memory.pinned import on_device
 from workers.protocol.plan import Admission, PageGrant
 from workers.protocol.prompt import TOKEN_BYTES
@@ -19,10 +19,18 @@ class SlotState:
     """Device state of every slot, changed by plans here and by the steps themselves through `kernels.decode_state`."""
 
     def __init__(
-        self, slots: int, drafts: int, pages_per_row: int, device: torch.device, *, tokens: bool = False
+        self,
+        slots: int,
+        drafts: int,
+        pages_per_row: int,
+        device: torch.device,
+        *,
+        tokens: bool = False,
+        shards: Shards = WHOLE,
     ) -> None:
-        """`tokens`: whether the tokens of every row are kept, for a drafter that reads them."""
-        self.slots = slots
+        """`tokens`: whether the tokens of every row are kept, for a drafter that reads them. `shards`: this rank's
+        share of the pages, where it has not all of them."""
+        self.slots, self.shards = slots, shards
         # Of slots whose tables nobody has filled by grants, any number.
         self._granted = [pages_per_row] * slots
         self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device, tokens=tokens)
@@ -71,9 +79,9 @@ class SlotState:
         page_SP[grant_3G[0], grant_3G[1]] = grant_3G[2].to(torch.int32)
 
     def cache_slots(self, slot_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
-        """Flat cache index [T] of each (slot, position): page * 64 + offset; in the null page where none is granted."""
-        page_T = self.tensors.page_SP[slot_T, position_T // PAGE_TOKENS].to(torch.int64)
-        return page_T * PAGE_TOKENS + position_T % PAGE_TOKENS
+        """Flat cache index [T] of each (slot, position): page * 64 + offset; in the null page where none is granted, or
+        where the page is not this rank's."""
+        return reference.cache_slots(self.tensors.page_SP, slot_T, position_T, self.shards)
 
 
 def unpacked(packed: bytes) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 import kernels.decode_state as family  # noqa: E402
 from kernels.decode_state import SlotTensors, reference  # noqa: E402
-from kernels.page import NULL_PAGE, PAGE_TOKENS  # noqa: E402
+from kernels.page import NULL_PAGE, PAGE_TOKENS, Shards  # noqa: E402
 
 SLOTS, PAGES = 6, 5
 REFERENCE = SimpleNamespace(feed=reference.feed, advance=reference.advance, feed_draft=reference.feed_draft)
@@ -36,10 +36,10 @@ def clone(state: SlotTensors) -> SlotTensors:
     return SlotTensors(*(tensor.clone() for tensor in vars(state).values()))
 
 
-def entry(state: SlotTensors, slot: int, position: int) -> int:
-    if slot < 0:
-        return NULL_PAGE * PAGE_TOKENS + position % PAGE_TOKENS
-    return int(state.page_SP[slot, position // PAGE_TOKENS]) * PAGE_TOKENS + position % PAGE_TOKENS
+def entry(state: SlotTensors, slot: int, position: int, shards: Shards) -> int:
+    page = NULL_PAGE if slot < 0 else int(state.page_SP[slot, position // PAGE_TOKENS])
+    page = shards.local(page) if shards.owns(page) else NULL_PAGE
+    return page * PAGE_TOKENS + position % PAGE_TOKENS
 
 
 def garbage(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -49,13 +49,15 @@ def garbage(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 @pytest.mark.parametrize("path", [REFERENCE, TRITON], ids=["reference", "triton"])
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("slots", [[0], [3, 0, 5], [2, -1, 4, -1], [-1]])
-def test_a_whole_step(path: SimpleNamespace, width: int, slots: list[int]) -> None:
+@pytest.mark.parametrize("shards", [Shards(), Shards(2, 0), Shards(2, 1), Shards(3, 1), Shards(4, 3)], ids=str)
+def test_a_whole_step(path: SimpleNamespace, width: int, slots: list[int], shards: Shards) -> None:
+    """Planted faults that this finds: a rank writes what another owns; the owner of page p - 1."""
     state = random_state(width, seed=width)
     before = clone(state)
     rows, slot_R = len(slots), torch.tensor(slots)
     token_RW, position_RW, cache_RW = garbage(rows, width), garbage(rows, width), garbage(rows, width)
     length_R, page_RP = garbage(rows, dtype=torch.int32), garbage(rows, PAGES, dtype=torch.int32)
-    path.feed(state, slot_R, token_RW, position_RW, cache_RW, length_R, page_RP)
+    path.feed(state, slot_R, token_RW, position_RW, cache_RW, length_R, page_RP, shards)
     for row, slot in enumerate(slots):
         length = int(before.length_S[slot]) if slot >= 0 else 0
         for j in range(width):
@@ -63,14 +65,14 @@ def test_a_whole_step(path: SimpleNamespace, width: int, slots: list[int]) -> No
             fed = int(before.last_S[slot] if j == 0 else before.draft_SK[slot, j - 1]) if slot >= 0 else 0
             assert int(token_RW[row, j]) == fed
             assert int(position_RW[row, j]) == position
-            assert int(cache_RW[row, j]) == entry(before, slot, position)
+            assert int(cache_RW[row, j]) == entry(before, slot, position, shards)
         assert int(length_R[row]) == (length + width if slot >= 0 else 0)
         assert page_RP[row].tolist() == (before.page_SP[slot].tolist() if slot >= 0 else [NULL_PAGE] * PAGES)
 
     target_RW = torch.randint(100, 200, (rows, width))
     accepted_R = torch.randint(0, width, (rows,))
     newest_R = garbage(rows)
-    path.advance(state, slot_R, target_RW, accepted_R, position_RW, cache_RW, length_R, newest_R)
+    path.advance(state, slot_R, target_RW, accepted_R, position_RW, cache_RW, length_R, newest_R, shards)
     for row, slot in enumerate(slots):
         accepted = int(accepted_R[row])
         assert int(newest_R[row]) == row * width + accepted
@@ -88,17 +90,17 @@ def test_a_whole_step(path: SimpleNamespace, width: int, slots: list[int]) -> No
             assert state.token_SX[slot].tolist() == wanted
         for j in range(width):
             assert int(position_RW[row, j]) == length + j + 1
-            assert int(cache_RW[row, j]) == entry(before, slot, length + j + 1)
+            assert int(cache_RW[row, j]) == entry(before, slot, length + j + 1, shards)
         assert int(length_R[row]) == length + width + 1
 
     position_R, cache_R, length_R = garbage(rows), garbage(rows), garbage(rows, dtype=torch.int32)
     for index in range(width - 1):
         draft_R = torch.randint(200, 300, (rows,))
-        path.feed_draft(state, slot_R, draft_R, index, position_R, cache_R, length_R)
+        path.feed_draft(state, slot_R, draft_R, index, position_R, cache_R, length_R, shards)
         for row, slot in enumerate(slots):
             position = int(state.length_S[slot]) + index + 1 if slot >= 0 else 0
             assert int(position_R[row]) == position
-            assert int(cache_R[row]) == entry(state, slot, position)
+            assert int(cache_R[row]) == entry(state, slot, position, shards)
             assert int(length_R[row]) == (position + 1 if slot >= 0 else 0)
             if slot >= 0:
                 assert int(state.draft_SK[slot, index]) == int(draft_R[row])

@@ -5,6 +5,7 @@ import torch
 
 import kernels.decode_state as family
 from kernels.decode_state import SlotTensors
+from kernels.page import WHOLE, Shards
 from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gate
 SLOTS = 256
 
 
-def step(rows: int, width: int, pages: int, *, tokens: bool = False) -> list[object]:
+def step(rows: int, width: int, pages: int, *, tokens: bool = False, shards: Shards = WHOLE) -> list[object]:
     """Compile the bookkeeping of one step."""
     state = SlotTensors.allocate(SLOTS, width - 1, pages, torch.device("cpu"), tokens=tokens)
     slot_R, newest_R = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
@@ -22,17 +23,21 @@ def step(rows: int, width: int, pages: int, *, tokens: bool = False) -> list[obj
     decided_N = torch.zeros(rows * width + rows + 1, dtype=torch.int64)
     target_RW, accepted_R = decided_N[: rows * width].view(rows, width), decided_N[rows * width : -1]
     with compile_only() as compiled:
-        family.launch_feed(state, slot_R, token_RW, position_RW, cache_RW, length_R, page_RP)
-        family.launch_advance(state, slot_R, target_RW, accepted_R, position_RW, cache_RW, length_R, newest_R)
+        family.launch_feed(state, slot_R, token_RW, position_RW, cache_RW, length_R, page_RP, shards)
+        family.launch_advance(state, slot_R, target_RW, accepted_R, position_RW, cache_RW, length_R, newest_R, shards)
         for index in range(width - 1):
-            family.launch_feed_draft(state, slot_R, newest_R, index, position_RW[:, 0], cache_RW[:, 0], length_R)
+            family.launch_feed_draft(
+                state, slot_R, newest_R, index, position_RW[:, 0], cache_RW[:, 0], length_R, shards
+            )
     return compiled
 
 
-@pytest.mark.parametrize(("pages", "tokens"), [(3, False), (2560, False), (3, True)])
+@pytest.mark.parametrize(
+    ("pages", "tokens", "shards"), [(3, False, WHOLE), (2560, False, WHOLE), (3, True, WHOLE), (3, True, Shards(8, 3))]
+)
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
-def test_compiles_without_spills(width: int, pages: int, tokens: bool) -> None:
-    found = [resources(kernel) for kernel in step(64, width, pages, tokens=tokens)]
+def test_compiles_without_spills(width: int, pages: int, tokens: bool, shards: Shards) -> None:
+    found = [resources(kernel) for kernel in step(64, width, pages, tokens=tokens, shards=shards)]
     assert [kernel.name for kernel in found] == ["feed", "advance", *["feed_draft"] * (width - 1)]
     for kernel in found:
         kernel.check(registers=64)

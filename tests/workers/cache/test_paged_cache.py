@@ -25,7 +25,7 @@ def noise(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dtype) -> None:
     cache, poison_PK = cache_of(dtype), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
-    pages = RandomPages(cache, PAGE_P, noise())
+    pages = RandomPages(cache, PAGE_P.tolist(), noise())
     pages.poison(1, poison_PK)
     assert not any(layer.any() for layer in cache.layers)
     pages.restore()
@@ -37,7 +37,7 @@ def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dty
         assert not layer[[1, 3, 5]].any()
     assert not torch.equal(cache.layers[0], cache.layers[2])
     again = cache_of(dtype)
-    RandomPages(again, PAGE_P, noise()).restore()
+    RandomPages(again, PAGE_P.tolist(), noise()).restore()
     assert torch.equal(again.layers[2], cache.layers[2])
     cache.zero_fill(PAGE_P.tolist())
     assert not any(layer.any() for layer in cache.layers)
@@ -47,7 +47,7 @@ def test_pages_are_random_poisoned_where_told_and_alone_written(dtype: torch.dty
 def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
     """One bit of a number, of the sign of 0, of a NaN; and what is restored has not changed."""
     cache = cache_of(dtype)
-    pages = RandomPages(cache, PAGE_P, noise())
+    pages = RandomPages(cache, PAGE_P.tolist(), noise())
     poison_PK = torch.zeros(3, PAGE_TOKENS, dtype=torch.bool)
     poison_PK[1, 7] = True
     for layer in range(3):
@@ -66,7 +66,7 @@ def test_one_bit_is_a_change(dtype: torch.dtype) -> None:
     pages.restore()
     assert not pages.changed(1).any()
     assert torch.equal(cache.entry_bits(1, entry_E), before)
-    zeros = RandomPages(cache, PAGE_P, noise())
+    zeros = RandomPages(cache, PAGE_P.tolist(), noise())
     for content in zeros._contents:
         content.zero_()
     zeros.restore()
@@ -89,7 +89,10 @@ def test_fp8_pages(latent: int, rope: int, dtype: torch.dtype, size: int) -> Non
     assert (spec.entry_bytes, spec.page_bytes) == (size, 64 * size)
     cache = PagedCache.allocate([spec] * 2, 6, torch.device("cpu"))
     assert cache.layers[0].shape == (6, 64, size)
-    pages, poison_PK = RandomPages(cache, PAGE_P, noise()), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
+    pages, poison_PK = (
+        RandomPages(cache, PAGE_P.tolist(), noise()),
+        torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5,
+    )
     pages.poison(1, poison_PK)
     pages.restore()
     read = [numbers(layer[PAGE_P].flatten(0, 1), latent, rope, dtype) for layer in cache.layers]
@@ -114,7 +117,10 @@ def test_int8_pages_of_index_keys(dtype: torch.dtype) -> None:
     spec: CacheSpec = Int8IndexSpec(128, dtype)
     assert (spec.entry_bytes, spec.page_bytes) == (132, 8448)
     cache = PagedCache.allocate([spec] * 2, 6, torch.device("cpu"))
-    pages, poison_PK = RandomPages(cache, PAGE_P, noise()), torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5
+    pages, poison_PK = (
+        RandomPages(cache, PAGE_P.tolist(), noise()),
+        torch.rand(3, PAGE_TOKENS, generator=noise(1)) < 0.5,
+    )
     pages.poison(1, poison_PK)
     pages.restore()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.page import PAGE_TOKENS, pages_for
+from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.families import load_model
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
@@ -67,8 +67,9 @@ class Paged:
         self.model = model
         self.device = device = model.norm_E.device
         counts = [pages_for(len(tokens) + room) for tokens in sequences]
-        pages = sum(counts) + 3
-        self.cache = PagedCache.allocate(model.caches, pages, device)
+        self.shards = model.group.mesh.shards
+        own_pages = -(-sum(counts) // self.shards.count) + 3
+        self.cache, pages = PagedCache.allocate(model.caches, own_pages, device), self.shards.pages(own_pages)
         for layer in self.cache.layers:
             layer.view(torch.uint8).fill_(255)  # NaN in every form
         order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
@@ -107,6 +108,10 @@ class Paged:
         parts = x_TE.split([feed.count for feed in step.feeds])
         return {feed.row: part for feed, part in zip(step.feeds, parts, strict=True)}
 
+    def _own(self, page: int) -> int:
+        """Return the place of a page in this rank's cache; the null page for one of another rank."""
+        return self.shards.local(page) if self.shards.owns(page) else NULL_PAGE
+
     def batch(self, step: Step, shift: int) -> Batch:
         """Device view of a step; `shift` 1 is the draft layer's, whose entries lie one further on and begin at 1."""
         positions, slots = [], []
@@ -115,7 +120,7 @@ class Paged:
             pages = self.rows[feed.row].pages
             own = range(feed.start + shift, feed.start + shift + feed.count)
             positions += own
-            slots += [pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in own]
+            slots += [self._own(pages[p // PAGE_TOKENS]) * PAGE_TOKENS + p % PAGE_TOKENS for p in own]
             used = pages_for(own.stop)
             tables[index, :used] = torch.tensor(pages[:used], dtype=torch.int32)
         tables = tables.to(self.device)

@@ -182,7 +182,7 @@ def feed_with(change: Callable[[Any, Any], None]) -> Callable[..., None]:
 
     def mistaken(state: Any, slot_R: Any, *out: Any) -> None:
         feed(state, slot_R, *out)
-        length_R, page_RP = out[-2:]
+        length_R, page_RP, _ = out[-3:]
         length_L, page_LP = length_R[slot_R >= 0], page_RP[slot_R >= 0]
         change(length_L, page_LP)
         length_R[slot_R >= 0], page_RP[slot_R >= 0] = length_L, page_LP

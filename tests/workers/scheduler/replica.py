@@ -9,7 +9,7 @@ from itertools import count
 
 from simulated_worker import SimulatedWorker, alone
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import NULL_PAGE, PAGE_TOKENS, GlobalPage
 from tests.workers.widths import restless
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
@@ -17,6 +17,7 @@ from workers.protocol.prompt import Prompt
 from workers.protocol.tiers import Moved, Moves
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
 from workers.scheduler.host_tier import HostTier
+from workers.scheduler.pages import PagePool
 from workers.scheduler.sequence import Phase
 
 
@@ -26,6 +27,8 @@ class Replica:
     def __init__(self, config: SchedulerConfig, agree: float = 0.7, seed: int = 0) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
+        self.passed_over = watch_owners(self.scheduler._rows.pool, config.cache_shards)
+        """Owners that had no free page when one of theirs was wanted."""
         if config.adaptive and not config.step_times:
             # Nothing says what pays: then any width may follow any other.
             self._random = random.Random(seed)
@@ -199,7 +202,12 @@ class Replica:
             check_tier(tier)
             for ticket in [*tier._tickets.values(), *tier._ready.values()]:
                 held.update(ticket.row.pages if ticket.row is not None else ())
-        free, unheld = pool._free, set(cache._unheld)
+        free, unheld = [page for of_owner in pool._free for page in of_owner], set(cache._unheld)
+        owners = range(self.config.cache_shards)
+        assert all(owner_of(page, len(owners)) == owner for owner in owners for page in pool._free[owner])
+        available = Counter(owner_of(page, len(owners)) for page in {*free, *unheld})
+        assert pool._available == [available[owner] for owner in owners]
+        assert pool.free_count == len(free)
         assert len(set(free)) == len(free)
         assert not set(free) & set(held)
         assert not unheld & (set(free) | set(held))
@@ -266,6 +274,34 @@ class Replica:
             if entry.parent is not None:
                 assert cache._entries.get(entry.parent.key) is entry.parent
                 assert order[entry.key] < order[entry.parent.key], "evicted before what continues it"
+
+
+def owner_of(page: int, shards: int) -> int:
+    """Return the rank on which page 1 + owner, and every so many pages behind it, lie."""
+    return list(range(shards))[page % shards - 1]
+
+
+def watch_owners(pool: PagePool, shards: int) -> Counter[int]:
+    """Check of every page that is taken from now on that it lies where it should: on the neighbour of the page before
+    it, or where most pages are available, or behind those that have none. Return how often an owner had none."""
+    take, passed_over = pool.take, Counter[int]()
+
+    def checked(after: int = NULL_PAGE, *, overwritten: bool = False) -> GlobalPage:
+        unheld = Counter(owner_of(page, shards) for page in range(1, pool.total + 1) if not pool.holders(page))
+        free = [len(pages) for pages in pool._free]
+        page = take(after, overwritten=overwritten)
+        owner = owner_of(page, shards)
+        if after == NULL_PAGE:
+            first = next(o for o in range(shards) if unheld[o] == max(unheld.values()))
+        else:
+            first = (owner_of(after, shards) + 1) % shards
+        skipped = [(first + step) % shards for step in range((owner - first) % shards)]
+        assert not any(free[o] for o in skipped), f"page {page} of rank {owner} behind {after}, and {skipped} have some"
+        passed_over.update(skipped)
+        return page
+
+    pool.take = checked  # type: ignore[method-assign]
+    return passed_over
 
 
 def check_tier(tier: HostTier) -> None:

@@ -216,7 +216,7 @@ def burst(seed: int) -> Replica:
     """Groups of equal prompts, and others between them, on a replica with room."""
     rng = random.Random(seed)
     room = {"slots": 8, "pages": 60, "token_budget": 8 * 4 + rng.choice([64, 200, 500]), "queue_limit": 1000}
-    settings = replace(random_config(rng), prefix_cache=True, **room)
+    settings = replace(random_config(rng), prefix_cache=True, cache_shards=1, **room)
     replica = Replica(settings, agree=rng.choice([0.5, 0.9]), seed=seed)
     for group in range(6):
         prompt, sampling = random_request(rng, settings.max_context)

@@ -24,9 +24,11 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
     full = max_pages_per_row(max_context, width, pipeline)
     # Of its own, so that other draws stay what they are.
     host = random.Random(f"host memory {slots} {width} {pipeline} {max_context}")
+    shards = random.Random(f"shards {slots} {width} {pipeline} {max_context}").choice([1, 1, 2, 4])
+    pages = max(2, 1 + full + rng.choice([0, 1, 2, 4] if tight else [0, 0, 0, 1, 2, 5, 20, -1]))
     return SchedulerConfig(
         slots=slots,
-        pages=max(2, 1 + full + rng.choice([0, 1, 2, 4] if tight else [0, 0, 0, 1, 2, 5, 20, -1])),
+        pages=pages + -(pages - 1) % shards,
         max_context=max_context,
         token_budget=slots * width + rng.choice([1, 7, 64, 100, 500]),
         width=width,
@@ -36,6 +38,7 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
         adaptive=rng.choice([False, False, True, True]),
         prefix_sample=rng.choice([0, 3, 100]),
         vocab_size=rng.choice([VOCAB, VOCAB, 2**32]),
+        cache_shards=shards,
         host_pages=host.choice([0, 0, 2, 8, 100]),
         ranks=host.choice([1, 2]),
         save_batch=host.choice([1, 16]),

@@ -32,7 +32,9 @@ from kernels.page import PAGE_TOKENS
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry, Heads
+from workers.models.attention.shards import SharedContext
 from workers.models.batch import Batch
+from workers.parallel.group import Group
 
 CONTEXT_ENTRIES: Final = 4096
 """Cached entries expanded at once, all rows together (at least one page per row)."""
@@ -80,6 +82,8 @@ class RecalledContext:
     kv_XF: Tensor
     """Expansion of each latent, all heads side by side."""
     keys: PrefillKeys
+    shared: SharedContext | None
+    """Where the entries lie on several ranks."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,10 @@ class ExpandedChunks(Backend):
         geometry: PrefillGeometry,
         nope: int,
         scratch: Scratch,
+        group: Group | None = None,
     ) -> ExpandedChunks:
         """Make the backend of the prefill rows' tokens alone, from queries, latents with their roped keys, the other
-        `nope` features of their keys with their values, and the place for the output."""
+        `nope` features of their keys with their values, and the place for the output. `group`: see `Batch`."""
         (tokens, heads), dtype, pieces = q_THD.shape[:2], q_THD.dtype, geometry.pieces
         # Partial results stay in fp32 until the last merge.
         sums = [(out_THV, scratch.empty(tokens, heads, dtype=torch.float32))]
@@ -175,6 +180,9 @@ class ExpandedChunks(Backend):
             parts = key_parts(geometry.max_q, piece.max_k, piece.cu_k_B1.shape[0] - 1, heads, q_THD.device)
             assert parts * tokens <= partial
             out_ZTHV, lse_ZTH = (of_T[: parts * tokens].view(parts, tokens, *of_T.shape[1:]) for of_T in sums[1])
+            shared = None
+            if group is not None:
+                shared = SharedContext.of(group, geometry.page_BP, piece.cu_k_B1, piece.begin, source_SC, scratch)
             context.append(
                 RecalledContext(
                     begin=piece.begin,
@@ -182,6 +190,7 @@ class ExpandedChunks(Backend):
                     latent_XL=context_SC[:expanded, :latent],
                     kv_XF=kv_SHF[:expanded].flatten(1),
                     keys=keys(source_SC, own_SHF, piece.cu_k_B1, piece.max_k, (out_ZTHV, lse_ZTH)),
+                    shared=shared,
                 )
             )
         own = keys(latent_TC, kv_THF, geometry.cu_q_B1, geometry.max_q, sums[0])
@@ -193,8 +202,11 @@ class ExpandedChunks(Backend):
         self._attend(heads, own, causal=True)
         for piece in context:
             keys = piece.keys
-            entries = self.geometry.page_BP, keys.cu_k_B1, piece.source_SC
-            gather_context(cache_PKC, *entries, begin=piece.begin, latent=heads.latent)
+            entries, begin, latent = (keys.cu_k_B1, piece.source_SC), piece.begin, heads.latent
+            if piece.shared is None:
+                gather_context(cache_PKC, self.geometry.page_BP, *entries, begin=begin, latent=latent)
+            else:
+                piece.shared.gather(cache_PKC, *entries, begin=begin, latent=latent)
             heads.expand(piece.latent_XL, piece.kv_XF)
             self._attend(heads, keys, causal=False)
             into_THV = self.out_THV if piece is context[-1] else own.out_THV

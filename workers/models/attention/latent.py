@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.own_entries import OwnEntries, own_entries
 from kernels.rms_norm import AddNorm
 from kernels.rope_cache import rope_cache
 from kernels.runtime.dependent import launches_dependently
@@ -31,6 +32,7 @@ from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import LATENT_NORM_EPS, DecodeMemory, DecodeRows, Entering, plan_rows
 from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
 from workers.models.attention.indexer import Indexed
+from workers.models.attention.shards import ShardedRows
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
 from workers.models.layer_ops import LayerOps, N
@@ -155,6 +157,10 @@ class LatentAttention:
         if rows is None or not batch.layout.decode_rows:
             return batch
         width, first = batch.layout.width, batch.first
+        if batch.group is not None:
+            own = OwnEntries.allocate(rows.page_RP.shape[0], width, rows.page_RP.shape[1], scratch.empty)
+            own_entries(rows.page_RP, rows.length_R, own, batch.group.mesh.shards, first=first)
+            return replace(batch, decode=replace(rows, own=own))
         planned = plan_rows(self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8))
         return replace(batch, decode=planned)
 
@@ -258,13 +264,17 @@ class LatentAttention:
         split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
         found: list[Backend] = []
         if batch.decode is not None:
-            memory = DecodeMemory.of(heads, batch.layout.decode_rows, batch.layout.width, scratch)
             entering = None
             if projected.latent_TC is None:
                 kv_TC = projected.down_TF[..., -heads.latent - heads.rope :]
                 entering = Entering(projected.q_THD, kv_TC, rotation_PO, batch.position_T, batch.cache_slot_T)
             q_THD = projected.q_THD[:split]
-            found.append(DecodeRows(batch.decode, batch.first, q_THD, entering, memory, out_THV[:split]))
+            if batch.group is not None and batch.decode.own is not None:
+                into = q_THD, entering, out_THV[:split], scratch
+                found.append(ShardedRows.of(heads, batch.group, batch.decode.own, *into))
+            else:
+                memory = DecodeMemory.of(heads, batch.layout.decode_rows, batch.layout.width, scratch)
+                found.append(DecodeRows(batch.decode, batch.first, q_THD, entering, memory, out_THV[:split]))
         if geometry is not None:
             assert projected.latent_TC is not None  # a pass of decode rows alone has no prefill rows
             own = slice(split, end)
@@ -275,7 +285,7 @@ class LatentAttention:
                 assert isinstance(geometry, PrefillGeometry)
                 assert projected.kv_THF is not None
                 kv = projected.latent_TC[own], projected.kv_THF[own]
-                found.append(ExpandedChunks.of(q_THD, *kv, own_THV, geometry, heads.nope, scratch))
+                found.append(ExpandedChunks.of(q_THD, *kv, own_THV, geometry, heads.nope, scratch, batch.group))
         return found
 
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,123 @@
+"""Ranks that share out the pages of one cache compute what one rank computes that has all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import random_tokens
+from paged import CPU, Paged
+from rank_processes import run_ranks
+from tiny_models import VOCAB, write_tiny
+
+from workers.families import load_model
+from workers.models.attention.shards import merge_shards
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
+
+
+def parts(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(count, 5, 3, 8), 4 * torch.randn(count, 5, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_merged_parts_are_weighted_by_their_sums_of_exponentials(count: int) -> None:
+    """A planted fault: log-sum-exps to the base of 2."""
+    out, lse = parts(count)
+    into = torch.full((5, 3, 8), torch.nan)
+    merge_shards(out, lse, into)
+    weight = lse.double().softmax(0).unsqueeze(-1)
+    torch.testing.assert_close(into.double(), (weight * out).sum(0), atol=1e-6, rtol=1e-6)
+
+
+def test_empty_shards_count_for_nothing() -> None:
+    """A planted fault: -inf less -inf is NaN, and so is 0 times what an empty shard has left."""
+    out, lse = parts(4)
+    empty = torch.rand(4, 5, 3) < 0.6
+    empty[:, 0] = True
+    into, alone = torch.full((5, 3, 8), torch.nan), torch.full((5, 3, 8), torch.nan)
+    merge_shards(out.masked_fill(empty.unsqueeze(-1), torch.nan), lse.masked_fill(empty, -torch.inf), into)
+    assert (into[0] == 0).all()
+    for t in range(1, 5):
+        for h in range(3):
+            rest = ~empty[:, t, h]
+            if rest.any():
+                weight = lse[rest, t, h].double().softmax(0).unsqueeze(-1)
+                want = (weight * out[rest, t, h]).sum(0)
+                torch.testing.assert_close(into[t, h].double(), want, atol=1e-6, rtol=1e-6)
+    merge_shards(out[:1], lse[:1], alone)
+    torch.testing.assert_close(alone, out[0])
+
+
+SEQUENCES = [random_tokens(count, count, VOCAB) for count in (1, 63, 64, 65, 127, 129, 300)]
+
+
+def computed(folder: Path, group: Group, *, fp8: bool = False) -> dict[str, torch.Tensor]:
+    """Logits, and the draft layer's, of prompts in chunks, and of decode rows of all widths and mixed steps behind
+    them, over the pages' borders. The cache holds NaN wherever nothing was written."""
+    model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=512, fp8_cache=fp8)
+    known = [tokens + random_tokens(40, 7, VOCAB) for tokens in SEQUENCES]
+    paged, found = Paged(model, known), {}
+    rows = list(range(len(known)))
+
+    def step(name: str, decode: list[int], width: int, prefill: list[tuple[int, int]]) -> None:
+        planned = paged.plan(decode, width, prefill)
+        hidden = paged.forward(planned)
+        drafted = paged.draft(planned, hidden)
+        for row in (*decode, *(row for row, _ in prefill)):
+            found[f"{name} of {row}"] = model.logits(hidden[row])
+            found[f"{name} of {row}, drafts"] = model.drafter.logits(drafted[row])
+
+    step("prompts", [], 1, [(row, min(len(SEQUENCES[row]), 100)) for row in rows])
+    step("second chunks beside decode rows", rows[:4], 3, [(row, len(SEQUENCES[row]) - 100) for row in rows[4:]])
+    for width in (1, 2, 4, 8):
+        step(f"width {width}", rows, width, [])
+    return found
+
+
+def rank_main(rank: int, size: int, shards: int, folder: Path, fp8: bool) -> None:
+    torch.set_num_threads(1)
+    group = Group.connect(Mesh.of(rank, size, cache=shards), f"file://{folder}/rendezvous{shards}", CPU, timeout_s=60)
+    try:
+        torch.save(computed(folder / "v3", group, fp8=fp8), folder / f"shards{shards}rank{rank}.pt")
+    finally:
+        group.close()
+
+
+def on_ranks(folder: Path, size: int, shards: int, *, fp8: bool = False) -> dict[str, torch.Tensor]:
+    run_ranks(rank_main, size, size, shards, folder, fp8)
+    first, *others = [torch.load(folder / f"shards{shards}rank{rank}.pt") for rank in range(size)]
+    for other in others:
+        assert all(torch.equal(other[name], logits) for name, logits in first.items())
+    return first
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [
+        pytest.param(2, [2], marks=pytest.mark.long, id="2 ranks"),
+        pytest.param(4, [2, 4], marks=pytest.mark.long, id="4 ranks"),
+    ],
+)
+def test_draft_layer_sharded(tmp_path: Path, size: int, counts: list[int]) -> None:
+    """Planted faults that this finds: the draft pass reads and writes as if it had all pages; a border's token is lost;
+    all drafts have the last one's bound; another rank's entry is taken for one's own in cached context."""
+    alone = computed(write_tiny(tmp_path / "v3", "v3-yarn", seed=2), Group())
+    for shards in counts:
+        found = on_ranks(tmp_path, size, shards)
+        for name, logits in alone.items():
+            torch.testing.assert_close(found[name], logits, atol=2e-4, rtol=2e-4, msg=f"{shards} shards: {name}")
+
+
+@pytest.mark.long
+def test_fp8_context(tmp_path: Path) -> None:
+    """A planted fault: cached context of FP8 entries is exchanged as if it were numbers. A sum over ranks in another
+    order may bring a number to the next code, which is another one by an eighth at most, so that some logits differ a
+    little; an entry that is wrong changes them all."""
+    alone = computed(write_tiny(tmp_path / "v3", "v3-yarn", seed=2), Group(), fp8=True)
+    found = on_ranks(tmp_path, 2, 2, fp8=True)
+    apart = torch.tensor([float((found[name] - want).norm() / want.norm()) for name, want in alone.items()])
+    assert float(apart.max()) < 0.05
+    assert float(apart.median()) < 1e-4

@@ -1,0 +1,94 @@
+"""Where ranks share out the cache, the pages of a row lie on all of them, and rows do not pile up on one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from replica import Replica, owner_of
+from workload import config, tokens
+
+from workers.protocol.prompt import Prompt
+from workers.scheduler import SchedulerConfig
+from workers.scheduler.pages import PagePool
+from workers.scheduler.prefix import PrefixCache, RowPages
+from workers.scheduler.tokens import Tokens
+
+
+def owners(row: RowPages, shards: int) -> list[int]:
+    return [owner_of(page, shards) for page in row.pages]
+
+
+def test_one_shard_hands_pages_out_in_their_order() -> None:
+    pool = PagePool(6)
+    assert [pool.take() for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_a_rows_pages_go_round_the_shards(shards: int) -> None:
+    cache = PrefixCache(PagePool(60 * shards + 1, shards))
+    row = cache.open([], 3)
+    for _ in range(20):
+        cache.extend(row, 1)
+    assert all((a + 1) % shards == b for a, b in zip(owners(row, shards), owners(row, shards)[1:], strict=False))
+
+
+def test_short_rows_begin_where_most_is_available() -> None:
+    cache = PrefixCache(PagePool(4 * 16 + 1, 4))
+    rows = [cache.open([], 1) for _ in range(32)]
+    assert Counter(owner for row in rows for owner in owners(row, 4)) == dict.fromkeys(range(4), 8)
+
+
+def test_rows_behind_one_prompt_do_not_pile_up() -> None:
+    """A planted fault: rows that go round from the last page of the shared prefix all begin on its neighbour."""
+    cache = PrefixCache(PagePool(4 * 16 + 1, 4))
+    ids = Tokens(Prompt.of(range(128)))
+    first = cache.open([], 2)
+    cache.register(first, ids, 2)
+    found = cache.match(ids, ids.keys(), 2)
+    rows = [cache.open(found, 3) for _ in range(8)]
+    assert {tuple(row.pages[:2]) for row in rows} == {(1, 2)}
+    assert Counter(owners(row, 4)[2] for row in rows) == dict.fromkeys(range(4), 2)
+
+
+def test_an_owner_without_free_pages_is_passed_over() -> None:
+    pool = PagePool(2 * 3 + 1, 2)
+    held = [pool.take() for _ in range(6)]
+    for page in held[::2]:  # all of one owner
+        assert pool.drop(page)
+        pool.free(page)
+    first = pool.take()
+    assert owner_of(pool.take(first), 2) == owner_of(first, 2)
+    assert pool.free_count == 1
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_hits_are_the_same_for_any_number_of_shards(shards: int) -> None:
+    hits = []
+    for count in (1, shards):
+        replica = Replica(config(pages=101, cache_shards=count))
+        shared = tokens(150, seed=1)
+        for name in range(4):
+            replica.add(f"{name}", [*shared, *tokens(30 * name + 1, seed=name)], max_tokens=5)
+        replica.run()
+        replica.check_tokens()
+        hits.append([(p.start, p.slot) for plan in replica.plans for p in plan.prefill])
+    assert hits[0] == hits[1]
+
+
+def test_rows_of_all_ranks_are_about_equally_long_under_load() -> None:
+    """Of each of 16 rows that grow no rank has more than a page more than another, and of all about its share."""
+    cache = PrefixCache(PagePool(4 * 500 + 1, 4))
+    rows = [cache.open([], 1 + 7 * index % 13) for index in range(16)]
+    for step in range(400):
+        cache.extend(rows[step % 16], 1 + step % 3)
+    for row in rows:
+        count = Counter(owners(row, 4))
+        assert max(count.values()) - min(count[owner] for owner in range(4)) <= 1
+    load = Counter(owner for row in rows for owner in owners(row, 4))
+    assert max(load.values()) * 4 <= 1.03 * sum(load.values())
+
+
+def test_pages_that_cannot_be_shared_out_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match="pages = 100: all but the null page are shared out evenly over 2 ranks"):
+        SchedulerConfig(slots=1, pages=100, max_context=100, token_budget=8, width=1, queue_limit=1, cache_shards=2)
