@@ -29,7 +29,7 @@ def server(launch) -> Server:
 
 def running(server: Server) -> list[int]:
     """Return the processes of the engine that serves, without those that stand by."""
-    return server.pids("ray::SchedulerActor.run") + server.pids("ray::WorkerActor.run")
+    return sorted(server.pids("ray::SchedulerActor.run") + server.pids("ray::WorkerActor.run"))
 
 
 def standing_by(server: Server) -> list[int]:
@@ -83,6 +83,7 @@ async def test_streams_go_on_with_the_tokens_that_they_would_have_had(server: Se
     assert server.pids("ray::ServeReplica:latentserve:engine") == front
     assert keepers(server) == keeper
     assert running(server) == waiting
+    print(*(line for line in server.lines if "serving again" in line or "started in" in line), sep="\n")
 
 
 def test_nothing_is_left_at_the_end(server: Server) -> None:

@@ -20,7 +20,14 @@ from workers.protocol.plan import SamplingParams
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SETTINGS = EngineConfig(
-    model="demo", device="cuda", invariant=True, max_rows=4, token_budget=64, cache_pages=60, heartbeat_timeout_s=10.0
+    model="demo",
+    device="cuda",
+    keep_weights="always",
+    invariant=True,
+    max_rows=4,
+    token_budget=64,
+    cache_pages=60,
+    heartbeat_timeout_s=10.0,
 )
 """In invariant mode no token depends on where a stream was cut."""
 
