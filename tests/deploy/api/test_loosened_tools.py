@@ -78,6 +78,14 @@ def test_what_is_not_enforced_is_named(name: str, schema: dict[str, Any], named:
             bind([function(parameters(schema), strict=True)], CALL_GRAMMARS[name], all_bound=True)
 
 
+@pytest.mark.parametrize("name", ["kimi_k2", "glm", "deepseek_v32"])
+def test_one_of_very_many_words(name: str) -> None:
+    schema = parameters({"enum": [f"value {n}" for n in range(3000)]})
+    bound = bind([function(schema)], CALL_GRAMMARS[name], all_bound=True)
+    assert not [*bound.not_enforced]
+    build(grammar_of(name, bound))
+
+
 @pytest.mark.parametrize(("schema", "named"), KEYWORDS)
 def test_what_is_left_is_enforced_and_allows_no_more_than_was_named(schema: dict[str, Any], named: list[str]) -> None:
     """Texts that the rest of a schema allows are valid for the schema but for the keywords that are named."""
