@@ -106,7 +106,8 @@ def _strings(schema: Any, root: Mapping[str, Any], end: str) -> list[Tag]:
         good = [value for value in values if isinstance(value, str) and end not in value]
         if not good:
             raise CannotBind("none of the strings of an enum can be written in the calls of this model")
-        return [text(value + end) for value in good]
+        # As one way: what stands around a value would be written once for each.
+        return [sequence(either([text(value) for value in good]), text(end))]
     for name in ("anyOf", "oneOf"):
         if name in schema:
             return [way for option in schema[name] for way in _strings(option, root, end)]

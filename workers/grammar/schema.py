@@ -9,6 +9,7 @@ write everything that is valid, such as keys in any order.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, Final
@@ -304,8 +305,7 @@ class _Walk:
             raise SchemaError(f"{place}: pattern must be a string", schema, "pattern")
         if "format" in said and schema["format"] not in FORMATS:
             raise SchemaError(f"{place}: format {str(schema['format'])[:64]!r} is not supported", schema, "format")
-        for name in ("minLength", "maxLength"):
-            _count(schema, name, place)
+        _counts(schema, "minLength", "maxLength", place)
         try:
             form = _form_of(schema, json_without(""))
         except RegexError as error:
@@ -323,6 +323,13 @@ class _Walk:
         for one, other in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             if one in said and other in said:
                 raise SchemaError(f"{place}: {one} beside {other} is not supported; give one of them", schema, other)
+        least = schema.get("minimum", schema.get("exclusiveMinimum", -math.inf))
+        most = schema.get("maximum", schema.get("exclusiveMaximum", math.inf))
+        open_ended = len({"exclusiveMinimum", "exclusiveMaximum"} & said)
+        step = 1 if schema.get("type") == "integer" and least % 1 == most % 1 == 0 else 0
+        if least > most or (open_ended and most - least <= (open_ended - 1) * step):
+            name = next(name for name in ("minimum", "exclusiveMinimum") if name in said)
+            raise SchemaError(f"{place}: {name} is too large beside what bounds it from above", schema, name)
         if "multipleOf" in said:
             if bounds:
                 raise SchemaError(
@@ -336,22 +343,30 @@ class _Walk:
                 )
 
     def _array(self, schema: dict[str, Any], said: set[str], place: str, depth: int) -> None:
-        for name in ("minItems", "maxItems"):
-            _count(schema, name, place)
+        _counts(schema, "minItems", "maxItems", place)
         if "prefixItems" in said:
             if not isinstance(schema["prefixItems"], list) or not schema["prefixItems"]:
                 raise SchemaError(f"{place}/prefixItems: a list of schemas is expected", schema, "prefixItems")
             for index, item in enumerate(schema["prefixItems"]):
                 self.schema(item, f"{place}/prefixItems/{index}", depth + 1)
+        if schema.get("items") is False and schema.get("minItems", 0) > len(schema.get("prefixItems", ())):
+            raise SchemaError(f"{place}: minItems is more than the items that there may be", schema, "minItems")
         if "items" in said and schema["items"] is not False:
             self.schema(schema["items"], f"{place}/items", depth + 1)
 
     def _object(self, schema: dict[str, Any], said: set[str], place: str, depth: int) -> None:
-        for name in ("minProperties", "maxProperties"):
-            _count(schema, name, place)
+        _counts(schema, "minProperties", "maxProperties", place)
         properties = schema.get("properties", {})
         self._each(properties, f"{place}/properties", depth)
+        if schema.get("additionalProperties", False) is False and schema.get("minProperties", 0) > len(properties):
+            raise SchemaError(
+                f"{place}: minProperties is more than the properties that there may be", schema, "minProperties"
+            )
         required = schema.get("required", [])
+        if isinstance(required, list) and schema.get("maxProperties", len(required)) < len(required):
+            raise SchemaError(
+                f"{place}: maxProperties is less than the properties that are required", schema, "maxProperties"
+            )
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise SchemaError(f"{place}/required: a list of names is expected", schema, "required")
         for name in required:
@@ -425,6 +440,13 @@ class _Walk:
             return frozenset("number" if type_of(value) == "integer" else type_of(value) for value in values)
         types = self.types(schema, place)
         return None if types is None else frozenset("number" if name == "integer" else name for name in types)
+
+
+def _counts(schema: dict[str, Any], least: str, most: str, place: str) -> None:
+    for name in (least, most):
+        _count(schema, name, place)
+    if least in schema and most in schema and schema[least] > schema[most]:
+        raise SchemaError(f"{place}: {least} is more than {most}", schema, least)
 
 
 def _count(schema: dict[str, Any], name: str, place: str) -> None:

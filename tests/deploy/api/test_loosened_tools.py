@@ -34,6 +34,18 @@ KEYWORDS: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "object", "properties": {"b": {}}, "required": ["c"]}, ["f.a required"]),
     ({"type": "string", "minLength": 3, "maxLength": 65_536}, ["f.a minLength", "f.a maxLength"]),
     ({"enum": ["x", "y"], "minLength": 1}, ["f.a minLength"]),
+    ({"type": "string", "minLength": 5, "maxLength": 2}, ["f.a minLength"]),
+    ({"type": "array", "items": {}, "minItems": 3, "maxItems": 1}, ["f.a minItems"]),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": False, "minItems": 2}, ["f.a minItems"]),
+    ({"type": "integer", "minimum": 5, "maximum": 2}, ["f.a minimum"]),
+    ({"type": "number", "exclusiveMinimum": 5, "maximum": 5}, ["f.a exclusiveMinimum"]),
+    ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6}, ["f.a exclusiveMinimum"]),
+    ({"type": "object", "minProperties": 2}, ["f.a minProperties"]),
+    ({"type": "object", "properties": {"b": {}}, "minProperties": 3, "maxProperties": 2}, ["f.a minProperties"]),
+    (
+        {"type": "object", "properties": {"b": {}, "c": {}}, "required": ["b", "c"], "maxProperties": 1},
+        ["f.a maxProperties"],
+    ),
     ({"type": ["integer", "number"]}, []),
     ({"type": "string", "enum": ["x", None]}, []),
     ({"properties": {"b": {"type": "integer"}}}, []),
@@ -64,6 +76,14 @@ def test_what_is_not_enforced_is_named(name: str, schema: dict[str, Any], named:
     if named and "f.a maxLength" not in named:  # long texts are none of a strict schema's mistakes
         with pytest.raises(ApiError, match="the parameters of 'f'"):
             bind([function(parameters(schema), strict=True)], CALL_GRAMMARS[name], all_bound=True)
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "glm", "deepseek_v32"])
+def test_one_of_very_many_words(name: str) -> None:
+    schema = parameters({"enum": [f"value {n}" for n in range(3000)]})
+    bound = bind([function(schema)], CALL_GRAMMARS[name], all_bound=True)
+    assert not [*bound.not_enforced]
+    build(grammar_of(name, bound))
 
 
 @pytest.mark.parametrize(("schema", "named"), KEYWORDS)
