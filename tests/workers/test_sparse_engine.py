@@ -58,6 +58,8 @@ def greedy(tokens: int) -> SamplingParams:
         pytest.param(1, "v32", marks=pytest.mark.long),
         pytest.param(4, "glm5", marks=pytest.mark.long),
         pytest.param("auto", "v32", marks=pytest.mark.long),
+        pytest.param(1, "axk2", marks=pytest.mark.long),
+        pytest.param(1, "axk2-groups", marks=pytest.mark.soak),
         pytest.param(1, "glm5", marks=pytest.mark.soak),
         pytest.param(4, "v32", marks=pytest.mark.soak),
         pytest.param("auto", "glm5", marks=pytest.mark.soak),
@@ -76,7 +78,7 @@ def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(
     assert run.scheduler.stats().bad_rows == 0
 
 
-@pytest.mark.parametrize("kind", ["v32", pytest.param("glm5", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["v32", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("glm5", "axk2"))])
 def test_preemptions_and_prefix_hits_change_no_token(kind: str, folders: dict[str, Path]) -> None:
     """The index keys of a page come and go with its latents."""
     asked, folder = prompts(45, 44, 43, 42, seed=1), folders[kind]
@@ -103,10 +105,13 @@ def test_an_fp8_cache_has_index_keys_in_int8(folders: dict[str, Path]) -> None:
     assert run.generate(asked, greedy(12)) == [alone.generate([prompt], greedy(12))[0] for prompt in asked]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "none"])
-def test_other_drafters(drafter: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [("glm5", "ngram"), ("glm5", "none"), ("axk2", "ngram")],
+)
+def test_other_drafters(kind: str, drafter: str, folders: dict[str, Path]) -> None:
     """Other drafters have no indexer."""
     asked = [prompt * 3 for prompt in prompts(30, 20)]
     width = 3 if drafter == "ngram" else 1
-    got = engine(folders["glm5"], width=width, drafter=drafter).generate(asked, greedy(20))
-    assert got == [expected(folders["glm5"], tuple(prompt), 20) for prompt in asked]
+    got = engine(folders[kind], width=width, drafter=drafter).generate(asked, greedy(20))
+    assert got == [expected(folders[kind], tuple(prompt), 20) for prompt in asked]

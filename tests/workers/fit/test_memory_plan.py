@@ -51,6 +51,7 @@ def plan_of(folder: Path | str, total: int = 8 * GIB, **settings: Any) -> Memory
         ("kimi", "int4", INT4_NAMES),
         ("v32", "fp8", FP8_NAMES),
         ("glm5", "fp8", FP8_NAMES),
+        ("axk2", "fp8", FP8_NAMES),
     ],
 )
 def test_weights_are_what_a_start_asks_for(

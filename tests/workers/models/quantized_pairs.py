@@ -36,8 +36,9 @@ CHECKPOINTS = {
     "fp8 of GLM": ("glm", "fp8", FP8_NAMES),
     "fp8 of V3.2": ("v32", "fp8", FP8_NAMES),
     "fp8 of GLM-5": ("glm5", "fp8", FP8_NAMES),
+    "fp8 of A.X K2": ("axk2", "fp8", FP8_NAMES),
 }
-SPARSE = ("fp8 of V3.2", "fp8 of GLM-5")
+SPARSE = ("fp8 of V3.2", "fp8 of GLM-5", "fp8 of A.X K2")
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
 STEPS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
     ([], 1, [(0, 40), (1, 30)]),

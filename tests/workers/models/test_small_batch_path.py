@@ -67,6 +67,14 @@ def test_a_norm_of_the_experts_sum_is_not_on_the_way(tmp_path: Path) -> None:
     assert unsupported(config, Mesh()) == "the sum of a token's experts has a norm of its own"
 
 
+def test_gates_are_not_on_the_way(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    config = load_config(write_tiny(tmp_path, "axk2", **sizes))
+    assert unsupported(config, Mesh()) == "norms have gates"
+    assert unsupported(dataclasses.replace(config, norm_gate_rank=0), Mesh()) == "attention's output has a gate"
+    assert unsupported(dataclasses.replace(config, norm_gate_rank=0, output_gate=False), Mesh()) == ""
+
+
 @pytest.mark.parametrize("kind", ["v2", "v3"])
 def test_both_ways_compute_shared_experts_of_another_format(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,8 +22,11 @@ OWN = "v3-one-group"
 """Kind whose draft layer has an embedding and a head of its own, which only the last rank's rows show."""
 KINDS = [
     *("v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "glm5", "youtu", "sarvam", "axk1", "axk1-no-bias"),
-    *("mistral4", "mistral4-dense", OWN),
+    *("axk2", "axk2-groups", "mistral4", "mistral4-dense", OWN),
 ]
+
+
+QUICK = ["v3-yarn", "glm5", "youtu", "axk1", "axk2", "mistral4", OWN]
 
 
 def written(folder: Path, kind: str) -> Path:
@@ -75,7 +78,7 @@ def rank_main(rank: int, size: int, folder: Path, kinds: list[str]) -> None:
 @pytest.mark.parametrize(
     ("size", "kinds"),
     [
-        pytest.param(2, ["v3-yarn", "glm5", "youtu", "axk1", "mistral4", OWN], marks=pytest.mark.long, id="2-quick"),
+        pytest.param(2, QUICK, marks=pytest.mark.long, id="2-quick"),
         pytest.param(2, KINDS, marks=pytest.mark.soak, id="2"),
         pytest.param(4, KINDS, marks=pytest.mark.long, id="4"),
     ],
