@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -201,6 +202,9 @@ def test_serve_makes_the_policy_from_what_it_is_given() -> None:
     assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (2, 6, 1.0)
     assert config.look_back_period_s == 2.0
     assert config.downscale_delay_s == settings.downscale_delay_s
+    with warnings.catch_warnings(action="ignore"):
+        # For a Serve config file with options of deployments the controller makes it anew.
+        assert type(config)(**config.model_dump()) == config
     policy = _resolve_policy_callable(config.policy)
     context = SimpleNamespace(
         raw_metrics=METRICS,
