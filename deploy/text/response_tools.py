@@ -68,9 +68,13 @@ def read_tools(tools: Sequence[Any]) -> AskedTools:
             if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
                 raise ValueError("a namespace should have a name and a list of tools")
             for inner in tool["tools"]:
-                if not isinstance(inner, Mapping) or inner.get("type") not in ("function", "custom"):
-                    raise ValueError("a namespace should hold tools of type function or custom")
-                _add(asked, inner, tool)
+                of = inner.get("type") if isinstance(inner, Mapping) else None
+                if not isinstance(of, str):
+                    raise ValueError("a namespace should hold tools, each an object with a type")
+                if of in ("function", "custom"):
+                    _add(asked, inner, tool)
+                else:
+                    asked.left_out.append(named(f"{tool['name']}.{of}"))
         else:
             asked.left_out.append(named(kind))
     names = Counter(function.get("name") for function in (tool["function"] for tool in asked.functions))

@@ -293,12 +293,12 @@ def test_a_model_that_does_not_reason() -> None:
 
 
 def test_calls_that_break_off_are_text() -> None:
-    template, text = DEEPSEEK_V31, '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": b}'
+    template, text = DEEPSEEK_V31, '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": b c}'
     with Served(text, template).client() as client:
         answer = ask(client, tools=[TOOL])
-        assert (content_of(answer), answer.stop_reason) == ([{"type": "text", "text": 'f{"a": b}'}], "end_turn")
+        assert (content_of(answer), answer.stop_reason) == ([{"type": "text", "text": 'f{"a": b c}'}], "end_turn")
         final, _ = streamed(client, tools=[TOOL])
-        assert (content_of(final)[-1], final.stop_reason) == ({"type": "text", "text": 'f{"a": b}'}, "end_turn")
+        assert (content_of(final)[-1], final.stop_reason) == ({"type": "text", "text": 'f{"a": b c}'}, "end_turn")
 
 
 def test_numbers_of_any_size_in_a_call() -> None:

@@ -173,6 +173,10 @@ def test_other_tools_are_left_out_and_named_in_a_header() -> None:
         assert "x-latentserve-ignored-tools" not in raw.headers
         raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[{"type": "a\r\nb: c"}])  # type: ignore[list-item]
         assert raw.headers["x-latentserve-ignored-tools"] == "a__b__c"
+        mixed: Any = {**NAMESPACE, "tools": [*NAMESPACE["tools"], {"type": "web_search"}, {"type": "mcp"}]}
+        raw = client.responses.with_raw_response.create(model="tiny", input="Hi", tools=[mixed])
+        assert raw.headers["x-latentserve-ignored-tools"] == "mail.web_search, mail.mcp"
+        assert "mail__send" in served.prompt
         for kind in kinds:
             with pytest.raises(openai.BadRequestError, match=kind) as found:
                 ask(client, tools=tools, tool_choice={"type": kind})

@@ -143,15 +143,15 @@ def test_an_answer_that_is_cut() -> None:
 
 
 def test_calls_that_break_off_are_text() -> None:
-    text = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": b}'
+    text = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": b c}'
     with Served(text, DEEPSEEK_V31).client() as client:
-        assert output_of(ask(client, tools=[TOOL])) == [("message", 'f{"a": b}', "completed")]
+        assert output_of(ask(client, tools=[TOOL])) == [("message", 'f{"a": b c}', "completed")]
         events = list(client.responses.create(model="tiny", input="Hi", tools=[TOOL], stream=True))
         assert [event.item.status for event in events if event.type == "response.output_item.done"] == [
             "incomplete",
             "completed",
         ]
-        assert output_of(events[-1].response) == [("message", 'f{"a": b}', "completed")]
+        assert output_of(events[-1].response) == [("message", 'f{"a": b c}', "completed")]
 
 
 HISTORY: Any = [
