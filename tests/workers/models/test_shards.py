@@ -113,11 +113,9 @@ def test_draft_layer_sharded(tmp_path: Path, size: int, counts: list[int]) -> No
 
 @pytest.mark.long
 def test_fp8_context(tmp_path: Path) -> None:
-    """A planted fault: cached context of FP8 entries is exchanged as if it were numbers. A sum over ranks in another
-    order may bring a number to the next code, which is another one by an eighth at most, so that some logits differ a
-    little; an entry that is wrong changes them all."""
-    alone = computed(write_tiny(tmp_path / "v3", "v3-yarn", seed=2), Group(), fp8=True)
-    found = on_ranks(tmp_path, 2, 2, fp8=True)
-    apart = torch.tensor([float((found[name] - want).norm() / want.norm()) for name, want in alone.items()])
-    assert float(apart.max()) < 0.05
-    assert float(apart.median()) < 1e-4
+    """A planted fault: cached context of FP8 entries is exchanged as if it were numbers. It is compared with whole caches
+    on as many ranks: a sum over another number of ranks may bring a number to the next code."""
+    write_tiny(tmp_path / "v3", "v3-yarn", seed=2)
+    whole, shared = (on_ranks(tmp_path, 2, shards, fp8=True) for shards in (1, 2))
+    for name, logits in whole.items():
+        torch.testing.assert_close(shared[name], logits, atol=2e-4, rtol=2e-4, msg=name)
