@@ -142,13 +142,10 @@ def attend(
     cache,
     table,
     length,
-    out,
-    lse,
-    partial,
-    partial_lse,
+    whole,
+    pieces,
     metadata,
-    own_bound,
-    own_first,
+    own,
     scale,
     first,
     table_stride,
@@ -165,8 +162,9 @@ def attend(
     DEPENDENT: tl.constexpr,
 ):
     """One CTA: its KV blocks of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
-    the tokens of a row less one. `OWN`: the rows are a shard's own entries, of which each token's first and last are in
-    `own_first` and `own_bound`, and `first` is 0."""
+    the tokens of a row less one. Results of rows that it has alone are those of `whole`, others `pieces` (`Results`).
+    `OWN`: the rows are a shard's own entries, of which `own` (`Own`) has each token's first and last, and `first` is
+    0."""
     BLOCK: tl.constexpr = TILE.queries
     TOKENS: tl.constexpr = TILE.tokens
     LATENT: tl.constexpr = FEATURES.latent
@@ -208,8 +206,8 @@ def attend(
             bound = tl.minimum(tokens - back, tokens)
             begin_entry = first
             if OWN:
-                bound = tl.load(own_bound + row.to(tl.int64) * (drafts + 1) + m // heads, mask=inside, other=0)
-                begin_entry = tl.load(own_first + row)
+                bound = tl.load(own.bound + row.to(tl.int64) * (drafts + 1) + m // heads, mask=inside, other=0)
+                begin_entry = tl.load(own.first + row)
             top = tl.full((BLOCK,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK,), tl.float32)
             sum_latent = tl.zeros((BLOCK, LATENT_LANES), tl.float32)
@@ -243,17 +241,17 @@ def attend(
             sum_latent = sum_latent / divisor[:, None]
             log = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
             if (begin == 0) & (end == units):
-                tl.store(out + vector * LATENT + c[None, :], sum_latent.to(out.dtype.element_ty), mask=has_latent)
-                tl.store(lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)
+                at_out = whole.latent + vector * LATENT + c[None, :]
+                tl.store(at_out, sum_latent.to(whole.latent.dtype.element_ty), mask=has_latent)
+                tl.store(whole.lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)
             else:
                 slot = tl.where(begin == 0, ctas + cta, cta)
                 if SPLIT.invariant:
                     slot = position
                 piece = (slot.to(tl.int64) * queries + m)[:, None]
-                tl.store(
-                    partial + piece * LATENT + c[None, :], sum_latent.to(partial.dtype.element_ty), mask=has_latent
-                )
-                tl.store(partial_lse + slot.to(tl.int64) * queries + m, log, mask=inside)
+                at_out = pieces.latent + piece * LATENT + c[None, :]
+                tl.store(at_out, sum_latent.to(pieces.latent.dtype.element_ty), mask=has_latent)
+                tl.store(pieces.lse + slot.to(tl.int64) * queries + m, log, mask=inside)
         left -= take
         position += take
         at += take

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.latent_entry import entry_of
 from kernels.mla_decode import kernel
-from kernels.mla_decode.records import Features, Overlap, Split, Tile
+from kernels.mla_decode.records import Features, Overlap, Own, Results, Split, Tile
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS
@@ -89,7 +89,8 @@ def attend(
             f"Hopper's kernel for {tiling.path} blocks attends to whole rows, not to a shard's own entries: "
             "plan these with portable_tiling"
         )
-    bounds = (length_R, length_R) if own is None else (own.bound_RW, own.first_R)
+    seen = Own(length_R, length_R) if own is None else Own(own.bound_RW, own.first_R)
+    results = Results(out_RWHL, lse_RWH), Results(workspace.partial_SQL, workspace.partial_lse_SQ)
     for way in ways:
         blocks_and_ctas = (way.blocks(shape), way.ctas)
         tile = Tile(queries=way.block, tokens=way.tile)
@@ -100,8 +101,11 @@ def attend(
             kernel.attend[grid](
                 q_RWHC,
                 cache_PKC,
-                *where,
-                *bounds,
+                page_RP,
+                length_R,
+                *results,
+                workspace.metadata,
+                seen,
                 *numbers,
                 *blocks_and_ctas,
                 OWN=own is not None,

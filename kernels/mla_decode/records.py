@@ -32,6 +32,24 @@ class Split(NamedTuple):
     """Whether every KV block is a piece of its own."""
 
 
+class Results(NamedTuple):
+    """Where a kernel leaves what query vectors attended to: pointers."""
+
+    latent: Any
+    """Their weighted sums of latents."""
+    lse: Any
+    """Logarithms of their sums of exponentials."""
+
+
+class Own(NamedTuple):
+    """What query vectors see of a shard's own entries (`kernels.own_entries`): pointers."""
+
+    bound: Any
+    """Of each row and token."""
+    first: Any
+    """Of each row."""
+
+
 class Tile(NamedTuple):
     """Tile that a program works on at a time."""
 

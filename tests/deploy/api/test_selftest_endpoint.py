@@ -40,6 +40,7 @@ def test_what_was_found_at_the_start() -> None:
         "began": 1e9,
         "seconds": 0.75,
         "left_out": 0,
+        "inherited": 0,
         "buckets": [
             {
                 "passed": True,

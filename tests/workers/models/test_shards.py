@@ -113,8 +113,8 @@ def test_draft_layer_sharded(tmp_path: Path, size: int, counts: list[int]) -> No
 
 @pytest.mark.long
 def test_fp8_context(tmp_path: Path) -> None:
-    """A planted fault: cached context of FP8 entries is exchanged as if it were numbers. It is compared with whole caches
-    on as many ranks: a sum over another number of ranks may bring a number to the next code."""
+    """A planted fault: cached context of FP8 entries is exchanged as if it were numbers. It is compared with whole
+    caches on as many ranks: a sum over another number of ranks may bring a number to the next code."""
     write_tiny(tmp_path / "v3", "v3-yarn", seed=2)
     whole, shared = (on_ranks(tmp_path, 2, shards, fp8=True) for shards in (1, 2))
     for name, logits in whole.items():

@@ -59,13 +59,14 @@ def passes(model: Model, steps: list[Step]) -> tuple[list[Tensor], list[int]]:
         gather_context(cache_PKC, page_NP, cu_B1, out_SC.fill_(torch.nan), **how)
 
     paged, found = Paged(model, SEQUENCES), []
-    assert model.drafter is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(widened, "gather_context", gather)
         for decode, width, chunks in steps:
             step = paged.plan(decode, width, chunks)
             hidden = paged.forward(step)
             found += [model.logits(hidden[row]) for row in sorted(hidden)]
+            if model.drafter is None:
+                continue
             drafts = paged.draft(step, hidden)
             found += [model.drafter.logits(drafts[row]) for row in sorted(drafts)]
     return found, entries
@@ -112,7 +113,7 @@ def test_logits_are_those_over_the_cache(kind: str, queries: int, monkeypatch: p
     monkeypatch.setattr(sparse_rows, "QUERIES", queries)
     model = model_of(kind)
     pages = [(2 + 1 + 1 + 1), (1 + 2 + 2), (2 + 2)]
-    layers = len(model.layers) + 1
+    layers = len(model.layers) + (model.drafter is not None)
     assert check(model, MIXED) == [count * PAGE_TOKENS for count in pages for _ in range(layers)]
 
 
@@ -159,7 +160,8 @@ def test_what_is_widened_is_what_is_attended_to(monkeypatch: pytest.MonkeyPatch)
     want, _ = passes(model_of("v32"), steps)
     monkeypatch.setattr(WidenedContext, "fill", lambda own, *args: (own.cache_WKC.zero_(), own.page_NP.zero_()))
     got, _ = passes(model_of("v32"), steps)
-    same = [torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True)]
+    # A CPU rounds the products of a token otherwise beside others, whose experts are others.
+    same = [torch.allclose(ours, theirs, atol=1e-4, rtol=0) for ours, theirs in zip(got, want, strict=True)]
     assert same == [False, True, False, True]  # logits, then drafts, of both rows
 
 

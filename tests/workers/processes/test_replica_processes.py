@@ -234,16 +234,16 @@ def dies(*_: Any) -> None:
 worker_main = launch._worker_main
 
 
-def one_rank_dies(settings: EngineConfig, rank: int, parent: Connection) -> None:
+def one_rank_dies(settings: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
     if rank == 1:
         os._exit(3)
-    worker_main(settings, rank, parent)
+    worker_main(settings, rank, keeper, parent)
 
 
-def one_rank_aborts(settings: EngineConfig, rank: int, parent: Connection) -> None:
+def one_rank_aborts(settings: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
     if rank == 1:
         os.abort()
-    worker_main(settings, rank, parent)
+    worker_main(settings, rank, keeper, parent)
 
 
 def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) -> None:
@@ -295,7 +295,7 @@ def test_a_start_that_is_given_up_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def never_connects(settings: EngineConfig, rank: int, parent: Connection) -> None:
+def never_connects(settings: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
     parent.recv()
     time.sleep(60)
 

@@ -147,7 +147,7 @@ async def test_two_ranks_send_one_report(folder: Path) -> None:
         assert [client.selftest] == heard
         [report] = heard
         assert (report.ranks, report.device, report.passed, len(report.buckets)) == (2, "cpu", True, 3)
-    told = [line.partition(" s] ")[2] for line in lines if "self-test" in line]
+    told = [line.partition(" s] ")[2] for line in lines if "] self-test" in line]
     # On a slow machine it says before how far it has come.
     ended = [line for line in told if not re.fullmatch(r"self-test: \d+ of \d+", line)]
     assert ended == [f"self-test: {report.summary()}"]

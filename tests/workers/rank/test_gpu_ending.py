@@ -42,7 +42,7 @@ CONFIG = EngineConfig(
 FAILING_STEP = 5
 
 
-def failing_main(config: EngineConfig, rank: int, parent: Connection) -> None:
+def failing_main(config: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
     """A rank's process; rank 1 fails in a step, in the host's code or on the device."""
     folder, failure = os.environ["FAILING_RANK"].split("\n")
     launch_step = Runner.launch
@@ -57,7 +57,7 @@ def failing_main(config: EngineConfig, rank: int, parent: Connection) -> None:
 
     setattr(Runner, "launch", fail)  # noqa: B010
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    main(config, rank, parent)
+    main(config, rank, keeper, parent)
 
 
 main = launch._worker_main

@@ -191,7 +191,7 @@ def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> N
 
     setattr(worker_process, "Rank", pretended)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S
-    _worker_main(CONFIG, rank, parent)
+    _worker_main(CONFIG, rank, None, parent)
 
 
 @contextmanager
