@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checkpoint import QUANTIZED, ROOT, TEXT, numbers
 from shapes import SHAPES, V3
 
+from workers.weights import identity
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
 from workers.weights.formats.format import Format
@@ -150,21 +151,29 @@ def opened(folder: str | Path, plain: Callable[[str | Path], Checkpoint]) -> Che
     return GeneratedCheckpoint(Path(folder), numbers_of(**json.loads(mark.read_text(encoding="utf-8"))))
 
 
+def files(folder: Path, plain: Callable[[Path], list[Path]]) -> list[Path]:
+    """The files that decide what weights a folder has: of one that is generated the `MARK`."""
+    mark = folder / MARK
+    return [mark] if mark.exists() else plain(folder)
+
+
 def install() -> None:
     """Make this process generate, from now on, what folders with a `MARK` lack."""
-    plain = Checkpoint.open
+    plain, plain_files = Checkpoint.open, identity.weight_files
     Checkpoint.open = staticmethod(lambda folder: opened(folder, plain))  # type: ignore[method-assign]
+    identity.weight_files = lambda folder: files(folder, plain_files)
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """`install`, within this context."""
-    plain = Checkpoint.open
+    plain, plain_files = Checkpoint.open, identity.weight_files
     install()
     try:
         yield
     finally:
         Checkpoint.open = staticmethod(plain)  # type: ignore[method-assign]
+        identity.weight_files = plain_files
 
 
 def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int = 0, size: int = TABLE) -> None:

@@ -23,7 +23,7 @@ BENCH = str(Path(__file__).resolve().parent.parent)
 
 def generated_checkpoints(module: ModuleType) -> None:
     """Checkpoints whose folder has a mark are generated as they are read."""
-    plain = module.Checkpoint.open
+    plain, plain_files = module.Checkpoint.open, module.weight_files
 
     def opened(folder: str | Path) -> Any:
         if not (Path(folder) / MARK).exists():
@@ -34,7 +34,12 @@ def generated_checkpoints(module: ModuleType) -> None:
 
         return generated.opened(folder, plain)
 
+    def files(folder: Path) -> Any:
+        mark = folder / MARK
+        return [mark] if mark.exists() else plain_files(folder)
+
     module.Checkpoint.open = staticmethod(opened)
+    module.weight_files = files
 
 
 def synthetic_acceptance(module: ModuleType) -> None:

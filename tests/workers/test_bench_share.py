@@ -152,3 +152,16 @@ def test_numbers_depend_on_seed_and_name_alone(bench) -> None:
     assert len(set(map(tuple, whole[:, :4].tolist()))) > 4090
     with pytest.raises(ValueError, match="longer than tables"):
         source.read("a.weight", (2, 1 << 19), "BF16", (slice(0, 2), slice(0, 1 << 19)))
+
+
+def test_the_weights_of_a_generated_folder_have_an_identity(bench, tmp_path: Path) -> None:
+    """A replica hashes it into the root of its pages' keys."""
+    from generated import installed, write_folder
+
+    from workers.weights.identity import weights_identity
+
+    for name, seed in (("a", 1), ("same", 1), ("b", 2)):
+        write_folder(values_of("v3"), FP8_BLOCKS, tmp_path / name, seed)
+    with installed():
+        a, same, b = (weights_identity(tmp_path / name) for name in ("a", "same", "b"))
+    assert a == same != b
