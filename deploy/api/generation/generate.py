@@ -44,6 +44,8 @@ STREAM_HEADERS = [
 ]
 INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
+SILENCE_S = 5.0
+"""A stream that has begun says that it waits when no token has come for so long."""
 ENTRY_BYTES: Final = 64
 """Bytes that an entry of an answer takes while it is written, about."""
 NOT_ENFORCED: Final = b"x-latentserve-not-enforced"
@@ -290,9 +292,25 @@ class Stream(Generation):
 
     @override
     async def write(self, send: Send) -> None:
-        await self.run_all(send)
+        comments = asyncio.create_task(self._comment(send))
+        comments.add_done_callback(_heard)
+        try:
+            await self.run_all(send)
+        finally:
+            comments.cancel()
         await self._start(send)
         await send({"type": "http.response.body", "body": self.form.closing(self.choices), "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        """Send a comment, which clients ignore, whenever a stream that has begun gets no token for a while. Where its
+        engine has died it may wait for the next one longer than a proxy, or a client, waits for a silent connection."""
+        while True:
+            made = sum(choice.generated for choice in self.choices)
+            await asyncio.sleep(SILENCE_S)
+            if self.started and made == sum(choice.generated for choice in self.choices):
+                await send(
+                    {"type": "http.response.body", "body": b": waiting for the next token\n\n", "more_body": True}
+                )
 
     async def _start(self, send: Send) -> None:
         if not self.started:
@@ -314,6 +332,12 @@ class Stream(Generation):
         if text or ids or choice.finish is not None:
             await self._start(send)
             await send({"type": "http.response.body", "body": self.form.chunk(choice, text), "more_body": True})
+
+
+def _heard(ended: asyncio.Task[None]) -> None:
+    """Take note of how a task ended: where a client has left, whoever writes the answer finds it out, too."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 class Whole(Generation):
