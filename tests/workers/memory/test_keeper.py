@@ -26,6 +26,13 @@ def kept() -> Iterator[WeightKeeper]:
     made.close()
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """One whose path leaves room for a socket's name, as pytest's own may not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 def file_with(text: bytes) -> int:
     descriptor = os.memfd_create("test")
     os.write(descriptor, text)
@@ -92,12 +99,14 @@ def test_what_is_kept_anew_takes_the_place_of_the_old(kept: WeightKeeper) -> Non
     assert len(held_by(kept.pid)) == 1
 
 
-def test_everything_is_dropped_on_demand(kept: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(keeper, "_SHORT", str(tmp_path))
+def test_everything_is_dropped_on_demand(
+    kept: WeightKeeper, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    monkeypatch.setattr(keeper, "_SHORT", str(short_folder))
     assert keeper.drop_all() == {}
     folder, file = kept.path().parent, file_with(b"x")
-    (tmp_path / "latentserve-weights-of-one-that-was-killed").mkdir()
+    (short_folder / "latentserve-weights-of-one-that-was-killed").mkdir()
     KeeperClient(kept.path()).keep("rank 0", {"fingerprint": "a", "size": 1 << 20}, [file])
     os.close(file)
     assert keeper.drop_all() == {folder: {"rank 0": 1 << 20}}
