@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from deploy.routing.policy import HOST_TOKEN_COST, Load
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
-from workers.protocol.prompt import NO_ROOT, pack_keys, unpack_keys
+from workers.protocol.prompt import KEY_BYTES, NO_ROOT, pack_keys, unpack_keys
 
 ROUTING_HEADER = "x-serve-router-ticket"
 """HAProxy drops client-supplied headers of this prefix."""
@@ -160,16 +160,20 @@ def out_of_service(load: Load) -> Load:
     return replace(load, backlog=backlog, pages_free=0, keys=nothing, host_keys=nothing)
 
 
+_ROOT_MARK: Final = b"rootkeys"
+"""Begins a report's keys, and the root follows: to an earlier router, which may still be there during an update, all
+three are keys like others, and a field of its own would be an error. As long as such a key."""
+
+
 def load_to_report(load: Load) -> dict[str, Any]:
     """Convert a load to the form in which Serve carries it to routers."""
     return {
         "backlog": load.backlog,
         "rows": load.rows,
         "pages_free": load.pages_free,
-        "keys": pack_keys(sorted(load.keys)),
+        "keys": _ROOT_MARK + load.root + pack_keys(sorted(load.keys)),
         "host_keys": pack_keys(sorted(load.host_keys)),
         "host_token_cost": load.host_token_cost,
-        "root": load.root,
         "seen": dict(load.seen),
         "at": load.at,
     }
@@ -181,5 +185,11 @@ def load_from_report(report: dict[str, Any]) -> Load:
         return Load()
     # During an update a router may be newer than a replica. Those of earlier versions name no root: their keys are made
     # in another way, and say nothing here.
-    known = {name: frozenset(unpack_keys(report[name]) if "root" in report else ()) for name in ("keys", "host_keys")}
+    packed, root, host = report["keys"], NO_ROOT, b""
+    if isinstance(packed, bytes) and packed.startswith(_ROOT_MARK):
+        begin = len(_ROOT_MARK)
+        root, packed, host = packed[begin : begin + KEY_BYTES], packed[begin + KEY_BYTES :], report["host_keys"]
+    else:
+        packed = b""
+    known = {"keys": frozenset(unpack_keys(packed)), "host_keys": frozenset(unpack_keys(host)), "root": root}
     return Load(**{**report, **known})

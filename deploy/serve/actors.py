@@ -7,13 +7,16 @@ watch: no Ray call is made per step or token.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -27,6 +30,8 @@ from workers.config import EngineConfig
 
 if TYPE_CHECKING:
     from workers.processes.scheduler_process import SchedulerProcess
+
+logger = logging.getLogger("latentserve.replica")
 
 FRONT_BUNDLE = 0
 """Placement-group bundle of the replica's front and scheduler; the ranks' bundles follow."""
@@ -224,9 +229,14 @@ class ReplicaProcesses:
 
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None]) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
-        refs = {"scheduler": self._scheduler.run.remote()}
         # Ranks load together or not at all, and those of other nodes would find nothing kept.
-        keeper = self._keeper() if self.folder is not None else None
+        keeper = None
+        if self.folder is not None:
+            try:
+                keeper = self._keeper()
+            except OSError:
+                logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
+        refs = {"scheduler": self._scheduler.run.remote()}
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
             refs[f"rank {rank}"] = worker.run.remote(
                 self._config, rank, addresses, self._rendezvous, placement.device, keeper
@@ -248,6 +258,13 @@ class ReplicaProcesses:
         else:
             on_end(f"{name} ended", True)
 
+    async def gone(self, limit_s: float) -> None:
+        """Wait until the processes of this node that were killed have ended, and given back what they had of the memory
+        of GPUs and node, but no longer than so many seconds."""
+        deadline = time.monotonic() + limit_s
+        while any(_runs(pid) for pid in self._local_pids) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
     def kill(self) -> None:
         """End every process at once; those of this node even if they are stopped or hang."""
         for watcher in self._watchers:
@@ -259,6 +276,14 @@ class ReplicaProcesses:
                 ray.kill(actor)
         if self._addresses is not None:
             remove_sockets(self._addresses)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has not ended yet. One whose parent has not heard of its end has nothing any more."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill_actor_process(pid: int) -> None:

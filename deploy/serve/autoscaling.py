@@ -60,11 +60,14 @@ class Targets:
     backlog_s: float
 
 
-def load_of(stats: EngineStats, streams: int, serving: bool) -> dict[str, float]:
+def load_of(stats: EngineStats, waiting: int, serving: bool) -> dict[str, float]:
     """The report of a replica, by field of `ReplicaLoad`. `stats`: its scheduler's newest figures, or the last ones of
-    an engine that died. `streams`: requests that its front has, which then wait or go on elsewhere."""
-    requests = stats.running + stats.waiting if serving else streams
-    pages, backlog_s = stats.pages_total - stats.pages_free, stats.prefill_backlog_seconds if serving else 0.0
+    an engine that died. `waiting`: requests of its front that no engine has: those that go on elsewhere are in the
+    reports of others."""
+    requests, pages, backlog_s = waiting, 0, 0.0
+    if serving:
+        requests, pages = stats.running + stats.waiting, stats.pages_total - stats.pages_free
+        backlog_s = stats.prefill_backlog_seconds
     return asdict(ReplicaLoad(requests, stats.slots, pages, stats.pages_total, backlog_s, float(serving)))
 
 

@@ -48,6 +48,8 @@ FIRST_CAUSE_WAIT_S = 0.3
 """Seconds for the scheduler's report of a process that failed in order."""
 START_CAUSE_WAIT_S = 2.0
 """Seconds for that report while the replica starts, when no stream waits and processes are slow."""
+MEMORY_FREED_S = 30.0
+"""Seconds in which killed processes give the memory of GPUs and node back: the driver needs some for a full GPU."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
@@ -217,6 +219,7 @@ class EngineReplica:
             raise EngineFault("the replica is ending")
         begin = time.monotonic()
         self.processes.kill()
+        await self.processes.gone(MEMORY_FREED_S)
         standby, self._standby = self._standby, None
         self.processes = standby or self._new_processes()
         try:
@@ -274,7 +277,7 @@ class EngineReplica:
                 self._forgetting.cancel()
             note_fault(cause)
             self.processes.kill()
-            self._let_go()
+            self._dismiss_standby()  # the weight keeper ends with this process, and frees weights meanwhile
         finally:
             # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
             # the streams' events wait for it.
@@ -296,12 +299,16 @@ class EngineReplica:
             if self._standby is standby:
                 self._standby = None
 
-    def _let_go(self) -> None:
-        """End what is there for the next time that the engine dies."""
+    def _dismiss_standby(self) -> None:
+        """End processes that stand by."""
         if self._standing_by is not None:
             self._standing_by.cancel()
         if self._standby is not None:
             self._standby.kill()
+
+    def _let_go(self) -> None:
+        """End what is there for the next time that the engine dies."""
+        self._dismiss_standby()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -343,7 +350,7 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for the controller, which Serve asks for where the number of replicas follows it."""
         assert self.engine is not None
-        return load_of(self.engine.stats, self.engine.streams, serving=not self.engine.down)
+        return load_of(self.engine.stats, self.engine.waiting, serving=not self.engine.down)
 
     async def check_health(self) -> None:
         """Called by Serve. The exit after a fault makes this the second line of defence. A replica whose engine is

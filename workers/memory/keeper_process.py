@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import shutil
 import signal
 import socket
 import struct
 import sys
+import time
 from typing import Any, Final
 
 _HEAD: Final = struct.Struct("<QI")
@@ -131,17 +133,25 @@ def serve(listener: socket.socket, end: int) -> None:
             return
         if listener.fileno() not in ready:
             continue
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whoever it was is gone, or no rank
+        try:
             channel, _ = listener.accept()
-            with channel:
-                channel.settimeout(PATIENCE_S)
-                send(channel, *kept.answer(*receive(channel)))
+        except OSError:  # no descriptors are left, perhaps: not at once again
+            time.sleep(0.1)
+            continue
+        # Whoever it was may be gone, or no rank.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), channel:
+            channel.settimeout(PATIENCE_S)
+            send(channel, *kept.answer(*receive(channel)))
 
 
 def main() -> None:
     """Keep until standard input ends. Arguments: the descriptor that is listened at, the folder of its socket."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # it ends with who started it, who may drain first
+    # A descriptor for every 2 GiB of weights of all ranks of the node.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     number = int(sys.argv[1])
     # Nothing but the socket: an inherited descriptor could keep a port, or memory, of somebody else.
     os.closerange(3, number)

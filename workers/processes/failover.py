@@ -62,6 +62,8 @@ class FailoverMailbox(OutputMailbox):
         self._asked = self._deaths = self._errors = 0
         self.holder: EngineClient | None = None
         """The engine that was asked for it and lives."""
+        self.root = b""
+        """Root (`ModelInfo.root`) of the engines that may go on with it: of the one that was asked first."""
         self.name = request.request_id
         """Name under which the request was asked for: another one each time, so that an engine that is asked twice
         mistakes neither for the other."""
@@ -104,9 +106,15 @@ class FailoverMailbox(OutputMailbox):
                 self.name = f"{request.request_id}.{self._asked}"
             done = pack_tokens(self._done)
             request = replace(request, request_id=self.name, done=done, age_s=now - self._arrived)
+        if not self.begun:
+            self.root = client.info.root
         self._asked += 1
         self.holder = client
         client.generate(request, self)
+
+    def continues_at(self, client: EngineClient) -> bool:
+        """Whether an engine may go on with it: one with the same weights, once tokens of it were delivered."""
+        return not self.begun or self.root == client.info.root
 
     def engine_died(self, of_an_error: bool) -> bool:
         """The engine that had it died; whether another one may have it."""
@@ -184,6 +192,11 @@ class FailoverEngine:
         """Requests that have not ended."""
         return len(self._streams)
 
+    @property
+    def waiting(self) -> int:
+        """Those of them that no engine has."""
+        return sum(stream.holder is None for stream in self._streams.values())
+
     def generate(self, request: Request) -> OutputMailbox:
         """Outputs of one request until it finishes, whichever engines come and go meanwhile. Closing the iterator early
         cancels the request.
@@ -196,8 +209,9 @@ class FailoverEngine:
         self._streams[request.request_id] = stream
         if not self.down:
             stream.ask(self._alive, now, new=True)
-        elif not self._at_neighbors((stream,)) and self.fault is not None:
-            stream.end(EngineFault(self.fault))
+        else:
+            self._at_neighbors((stream,))
+            self._end_if_hopeless((stream,))
         return stream
 
     def abandon(self, request_id: str) -> None:
@@ -281,9 +295,22 @@ class FailoverEngine:
         if not self.down:
             now = self._clock()
             for stream in bereaved:
-                stream.ask(self._alive, now)
-        elif not self._at_neighbors(bereaved) and self.fault is not None:
-            for stream in bereaved:
+                self._ask_own(stream, cause, now)
+        else:
+            self._at_neighbors(bereaved)
+            self._end_if_hopeless(bereaved)
+
+    def _ask_own(self, stream: FailoverMailbox, cause: str, now: float) -> None:
+        """Let a stream go on at this replica's engine, which serves; what other weights have begun ends."""
+        if stream.continues_at(self._alive):
+            stream.ask(self._alive, now)
+        else:
+            stream.end(EngineFault(f"{cause}; the next engine has other weights, or computes otherwise"))
+
+    def _end_if_hopeless(self, streams: Sequence[FailoverMailbox]) -> None:
+        """End streams that have no engine where nobody waits for one any more."""
+        for stream in streams:
+            if stream.holder is None and self.fault is not None:
                 stream.end(EngineFault(self.fault))
 
     def _without(self, client: EngineClient, cause: str) -> list[FailoverMailbox]:
@@ -297,25 +324,23 @@ class FailoverEngine:
                 stream.end(EngineFault(cause))
         return kept
 
-    def _at_neighbors(self, streams: Sequence[FailoverMailbox]) -> bool:
-        """Let streams go on at the neighbors that have least to do; whether there are any."""
+    def _at_neighbors(self, streams: Sequence[FailoverMailbox]) -> None:
+        """Let streams go on at the neighbors that have least to do, those for which there is one."""
         load = {
             neighbor: neighbor.stats.running + neighbor.stats.waiting
             for neighbor in self._neighbors()
             if neighbor.fault is None
         }
-        if not load:
-            return False
         for neighbor in load:
             if neighbor not in self._watched:
                 self._watched.add(neighbor)
                 neighbor.on_fault.append(partial(self._neighbor_lost, neighbor))
         now = self._clock()
         for stream in streams:
-            chosen = min(load, key=load.__getitem__)
-            load[chosen] += 1
-            stream.ask(chosen, now)
-        return True
+            if able := [neighbor for neighbor in load if stream.continues_at(neighbor)]:
+                chosen = min(able, key=load.__getitem__)
+                load[chosen] += 1
+                stream.ask(chosen, now)
 
     async def _revive(self, dead: EngineClient, cause: str, died: float) -> None:
         try:
@@ -329,18 +354,13 @@ class FailoverEngine:
             self._patience.cancel()
             self._patience = None
         self.down, self.fault = "", None
-        other = client.info.root != self._info.root
         self._info = dataclasses.replace(client.info, created=self._info.created)
         self._adopt(client)
         if not self.down:
             now = self._clock()
             for stream in tuple(self._streams.values()):
-                if stream.holder is not None:
-                    continue
-                if other and stream.begun:  # what it has said, this engine would not have said
-                    stream.end(EngineFault(f"{cause}; the next engine has other weights, or computes otherwise"))
-                else:
-                    stream.ask(client, now)
+                if stream.holder is None:
+                    self._ask_own(stream, cause, now)
             tell(self.on_return, now - died)
 
     def _lose_patience(self, cause: str) -> None:

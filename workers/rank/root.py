@@ -1,8 +1,9 @@
 """Root of the keys of a replica's cached pages: a hash of all that decides which bits a page holds, but for its tokens.
 
-Pages of equal keys are then equal in every process, now and later: in a replica beside this one, in a process that is
-started again, in a store that outlives both. Whatever may give other bits is hashed, rather too much than too little:
-pages that are computed again cost time, wrong ones cost right answers.
+Pages of equal keys were then computed by the same model in the same way, in whatever process: in a replica beside this
+one, or in one that is started again. In invariant mode their bits are equal; outside of it bits depend on what else was
+in a batch, too. Rather too much is hashed than too little: pages that are computed again cost time, wrong ones cost
+right answers.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ class Shelf:
                 problem = _problem(what, memory, census_of(own))
                 weights.damaged |= problem == _DAMAGED
                 held = Held(Arena(memory, _census(what)), own)
-        except (OSError, NoSharedMemory) as error:
-            problem = str(error)
+        except (OSError, RuntimeError) as error:  # whatever is wrong with it: the others wait for this rank's word
+            problem, held = str(error), None
         good = torch.tensor([held is not None and not problem], dtype=torch.int64, device=weights.device)
         if bool(weights.group.minimum(good).item()):
             assert held is not None
@@ -110,7 +110,10 @@ class Shelf:
         elif held is not None:
             weights.tell("kept weights are not used, all are loaded anew: another rank has none")
         if memory is not None:
-            memory.unmap()
+            try:
+                memory.unmap()
+            except NoSharedMemory as error:
+                weights.tell(f"kept weights stay mapped: {error}")
             self._forget()
         return None
 
@@ -125,7 +128,12 @@ class Shelf:
     def hand_over(self, arena: Arena, own: frozenset[str] = frozenset()) -> None:
         """Hand in what was loaded. It is read-only from here on."""
         memory = arena.memory
-        memory.seal()
+        try:
+            memory.seal()
+        except (OSError, NoSharedMemory) as error:
+            self._weights.tell(f"weights will not be kept for a restart: they cannot be made read-only: {error}")
+            memory.close_descriptors()
+            return
         what = {
             "fingerprint": self._fingerprint,
             "size": memory.size,

@@ -159,7 +159,7 @@ def test_a_replica_reports_what_it_has_to_do() -> None:
         },
         step_prefill_tokens={"prefill": Distribution((), 500.0), "mixed": Distribution((), 100.0)},
     )
-    report = load_of(stats, streams=9, serving=True)
+    report = load_of(stats, waiting=9, serving=True)
     assert report == {
         "requests": 5,
         "slots": 16,
@@ -168,7 +168,13 @@ def test_a_replica_reports_what_it_has_to_do() -> None:
         "backlog_s": pytest.approx(3.0),
         "serving": 1.0,
     }
-    assert load_of(stats, streams=9, serving=False) == {**report, "requests": 9, "backlog_s": 0.0, "serving": 0.0}
+    assert load_of(stats, waiting=9, serving=False) == {
+        **report,
+        "requests": 9,
+        "pages": 0,
+        "backlog_s": 0.0,
+        "serving": 0.0,
+    }
     assert EngineStats(prefill_backlog=600).prefill_backlog_seconds == 0.0
 
 

@@ -74,6 +74,9 @@ class Processes:
     def run(self, addresses: str, on_end: Any) -> None:
         self.on_end = on_end
 
+    async def gone(self, limit_s: float) -> None:
+        assert self.killed
+
     def kill(self) -> None:
         self.killed = True
 

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from test_client import READY
 from test_failover import World, asked, rest, world
 
 from workers.config import EngineConfig
@@ -117,6 +119,23 @@ async def test_when_the_neighbor_dies_later_the_stream_comes_home() -> None:
         assert await home.continued() == [("a", [5], 3.0)]
         home.scheduler.output("a.2", 6, at=1, finish="length")
         assert await rest(stream) == [6]
+
+
+async def test_what_a_neighbor_goes_on_with_does_not_come_home_to_other_weights() -> None:
+    """Files of the model have changed meanwhile; what has not begun may come."""
+    async with two() as (home, there):
+        stream = await begun(home)
+        await there.continued()
+        fresh = home.engine.generate(asked("fresh"))
+        await there.continued()
+        home.ready = replace(READY, root=b"of other weights")
+        home.may_start.set()
+        await home.serving(2)
+        there.kill("rank 0 of the neighbor was killed")
+        with pytest.raises(EngineFault, match="killed; the next engine has other weights"):
+            await anext(stream)
+        assert await home.continued() == [("fresh", [], 0.0)]
+        await fresh.aclose()
 
 
 async def test_what_engines_die_of_is_not_carried_from_one_replica_to_the_next() -> None:
