@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.parser import CallParser, Schemas, is_name, known_name
+from deploy.parsing.parser import CallParser, Schemas, known_name
 from deploy.parsing.schema_types import properties_of
 
 _FENCE = re.compile(r"```[ \t]*[A-Za-z]*[ \t]*(?=[^A-Za-z \t])")
@@ -17,32 +17,41 @@ _FENCE_BEGUN = re.compile(r"`{1,2}|```[ \t]*[A-Za-z]*[ \t]*")
 _FENCE_END = "```"
 NOTHING: Final = ("null", "None", "none", "undefined")
 """Words for no arguments."""
-_OTHER = re.compile(rf'"|\[\s*(?=[{{\]])|(?:{"|".join(NOTHING)})(?=[^A-Za-z0-9_])')
+_WORDS = "|".join(NOTHING)
+_OTHER = re.compile(rf'"(?=\s*(?:[{{"]|{_WORDS}))|\[\s*(?=[{{\]])|(?:{_WORDS})(?=[^A-Za-z0-9_])')
 """Beginning of arguments that are no object: one as a string, one in an array, or none."""
-_OTHER_BEGUN = re.compile(r"\[\s*|[A-Za-z]+")
+_OTHER_BEGUN = re.compile(r'\[\s*|"?\s*[A-Za-z]*')
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _NAMES: Final = ("name", "function", "function_name", "tool_name", "tool")
+_ABOUT: Final = ("id", "call_id", "type", "index")
+"""Members that say something of the call, where the tool has no parameters of these names."""
 _ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "kwargs")
 
 
 def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of a call that is one JSON object; None if it is none. Models also write the arguments as a
-    string that holds the object, beside the name, or leave them away, and put all into a member `function`."""
+    """Name and arguments of a call of one of the tools that is one JSON object; None if it is none. Models also write
+    the arguments as a string that holds the object, beside the name, or leave them away, and put all into a member
+    `function`. Of what stands beside the name all goes along where the schema takes it, else what it knows."""
     if not isinstance(value, dict):
         return None
     if isinstance(inner := value.get("function"), dict):
         return call_of(inner, schemas)
     key = next((key for key in _NAMES if isinstance(value.get(key), str)), "")
     name = value.get(key)
-    if not isinstance(name, str) or not is_name(name := known_name(name, schemas)):
+    if not isinstance(name, str) or (name := known_name(name, schemas)) not in schemas:
         return None
     held = next((held for held in _ARGUMENTS if held in value), None)
     if held is not None:
         arguments = _object_of(value[held])
         return None if arguments is None else (name, arguments)
-    beside = {other: value[other] for other in value if other != key}
-    known = properties_of(schemas.get(name)) or {}
-    return name, beside if beside.keys() <= known.keys() else {}
+    known = properties_of(schemas[name])
+    beside = {
+        other: value[other] for other in value if other != key and (other in (known or ()) or other not in _ABOUT)
+    }
+    if known is None or beside.keys() <= known.keys():
+        return name, beside
+    taken = {other: value[other] for other in beside if other in known}
+    return (name, taken) if taken else None
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:
@@ -96,7 +105,8 @@ class JsonBody(CallParser):
         begun = _OTHER_BEGUN.fullmatch(self._rest)
         if begun is None:
             return "no"
-        return "maybe" if self._rest[0] == "[" or any(word.startswith(self._rest) for word in NOTHING) else "no"
+        begun_word = self._rest.removeprefix('"').lstrip()
+        return "maybe" if self._rest[0] == "[" or any(word.startswith(begun_word) for word in NOTHING) else "no"
 
     def _begin_body(self) -> None:
         """The call has begun: its arguments come next."""

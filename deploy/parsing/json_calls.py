@@ -29,7 +29,7 @@ from deploy.parsing.call_grammar import (
 from deploy.parsing.json_body import JsonBody
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 
-_OBJECT = re.compile(r"\s*(?:```[a-zA-Z]*)?[\s,\[]*\{")
+_OBJECT = re.compile(r"\s*+(?:```[a-zA-Z]*+)?[\s,\[]*+\{")
 _OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
 
 
@@ -102,7 +102,7 @@ class JsonCalls(JsonBody):
             self._begin_object()
             self._bracketed, self._fenced = self._bracketed or "[" in before, "`" in before
             return True
-        if _OBJECT_BEGUN.fullmatch(self._rest, 0, MOST_NAME) is not None:
+        if len(self._rest) < MOST_NAME and _OBJECT_BEGUN.fullmatch(self._rest) is not None:
             return False
         found = self._markers.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)

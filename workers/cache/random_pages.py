@@ -31,6 +31,10 @@ class RandomPages:
         self._page_P = on_device([shards.local(pages[index]) for index in own], torch.int64, device)
         self._contents = [spec.random(len(pages), device, generator) for spec in cache.specs]
 
+    def _own(self, content: Tensor) -> Tensor:
+        """This rank's part of some contents, which without other shards is all of them."""
+        return content if len(self.own_P) == len(content) else content.index_select(0, self.own_P)
+
     def poison(self, layer: int, chosen_PK: Tensor) -> None:
         """Let the chosen entries (bool) be such that whatever is computed from one of them is NaN."""
         self._cache.specs[layer].poison(self._contents[layer], chosen_PK)
@@ -38,7 +42,7 @@ class RandomPages:
     def restore(self) -> None:
         """Write the contents to the pages of the cache."""
         for layer, content in zip(self._cache.layers, self._contents, strict=True):
-            layer.index_copy_(0, self._page_P, content.index_select(0, self.own_P))
+            layer.index_copy_(0, self._page_P, self._own(content))
 
     def whole(self) -> PagedCache:
         """Copy all contents, those of other ranks, too, to a cache in which the pages lie in the order of their ids
@@ -48,4 +52,4 @@ class RandomPages:
     def changed(self, layer: int) -> Tensor:
         """bool [P, K]: the entries of the cache of which any bit is another one than here."""
         spec, now = self._cache.specs[layer], self._cache.layers[layer].index_select(0, self._page_P)
-        return (spec.bits(now) != spec.bits(self._contents[layer].index_select(0, self.own_P))).any(-1)
+        return (spec.bits(now) != spec.bits(self._own(self._contents[layer]))).any(-1)

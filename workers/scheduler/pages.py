@@ -43,6 +43,8 @@ class PagePool:
         """A free page, now held once. `after`: the page that it follows in the row's table, whose owner's neighbour is
         to have it; the null page where the owner with most available pages is to. An owner without free pages is
         passed over. `overwritten`: all of the page will be, so that nothing needs to be zeroed."""
+        if not self._free_count:
+            raise IndexError("no page is free")
         owners = len(self._free)
         owner = self._shards.owner(after + 1) if after else self._available.index(max(self._available))
         while not self._free[owner]:

@@ -102,10 +102,10 @@ def with_defaults(body: Asked, defaults: SamplingDefaults, vocab_size: int) -> A
     if "logit_bias" in defaults:
         biases = {token: bias for token, bias in defaults["logit_bias"].items() if int(token) < vocab_size}
         missing["logit_bias"] = {**body.logit_bias, **biases}
-    asked = most_asked(body)
-    if "min_tokens" in missing and asked is not None:
-        missing["min_tokens"] = min(missing["min_tokens"], asked)
-    return body.model_copy(update=missing) if missing else body
+    made = body.model_copy(update=missing) if missing else body
+    if "min_tokens" in missing:
+        made.model_fields_set.discard("min_tokens")  # `build_job` keeps to what may be generated: nobody asked for more
+    return made
 
 
 def most_asked(body: GenerationBody) -> int | None:

@@ -222,7 +222,10 @@ def build_job(
         if left < (wanted or 1):
             raise too_long(len(prompt.ids), wanted or 1, info, param)
         max_tokens = 1 if wanted == 0 else wanted or min(default or left, left)
-        if body.min_tokens > (most := 0 if wanted == 0 else max_tokens):
+        least, most = body.min_tokens, 0 if wanted == 0 else max_tokens
+        if "min_tokens" not in body.model_fields_set:
+            least = min(least, most)
+        if least > most:
             raise invalid(f"min_tokens: {body.min_tokens} is more than the {most} to generate", "min_tokens")
         # Equal prompts of a request without a seed must not give equal samples; with a seed they must.
         if body.seed is None:
@@ -230,7 +233,8 @@ def build_job(
         else:
             seeds = sequence_seeds(body.seed, prompt.ids, body.n)
         for index, seed in enumerate(seeds, number * body.n):
-            sequences.append(Branch(index, number, msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)))
+            own = msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=least, seed=seed)
+            sequences.append(Branch(index, number, own))
     return Job(
         model=(config.served_model_names or (info.name,))[0],
         prompts=tuple(prompts),

@@ -159,6 +159,18 @@ def test_lengths_ends_and_tokens_that_never_come(engine: FakeEngine) -> None:
             assert (choice["text"].strip(), choice["finish_reason"]) == (text, "stop")
 
 
+def test_the_least_that_a_folder_wants_is_no_more_than_there_can_be(engine: FakeEngine) -> None:
+    """Nobody asked for it: a completion without max_tokens ends after 16."""
+    app = create_app(engine, tiny(), ApiConfig(served_model_names=("tiny",)), sampling_defaults={"min_tokens": 32})
+    with serving(app) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        for body, least in (({}, 16), ({"max_tokens": 40}, 32), ({"min_tokens": 5}, 5)):
+            answer = httpx.post(url, json={"model": "tiny", "prompt": "x", **body})
+            assert answer.status_code == 200, answer.text
+            assert engine.requests[-1].sampling.min_tokens == least
+        assert httpx.post(url, json={"model": "tiny", "prompt": "x", "min_tokens": 17}).status_code == 400
+
+
 @pytest.mark.parametrize(
     "given",
     ['{"temperature": 5}', '{"top_p": "high"}', '{"top_k": 0.5}', "[]", "{", '{"max_new_tokens": "9"}',

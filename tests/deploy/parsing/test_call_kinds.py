@@ -205,6 +205,7 @@ OBJECTS = [
     {"tool_name": "get_weather", "args": [{"city": "Oslo"}]},
     {"name": "get_weather", "input": "{'city': 'Oslo',}"},
     {"name": "get_weather", "city": "Oslo"},
+    {"id": 1, "type": "function", "name": "get_weather", "city": "Oslo"},
 ]
 
 
@@ -238,6 +239,7 @@ def test_objects_in_sections(name: str) -> None:
     ]:  # fmt: skip
         check(name, f"Hm.{begin}{text}{end}", "Hm.", calls)
     check(name, f"{begin}{{ok}} and {one[:-20]}", f"{{ok}} and {one[:-20]}", [])
+    check(name, f"{begin}{chr(10) * 300}{markers['[']}{one}{markers[']']}{end}", "", [OSLO])
 
 
 NAMES = ["`get_weather`", '"get_weather"', "get_weather:", "functions.get_weather", "tool:get_weather", "get_weather()"]
@@ -278,6 +280,13 @@ SEVERAL = [
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}, now [ARGS]{{}} so", "so", [OSLO, NOW]),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY} now it is", "now it is", [OSLO]),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}, so", ", so", [OSLO]),
+    (
+        "mistral",
+        f'[TOOL_CALLS]get_weather[ARGS]{CITY}\n\n{{"name": "Al", "age": 3}} ok',
+        '{"name": "Al", "age": 3} ok',
+        [OSLO],
+    ),
+    ("glm", '<tool_call>get_weather\n"city"</arg_key><arg_value>Oslo</arg_value></tool_call>', "", [OSLO]),
     ("mistral", "The marker [TOOL_CALLS] begins a call.", "The marker begins a call.", []),
     ("glm", "<tool_call>get_weather<arg_key>'city'</arg_key><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),
     ("glm", "<tool_call>get_weather<arg_key>city</arg_value><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),

@@ -24,6 +24,16 @@ def test_one_shard_hands_pages_out_in_their_order() -> None:
     assert [pool.take() for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_pool_without_free_pages_says_so(shards: int) -> None:
+    """It must not look for one for ever."""
+    pool = PagePool(2 * shards + 1, shards)
+    last = [pool.take() for _ in range(2 * shards)][-1]
+    for after in (0, last):
+        with pytest.raises(IndexError, match="no page is free"):
+            pool.take(after)
+
+
 @pytest.mark.parametrize("shards", [2, 3, 4])
 def test_a_rows_pages_go_round_the_shards(shards: int) -> None:
     cache = PrefixCache(PagePool(60 * shards + 1, shards))
