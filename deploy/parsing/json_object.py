@@ -31,6 +31,8 @@ _WORDS: Final = {
     **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "null"),
 }
 _MOST_WORD: Final = 400
+_MOST_COMMENT: Final = 400
+"""Characters of a comment: one that does not end must not swallow the rest of an answer."""
 _HEX: Final = frozenset("0123456789abcdefABCDEF")
 _ESCAPES: Final = frozenset('"\\/bfnrt')
 _ENDS: Final = {"{": "}", "[": "]"}
@@ -50,7 +52,7 @@ class JsonObject:
     characters in strings and escapes that there are not. What is passed on is JSON, and valid JSON is passed on as it
     is. A word that is no value is a string, and a number with zeros before it, too, so that nothing of it is lost."""
 
-    __slots__ = ("_comment", "_expect", "_held", "_key", "_quote", "_stack", "_word", "state")
+    __slots__ = ("_comment", "_commented", "_expect", "_held", "_key", "_quote", "_stack", "_word", "state")
 
     def __init__(self) -> None:
         self.state = State.OPEN
@@ -66,6 +68,8 @@ class JsonObject:
         """A comma and the white space behind it, which are left out where nothing follows."""
         self._comment = ""
         """What the comment that is open began with."""
+        self._commented = 0
+        """Characters of that comment."""
 
     def feed(self, text: str) -> tuple[int, str]:
         """Add `text`; returns how many of its characters belong to the object, and those as they are to be passed on.
@@ -148,7 +152,7 @@ class JsonObject:
                 out.append(space.group())
             return space.end() - place
         if char == "/" and self._expect != "begin":
-            self._comment = char
+            self._comment, self._commented = char, 0
             return 1
         return 1 if self._take(char, out) else self._broken()
 
@@ -222,6 +226,9 @@ class JsonObject:
         return True
 
     def _in_comment(self, char: str) -> int:
+        self._commented += 1
+        if self._commented > _MOST_COMMENT:
+            return self._broken()
         if self._comment == "/":
             self._comment += char
             return 1 if char in "/*" else self._broken()

@@ -193,6 +193,9 @@ class MistralCalls(ObjectCalls):
         if self._state == self._item and not "".join(self._raw).strip():  # the array's end is cut
             self._raw, self._rest, self._state = [], "", self._content
             return
+        if self._state == self._behind_object and not self._in_array and not self._fenced:
+            self._raw, self._state = [], self._content  # what may have been another call is none
+            return
         ends_with_head = self._state == self._before and self._rest in ("", *NOTHING) and not self._fenced
         if ends_with_head and not self._cut and self._name in self._schemas:
             self._rest = ""

@@ -286,6 +286,13 @@ SEVERAL = [
         '{"name": "Al", "age": 3} ok',
         [OSLO],
     ),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}\nno", "no", [OSLO]),
+    (
+        "hermes",
+        f"<tool_call>{J[:-1]} // that is all }}</tool_call> " + "so " * 150 + f"<tool_call>{K}</tool_call>",
+        "// that is all } " + "so " * 150,
+        [OSLO, NOW],
+    ),
     ("glm", '<tool_call>get_weather\n"city"</arg_key><arg_value>Oslo</arg_value></tool_call>', "", [OSLO]),
     ("mistral", "The marker [TOOL_CALLS] begins a call.", "The marker begins a call.", []),
     ("glm", "<tool_call>get_weather<arg_key>'city'</arg_key><arg_value>Oslo</arg_value></tool_call>", "", [OSLO]),
