@@ -208,6 +208,7 @@ class Rank:
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
         self.ready = replace(self.ready, root=cache_root(config, model, dtype, device))
+        times.end("identity")
         if memory is not None:
             self.ready = replace(self.ready, host_pages=memory.slots, save_batch=batch_of(record_bytes))
         self.model: Model = model

@@ -9,6 +9,8 @@ names, shapes and sizes are alike; a change of a few bytes between two samples i
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,8 @@ SAMPLE_BYTES: Final = 4096
 SAMPLES: Final = 4096
 """Samples of all files together, and at least `LEAST_SAMPLES` of each: as many reads take a second from a disk."""
 LEAST_SAMPLES: Final = 16
+READERS: Final = 16
+"""Threads that read samples: from a file system far away each takes its time."""
 _LENGTH_BYTES: Final = 8
 """Of the header's length, with which a safetensors file begins."""
 _MOST_HEADER: Final = 100_000_000
@@ -31,15 +35,16 @@ def weights_identity(folder: Path) -> bytes:
     found = blake2b(digest_size=16)
     files = weight_files(folder)
     samples = max(LEAST_SAMPLES, SAMPLES // len(files))
-    for file in files:
-        try:
-            _add(found, file, samples)
-        except OSError as error:
-            raise WeightsError(f"cannot read {file}: {error.strerror}") from error
+    with ThreadPoolExecutor(READERS) as readers:
+        for file in files:
+            try:
+                _add(found, file, samples, readers)
+            except OSError as error:
+                raise WeightsError(f"cannot read {file}: {error.strerror}") from error
     return found.digest()
 
 
-def _add(found: blake2b, file: Path, samples: int) -> None:
+def _add(found: blake2b, file: Path, samples: int, readers: ThreadPoolExecutor) -> None:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):
@@ -51,8 +56,8 @@ def _add(found: blake2b, file: Path, samples: int) -> None:
         name = os.fsencode(file.name)
         found.update(b"%d %d %d\n" % (len(name), size, length) + name)
         found.update(os.pread(descriptor, length, _LENGTH_BYTES))
-        for at in _places(begin, size, samples):
-            found.update(os.pread(descriptor, SAMPLE_BYTES, at))
+        for sample in readers.map(partial(os.pread, descriptor, SAMPLE_BYTES), _places(begin, size, samples)):
+            found.update(sample)
     finally:
         os.close(descriptor)
 
