@@ -126,9 +126,8 @@ class EngineConfig(BaseModel):
     prompts get all of `token_budget` that streams leave."""
     grammar_compile_timeout_s: Annotated[float, Field(gt=0), Flag("--grammar-compile-timeout")] = 10.0
     """Longest time that structured output may take to compile; a request that takes longer is refused."""
-    keep_weights: Literal["auto", "always", "never"] = "auto"
-    """Keep weights when a rank dies, for the one that takes its place, so that it does not load them again. auto: on a
-    CPU.
+    keep_weights: bool = True
+    """Keep weights when a rank dies, for the one that takes its place, so that it does not load them again.
 
     They stay where they are, in the memory of the GPU or, on a CPU, of the host, and take no more of it than without: a
     small process without CUDA holds the descriptors of that memory, and the next rank maps it. Where files, settings or
@@ -161,11 +160,6 @@ class EngineConfig(BaseModel):
     """Longest time that a process of the replica may be silent before the replica is given up."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Longest time until every rank has loaded and reports ready."""
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether ranks that are started again find their weights in memory. `device` is decided."""
-        return self.keep_weights == "always" or (self.keep_weights == "auto" and self.device == "cpu")
 
     @model_validator(mode="after")
     def _ranks_make_a_tree(self) -> Self:

@@ -139,7 +139,7 @@ class EngineReplica:
         self._beating: asyncio.Task[None] | None = None
         self._serving = False
         self._forgetting: asyncio.TimerHandle | None = None
-        self._keeper = WeightKeeper() if config.engine.keeps_weights and config.health.patience_s > 0 else None
+        self._keeper = WeightKeeper() if config.engine.keep_weights and config.health.patience_s > 0 else None
         keeper = self._keeper.path if self._keeper is not None else lambda: None
         self._new_processes = partial(self.processes_class, config, group, labels, keeper)
         self._standby: ReplicaProcesses | None = None

@@ -41,15 +41,17 @@ STEPS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
 def passes(
     model: Model, choices: Choices, given: list[dict[int, Tensor]] | None = None
 ) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
-    """Logits of all steps and of their drafts, and the hidden states that the drafts were made of, or are (`given`)."""
+    """Logits of all steps and of their drafts, and the hidden states that the drafts were made of, or are (`given`). A
+    model without a drafter has none of either."""
     paged = Paged(model, [random_tokens(151, 0, VOCAB), random_tokens(110, 1, VOCAB)])
     drafter, logits, sources = model.drafter, list[Tensor](), list[dict[int, Tensor]]()
-    assert drafter is not None
     with nothing_repeated(), model.paths.choosing(choices):
         for place, (decode, width, chunks) in enumerate(STEPS):
             step = paged.plan(decode, width, chunks)
             hidden = paged.forward(step)
             logits += [model.logits(hidden[row]).cpu() for row in sorted(hidden)]
+            if drafter is None:
+                continue
             source = hidden if given is None else given[place]
             drafts = paged.draft(step, source)
             logits += [drafter.logits(drafts[row]).cpu() for row in sorted(drafts)]

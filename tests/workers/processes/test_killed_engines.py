@@ -36,7 +36,7 @@ class Engines:
 
     def __init__(self, settings: EngineConfig) -> None:
         self._settings = settings
-        self.keeper = WeightKeeper() if settings.keeps_weights else None
+        self.keeper = WeightKeeper() if settings.keep_weights else None
         self.told: list[list[str]] = []
         """What the ranks of each set told."""
         self.seconds: list[float] = []
@@ -99,7 +99,7 @@ SAMPLINGS = [
     ("victim", "settings"),
     [
         ("rank 0", {}),
-        pytest.param("rank 0", {"keep_weights": "never"}, marks=pytest.mark.soak),
+        pytest.param("rank 0", {"keep_weights": False}, marks=pytest.mark.soak),
         pytest.param("rank 1", {"tensor_parallel": 2}, marks=pytest.mark.soak),
         pytest.param("scheduler", {}, marks=pytest.mark.soak),
     ],
@@ -131,7 +131,7 @@ async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_deat
         assert made.fault is None
         assert made.streams == 0
         kept = [sum("of weights were kept" in line for line in told) for told in engines.told]
-        assert kept == [0, settings.get("tensor_parallel", 1) if settings.get("keep_weights") != "never" else 0]
+        assert kept == [0, settings.get("tensor_parallel", 1) if settings.get("keep_weights", True) else 0]
         keeper = None if engines.keeper is None else engines.keeper.pid
     assert [[token for output in one for token in output.tokens] for one in found] == expected
     assert sum(len(output.logprobs) for output in found[3]) == 60

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SETTINGS = EngineConfig(
     model="demo",
     device="cuda",
-    keep_weights="always",
     invariant=True,
     max_rows=4,
     token_budget=64,

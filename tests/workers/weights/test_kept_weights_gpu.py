@@ -20,7 +20,11 @@ from workers.memory.weight_memory import NoSharedMemory
 from workers.weights.arena import memory_of, new_memory
 from workers.weights.checksum import checksum
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,  # what of the GPU is free says whether weights are there once or twice
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 GPU = torch.device("cuda", 0)
 SIZES = {"vocab_size": 131072, "hidden_size": 256}
