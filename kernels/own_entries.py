@@ -31,15 +31,23 @@ class OwnEntries:
     """int32: local ids of the own pages with entries, in the order of the row; the null page behind them."""
     length_R: Tensor
     """int32: own entries that the last of a row's tokens sees, the longest of its bounds."""
-    bound_RW: Tensor
-    """int32: how many of the own entries each token sees, the first ones."""
-    first_R: Tensor
-    """int32: own entries that no token sees, before those."""
+    seen_RX: Tensor
+    """int32 [R, W + 1]: `bound_RW`, and `first_R` behind it. Kernels have few registers for addresses."""
+
+    @property
+    def bound_RW(self) -> Tensor:
+        """How many of the own entries each token sees, the first ones."""
+        return self.seen_RX[:, :-1]
+
+    @property
+    def first_R(self) -> Tensor:
+        """Own entries that no token sees, before those."""
+        return self.seen_RX[:, -1]
 
     @staticmethod
     def allocate(rows: int, width: int, pages: int, empty: Callable[..., Tensor]) -> OwnEntries:
         """Take memory from `empty(*shape, dtype=...)`."""
-        shapes = (rows, pages), (rows,), (rows, width), (rows,)
+        shapes = (rows, pages), (rows,), (rows, width + 1)
         return OwnEntries(*(empty(*shape, dtype=torch.int32) for shape in shapes))
 
 
@@ -83,8 +91,7 @@ def launch_own_entries(page_RP: Tensor, length_R: Tensor, out: OwnEntries, shard
         length_R,
         out.page_RP,
         out.length_R,
-        out.bound_RW,
-        out.first_R,
+        out.seen_RX,
         page_RP.shape[1],
         page_RP.stride(0),
         first,
@@ -103,8 +110,7 @@ def own_entries_kernel(
     length_in,
     own_table,
     own_length,
-    bound_out,
-    first_out,
+    seen_out,
     pages,
     table_stride,
     first,
@@ -139,6 +145,6 @@ def own_entries_kernel(
     for start in range(0, pages, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         tl.store(own_table + row * pages + column, 0, mask=(column < pages) & (column >= found))
-    tl.store(bound_out + row * WIDTH + lane, bound, mask=lane < WIDTH)
+    tl.store(seen_out + row * (WIDTH + 1) + lane, bound, mask=lane < WIDTH)
     tl.store(own_length + row, tl.sum(tl.where(lane == WIDTH - 1, bound, 0), 0))
-    tl.store(first_out + row, own_first)
+    tl.store(seen_out + row * (WIDTH + 1) + WIDTH, own_first)

@@ -182,7 +182,6 @@ class EngineConfig(BaseModel):
         if shards == 1:
             return self
         lacking = {
-            "device cuda": self.device == "cuda",
             "invariant mode": self.invariant,
             "a draft model": self.draft_model is not None and self.most_width > 1,
             "host_cache_bytes": self.host_cache_bytes > 0,

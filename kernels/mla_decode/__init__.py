@@ -28,17 +28,19 @@ def schedule_decode(
     *,
     first: int = 0,
     fp8: bool = False,
+    own: bool = False,
 ) -> Workspace | None:
     """Deal the rows' cache to the GPU's multiprocessors, from the lengths on the device: once for all layers of a pass.
 
-    `dtype` is the queries', `fp8` says whether the cache has FP8 entries. `empty` gives a uint8 tensor of so many
+    `dtype` is the queries', `fp8` says whether the cache has FP8 entries, and `own` whether
+    the rows are a shard's own entries (`kernels.own_entries`). `empty` gives a uint8 tensor of so many
     bytes, which must live as long as the workspace is used. None where there is nothing to plan, on a CPU.
     """
     if not length_R.is_cuda:
         return None
     device = length_R.device
     choose = hopper_tiling if is_hopper(device) and dtype == torch.bfloat16 else portable_tiling
-    tiling = choose(shape, multiprocessors(device), fp8=fp8)
+    tiling = choose(shape, multiprocessors(device), fp8=fp8, own=own)
     workspace = Workspace.over(empty(Workspace.bytes(shape, tiling, dtype)), shape, tiling, dtype)
     launch.schedule(length_R, page_RP, workspace, first=first)
     return workspace
@@ -71,7 +73,7 @@ def mla_decode(
     - `invariant`: a token's result is bitwise the same in any call. A workspace is planned for it, or not.
     - `own`: this shard's part of the rows, where ranks share out the cache. `page_RP` and `length_R` are those of this
       part, of which token j of a row sees the entries first_R <= i < bound_RW[row, j]; `first` is 0. ValueError in
-      invariant mode, and for a workspace of one of Hopper's kernels, which have no bound for each token.
+      invariant mode, and for a workspace that was not planned for it.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what

@@ -30,7 +30,7 @@ from kernels.mla_decode.fp8_tile import (
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import CTA_FIELDS
-from kernels.mla_decode.wide_tile import next_share
+from kernels.mla_decode.wide_tile import first_entry, next_share
 
 CTA = gl.constexpr(CTA_FIELDS)
 
@@ -44,7 +44,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def hand_weights(
-    score, scales, top, total, tile, tiles, tokens, share, queries, exchanged, messages, BLOCK: gl.constexpr
+    score, scales, top, total, tile, tiles, first, tokens, share, queries, exchanged, messages, BLOCK: gl.constexpr
 ):  # fmt: skip
     """Hand the weights of the scores of a tile, the scoring group's number `tiles`, to the other groups. Returns the
     maximum so far, and the sums of weights so far, which every thread has of its entries."""
@@ -52,9 +52,9 @@ def hand_weights(
     low = tile * TILE
     SLOTS: gl.constexpr = slots_of(BLOCK)
     slot = tiles % SLOTS
-    there, exponent = units_of(scales, low, share.first, tokens, BLOCK)
+    there, exponent = units_of(scales, low, first, tokens, BLOCK)
     unit = queries.unit.load(gl.SliceLayout(0, SUMS))
-    weight, top, shrink = weigh(score, exponent, top, unit, queries.back, low, tokens, share, BLOCK)
+    weight, top, shrink = weigh(score, exponent, top, unit, queries.back, low, first, tokens, share, BLOCK)
     mbarrier.wait(messages.weights_empty.index(slot), ((tiles // SLOTS) & 1) ^ 1)
     put_weights(weight, scales, there, exponent, exchanged.weights, slot)
     exchanged.shrink.index(slot).store(shrink)
@@ -70,9 +70,9 @@ def hand_weights(
 @gluon.jit
 def scoring_group(
     q, share, queries, fetched, exchanged, messages,
-    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
 ):  # fmt: skip
-    """Scores every tile, and hands its weights to the other groups."""
+    """Scores every tile, and hands its weights to the other groups. OWN: see `first_entry`."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.metadata + share.cta * CTA
@@ -92,7 +92,8 @@ def scoring_group(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
-            put_queries(q, row, share, queries, BLOCK)
+            first = first_entry(row, share, OWN)
+            put_queries(q, row, tokens, share, queries, BLOCK, OWN)
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
             mbarrier.wait(messages.full.index(stage), phase)
@@ -106,7 +107,7 @@ def scoring_group(
                 mbarrier.wait(messages.full.index(stage), phase)
                 begun = begin_scores(queries, fetched, stage, BLOCK)
                 top, total = hand_weights(
-                    score, scales, top, total, tile, tiles, tokens, share, queries, exchanged, messages, BLOCK
+                    score, scales, top, total, tile, tiles, first, tokens, share, queries, exchanged, messages, BLOCK
                 )
                 score, scales = end_scores(begun, fetched, stage, BLOCK)
                 tiles += 1
@@ -114,7 +115,7 @@ def scoring_group(
             mbarrier.arrive(messages.empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, OVERLAP.stages)
             top, total = hand_weights(
-                score, scales, top, total, stop - 1, tiles, tokens, share, queries, exchanged, messages, BLOCK
+                score, scales, top, total, stop - 1, tiles, first, tokens, share, queries, exchanged, messages, BLOCK
             )
             tiles += 1
             whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), per_query)
@@ -142,11 +143,12 @@ def scoring_group(
 @gluon.jit
 def summing_group(
     share, fetched, exchanged, messages, WHICH_HALF: gl.constexpr,
-    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
 ):  # fmt: skip
-    """Sums the values of two groups of features: the first two, or the last (`WHICH_HALF` 0 or 1)."""
+    """Sums the values of two groups of features: the first two, or the last (`WHICH_HALF` 0 or 1). OWN: see
+    `first_entry`."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
-    OWN: gl.constexpr = 2 * WHICH_HALF
+    MINE: gl.constexpr = 2 * WHICH_HALF
     SLOTS: gl.constexpr = slots_of(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.metadata + share.cta * CTA
@@ -164,6 +166,7 @@ def summing_group(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
+            first = first_entry(row, share, OWN)
             even0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             odd0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             even1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
@@ -172,9 +175,9 @@ def summing_group(
                 low = tile * TILE
                 slot = tiles % SLOTS
                 mbarrier.wait(messages.weights_full.index(slot), (tiles // SLOTS) & 1)
-                if (low + TILE > tokens) | (low < share.first):
-                    without_outside(fetched.latent.index(stage * GROUPS + OWN), low, share.first, tokens)
-                    without_outside(fetched.latent.index(stage * GROUPS + OWN + 1), low, share.first, tokens)
+                if (low + TILE > tokens) | (low < first):
+                    without_outside(fetched.latent.index(stage * GROUPS + MINE), low, first, tokens)
+                    without_outside(fetched.latent.index(stage * GROUPS + MINE + 1), low, first, tokens)
                     fence_async_shared()  # a later copy of the engine overwrites what threads have stored
                     gl.thread_barrier()
                 shrink = exchanged.shrink.index(slot).load(per_query)[None, :]
@@ -190,8 +193,8 @@ def summing_group(
             slot_out = gl.where(begin == 0, share.ctas + share.cta, share.cta)
             to = gl.where(whole, share.out, share.partial)
             to += gl.where(whole, row, slot_out).to(gl.int64) * share.queries * LATENT
-            store_pairs(to, even0, odd0, exchanged.factor, share, OWN * GROUP, BLOCK)
-            store_pairs(to, even1, odd1, exchanged.factor, share, (OWN + 1) * GROUP, BLOCK)
+            store_pairs(to, even0, odd0, exchanged.factor, share, MINE * GROUP, BLOCK)
+            store_pairs(to, even1, odd1, exchanged.factor, share, (MINE + 1) * GROUP, BLOCK)
             gl.thread_barrier()
             mbarrier.arrive(messages.factor_empty, count=1)
             rows += 1

@@ -155,15 +155,15 @@ def put_weights(weight, scales, there, exponent, weights, slot):
 
 
 @gluon.jit
-def weigh(score, exponent, top, unit, back_s, low, tokens, share, BLOCK: gl.constexpr):
+def weigh(score, exponent, top, unit, back_s, low, first, tokens, share, BLOCK: gl.constexpr):
     """Online softmax of one tile, of weights that are times the entries' units: (weights, new maximum, factor for what
     was summed before)."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     score = score * unit[None, :] + (exponent - 127).to(gl.float32)
-    if (low + TILE > tokens - share.drafts) | (low < share.first):
+    if (low + TILE > tokens - share.drafts) | (low < first):
         bound = tokens - back_s.load(gl.SliceLayout(0, SUMS))
         entry = low + gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
-        seen = (entry[:, None] < bound[None, :]) & (entry >= share.first)[:, None]
+        seen = (entry[:, None] < bound[None, :]) & (entry >= first)[:, None]
         score = gl.where(seen, score, float("-inf"))
     highest = gl.max(score, 0)
     new_top = gl.maximum(top, highest)

@@ -145,7 +145,7 @@ def attend(
     whole,
     pieces,
     metadata,
-    own,
+    seen_by,
     scale,
     first,
     table_stride,
@@ -163,8 +163,8 @@ def attend(
 ):
     """One CTA: its KV blocks of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
     the tokens of a row less one. Results of rows that it has alone are those of `whole`, others `pieces` (`Results`).
-    `OWN`: the rows are a shard's own entries, of which `own` (`Own`) has each token's first and last, and `first` is
-    0."""
+    `OWN`: the rows are a shard's own entries, of which `seen_by` (`OwnEntries.seen_RX`) says what each token sees, and
+    `first` is 0."""
     BLOCK: tl.constexpr = TILE.queries
     TOKENS: tl.constexpr = TILE.tokens
     LATENT: tl.constexpr = FEATURES.latent
@@ -206,8 +206,9 @@ def attend(
             bound = tl.minimum(tokens - back, tokens)
             begin_entry = first
             if OWN:
-                bound = tl.load(own.bound + row.to(tl.int64) * (drafts + 1) + m // heads, mask=inside, other=0)
-                begin_entry = tl.load(own.first + row)
+                own = seen_by + row.to(tl.int64) * (drafts + 2)
+                bound = tl.load(own + m // heads, mask=inside, other=0)
+                begin_entry = tl.load(own + drafts + 1)
             top = tl.full((BLOCK,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK,), tl.float32)
             sum_latent = tl.zeros((BLOCK, LATENT_LANES), tl.float32)

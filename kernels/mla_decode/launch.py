@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.latent_entry import entry_of
 from kernels.mla_decode import kernel
-from kernels.mla_decode.records import Features, Overlap, Own, Results, Split, Tile
+from kernels.mla_decode.records import Features, Overlap, Results, Split, Tile
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS
@@ -71,7 +71,9 @@ def attend(
     one kernel, or two of which the plan says which works. `own`: see `mla_decode`."""
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
-    where = (page_RP, length_R, out_RWHL, lse_RWH, workspace.partial_SQL, workspace.partial_lse_SQ, workspace.metadata)
+    seen = length_R if own is None else own.seen_RX
+    results = Results(out_RWHL, lse_RWH), Results(workspace.partial_SQL, workspace.partial_lse_SQ)
+    where = (*results[0], *results[1], workspace.metadata)
     numbers = (
         scale * math.log2(math.e),
         first,
@@ -84,13 +86,8 @@ def attend(
     common: dict[str, Any] = {"SPLIT": _split(shape, tiling), "num_warps": tiling.warps, **_options(dependent)}
     grid = (tiling.ctas * tiling.blocks(shape),)
     ways = tiling.ways()
-    if own is not None and any(way.path != "triton" for way in ways):
-        raise ValueError(
-            f"Hopper's kernel for {tiling.path} blocks attends to whole rows, not to a shard's own entries: "
-            "plan these with portable_tiling"
-        )
-    seen = Own(length_R, length_R) if own is None else Own(own.bound_RW, own.first_R)
-    results = Results(out_RWHL, lse_RWH), Results(workspace.partial_SQL, workspace.partial_lse_SQ)
+    if own is not None and entry.fp8 and tiling.path == "wide":
+        raise ValueError("Hopper's kernel for wide blocks of FP8 entries does not take a shard's own entries")
     for way in ways:
         blocks_and_ctas = (way.blocks(shape), way.ctas)
         tile = Tile(queries=way.block, tokens=way.tile)
@@ -122,12 +119,13 @@ def attend(
             attend_narrow[grid](
                 q_RWHC,
                 cache_PKC,
-                *where,
+                *(page_RP, length_R, seen, *where),
                 *numbers,
                 *blocks_and_ctas,
                 ENTRY=entry,
                 TILE=tile,
                 OVERLAP=overlap,
+                OWN=own is not None,
                 **common,
             )
         elif way.path == "fp8":
@@ -136,12 +134,13 @@ def attend(
             attend_fp8[grid](
                 q_RWHC,
                 *fp8_boxes(cache_PKC),
-                *where,
+                *(page_RP, length_R, seen, *where),
                 *numbers,
                 way.blocks(shape),
                 ENTRY=entry,
                 TILE_OF=tile,
                 OVERLAP=overlap,
+                OWN=own is not None,
                 **common,
             )
         elif way.path == "wide" and entry.fp8:
@@ -153,7 +152,7 @@ def attend(
                 cache_PKC,
                 *boxes(q_RWHC),
                 fp8_boxes(cache_PKC)[1],
-                *where,
+                *(page_RP, length_R, *where),
                 *numbers,
                 *blocks_and_ctas,
                 ENTRY=entry,
@@ -167,10 +166,11 @@ def attend(
                 cache_PKC,
                 *boxes(q_RWHC),
                 *boxes(cache_PKC),
-                *where,
+                *(page_RP, length_R, seen, *where),
                 *numbers,
                 *blocks_and_ctas,
                 OVERLAP=overlap,
+                OWN=own is not None,
                 **common,
             )
 

@@ -34,6 +34,7 @@ from kernels.mla_decode.narrow_tile import (
 )
 from kernels.mla_decode.records import Share
 from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
+from kernels.mla_decode.wide_tile import first_entry
 
 _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
@@ -46,10 +47,11 @@ _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"
 @gluon.jit
 def narrow_cta(
     q, cache, table, table_stride, record, share,
-    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, OVERLAP: gl.constexpr,
+    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
 ):  # fmt: skip
     """One CTA's `Share`, whose record in the tile scheduler metadata is at `record`: its KV blocks of one or several
-    rows, for one block of queries. Waits, and lets the kernel after start, where `OVERLAP.early`."""
+    rows, for one block of queries. Waits, and lets the kernel after start, where `OVERLAP.early`. OWN: see
+    `first_entry`."""
     BLOCK: gl.constexpr = TILE.queries
     TOKENS: gl.constexpr = TILE.tokens
     PAGE: gl.constexpr = SPLIT.page
@@ -61,7 +63,6 @@ def narrow_cta(
     per_query: gl.constexpr = gl.SliceLayout(1, mma)
     per_column: gl.constexpr = gl.SliceLayout(0, mma)
 
-    first = share.first
     row = gl.load(record)
     at = gl.load(record + 1)
     left = gl.load(record + 2)
@@ -70,7 +71,7 @@ def narrow_cta(
     tiles, queries, shared = rings(STAGES, TOKENS, BLOCK, ENTRY)
     m = share.block * BLOCK + gl.arange(0, BLOCK, per_query)
     n = gl.arange(0, TOKENS, per_column)
-    lowest_split = first // SPLIT.unit
+    lowest_split = share.first // SPLIT.unit
     lowest_tile = lowest_split * SPLIT.unit // TOKENS
     slot = 0  # of this row's first tile
     own = 0  # which of the two places has this row's query
@@ -80,7 +81,8 @@ def narrow_cta(
             wait_for_kernel_before()
             let_kernel_after_start()
     while left > 0:
-        units = gl.where(tokens > first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_split, 0)
+        first = first_entry(row, share, OWN)
+        units = gl.where(tokens > share.first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_split, 0)
         span = gl.where(units > 0, units + SPLIT.row_cost, 0)
         take = gl.minimum(left, span - at)
         begin = gl.maximum(at - SPLIT.row_cost, 0)
@@ -120,12 +122,20 @@ def narrow_cta(
         # The next row, if this worker's share goes beyond this one, and whether it has entries there.
         goes_on = left > take
         next_tokens = gl.load(share.length + row + 1, mask=goes_on, other=0)
-        next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + first // PAGE, mask=goes_on, other=0)
-        follows = goes_on & (next_tokens > first) & (left - take > SPLIT.row_cost)
+        next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + share.first // PAGE, mask=goes_on, other=0)
+        next_first = share.first
+        if OWN:
+            at_first = share.seen + (row + 1).to(gl.int64) * (share.drafts + 2) + share.drafts + 1
+            next_first = gl.load(at_first, mask=goes_on, other=0)
+        follows = goes_on & (next_tokens > share.first) & (left - take > SPLIT.row_cost)
 
         # Tokens of the row after a query's; kept from row to row they would spill registers.
-        back = share.drafts - (m + unknown_zero()) // share.heads
-        bound = gl.minimum(tokens - back, tokens)
+        token = (m + unknown_zero()) // share.heads
+        if OWN:
+            at_bound = share.seen + row.to(gl.int64) * (share.drafts + 2) + token
+            bound = gl.load(at_bound, mask=m < share.queries, other=0)
+        else:
+            bound = gl.minimum(tokens - (share.drafts - token), tokens)
         top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
         weights = gl.zeros([BLOCK, TOKENS], gl.float32, mma)
         sums = no_sums(BLOCK, ENTRY)
@@ -143,7 +153,7 @@ def narrow_cta(
                     gl.where(here, page, next_page),
                     gl.where(here, tile + AHEAD, lowest_tile),
                     gl.where(here, tokens, next_tokens),
-                    first,
+                    gl.where(here, first, next_first),
                     tiles,
                     free,
                     TOKENS,
@@ -199,6 +209,7 @@ def attend_narrow(
     cache,
     table,
     length,
+    seen,
     out,
     lse,
     partial,
@@ -216,9 +227,11 @@ def attend_narrow(
     SPLIT: gl.constexpr,
     TILE: gl.constexpr,
     OVERLAP: gl.constexpr,
+    OWN: gl.constexpr,
 ):
     """Variant of `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8
-    entries of them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
+    entries of them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short. OWN: see
+    `attend_wide`."""
     cta = gl.program_id(0) // blocks
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
@@ -231,6 +244,7 @@ def attend_narrow(
     if works:
         share = Share(
             length=length,
+            seen=seen,
             out=out,
             lse=lse,
             partial=partial,
@@ -245,7 +259,7 @@ def attend_narrow(
             cta=cta,
             block=gl.program_id(0) % blocks,
         )
-        narrow_cta(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP)
+        narrow_cta(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP, OWN)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

@@ -41,15 +41,6 @@ class Results(NamedTuple):
     """Logarithms of their sums of exponentials."""
 
 
-class Own(NamedTuple):
-    """What query vectors see of a shard's own entries (`kernels.own_entries`): pointers."""
-
-    bound: Any
-    """Of each row and token."""
-    first: Any
-    """Of each row."""
-
-
 class Tile(NamedTuple):
     """Tile that a program works on at a time."""
 
@@ -78,6 +69,8 @@ class Share(NamedTuple):
 
     length: Any
     """Tokens of every row, in memory."""
+    seen: Any
+    """What a shard's own entries have of every row and token (`OwnEntries.seen_RX`), in memory."""
     out: Any
     lse: Any
     """Log-sum-exp of whole rows, [rows, queries], beside their results in `out`, [rows, queries, latent]."""

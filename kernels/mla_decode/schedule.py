@@ -165,7 +165,7 @@ INVARIANT_SPLIT = 512
 """Tokens of a piece in invariant mode, whatever the lengths and the page table."""
 
 
-def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False) -> DecodeTiling:
+def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False, own: bool = False) -> DecodeTiling:
     """A tiling for the portable kernel on a device of so many multiprocessors. `fp8`: of entries in FP8, which take
     more registers on their way: with larger tiles, or several in flight, these would spill."""
     block = 16 if shape.queries <= 16 and not shape.invariant else 32  # at 64 it spills registers
@@ -181,11 +181,12 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = Fal
     )
 
 
-def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False) -> DecodeTiling:
+def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False, own: bool = False) -> DecodeTiling:
     """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
 
     `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors, `attend_fp8` faster for
-    many, and `attend_wide_fp8` for many of a row, and in invariant mode.
+    many, and `attend_wide_fp8` for many of a row, and in invariant mode. `own`: of a shard's own entries, whose bounds
+    `attend_wide_fp8` has no registers for.
     """
     if (shape.latent, shape.rope) != (512, 64):
         return portable_tiling(shape, multiprocessors)
@@ -197,7 +198,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
         few = shape.rows * shape.queries < FEWEST_FP8_VECTORS
         if not shape.invariant and (few or not REINTERPRETED.there()):
             return narrow_fp8_tiling(shape, multiprocessors)
-        if not shape.invariant and shape.queries <= MOST_FP8_VECTORS:
+        if not shape.invariant and (own or shape.queries <= MOST_FP8_VECTORS):
             return fp8_tiling(shape, multiprocessors)
         return wide_fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):

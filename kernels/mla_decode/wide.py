@@ -199,20 +199,27 @@ def wide_memory(ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
+def wide_cta(
+    cache, boxes, table, table_stride, share,
+    SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
+):  # fmt: skip
     """One CTA's `Share`: its KV blocks of one or several rows, for one block of 64 queries. Waits, and lets the kernel
-    after start, where `OVERLAP.early`."""
+    after start, where `OVERLAP.early`. OWN: see `first_entry`."""
     fetched, exchanged, ring, messages = wide_memory(1)
-    # In a tuple that has a name Gluon makes values of the running kernel of these constants. The groups' registers were
-    # measured with that.
-    group = (
-        share, fetched, exchanged, ring, messages,
-        SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early,
-    )  # fmt: skip
+    # Under a name Gluon makes values of the running kernel of these constants. The groups' registers were measured with
+    # that.
+    unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
+    dependent, early = OVERLAP.dependent, OVERLAP.early
     gl.warp_specialize(
         [
-            (left_group, group),
-            (right_group, group),
+            (
+                left_group,
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
+            ),
+            (
+                right_group,
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
+            ),
             (fetch, (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP)),
         ],
         [4, 1],
@@ -222,13 +229,15 @@ def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVER
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_wide(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, metadata, scale, first,
-    table_stride, queries, drafts, heads, blocks, ctas, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, seen, out, lse, partial, partial_lse, metadata,
+    scale, first, table_stride, queries, drafts, heads, blocks, ctas,
+    SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
 
     `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
-    with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short.
+    with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short. OWN: the
+    rows are a shard's own entries, see `OwnEntries`.
     """
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
@@ -238,10 +247,11 @@ def attend_wide(
         works = gl.load(metadata + gl.program_id(0) // blocks * CTA + _PARTS) == 1
     if works:
         share = share_of(
-            length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
-        )
+            length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
+            blocks,
+        )  # fmt: skip
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
-        wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
+        wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP, OWN)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

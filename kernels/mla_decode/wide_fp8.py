@@ -117,17 +117,21 @@ def attend_wide_fp8(
     # Not negative, which the compiler is to know: it would keep the sign in a register for every division.
     first &= 0x7FFFFFFF
     share = share_of(
-        length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+        length, length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
     )
     fetched, exchanged, ring, messages = wide_memory(2)
-    group = (
-        share, fetched, exchanged, ring, messages,
-        SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, OVERLAP.dependent, OVERLAP.early, True,
-    )  # fmt: skip
+    unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
+    dependent, early = OVERLAP.dependent, OVERLAP.early
     gl.warp_specialize(
         [
-            (left_group, group),
-            (right_group, group),
+            (
+                left_group,
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, True),
+            ),
+            (
+                right_group,
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, True),
+            ),
             (
                 fetch,
                 (cache, q_half, q_rope, rope, table, table_stride, share, fetched, ring, 0, ENTRY, SPLIT, OVERLAP),

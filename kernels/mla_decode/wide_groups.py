@@ -24,6 +24,7 @@ from kernels.mla_decode.wide_tile import (
     TILE,
     as_left_operand,
     begin_scores,
+    begins_or_ends_in,
     next_share,
     output_layout,
     scaled,
@@ -40,10 +41,10 @@ CTA = gl.constexpr(CTA_FIELDS)
 @gluon.jit
 def left_group(
     share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
-    STORED: gl.constexpr = False,
+    STORED: gl.constexpr = False, OWN: gl.constexpr = False,
 ):  # fmt: skip
     """The group that scores a row's first tile, its third and so on, and sums the left half of the values. Its last
-    arguments but one are fields of `Split` and `Overlap`; STORED: see `until_there`."""
+    arguments but two are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -74,7 +75,7 @@ def left_group(
                 low = tile * TILE
                 score = begin_scores(fetched, ring.full, buffer, phase, STORED)
                 score = warpgroup_mma_wait(0, deps=(score,))
-                weight, top, shrink = weigh(score, top, share.scale, low, share.first, sure, bound)
+                weight, top, shrink = weigh(score, top, share, row, low, sure, bound, OWN)
                 rounded = weight.to(gl.bfloat16)
                 exchanged.top.index(0).store(top)
                 exchanged.shrink.index(0).store(shrink)
@@ -85,8 +86,8 @@ def left_group(
                 mbarrier.arrive(messages.first, count=1)
                 total = total * shrink + gl.sum(weight, 1)
                 sums = scaled(sums, shrink)
-                if (low + TILE > tokens) | (low < share.first):
-                    without_outside(fetched.kv.index(buffer), low, share.first, tokens)
+                if begins_or_ends_in(low, tokens, share, OWN):
+                    without_outside(fetched.kv.index(buffer), low, row, tokens, share, OWN)
                 factor = as_left_operand(rounded, STORED)
                 summing = warpgroup_mma(factor, fetched.kv.index(buffer), sums, is_async=True)
                 sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
@@ -102,8 +103,8 @@ def left_group(
                     total = total * shrink
                     sums = scaled(sums, shrink)
                     until_there(ring.full.index(second), (tiles >> 1) & 1, STORED)
-                    if (low + 2 * TILE > tokens) | (low + TILE < share.first):
-                        without_outside(fetched.kv.index(second), low + TILE, share.first, tokens)
+                    if begins_or_ends_in(low + TILE, tokens, share, OWN):
+                        without_outside(fetched.kv.index(second), low + TILE, row, tokens, share, OWN)
                     summing = warpgroup_mma(exchanged.weights, fetched.kv.index(second), sums, is_async=True)
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
@@ -126,7 +127,10 @@ def left_group(
 
 
 @gluon.jit
-def begin_firsts(sums, total, fetched, exchanged, full, buffer, phase, low, first, tokens, STORED: gl.constexpr):
+def begin_firsts(
+    sums, total, fetched, exchanged, full, buffer, phase, low, row, tokens, share,
+    STORED: gl.constexpr, OWN: gl.constexpr,
+):  # fmt: skip
     """Begin to multiply the weights of a tile that left has scored with right's half of the values. Returns (sums on
     their way, maximum, sum of right's weights)."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -134,8 +138,8 @@ def begin_firsts(sums, total, fetched, exchanged, full, buffer, phase, low, firs
     shrink = exchanged.shrink.index(0).load(per_query)
     sums = scaled(sums, shrink)
     until_there(full.index(2 + buffer), phase, STORED)
-    if (low + TILE > tokens) | (low < first):
-        without_outside(fetched.kv.index(2 + buffer), low, first, tokens)
+    if begins_or_ends_in(low, tokens, share, OWN):
+        without_outside(fetched.kv.index(2 + buffer), low, row, tokens, share, OWN)
     summing = warpgroup_mma(fetched.rope.index(buffer), fetched.kv.index(2 + buffer), sums, is_async=True)
     return summing, top, total * shrink
 
@@ -143,10 +147,10 @@ def begin_firsts(sums, total, fetched, exchanged, full, buffer, phase, low, firs
 @gluon.jit
 def right_group(
     share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
-    STORED: gl.constexpr = False,
+    STORED: gl.constexpr = False, OWN: gl.constexpr = False,
 ):  # fmt: skip
     """The group that scores a row's second tile, its fourth and so on, and sums the right half of the values. Its last
-    arguments but one are fields of `Split` and `Overlap`; STORED: see `until_there`."""
+    arguments but two are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -181,9 +185,10 @@ def right_group(
                     # ptxas lets no product be under way while sums are scaled that the next one adds to.
                     score = warpgroup_mma_wait(0, deps=(score,))
                     summing, top, total = begin_firsts(
-                        sums, total, fetched, exchanged, ring.full, buffer, phase, low, share.first, tokens, STORED
-                    )
-                    weight, top, shrink = weigh(score, top, share.scale, low + TILE, share.first, sure, bound)
+                        sums, total, fetched, exchanged, ring.full, buffer, phase, low, row, tokens, share,
+                        STORED, OWN,
+                    )  # fmt: skip
+                    weight, top, shrink = weigh(score, top, share, row, low + TILE, sure, bound, OWN)
                     rounded = weight.to(gl.bfloat16)
                     exchanged.top.index(1).store(top)
                     exchanged.shrink.index(1).store(shrink)
@@ -192,8 +197,8 @@ def right_group(
                     gl.thread_barrier()
                     mbarrier.arrive(messages.second, count=1)
                     total = total * shrink + gl.sum(weight, 1)
-                    if (low + 2 * TILE > tokens) | (low + TILE < share.first):
-                        without_outside(fetched.kv.index(2 + second), low + TILE, share.first, tokens)
+                    if begins_or_ends_in(low + TILE, tokens, share, OWN):
+                        without_outside(fetched.kv.index(2 + second), low + TILE, row, tokens, share, OWN)
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(2 + buffer), count=1)
@@ -207,8 +212,9 @@ def right_group(
                 else:
                     mbarrier.wait(messages.first, firsts & 1)
                     summing, top, total = begin_firsts(
-                        sums, total, fetched, exchanged, ring.full, buffer, phase, low, share.first, tokens, STORED
-                    )
+                        sums, total, fetched, exchanged, ring.full, buffer, phase, low, row, tokens, share,
+                        STORED, OWN,
+                    )  # fmt: skip
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(2 + buffer), count=1)

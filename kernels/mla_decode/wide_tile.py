@@ -88,10 +88,13 @@ class Messages(NamedTuple):
 
 
 @gluon.jit
-def share_of(length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks):
+def share_of(
+    length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+):  # fmt: skip
     """The `Share` of a program: a CTA has as many programs as a row has blocks of query vectors."""
     return Share(
         length=length,
+        seen=seen,
         out=out,
         lse=lse,
         partial=partial,
@@ -127,6 +130,15 @@ def next_share(tokens, at, left, first, unit, row_cost, invariant):
 
 
 @gluon.jit
+def first_entry(row, share, OWN: gl.constexpr):
+    """Return the first entry of a row that is attended to. OWN: the rows are a shard's own entries."""
+    first = share.first
+    if OWN:
+        first = gl.load(share.seen + row.to(gl.int64) * (share.drafts + 2) + share.drafts + 1, cache_modifier=".cg")
+    return first
+
+
+@gluon.jit
 def seen_entries(tokens, share):
     """Return the number of a row's entries that each query vector sees. It is computed anew for every row: there are no
     registers to keep what all rows have in common."""
@@ -135,8 +147,26 @@ def seen_entries(tokens, share):
 
 
 @gluon.jit
-def without_outside(values_s, low, first, tokens):
+def seen_own_entries(row, share):
+    """`seen_entries` of a shard's own. They are loaded where they are needed: a register more would spill."""
+    query = share.block * BLOCK + unknown_zero() + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
+    at = share.seen + row.to(gl.int64) * (share.drafts + 2) + query // share.heads
+    return gl.load(at, mask=query < share.queries, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def begins_or_ends_in(low, end, share, OWN: gl.constexpr):
+    """Whether the entries before `end` begin or end inside of a tile. A shard's own begin inside their first tile."""
+    begins = low < share.first
+    if OWN:
+        begins = low == 0
+    return (low + TILE > end) | begins
+
+
+@gluon.jit
+def without_outside(values_s, low, row, tokens, share, OWN: gl.constexpr):
     """Zero the rows of a tile's half that lie outside the row's entries: 0 x NaN is NaN."""
+    first = first_entry(row, share, OWN)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     for i in gl.static_range(TILE // 16):
         part = values_s.slice(i * 16, 16, dim=0)
@@ -171,9 +201,13 @@ def begin_scores(fetched, full, buffer, phase, STORED: gl.constexpr):
 
 
 @gluon.jit
-def weigh(score, top, scale, low, first, sure, bound):
+def weigh(score, top, share, row, low, sure, bound, OWN: gl.constexpr):
     """Online softmax of one tile: (weights, new maximum, factor for what was summed before)."""
-    if (low + TILE > sure) | (low < first):
+    scale = share.scale
+    if begins_or_ends_in(low, sure, share, OWN):
+        first = first_entry(row, share, OWN)
+        if OWN:
+            bound = seen_own_entries(row, share)
         entry = low + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
         seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
         score = gl.where(seen, score, float("-inf"))

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from kernels.one_shot import kernel
-from kernels.one_shot.kernel import EMPTY
+from kernels.one_shot.words import EMPTY, take
 
 __all__ = ["EMPTY", "LANES", "MOST_BYTES", "PIECE_BYTES", "one_shot"]
 
@@ -25,7 +25,7 @@ _LANE_BYTES: Final = _MOST_STEPS * _THREADS * PIECE_BYTES
 MOST_BYTES: Final = LANES * _LANE_BYTES
 """Largest part."""
 
-_take = cache(kernel.take)
+_take = cache(take)
 
 
 def one_shot(

@@ -39,12 +39,13 @@ def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width:
     return min(room // page_bytes, -(-max_rows * max_pages_per_row(context, width) // shards) + 1)
 
 
-def refuse_shards(config: EngineConfig, device: torch.device, *, sparse: bool) -> None:
-    """ValueError where ranks are to share out a cache and cannot: on GPUs, whose kernels read a whole cache, and where
-    attention is `sparse`."""
-    if config.cache_shards > 1 and (sparse or device.type == "cuda"):
-        why = "this model's sparse attention reads" if sparse else "kernels for GPUs read"
-        raise ValueError(f"cache_shards = {config.cache_shards}, but {why} a whole cache on every rank: give 1")
+def refuse_shards(config: EngineConfig, *, sparse: bool) -> None:
+    """ValueError where ranks are to share out a cache and attention is `sparse`."""
+    if config.cache_shards > 1 and sparse:
+        raise ValueError(
+            f"cache_shards = {config.cache_shards}, but this model's sparse attention reads a whole cache on every "
+            "rank: give 1"
+        )
 
 
 def longest_request(pages: int, context: int, width: int) -> int:

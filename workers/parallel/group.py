@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from kernels.ordered_sum import ordered_sum
 from kernels.pending_norm import PendingNorm
+from kernels.shard_exchange.reference import merge_parts
 from workers.parallel.mesh import Axis, Mesh
 from workers.parallel.rendezvous import rendezvous
+from workers.parallel.shard_exchange import ShardExchange
 from workers.parallel.symmetric import SymmetricSum, fits
 from workers.parallel.symmetric import connect as connect_symmetric
 
@@ -55,7 +57,9 @@ class Group:
     symmetric: SymmetricSum | None = field(default=None, compare=False)
     """Symmetric memory for sums that are not very large, where all ranks are GPUs of one node."""
     shards: dist.ProcessGroup | None = field(default=None, compare=False)
-    """The ranks along `cache`, where there are several."""
+    """The ranks along `cache`, where there are several and they have no GPUs."""
+    exchange: ShardExchange | None = field(default=None, compare=False)
+    """Exchange between them, where they are GPUs."""
 
     @property
     def summed(self) -> Axis:
@@ -113,16 +117,29 @@ class Group:
             dist.all_gather_into_tensor(out.flatten(0, 1), x)
         return out
 
-    def gather_shards(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The `x` of every rank along `cache`, in rank order: `x` is contiguous, `out` [ranks, *x.shape]."""
+    def gather_shards(self, part_TY: torch.Tensor, out_TDY: torch.Tensor) -> None:
+        """The rows of every rank along `cache` side by side; both are contiguous."""
+        if self.exchange is not None:
+            self.exchange.gather(part_TY, out_TDY)
+            return
+        part_DTY = part_TY.new_empty(self.mesh.cache.size, *part_TY.shape)
         with _peers():
-            dist.all_gather_into_tensor(out.flatten(0, 1), x, group=self.shards)
+            dist.all_gather_into_tensor(part_DTY.flatten(0, 1), part_TY, group=self.shards)
+        out_TDY.copy_(part_DTY.transpose(0, 1))
 
-    def exchange_shards(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Send `x[r]` to rank r along `cache`, and get in `out[r]` what that rank has for this one. Both are contiguous
-        and of one shape."""
-        with _peers():
-            dist.all_to_all_single(out, x, group=self.shards)
+    def merge_shards(self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor) -> None:
+        """out = attention of this rank's heads to the entries of all ranks along `cache`. `part_TDHL`, `lse_TDH`:
+        attention of all their heads to this rank's entries, and its log-sum-exp; contiguous."""
+        if self.exchange is not None:
+            self.exchange.merge(part_TDHL, lse_TDH, out_THL)
+            return
+        found = []
+        for sent_TDX in (part_TDHL, lse_TDH):
+            sent_DTX = sent_TDX.transpose(0, 1).contiguous()
+            found.append(torch.empty_like(sent_DTX))
+            with _peers():
+                dist.all_to_all_single(found[-1], sent_DTX, group=self.shards)
+        merge_parts(*found, out_THL)
 
     def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
         """The `payload` of every rank of the world, in rank order, of whatever length; for start-up, not for steps.
@@ -171,9 +188,10 @@ class Group:
 
         Rank 0 of the world listens at that address alone, and where it is 127.0.0.1 no rank listens to other machines.
         PeerLost when that fails. ValueError where heads or experts are not shared by the whole world: all collectives
-        go over one process group, which has every rank.
+        go over one process group, which has every rank. And where GPUs are to share out a cache and cannot write each
+        other's memory.
         """
-        rank, size, symmetric, shards = mesh.world.rank, mesh.world.size, None, None
+        rank, size, symmetric, shards, exchange = mesh.world.rank, mesh.world.size, None, None, None
         if not mesh.heads.size == mesh.experts.size == size:
             raise ValueError(
                 f"all {size} ranks communicate as one group: they cannot share heads by {mesh.heads.size} and experts "
@@ -190,12 +208,20 @@ class Group:
                     device_id=device if device.type == "cuda" else None,
                 )
                 symmetric = connect_symmetric(rank, size, device) if device.type == "cuda" else None
-                if (count := mesh.cache.size) > 1:
+                count = mesh.cache.size
+                if count > 1 and device.type == "cuda":
+                    if symmetric is None:
+                        raise ValueError(
+                            f"cache_shards = {count}, but these ranks cannot write each other's memory, over which "
+                            "they would exchange queries: give 1"
+                        )
+                    exchange = ShardExchange(mesh, device)
+                elif count > 1:
                     neighbours = [list(range(begin, begin + count)) for begin in range(0, size, count)]
                     # Everybody makes all of these groups, in one order.
                     groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in neighbours]
                     shards = groups[rank // count]
-        return Group(mesh, symmetric, shards)
+        return Group(mesh, symmetric, shards, exchange)
 
     @staticmethod
     def close(abort: bool = False) -> None:

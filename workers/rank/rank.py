@@ -117,7 +117,7 @@ class Rank:
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
-        refuse_shards(config, device, sparse=load_config(config.folder).indexing is not None)
+        refuse_shards(config, sparse=load_config(config.folder).indexing is not None)
         times = StartTimes()
         dtype = pick_dtype(config, device)
         context = max_context(config)

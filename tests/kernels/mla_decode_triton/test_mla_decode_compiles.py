@@ -10,6 +10,7 @@ from decode_case import Case
 
 from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeTiling, fp8_tiling, hopper_tiling, narrow_fp8_tiling, portable_tiling
+from kernels.own_entries import OwnEntries
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
@@ -17,9 +18,12 @@ pytestmark = pytest.mark.gate
 PROCESSORS = 132
 
 
-def compiled(case: Case, tiling: DecodeTiling, dependent: bool = False, early: bool = False) -> dict[str, Any]:
-    """The compiled kernels by name; none spills."""
+def compiled(
+    case: Case, tiling: DecodeTiling, dependent: bool = False, early: bool = False, own: bool = False
+) -> dict[str, Any]:
+    """The compiled kernels by name; none spills. `own`: of a shard's own entries."""
     t, workspace = case.tensors, case.workspace(tiling)
+    part = OwnEntries.allocate(*t["table"].shape[:1], case.width, t["table"].shape[1], torch.empty) if own else None
     with compile_only() as kernels:
         launch.schedule(t["length"], t["table"], workspace, first=case.first, dependent=dependent)
         launch.attend(
@@ -33,11 +37,30 @@ def compiled(case: Case, tiling: DecodeTiling, dependent: bool = False, early: b
             scale=case.scale,
             dependent=dependent,
             early=early,
+            own=part,
         )
         launch.merge(t["out"], t["lse"], workspace, dependent=dependent)
     for kernel in kernels:
         resources(kernel).check()
     return {kernel.metadata.name: kernel for kernel in kernels}
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "fp8"),
+    [
+        (1, 1, 16, False),
+        (64, 4, 32, False),
+        (64, 2, 128, False),
+        (1, 1, 16, True),
+        (64, 1, 32, True),
+        (64, 4, 32, True),
+    ],
+)
+def test_own_entries_of_a_shard(rows: int, width: int, heads: int, fp8: bool) -> None:
+    case = hopper_case(rows, width, heads, fp8=fp8)
+    tiling = hopper_tiling(case.shape, PROCESSORS, fp8=fp8, own=True)
+    assert tiling.path != "triton"
+    compiled(case, tiling, True, True, own=True)
 
 
 def hopper_case(rows: int, width: int, heads: int, invariant: bool = False, fp8: bool = False) -> Case:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import pending_norm
 from kernels.one_shot import Inbox, launch, one_shot_add, one_shot_gather, one_shot_sum
-from kernels.one_shot.kernel import EMPTY
+from kernels.one_shot.words import EMPTY
 from kernels.pending_norm import PendingNorm
 from tests.support.ptx import emulated
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.one_shot import Inbox, launch, one_shot_gather, one_shot_sum
-from kernels.one_shot.kernel import EMPTY
+from kernels.one_shot.words import EMPTY
 from tests.support.ptx import emulated, machine, step
 from tests.support.ptx.values import LANES
 

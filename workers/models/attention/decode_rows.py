@@ -33,17 +33,23 @@ MOST_MERGED: Final = 16
 `merge_up` merges them anew for every 16 of a head's output features, which pays while they are few."""
 
 
-def plan_rows(heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor]) -> DecodeBatch:
+def plan_rows(
+    heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor], *, shards: int = 1
+) -> DecodeBatch:
     """`rows` with a plan of which programs of a GPU read which of their entries, in memory of `empty` (bytes to uint8);
-    on a CPU as they are. It holds for all layers of one shape."""
+    on a CPU as they are. It holds for all layers of one shape. `shards`: ranks that share out the cache, and attend
+    with the heads of all of them to their `own` entries."""
     if not rows.length_R.is_cuda:
         return rows
     shape = DecodeShape(
-        *(rows.length_R.shape[0], width, heads.count, heads.latent, heads.rope, rows.page_RP.shape[1]),
+        *(rows.length_R.shape[0], width, shards * heads.count, heads.latent, heads.rope, rows.page_RP.shape[1]),
         invariant=heads.invariant,
     )
-    tables, dtype = (rows.length_R, rows.page_RP), heads.norm_L.dtype
-    workspace = schedule_decode(shape, *tables, dtype, empty, first=first, fp8=heads.fp8_cache)
+    own, dtype = rows.own, heads.norm_L.dtype
+    if own is None:
+        workspace = schedule_decode(shape, rows.length_R, rows.page_RP, dtype, empty, first=first, fp8=heads.fp8_cache)
+    else:
+        workspace = schedule_decode(shape, own.length_R, own.page_RP, dtype, empty, fp8=heads.fp8_cache, own=True)
     return replace(rows, workspace=workspace)
 
 

@@ -160,8 +160,11 @@ class LatentAttention:
         if batch.group is not None:
             own = OwnEntries.allocate(rows.page_RP.shape[0], width, rows.page_RP.shape[1], scratch.empty)
             own_entries(rows.page_RP, rows.length_R, own, batch.group.mesh.shards, first=first)
-            return replace(batch, decode=replace(rows, own=own))
-        planned = plan_rows(self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8))
+            rows = replace(rows, own=own)
+        shards = 1 if batch.group is None else batch.group.mesh.cache.size
+        planned = plan_rows(
+            self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8), shards=shards
+        )
         return replace(batch, decode=planned)
 
     def geometry(self, batch: Batch) -> Geometry | None:
@@ -271,7 +274,7 @@ class LatentAttention:
             q_THD = projected.q_THD[:split]
             if batch.group is not None and batch.decode.own is not None:
                 into = q_THD, entering, out_THV[:split], scratch
-                found.append(ShardedRows.of(heads, batch.group, batch.decode.own, *into))
+                found.append(ShardedRows.of(heads, batch.group, batch.decode, *into))
             else:
                 memory = DecodeMemory.of(heads, batch.layout.decode_rows, batch.layout.width, scratch)
                 found.append(DecodeRows(batch.decode, batch.first, q_THD, entering, memory, out_THV[:split]))

@@ -1,0 +1,39 @@
+"""Hopper's decode kernels over the entries of shards, as they were compiled, run by the PTX emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_case import Case
+from shards_of_case import run_shards
+
+from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling, narrow_fp8_tiling
+from tests.support.ptx import emulated
+
+pytestmark = pytest.mark.long
+
+CASES = [
+    pytest.param("narrow", False, [130, 0, 1, 65], 4, 4, 0, id="narrow"),
+    pytest.param("narrow", False, [1, 200, 70], 2, 8, 1, id="narrow-first"),
+    pytest.param("narrow", True, [130, 3, 65], 4, 9, 1, id="narrow-fp8"),
+    pytest.param("wide", False, [130, 0, 1, 65, 260], 4, 16, 1, id="wide"),
+    pytest.param("fp8", True, [130, 3, 65], 3, 16, 1, id="fp8-blocks"),
+    pytest.param("fp8", True, [130, 3, 65, 0], 3, 9, 1, id="fp8"),
+    pytest.param("either", False, [190], 2, 32, 0, id="either"),
+]
+
+
+@pytest.mark.parametrize(("path", "fp8", "lengths", "width", "heads", "first"), CASES)
+def test_shards_together_attend_as_one(
+    path: str, fp8: bool, lengths: list[int], width: int, heads: int, first: int
+) -> None:
+    """Widths over a page's border, rows of which a shard has nothing, and the first entry, which is left out on its
+    shard alone. A planted fault that this finds: all drafts have the bound of the last one."""
+    case = Case(lengths, width, heads, 512, 64, torch.bfloat16, first=first, fp8=fp8)
+    of_fp8 = {"fp8": fp8_tiling, "narrow": narrow_fp8_tiling}
+    tiling = (of_fp8[path] if fp8 else hopper_tiling)(case.shape, 5)
+    assert tiling.path == path
+    with emulated(1) as launches:
+        run_shards(case, tiling, 2, dependent=True, early=True)
+    assert any(name.startswith("attend_") for name in launches)
+    case.compare_with(tiling)

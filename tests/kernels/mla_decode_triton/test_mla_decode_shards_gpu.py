@@ -1,0 +1,41 @@
+"""The decode kernels over the entries of shards, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decode_case import Case
+from shards_of_case import run_shards
+
+from kernels.mla_decode.schedule import hopper_tiling, portable_tiling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEEPSEEK: dict[str, Any] = {"latent": 512, "rope": 64, "dtype": torch.bfloat16, "device": "cuda"}
+LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 700, 4095, 4097, 100_000, 0]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (1, 32), (4, 64), (8, 128), (1, 128), (3, 5)])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_shards_together_attend_as_one(count: int, width: int, heads: int, first: int, fp8: bool) -> None:
+    """All widths, and rows of which a shard has nothing."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are Hopper's")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for lengths in (LENGTHS, [1100], [129]):
+        case = Case(lengths, width, heads, first=first, fp8=fp8, **DEEPSEEK)
+        tiling = hopper_tiling(case.shape, processors, fp8=fp8, own=True)
+        assert tiling.path != "triton"
+        run_shards(case, tiling, count, dependent=True, early=True)
+        case.compare_with(tiling)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_portable_kernel(count: int) -> None:
+    case = Case([0, 1, 65, 700], 3, 5, first=1, device="cuda")
+    run_shards(case, portable_tiling(case.shape, 100), count)
+    case.compare_with(portable_tiling(case.shape, 100))

@@ -1,0 +1,160 @@
+"""The kernels' PTX, a shard after the other: each finds what the others would have written by then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import shard_exchange
+from kernels.one_shot.words import EMPTY
+from kernels.shard_exchange import Inbox, gather_shards, launch, merge_shards
+from tests.support.ptx import emulated
+
+LANES = 4
+WORDS = 4
+"""Words of a piece."""
+
+
+class AllShards:
+    """Inboxes of all shards, in one piece of memory, which all can write."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        shard_exchange.MOST_BYTES = count << 16
+        size = Inbox.nbytes(count)
+        memory = torch.zeros(count * size // 4, dtype=torch.int32)
+        owns = list(memory.view(torch.uint8).split(size))
+        self.inboxes = [Inbox.of(own, [x.data_ptr() for x in owns], index) for index, own in enumerate(owns)]
+
+    def words(self, at: int) -> Tensor:
+        return self.inboxes[at].own.view(torch.int32)
+
+    def in_turns(self, call: Callable[[int, Inbox], None]) -> None:
+        """Make a call on every shard. What a shard has sent is found out by letting it call with inboxes in which all
+        that it waits for is there already, as zeros; then all call again, and find what was sent."""
+        sent: list[list[Tensor]] = []
+        turns = [inbox.turn_L.clone() for inbox in self.inboxes]
+        for index, inbox in enumerate(self.inboxes):
+            self.words(index).fill_(0)
+            with emulated(seed=index):
+                call(index, inbox)
+            sent.append([self.words(other).clone() for other in range(self.count)])
+            for other in range(self.count):
+                self.words(other).fill_(EMPTY)
+        for inbox, turn_L in zip(self.inboxes, turns, strict=True):
+            inbox.turn_L.copy_(turn_L)
+        for index, inbox in enumerate(self.inboxes):
+            for source in range(self.count):
+                if source != index:
+                    arrived = sent[source][index]
+                    self.words(index).copy_(torch.where(arrived == EMPTY, self.words(index), arrived))
+            assert bool((self.words(index) != EMPTY).any())
+            with emulated(seed=10 + index):
+                call(index, inbox)
+            assert bool((self.words(index) == EMPTY).all()), "all that has arrived was taken"
+            for other in range(self.count):
+                self.words(other).fill_(EMPTY)
+        assert all(torch.equal(inbox.turn_L, self.inboxes[0].turn_L) for inbox in self.inboxes)
+
+
+@pytest.fixture(autouse=True)
+def few_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that some sizes below need several calls for."""
+    monkeypatch.setattr(launch, "LANES", LANES)
+    monkeypatch.setattr(shard_exchange, "LANES", LANES)
+    monkeypatch.setattr(launch, "MANY_THREADS", 256)
+    monkeypatch.setattr(shard_exchange, "MOST_BYTES", 0)  # `AllShards` says how many
+
+
+COUNTS = [2, *(pytest.param(count, marks=pytest.mark.long) for count in (4, 8))]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+@DTYPES
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_shard_gets_all_parts_side_by_side(count: int, dtype: torch.dtype) -> None:
+    """Calls of other sizes in turns: one piece, less than a program, several steps, several calls."""
+    every, random = AllShards(count), torch.Generator().manual_seed(count)
+    for tokens, columns in ((1, 16), (3, 88), (7, 576), (40, 512)):
+        parts = torch.randn(count, tokens, columns, generator=random).to(dtype)
+        parts[1, 0, 0] = torch.nan
+        parts[0].view(torch.int32)[0, 0] = EMPTY
+        seen: list[Tensor] = []
+
+        def call(index: int, inbox: Inbox, parts: Tensor = parts, seen: list[Tensor] = seen) -> None:
+            out = torch.full((parts.shape[1], count, parts.shape[2]), 7.0, dtype=dtype)
+            gather_shards(parts[index], inbox, out, dependent=True)
+            seen.append(out)
+
+        every.in_turns(call)
+        for out in seen[count:]:
+            torch.testing.assert_close(out, parts.transpose(0, 1).contiguous(), rtol=0, atol=0, equal_nan=True)
+
+
+def merged(part_SDHL: Tensor, lse_SDH: Tensor) -> Tensor:
+    """One token's heads of one shard, from what all have: by one formula, in fp64."""
+    weight = lse_SDH.double().softmax(0).nan_to_num(0.0).unsqueeze(-1)
+    return torch.where(weight > 0, weight * part_SDHL.double(), 0.0).sum(0)
+
+
+@DTYPES
+@pytest.mark.parametrize("count", COUNTS)
+def test_heads_come_to_their_shard_and_are_weighted(count: int, dtype: torch.dtype) -> None:
+    """Planted faults that this finds: log-sum-exps to the base of 2; -inf less -inf; 0 times what an empty shard has
+    left; another head's part."""
+    every, random = AllShards(count), torch.Generator().manual_seed(count)
+    for tokens, heads, latent in ((1, 1, 8), (3, 2, 24), (5, 4, 64), (10, 3, 512)):
+        part = torch.randn(count, tokens, count, heads, latent, generator=random).to(dtype)
+        lse = 4 * torch.randn(count, tokens, count, heads, generator=random)
+        empty = torch.rand(lse.shape, generator=random) < 0.4
+        empty[:, 0, :, 0] = True
+        lse.masked_fill_(empty, -torch.inf)
+        part.masked_fill_(empty.unsqueeze(-1), torch.nan)
+        seen: list[Tensor] = []
+
+        def call(index: int, inbox: Inbox, part: Tensor = part, lse: Tensor = lse, seen: list[Tensor] = seen) -> None:
+            out = torch.full((part.shape[1], *part.shape[3:]), 7.0, dtype=dtype)
+            merge_shards(part[index], lse[index], inbox, out, dependent=True)
+            seen.append(out)
+
+        every.in_turns(call)
+        for index, out in enumerate(seen[count:]):
+            want = merged(part[:, :, index], lse[:, :, index])
+            assert bool((out[0, 0] == 0).all())
+            close = 2**-8 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(out.double(), want, atol=close, rtol=close)
+
+
+def test_non_finite_rows_stay_so() -> None:
+    every = AllShards(2)
+    part, lse = torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 1)
+    lse[1, 0] = torch.nan
+    outs: list[Tensor] = []
+
+    def call(index: int, inbox: Inbox) -> None:
+        outs.append(torch.zeros(2, 1, 8))
+        merge_shards(part[index], lse[index], inbox, outs[-1])
+
+    every.in_turns(call)
+    for out in outs[2:]:
+        assert bool(out[0].isnan().all())
+        assert bool(out[1].isfinite().all())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    inbox = AllShards(2).inboxes[0]
+    with pytest.raises(ValueError, match="in bf16 or fp32"):
+        gather_shards(torch.zeros(1, 8).half(), inbox, torch.zeros(1, 2, 8).half())
+    with pytest.raises(ValueError, match="whole pieces of 16 bytes"):
+        gather_shards(torch.zeros(1, 6), inbox, torch.zeros(1, 2, 6))
+    with pytest.raises(ValueError, match="side by side"):
+        gather_shards(torch.zeros(1, 8), inbox, torch.zeros(1, 3, 8))
+    with pytest.raises(ValueError, match="for a result of"):
+        merge_shards(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2), inbox, torch.zeros(1, 1, 8))
+    with pytest.raises(ValueError, match="log-sum-exps are fp32"):
+        merge_shards(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1).half(), inbox, torch.zeros(1, 1, 8))
+    with pytest.raises(ValueError, match="does not fit into 4 lanes"):
+        gather_shards(torch.zeros(1, 1 << 16), inbox, torch.zeros(1, 2, 1 << 16))

@@ -1,0 +1,99 @@
+"""Exchanges between GPUs that share out a latent cache: against fp64, in graphs, of any size, one behind the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, multiprocessing
+
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
+
+REPLAYS = 20
+SIZES = [(1, 64, 512), (3, 8, 512), (16, 64, 512), (300, 64, 512), (5, 3, 40), (700, 8, 256)]
+"""Tokens, heads of a rank and latent features; the fourth needs several calls."""
+
+
+def merged(part_DTHL: Tensor, lse_DTH: Tensor) -> Tensor:
+    weight = lse_DTH.double().softmax(0).nan_to_num(0.0).unsqueeze(-1)
+    return torch.where(weight > 0, weight * part_DTHL.double(), 0.0).sum(0)
+
+
+def drawn(seed: int, count: int, size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, parts and log-sum-exps of all shards, the same on every rank."""
+    random, (tokens, heads, latent) = torch.Generator().manual_seed(seed), size
+    q = torch.randn(count, tokens, heads * latent, generator=random).to(dtype)
+    part = torch.randn(count, tokens, count, heads, latent, generator=random).to(dtype)
+    lse = 4 * torch.randn(count, tokens, count, heads, generator=random)
+    empty = torch.rand(lse.shape, generator=random) < 0.3
+    return q, part.masked_fill_(empty.unsqueeze(-1), torch.nan), lse.masked_fill_(empty, -torch.inf)
+
+
+class Buffers:
+    """Memory of the exchanges of one size."""
+
+    def __init__(self, group: Group, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        tokens, heads, latent = size
+        count = group.mesh.cache.size
+        self.group, self.size, self.dtype = group, size, dtype
+        self.q = torch.empty(tokens, heads * latent, dtype=dtype, device=device)
+        self.every = torch.empty(tokens, count, heads * latent, dtype=dtype, device=device)
+        self.part = torch.empty(tokens, count, heads, latent, dtype=dtype, device=device)
+        self.lse = torch.empty(tokens, count, heads, device=device)
+        self.out = torch.empty(tokens, heads, latent, dtype=dtype, device=device)
+
+    def draw(self, seed: int) -> None:
+        own = self.group.mesh.cache.rank
+        q, part, lse = drawn(seed, self.group.mesh.cache.size, self.size, self.dtype)
+        for into, drawn_ in ((self.q, q), (self.part, part), (self.lse, lse)):
+            into.copy_(drawn_[own])
+
+    def exchange(self) -> None:
+        self.group.gather_shards(self.q, self.every)
+        self.group.merge_shards(self.part, self.lse, self.out)
+
+    def check(self, seed: int) -> None:
+        own = self.group.mesh.cache.rank
+        q, part, lse = drawn(seed, self.group.mesh.cache.size, self.size, self.dtype)
+        assert torch.equal(self.every.cpu(), q.transpose(0, 1))
+        close = 2**-7 if self.dtype == torch.bfloat16 else 1e-5
+        want = merged(part[:, :, own], lse[:, :, own])
+        torch.testing.assert_close(self.out.cpu().double(), want, atol=close, rtol=close)
+
+
+def rank_main(rank: int, ranks: int, count: int, folder: Path) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = Group.connect(Mesh.of(rank, ranks, cache=count), f"file://{folder}/rendezvous", device, timeout_s=60)
+    for dtype in (torch.bfloat16, torch.float32):
+        every = [Buffers(group, size, dtype, device) for size in SIZES]
+        for index, buffers in enumerate(every):
+            buffers.draw(index)
+            buffers.exchange()
+            buffers.check(index)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for buffers in every:
+                buffers.exchange()
+        for replay in range(REPLAYS):
+            for index, buffers in enumerate(every):
+                buffers.draw(100 * replay + index)
+            if replay % ranks == rank:
+                torch.cuda._sleep(1_000_000)  # cycles, about half a millisecond
+            graph.replay()
+            for index, buffers in enumerate(every):
+                buffers.check(100 * replay + index)
+        graph.reset()
+    group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 2), (4, 4), (8, 8)])
+def test_exchanges_of_several_gpus(ranks: int, count: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    multiprocessing.spawn(rank_main, args=(ranks, count, tmp_path), nprocs=ranks)
