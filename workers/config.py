@@ -59,13 +59,13 @@ class EngineConfig(BaseModel):
     """Folder with config.json and safetensors, or demo: the model shipped with the project."""
     tensor_parallel: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
     """Ranks (GPUs) of a replica, which share every layer."""
-    cache_shards: Annotated[int, Field(ge=1), Flag()] = 1
-    """Ranks that share out one latent cache, so that it holds as many times the tokens. On CPUs alone so far.
+    cache_shards: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
+    """Ranks that share out one latent cache, so that it holds as many times the tokens (docs/tune.md).
 
     It divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
-    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Kernels for
-    GPUs are still to come, and so are draft models, sparse attention, invariant mode and host memory: a start that has
-    one of these beside more than one shard is refused."""
+    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Draft
+    models, sparse attention, invariant mode and host memory are still to come: a start that has one of these beside
+    more than one shard is refused."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 

@@ -149,6 +149,7 @@ async def _measure(
                 "kv_cache_dtype",
                 "device",
                 "tensor_parallel",
+                "cache_shards",
                 "invariant",
                 "activations",
                 "token_budget",

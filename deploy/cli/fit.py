@@ -104,7 +104,7 @@ def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change:
         other = plans[name]
         form = "FP8" if name == "fp8" else _dtype(config)
         how = "" if name == _asked(config) else f" (--kv-cache-dtype {'fp8' if name == 'fp8' else 'auto'})"
-        size = gib(other.pages * other.page_bytes)
+        size = gib(other.own_pages * other.page_bytes)
         return f"{size}  {in_words(form + how, other.pages, other.rows, other.asked_context)}"
 
     ranks, plan = config.mesh().world.size, plans[_asked(config)]
@@ -118,6 +118,8 @@ def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change:
         f"cache     {cache('plain')}",
         f"or        {cache('fp8')}",
     ]
+    if config.cache_shards > 1:
+        lines.append(f"pages and tokens are of {config.cache_shards} GPUs, which share out one cache (--cache-shards)")
     if config.host_cache_bytes:
         held = f"{plan.host_pages:,} pages, {plan.host_tokens:,} tokens"
         lines.append(f"host      {gib(config.host_cache_bytes)}  of each node, behind the cache: {held}")
@@ -138,7 +140,7 @@ def _dtype(config: EngineConfig) -> str:
 
 
 def _cache(plan: MemoryPlan, dtype: str) -> dict[str, Any]:
-    held = {"cache_bytes": plan.pages * plan.page_bytes, "pages": plan.pages, "tokens": plan.tokens}
+    held = {"cache_bytes": plan.own_pages * plan.page_bytes, "pages": plan.pages, "tokens": plan.tokens}
     return {"dtype": dtype, **held, "rows": plan.rows, "fits": plan.fits}
 
 
@@ -147,13 +149,14 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
     return {
         "model": config.model,
         "tensor_parallel": config.tensor_parallel,
+        "cache_shards": config.cache_shards,
         "gpu_bytes": plan.total,
         "weight_bytes": plan.weights,
         "weights_from_files": plan.from_files,
         "graph_bytes_estimated": plan.graphs,
         "other_bytes": plan.rest,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "cache_bytes": plan.pages * plan.page_bytes,
+        "cache_bytes": plan.own_pages * plan.page_bytes,
         "pages": plan.pages,
         "tokens": plan.tokens,
         "host_tokens": plan.host_tokens,

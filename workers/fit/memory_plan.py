@@ -15,13 +15,21 @@ from typing import Final
 import torch
 
 from kernels.page import PAGE_TOKENS, pages_for
+from kernels.shard_exchange import Inbox
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
 from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import load_config
-from workers.fit.cache_budget import fp8_cache, gpu_cache_budget, longest_request, pages_within, rows_at
+from workers.fit.cache_budget import (
+    fp8_cache,
+    gpu_cache_budget,
+    longest_request,
+    pages_within,
+    refuse_shards,
+    rows_at,
+)
 from workers.fit.graph_memory import estimate
 from workers.model_folder import config_values
 from workers.parallel.group import Group
@@ -49,12 +57,14 @@ class MemoryPlan:
     graphs: int
     """Estimated."""
     rest: int
-    """Sampling, the slots' state, rope tables."""
+    """Sampling, the slots' state, rope tables, memory of exchanges between ranks that share out the cache."""
     room: int
     """Bytes that are left for the cache; below 0 where the others already take too much."""
     page_bytes: int
+    own_pages: int
+    """Pages that each rank has, null page included."""
     pages: int
-    """Null page included."""
+    """Of the whole cache, null page included: more than each rank has where ranks share it out."""
     context: int
     """Tokens of the longest request."""
     asked_context: int
@@ -89,6 +99,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     Raises what a start raises about config.json, the files' headers and sizes that ranks cannot share.
     """
     model_config = load_config(config.folder)
+    refuse_shards(config, sparse=model_config.indexing is not None)
     context = config.max_context or model_config.max_positions
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     group, meta = Group(config.mesh()), torch.device("meta")
@@ -122,12 +133,16 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width, adaptive)
         graphs = estimate(parts, config.max_rows, config.token_budget).bytes
     rope = max_entries_per_row(context, config.most_width) * roped * torch.float32.itemsize
-    rest = _bytes_of(sampling) + _bytes_of(state) + rope
+    shards = group.mesh.shards
+    exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
+    rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
     page_bytes = sum(spec.page_bytes for spec in model.caches)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
-    pages = config.cache_pages or pages_within(max(0, room), page_bytes, config.max_rows, context, width)
-    if room < pages * page_bytes:
-        pages = 0
+    sizes = config.max_rows, context, width, shards.count
+    own_pages = config.cache_pages or pages_within(max(0, room), page_bytes, *sizes)
+    if room < own_pages * page_bytes:
+        own_pages = 0
+    pages = shards.pages(own_pages) if own_pages else 0
     return MemoryPlan(
         total=total,
         weights=weights,
@@ -136,6 +151,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         rest=rest,
         room=room,
         page_bytes=page_bytes,
+        own_pages=own_pages,
         pages=pages,
         context=max(0, longest_request(pages, context, width)),
         asked_context=context,

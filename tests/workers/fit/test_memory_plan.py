@@ -140,6 +140,20 @@ def test_pages_in_fp8_are_smaller(dtype: str, ratio: float, tmp_path: Path) -> N
     assert fp8.graphs == plain.graphs
 
 
+def test_shards_hold_several_times_the_tokens(tmp_path: Path) -> None:
+    """By less than so many times: each has a null page, and memory for what it exchanges."""
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4}))
+    sizes: dict[str, Any] = {"tensor_parallel": 8, "max_rows": 1024, "max_context": 131072}
+    whole, *shared = (plan_of(tmp_path, 80 * GIB, cache_shards=shards, **sizes) for shards in (1, 2, 8))
+    for shards, plan in zip((2, 8), shared, strict=True):
+        assert 0.99 * shards < plan.tokens / whole.tokens < shards
+        assert plan.own_pages * plan.page_bytes <= plan.room < whole.room
+        assert plan.pages == shards * (plan.own_pages - 1) + 1
+    (tmp_path / "config.json").write_text(json.dumps({**V32, "num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match="sparse attention reads a whole cache"):
+        plan_of(tmp_path, 80 * GIB, cache_shards=2, **sizes)
+
+
 def test_index_keys_take_pages_and_attention_room(tmp_path: Path) -> None:
     """128 features in bf16 of every token, for each of 5 layers; and what attends to long contexts grows with them."""
     pages, graphs = [], []
@@ -185,7 +199,7 @@ def test_the_smallest_change_fits(tmp_path: Path) -> None:
         plan = memory_plan(config, mib << 20)
         change = None if plan.fits else smallest_change(config, plan, {"small": 1 << 30, "large": 32 * GIB})
         if plan.fits:
-            assert plan.pages * plan.page_bytes <= 0.9 * plan.total - plan.weights - plan.graphs
+            assert plan.own_pages * plan.page_bytes <= 0.9 * plan.total - plan.weights - plan.graphs
             seen.append("")
         elif change is not None:
             assert change.plan.fits or change.words == f"--context {plan.context}"
