@@ -31,7 +31,7 @@ def _threads(pieces: int) -> int:
 
 def places_of(out_THL: Tensor) -> int:
     """Threads of an item, of which some may have no piece."""
-    return triton.next_power_of_2(out_THL.shape[2] * out_THL.itemsize // PIECE_BYTES)
+    return int(triton.next_power_of_2(out_THL.shape[2] * out_THL.itemsize // PIECE_BYTES))
 
 
 def calls(tokens: int, pieces: int, lane_bytes: int, *, items: int = 0) -> Iterator[slice]:

@@ -133,13 +133,12 @@ class Group:
         if self.exchange is not None:
             self.exchange.merge(part_TDHL, lse_TDH, out_THL)
             return
-        found = []
-        for sent_TDX in (part_TDHL, lse_TDH):
-            sent_DTX = sent_TDX.transpose(0, 1).contiguous()
-            found.append(torch.empty_like(sent_DTX))
-            with _peers():
-                dist.all_to_all_single(found[-1], sent_DTX, group=self.shards)
-        merge_parts(*found, out_THL)
+        sent = part_TDHL.transpose(0, 1).contiguous(), lse_TDH.transpose(0, 1).contiguous()
+        part_DTHL, lse_DTH = torch.empty_like(sent[0]), torch.empty_like(sent[1])
+        with _peers():
+            dist.all_to_all_single(part_DTHL, sent[0], group=self.shards)
+            dist.all_to_all_single(lse_DTH, sent[1], group=self.shards)
+        merge_parts(part_DTHL, lse_DTH, out_THL)
 
     def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
         """The `payload` of every rank of the world, in rank order, of whatever length; for start-up, not for steps.
