@@ -52,6 +52,8 @@ class DeepSeekCalls(JsonCalls):
             return True
         if self.separator.startswith(self._rest):
             return False
+        if (python := self._python()) is not False:
+            return python is True
         line = self._rest[:MOST_NAME]
         ends = [end for mark in ("\n", "`", "{", "<") if (end := line.find(mark)) >= 0]
         if not ends:

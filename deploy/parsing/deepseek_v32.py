@@ -145,6 +145,9 @@ class DeepSeekV32Calls(TaggedCalls):
             self._rest, self._raw = text, []
             self._begin_object()
             return True
+        self._raw = []
+        if (python := self._python()) is not False:
+            return python is True
         self._state = self._content
         return True
 

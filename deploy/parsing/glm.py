@@ -69,6 +69,8 @@ class GlmCalls(TaggedCalls):
 
     def _in_name(self) -> bool:
         """The name, which ends at a tag or where a JSON object begins."""
+        if (python := self._python()) is not False:
+            return python is True
         found = _END_OF_NAME.search(self._rest, 0, MOST_NAME + 1)
         if found is None:
             return len(self._rest) > MOST_NAME and self._give_up()

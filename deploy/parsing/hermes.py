@@ -55,7 +55,9 @@ class HermesCalls(ObjectCalls):
         return True
 
     def _listed_or_named(self) -> bool:
-        """A list of calls, or the name of a tool before its arguments."""
+        """A list of calls, a call as Python writes it, or the name of a tool before its arguments."""
+        if (python := self._python()) is not False:
+            return python is True
         if self._rest.startswith("[") and not self._listed:
             self._take(1)
             self._listed = True

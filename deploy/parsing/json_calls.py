@@ -26,14 +26,14 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.json_body import JsonBody
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
+from deploy.parsing.python_calls import PythonCalls
 
 _OBJECT = re.compile(r"\s*+(?:```[a-zA-Z]*+)?[\s,\[]*+\{")
 _OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
 
 
-class JsonCalls(JsonBody):
+class JsonCalls(PythonCalls):
     """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
     is found by its own markers, or within a section by the separator alone."""
 
@@ -104,6 +104,9 @@ class JsonCalls(JsonBody):
             return True
         if len(self._rest) < MOST_NAME and _OBJECT_BEGUN.fullmatch(self._rest) is not None:
             return False
+        self._raw = []
+        if (python := self._python()) is not False:
+            return python is True
         found = self._markers.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
         if begin > MOST_NAME or (found is not None and found.group() != self.separator):
@@ -130,6 +133,8 @@ class JsonCalls(JsonBody):
 
     def _head(self) -> bool:
         """The head, which ends at the separator, or where the arguments begin or the call ends without one."""
+        if (python := self._python()) is not False:
+            return python is True
         found = self._end_of_head.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
         if begin > MOST_NAME:

@@ -19,7 +19,6 @@ from typing_extensions import override
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_calls import JsonCalls
-from deploy.parsing.json_object import State
 from deploy.parsing.parser import MakeId, Schemas, is_name
 from deploy.parsing.schema_types import properties_of
 
@@ -89,6 +88,10 @@ class KimiK2Calls(JsonCalls):
     def _stands_alone(self, head: str) -> bool:
         return _ID.fullmatch(head) is not None or any(name in self._schemas for name in _names_in(head))
 
+    @override
+    def _new_id(self, name: str) -> str:
+        return self._unique("", name)
+
     def _unique(self, call_id: str, name: str) -> str:
         """`call_id`, or an id as the model knows them where it is empty or taken."""
         index = self._calls
@@ -113,14 +116,13 @@ class KimiK2Calls(JsonCalls):
     def _nameless_body(self) -> bool:
         """The arguments of a call that begins once they are complete."""
         assert self._nameless is not None
-        used, text = self._json.feed(self._rest)
-        self._take(used)
+        text, complete = self._read()
         self._nameless.append(text)
-        if self._json.state is State.BROKEN:
-            return self._give_up()
-        if self._json.state is State.DONE:
+        if complete:
             self._body_ended()
-        return True
+        elif complete is False:
+            self._give_up()
+        return complete is not None
 
     @override
     def _write(self, text: str) -> None:

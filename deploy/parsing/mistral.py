@@ -56,6 +56,8 @@ class MistralCalls(ObjectCalls):
     def _head(self) -> bool:
         """The name, which ends at a marker or where the arguments begin; or an object or an array of such."""
         self._skip_space()
+        if (python := self._python()) is not False:
+            return python is True
         if self._rest.startswith("`") and not self._fenced:
             begun = self._body_begun()
             return self._fenced or (begun != "maybe" and self._give_up())

@@ -8,9 +8,9 @@ from typing import ClassVar, Final
 
 from typing_extensions import override
 
-from deploy.parsing.json_body import JsonBody
 from deploy.parsing.markers import Markers
 from deploy.parsing.parser import MakeId, Schemas
+from deploy.parsing.python_calls import PythonCalls
 from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 
 MOST_KEY: Final = 1024
@@ -50,7 +50,7 @@ def _begun(literal: str) -> str:
     return pattern
 
 
-class TaggedCalls(JsonBody):
+class TaggedCalls(PythonCalls):
     """A subclass says what the tags are. Strings are passed on as they come, other values when they are complete.
 
     Models also write all arguments as one JSON object. A call whose end is missing is complete where another call

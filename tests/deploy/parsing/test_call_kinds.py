@@ -242,6 +242,74 @@ def test_objects_in_sections(name: str) -> None:
     check(name, f"{begin}{chr(10) * 300}{markers['[']}{one}{markers[']']}{end}", "", [OSLO])
 
 
+AS_PYTHON: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
+    ('get_weather(city="Oslo")', [OSLO]),
+    ("get_weather( city = 'Oslo', )", [OSLO]),
+    ('[get_weather(city="Oslo")]', [OSLO]),
+    ('[get_weather(city="Oslo"), now()]', [OSLO, NOW]),
+    ('[\n  now(),\n  get_weather(city="Oslo"),\n]', [NOW, OSLO]),
+    ('get_weather(city="Oslo")\nnow()', [OSLO, NOW]),
+    ('get_weather(city="Oslo"); get_weather(city="Oslo");', [OSLO, OSLO]),
+    ('```python\nget_weather(city="Oslo")\n```', [OSLO]),
+    ('get_weather("Oslo")', [OSLO]),
+    ('get_weather("Oslo", 3, unit="C")', [("get_weather", {"city": "Oslo", "days": 3, "unit": "C"})]),
+    ('get_weather({"city": "Oslo"})', [OSLO]),
+    ('get_weather(**{"city": "Oslo"})', [OSLO]),
+    ('get_weather(city: "Oslo", days: 3)', [("get_weather", {"city": "Oslo", "days": 3})]),
+    ("get_weather(exact=True, note=None, days=-3)", [("get_weather", {"exact": True, "note": None, "days": -3})]),
+    ("get_weather(exact=true, note=null, unit=C)", [("get_weather", {"exact": True, "note": None, "unit": "C"})]),
+    ("get_weather(places=[{'a': None}, {'b': (1, 2)}])", [("get_weather", {"places": [{"a": None}, {"b": [1, 2]}]})]),
+    ('get_weather(city="a ) b", note=\'c ( "d" ]\')', [("get_weather", {"city": "a ) b", "note": 'c ( "d" ]'})]),
+    ('get_weather(city="""two\nlines "quoted" """, days=1)',
+     [("get_weather", {"city": 'two\nlines "quoted" ', "days": 1})]),
+    ('get_weather(city="C:\\\\dir \\d \\u00e9 東京", note="")',
+     [("get_weather", {"city": "C:\\dir \\d é 東京", "note": ""})]),
+    ('functions.get_weather(city="Oslo")', [OSLO]),
+    ('get_weather(city="Oslo", places=[', [("get_weather", {"city": "Oslo", "places": []})]),
+]  # fmt: skip
+AROUND_PYTHON = {
+    "hermes": "<tool_call>\n{}\n</tool_call>",
+    "glm": "<tool_call>{}</tool_call>",
+    "mistral": "[TOOL_CALLS]{}",
+    "kimi_k2": f"{KIMI['<<']}{KIMI['[']}{{}}{KIMI[']']}{KIMI['>>']}",
+    "deepseek_v3": f"{DEEPSEEK['<<']}{DEEPSEEK['[']}function{DEEPSEEK['|']}{{}}{DEEPSEEK[']']}{DEEPSEEK['>>']}",
+    "deepseek_v31": f"{DEEPSEEK['<<']}{{}}{DEEPSEEK['>>']}",
+    "deepseek_v32": "<｜DSML｜function_calls>\n{}\n</｜DSML｜function_calls>",
+}
+
+
+@pytest.mark.parametrize("name", AROUND_PYTHON)
+def test_calls_as_python_writes_them(name: str) -> None:
+    for text, calls in AS_PYTHON:
+        if text.endswith("[") and name == "mistral":
+            continue  # there is no marker behind it that would tell its end
+        answer = check(name, "Hm. " + AROUND_PYTHON[name].replace("{}", text), "Hm.", calls)
+        assert not answer.broken
+        assert len(set(answer.ids)) == len(calls)
+        if name != "mistral":
+            check(name, AROUND_PYTHON[name].replace("{}", text) + " So.", "So.", calls)
+
+
+NOT_PYTHON = [
+    "unknown(city=5)", "get_weather (is what I call)", "get_weather(city=Oslo Norway)", "get_weather(f'{x}')",
+    "get_weather(1, 2, 3, 4, 5, 6, 7, 8)", "get_weather(b'x')", "get_weather({1: 2})", "get_weather(1e999)",
+    "get_weather(city=())[", "get_weather(" + "[" * 300, "get_weather(" + "-" * 9000 + "1)", "get_weather(city='Oslo'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND_PYTHON)
+def test_what_is_no_call_in_python_is_content(name: str) -> None:
+    for text in NOT_PYTHON:
+        before, behind = AROUND_PYTHON[name].split("{}")
+        whole = before + text + (behind if text[-1] == ")" else "")
+        answer = found(events_of(parser(name), [whole]))
+        assert found(events_of(parser(name), list(whole))) == answer
+        assert CONTROL[name].search(answer.content) is None
+        assert answer.calls in ([], [("get_weather", {"city": []})])
+        if not answer.calls:
+            assert text in answer.content, (name, answer)
+
+
 NAMES = ["`get_weather`", '"get_weather"', "get_weather:", "functions.get_weather", "tool:get_weather", "get_weather()"]
 
 
