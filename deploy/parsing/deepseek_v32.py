@@ -135,14 +135,16 @@ class DeepSeekV32Calls(TaggedCalls):
 
     def _in_section(self) -> bool:
         """Where a call begins whose tag may lack its marker."""
-        text = self._rest.lstrip()
+        text = self._rest = self._rest.lstrip()
+        if text and (closed := self._leave_close_out()) is not False:
+            return closed is True
         if _BARE_INVOKE.startswith(text[: len(_BARE_INVOKE)]):
             if len(text) <= len(_BARE_INVOKE):
                 return False
-            self._rest, self._raw, self._state = text, [], self._outside
+            self._raw, self._state = [], self._outside
             return True
         if text.startswith("{"):
-            self._rest, self._raw = text, []
+            self._raw = []
             self._begin_object()
             return True
         self._raw = []
@@ -181,6 +183,8 @@ class DeepSeekV32Calls(TaggedCalls):
     def _next(self) -> bool:
         self._spaced |= self._rest[0].isspace()
         self._skip_space()
+        if not self._rest or (closed := self._leave_close_out()) is not False:
+            return bool(self._rest) and closed is True
         if self._tags.at(self._rest) is None:
             return not self._tags.begun(self._rest) and self._text()
         tag = self._tag()

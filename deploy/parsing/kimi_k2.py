@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -35,22 +35,16 @@ class KimiK2Calls(JsonCalls):
 
     section_begin = SECTION_BEGIN
     section_end = "<|tool_calls_section_end|>"
-    also_section_begin = ("<|tool_call_section_begin|>",)
-    also_section_end = ("<|tool_call_section_end|>",)
+    spellings: ClassVar[Mapping[str, str]] = {
+        "<|tool_call_section_begin|>": section_begin,
+        "<|tool_call_section_end|>": section_end,
+    }
     call_begin = "<|tool_call_begin|>"
     call_end = "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
-    markers = (
-        section_begin,
-        section_end,
-        *also_section_begin,
-        *also_section_end,
-        call_begin,
-        call_end,
-        separator,
-    )
+    markers = (section_begin, section_end, *spellings, call_begin, call_end, separator)
     ends_content = markers
-    begins = (section_begin, *also_section_begin, call_begin)
+    begins = (section_begin, "<|tool_call_section_begin|>", call_begin)
     control = re.compile("|".join(map(re.escape, markers)))
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:

@@ -40,3 +40,24 @@ class Markers:
     def begun(self, text: str) -> bool:
         """Whether `text` is the beginning of a marker."""
         return any(marker.startswith(text) for marker in self._markers)
+
+
+class Line:
+    """The newest line of a text in Markdown."""
+
+    __slots__ = ("_tail", "_ticks")
+
+    def __init__(self) -> None:
+        self._ticks = 0
+        self._tail = ""
+
+    def add(self, text: str) -> None:
+        """Add what comes next."""
+        begin = text.rfind("\n") + 1
+        self._ticks = text.count("`", begin) + (0 if begin else self._ticks)
+        self._tail = (self._tail + text)[-2:]
+
+    @property
+    def in_code(self) -> bool:
+        """Whether a piece of code within the line begins here. A fence, which models put around calls, is none."""
+        return self._ticks % 2 == 1 and self._tail.endswith("`") and self._tail != "``"
