@@ -76,8 +76,8 @@ def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
     known: dict[str, list[tuple[int, float, R]]] = {}
     for replica, own in times.items():
         for name, seconds in own.items():
-            kind, _, size = name.partition(" ")
-            known.setdefault(kind, []).append((int(size), seconds, replica))
+            kind, _, number = name.partition(" ")
+            known.setdefault(kind, []).append((int(number), seconds, replica))
     ratios: dict[R, list[float]] = {replica: [] for replica in times}
     for steps in known.values():
         for size, seconds, replica in steps:
