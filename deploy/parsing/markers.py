@@ -53,6 +53,9 @@ class Line:
 
     def add(self, text: str) -> None:
         """Add what comes next."""
+        if "`" not in text and "\n" not in text:  # the common case, made short
+            self._tail = "" if text else self._tail
+            return
         begin = text.rfind("\n") + 1
         self._ticks = text.count("`", begin) + (0 if begin else self._ticks)
         self._tail = (self._tail + text)[-2:]

@@ -98,7 +98,8 @@ class CallParser:
     def push(self, text: str) -> list[Event]:
         """See `Parser`."""
         if self._blank is None and not self._rest and self._state == self._content and self._markers.absent(text):
-            self._line.add(text)
+            if self.in_prose:
+                self._line.add(text)
             return [Content(text)] if text else []  # the common case, made short
         self._rest += text
         self._out = []
@@ -180,7 +181,8 @@ class CallParser:
     def _say(self, text: str) -> None:
         if not text:
             return
-        self._line.add(text)
+        if self.in_prose:
+            self._line.add(text)
         if self._blank is not None:
             self._blank.append(text)
             if text.isspace():
