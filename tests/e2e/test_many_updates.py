@@ -3,6 +3,7 @@ all the while, streamed and not, and none is refused or cut."""
 
 import asyncio
 import signal
+import time
 
 import httpx
 import pytest
@@ -22,10 +23,14 @@ async def keep_streaming(server: Server, ended: asyncio.Event) -> list[str]:
     wrong, count = [], 0
     async with client() as http:
         while not ended.is_set():
+            begun = time.monotonic()
             try:
                 result = await stream(http, server.url, max_tokens=200, ignore_eos=True)
                 if not result.done:
-                    wrong.append(f"stream: {result.broken} {result.error}")
+                    wrong.append(
+                        f"stream at {begun:.1f}, {result.ended - begun:.1f} s, {len(result.events)} events: "
+                        f"{result.broken} {result.error}"
+                    )
             except (httpx.HTTPError, AssertionError) as error:
                 wrong.append(f"stream: {type(error).__name__}: {error}")
             count += 1
@@ -64,7 +69,7 @@ async def test_no_client_notices_updates(launch, replicas: int, ingress: str) ->
         await until(updated, UPDATE_TIMEOUT_S)
     ended.set()
     wrong = [line for lines in await asyncio.gather(*asking) for line in lines]
-    assert not wrong
+    assert not wrong, (wrong, server.lines)
     pids = server.pids()
     assert await asyncio.to_thread(server.stop) == 0
     wait_gone(pids)

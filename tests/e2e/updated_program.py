@@ -15,11 +15,13 @@ from deploy.serve.app import APPLICATION, POLL_S, launch, tell
 
 def main() -> None:
     """Do what `serve deploy` of a changed file does: Serve builds the application anew, in a task of its own, and a
-    change among the `args` replaces every replica and the router."""
+    change among the `args` replaces every replica and the router. A number of replicas beside the `args` replaces
+    none."""
     # HAProxy checks replicas every 5 s, and only once in a while in the moment that matters: here more often.
     os.environ["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"] = "1s"
     config = ServeConfig.load(sys.argv[1])
     arguments = json.loads(Path(sys.argv[1]).read_text())
+    replicas = config.replicas
     ended, changed, fewer = threading.Event(), threading.Event(), threading.Event()
     events = {signal.SIGUSR1: changed, signal.SIGUSR2: fewer}
 
@@ -33,6 +35,8 @@ def main() -> None:
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
+    from deploy.serve.application import ENGINE
+
     tell(f"serving {config.model_name} at {running.url}/v1")
     while not ended.wait(POLL_S):
         for line in running.news():
@@ -41,10 +45,12 @@ def main() -> None:
             if changed.is_set():
                 arguments["engine"]["max_rows"] += 1
             else:
-                arguments["replicas"] -= 1
+                replicas -= 1
             changed.clear()
             fewer.clear()
+            engines = {"name": ENGINE, "num_replicas": replicas}
             file = {"name": APPLICATION, "import_path": "deploy.serve.app:build", "args": arguments}
+            file |= {"deployments": [engines]}
             _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [file]}))
             ended.wait(2.0)  # until Serve has begun
             while serve.status().applications[APPLICATION].status != "RUNNING" and not ended.wait(POLL_S):
