@@ -28,7 +28,7 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.markers import Markers
+from deploy.parsing.markers import markers_of
 from deploy.parsing.parser import MakeId, Schemas, is_name, known_name
 from deploy.parsing.schema_types import properties_of, types_of_argument
 from deploy.parsing.tagged_calls import MOST_KEY, STRING, CallTail, TaggedCalls
@@ -86,7 +86,7 @@ class DeepSeekV32Calls(TaggedCalls):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
         ends = [f"{tag}{kind}>" for tag in _TAGS if tag.startswith("</") for kind in ("parameter", "param")]
-        self._marked_end, self._any_end = Markers(*ends), Markers(*ends, "</parameter>")
+        self._marked_end, self._any_end = markers_of(*ends), markers_of(*ends, "</parameter>")
         self._bare = False
         """Whether the tag that began the call lacks its marker."""
         self._spaced = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import ClassVar
 
 from typing_extensions import override
@@ -33,6 +34,12 @@ _OBJECT = re.compile(r"\s*+(?:```[a-zA-Z]*+)?[\s,\[]*+\{")
 _OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
 
 
+@cache
+def _end_of_head(*markers: str) -> re.Pattern[str]:
+    """What ends the head of a call."""
+    return re.compile("[{`]|" + "|".join(map(re.escape, markers)))
+
+
 class JsonCalls(PythonCalls):
     """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
     is found by its own markers, or within a section by the separator alone."""
@@ -52,7 +59,7 @@ class JsonCalls(PythonCalls):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
         self._call_ends = (self.call_end, self.section_end)
-        self._end_of_head = re.compile("[{`]|" + "|".join(map(re.escape, (*self.ends_content, self.close))))
+        self._end_of_head = _end_of_head(*self.ends_content, self.close)
         self._call = ("", "")
         """Id and name of the call whose arguments come next."""
         self._in_section = False

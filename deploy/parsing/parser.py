@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
 from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
-from deploy.parsing.markers import Line, Markers
+from deploy.parsing.markers import Line, markers_of
 from deploy.parsing.reasoning import CLOSE
 
 MOST_NAME: Final = 256
@@ -74,7 +74,7 @@ class CallParser:
     """The closing tag of the model's reasoning."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        self._markers = Markers(*self.ends_content, self.close)
+        self._markers = markers_of(*self.ends_content, self.close)
         self._schemas = schemas
         self._make_id = make_id
         self._rest = ""

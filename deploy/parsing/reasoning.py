@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from deploy.parsing.events import CallBegin, Content, Event, Reasoning
-from deploy.parsing.markers import Line, Markers
+from deploy.parsing.markers import Line, markers_of
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -73,7 +73,7 @@ class ReasoningParser:
         """The newest line of what was taken from `_rest`, where markers in it may be examples."""
         self._first = True
         """Whether white space that comes now stands before everything else of its kind."""
-        self._ends = Markers(form.close, *(() if form.also_closed_by is None else (form.also_closed_by,)))
+        self._ends = markers_of(form.close, *(() if form.also_closed_by is None else (form.also_closed_by,)))
         self._rest = ""
         self._after = False
         """Whether there was reasoning, so that white space may stand before the answer."""
@@ -90,7 +90,7 @@ class ReasoningParser:
         first event tells whether one did. `in_prose`: as `CallParser.in_prose`."""
         self._line = Line() if in_prose else None
         own = self._form.also_closed_by
-        self._ends = Markers(self._form.close, *(() if own is None else (own,)), *begins)
+        self._ends = markers_of(self._form.close, *(() if own is None else (own,)), *begins)
         self._new_probe = new_probe
 
     @property
