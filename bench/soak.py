@@ -242,6 +242,8 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
     until = begin + options.minutes * 60
     processes = app.processes()
     warm: dict[str, int] = {}
+    asked = 0
+    """Requests that were answered until it was warm."""
     failures: Counter[str] = Counter()
 
     async def misbehave() -> None:
@@ -255,12 +257,13 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
                 failures[f"{name}: {type(error).__name__}: {str(error)[:60]}"] += 1
 
     async def report() -> None:
-        nonlocal neighbour
+        nonlocal neighbour, asked
         while time.monotonic() < until:
             await asyncio.sleep(min(60.0, max(until - time.monotonic(), 0.1)))
             held, neighbour = memory(processes), newest(told, neighbour)
             if not warm and time.monotonic() - begin > WARM_SHARE * options.minutes * 60:
                 warm.update(held)
+                asked = sum(habits.seen.values())
             sizes = ", ".join(f"{name.split(':')[0]} {size // MIB} MiB" for name, size in held.items())
             minutes, gap_s, health_s = (time.monotonic() - begin) / 60, neighbour.gap_s, neighbour.health_s
             print(
@@ -285,7 +288,9 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
         wrong.append("a process of the replica was replaced")
     else:
         grown = {name: size - warm.get(name, size) for name, size in memory(processes).items()}
-        print("grown since warm:", ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in grown.items()))
+        requests = max(sum(habits.seen.values()) - asked, 1)
+        slopes = [f"{name} {size / MIB:.1f} MiB ({size / requests * 1000 / MIB:.2f})" for name, size in grown.items()]
+        print(f"grown since warm, within {requests} requests (in a thousand of them):", ", ".join(slopes))
         wrong += [
             f"{name} grew by {size // MIB} MiB" for name, size in grown.items() if size > options.growth_mib * MIB
         ]

@@ -99,7 +99,7 @@ class EngineConfig(BaseModel):
     On a cluster: where one of its nodes has a GPU."""
     max_rows: Annotated[int, Field(ge=1, le=1024), Flag()] = 64
     """Requests decoded at once (slots)."""
-    token_budget: Annotated[int, Field(ge=1), Flag()] = 2048
+    token_budget: Annotated[int, Field(ge=1, le=1 << 20), Flag()] = 2048
     """Most tokens one step feeds, decode and prefill together.
 
     At least `max_rows` * `width` + 1; where the width is auto, `max_rows` + 1."""

@@ -39,7 +39,7 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tools = tools
         if reasoning is not None and tools is not None and calls_in_reasoning:
-            reasoning.look_for_calls(tools.begins, tools.fresh)
+            reasoning.look_for_calls(tools.begins, tools.fresh, tools.in_prose)
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
         self._matcher: StopWatch | None = None

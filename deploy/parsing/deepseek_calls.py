@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from typing_extensions import override
 
@@ -11,6 +12,22 @@ from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
 _KIND = re.compile(r"(?:functions?|tools?)(?:[.:/]|\s+)")
 _KINDS = ("function", "functions", "tool", "tools", "type")
+
+
+def _spellings(*markers: str) -> Mapping[str, str]:
+    """How models write markers that they spell out, as smaller ones distilled from these do: with bars and underscores
+    of ASCII, with blanks, and the beginning of a section without its last word."""
+    bars, blanks = ("｜", "|"), ("▁", "_", " ", "\\_")
+    written = {
+        marker.replace("｜", bar).replace("▁", blank): marker for marker in markers for bar in bars for blank in blanks
+    }
+    short = {f"<{bar}tool{blank}calls{bar}>": markers[0] for bar in bars for blank in blanks}
+    return {spelling: marker for spelling, marker in (written | short).items() if spelling != marker}
+
+
+def _spelled(spellings: Mapping[str, str], *markers: str) -> list[str]:
+    """The spellings of these markers."""
+    return [spelling for spelling, marker in spellings.items() if marker in markers]
 
 
 class DeepSeekCalls(JsonCalls):
@@ -22,9 +39,10 @@ class DeepSeekCalls(JsonCalls):
     call_end = "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
     markers = (section_begin, section_end, call_begin, call_end, separator)
-    ends_content = markers
-    begins = (section_begin, call_begin)
-    control = re.compile("|".join(map(re.escape, markers)))
+    spellings = _spellings(*markers)
+    ends_content = (*markers, *spellings)
+    begins = (section_begin, call_begin, *_spelled(spellings, section_begin, call_begin))
+    control = re.compile("|".join(map(re.escape, ends_content)))
 
     @override
     def head(self, text: str) -> tuple[str, str] | None:
@@ -47,11 +65,16 @@ class DeepSeekCalls(JsonCalls):
     def _name(self) -> bool:
         """The line with the name, which a fence, an object or the call's end may end, too."""
         self._skip_space()
-        if self._rest.startswith(self.separator):
-            self._take(len(self.separator))  # written twice
+        marker = self._markers.at(self._rest) or ""
+        if self._meant(marker) == self.separator:
+            self._take(len(marker))  # written twice
             return True
-        if self.separator.startswith(self._rest):
+        if marker == self.close:
+            return self._leave_close_out() is True
+        if not marker and self._markers.begun(self._rest):
             return False
+        if (python := self._python()) is not False:
+            return python is True
         line = self._rest[:MOST_NAME]
         ends = [end for mark in ("\n", "`", "{", "<") if (end := line.find(mark)) >= 0]
         if not ends:

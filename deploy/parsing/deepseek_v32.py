@@ -28,7 +28,7 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.markers import Markers
+from deploy.parsing.markers import markers_of
 from deploy.parsing.parser import MakeId, Schemas, is_name, known_name
 from deploy.parsing.schema_types import properties_of, types_of_argument
 from deploy.parsing.tagged_calls import MOST_KEY, STRING, CallTail, TaggedCalls
@@ -86,7 +86,7 @@ class DeepSeekV32Calls(TaggedCalls):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
         ends = [f"{tag}{kind}>" for tag in _TAGS if tag.startswith("</") for kind in ("parameter", "param")]
-        self._marked_end, self._any_end = Markers(*ends), Markers(*ends, "</parameter>")
+        self._marked_end, self._any_end = markers_of(*ends), markers_of(*ends, "</parameter>")
         self._bare = False
         """Whether the tag that began the call lacks its marker."""
         self._spaced = False
@@ -135,16 +135,21 @@ class DeepSeekV32Calls(TaggedCalls):
 
     def _in_section(self) -> bool:
         """Where a call begins whose tag may lack its marker."""
-        text = self._rest.lstrip()
+        text = self._rest = self._rest.lstrip()
+        if text and (closed := self._leave_close_out()) is not False:
+            return closed is True
         if _BARE_INVOKE.startswith(text[: len(_BARE_INVOKE)]):
             if len(text) <= len(_BARE_INVOKE):
                 return False
-            self._rest, self._raw, self._state = text, [], self._outside
+            self._raw, self._state = [], self._outside
             return True
         if text.startswith("{"):
-            self._rest, self._raw = text, []
+            self._raw = []
             self._begin_object()
             return True
+        self._raw = []
+        if (python := self._python()) is not False:
+            return python is True
         self._state = self._content
         return True
 
@@ -178,6 +183,8 @@ class DeepSeekV32Calls(TaggedCalls):
     def _next(self) -> bool:
         self._spaced |= self._rest[0].isspace()
         self._skip_space()
+        if not self._rest or (closed := self._leave_close_out()) is not False:
+            return bool(self._rest) and closed is True
         if self._tags.at(self._rest) is None:
             return not self._tags.begun(self._rest) and self._text()
         tag = self._tag()

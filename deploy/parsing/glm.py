@@ -69,14 +69,18 @@ class GlmCalls(TaggedCalls):
 
     def _in_name(self) -> bool:
         """The name, which ends at a tag or where a JSON object begins."""
+        if (python := self._python()) is not False:
+            return python is True
         found = _END_OF_NAME.search(self._rest, 0, MOST_NAME + 1)
         if found is None:
             return len(self._rest) > MOST_NAME and self._give_up()
         end = found.start()
         tag = self._tags.at(self._rest[end:])
-        if tag is None and self._tags.begun(self._rest[end:]):
+        if tag is None and self._markers.begun(self._rest[end:]):
             return False
         name = known_name(self._rest[:end], self._schemas)
+        if (not name or name in self._schemas) and self._leave_close_out(end):
+            return True
         if tag == _BEGIN and not name:
             self._take(end + len(tag))  # written twice
             return True
@@ -111,9 +115,11 @@ class GlmCalls(TaggedCalls):
     @override
     def _next(self) -> bool:
         self._skip_space()
+        if not self._rest or (closed := self._leave_close_out()) is None:
+            return False
         tag = self._tags.at(self._rest)
         if tag is None:
-            return not self._tags.begun(self._rest) and self._text()
+            return closed or (not self._tags.begun(self._rest) and self._text())
         if tag == _BEGIN:
             return self._begun_within()
         if tag == _VALUE:

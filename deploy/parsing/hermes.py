@@ -26,6 +26,7 @@ class HermesCalls(ObjectCalls):
     begins = (_BEGIN,)
     begin, between = _BEGIN, "\n"
     control = re.compile("|".join(map(re.escape, markers)))
+    in_prose = True
     _listed = False
     """Whether the calls behind the tag stand in a list."""
 
@@ -46,6 +47,8 @@ class HermesCalls(ObjectCalls):
         if self._rest.startswith(_BEGIN):
             self._take(len(_BEGIN))  # written twice
             return True
+        if self._rest and (closed := self._leave_close_out()) is not False:
+            return closed is True
         begun = self._body_begun()
         if begun == "maybe" or (begun == "no" and _BEGIN.startswith(self._rest)):
             return False
@@ -55,7 +58,9 @@ class HermesCalls(ObjectCalls):
         return True
 
     def _listed_or_named(self) -> bool:
-        """A list of calls, or the name of a tool before its arguments."""
+        """A list of calls, a call as Python writes it, or the name of a tool before its arguments."""
+        if (python := self._python()) is not False:
+            return python is True
         if self._rest.startswith("[") and not self._listed:
             self._take(1)
             self._listed = True
@@ -77,6 +82,8 @@ class HermesCalls(ObjectCalls):
     def _behind_object(self) -> bool:
         if not self._fence_end():
             return False
+        if self._rest and (closed := self._leave_close_out()) is not False:
+            return closed is True
         while self._listed and self._rest[:1] in (",", "]"):
             self._take(1)
             self._skip_space()

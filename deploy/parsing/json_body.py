@@ -139,23 +139,25 @@ class JsonBody(CallParser):
         if text:
             self._out.append(Arguments(self._calls, text))
 
-    def _body(self) -> bool:
+    def _read(self) -> tuple[str, bool | None]:
+        """Take what is there of the object. Return its text as it is to be passed on, and whether it is complete: None
+        if it goes on, or if more text will tell; False if it is none."""
         used, text = self._json.feed(self._rest)
         self._take(used)
-        if text:
-            self._write(text)
-        if self._json.state is State.BROKEN:
-            closing = self._json.closing()
-            ends = self._ends_body() if closing is not None else False
-            if ends is None:
-                return False
-            if not ends:
-                return self._give_up()
-            self._write(closing or "")
+        if self._json.state is not State.BROKEN:
+            return text, True if self._json.state is State.DONE else None
+        closing = self._json.closing()
+        ends = self._ends_body() if closing is not None else False
+        return text + (closing or "") if ends else text, ends
+
+    def _body(self) -> bool:
+        text, complete = self._read()
+        self._write(text)
+        if complete:
             self._body_ended()
-        elif self._json.state is State.DONE:
-            self._body_ended()
-        return True
+        elif complete is False:
+            self._give_up()
+        return complete is not None
 
     def _ends_body(self) -> bool | None:
         """Whether arguments end with `_rest` though brackets are open; None where more text will tell."""
@@ -192,19 +194,10 @@ class JsonBody(CallParser):
 
     def _object(self) -> bool:
         """A call that is told when all of it is there."""
-        used, text = self._json.feed(self._rest)
-        self._take(used)
+        text, complete = self._read()
         self._pieces.append(text)
-        if self._json.state is State.BROKEN:
-            closing = self._json.closing()
-            ends = self._ends_body() if closing is not None else False
-            if ends is None:
-                return False
-            if not ends:
-                return self._give_up()
-            self._pieces.append(closing or "")
-        elif self._json.state is not State.DONE:
-            return True
+        if not complete:
+            return complete is False and self._give_up()
         call = call_of(json.loads("".join(self._pieces)), self._schemas)
         if call is None:
             return self._give_up()
@@ -213,10 +206,14 @@ class JsonBody(CallParser):
 
     def _tell_call(self, name: str, arguments: Mapping[str, Any]) -> None:
         """An object was a whole call."""
-        self._begin(self._make_id(), name)
+        self._begin(self._new_id(name), name)
         self._write(json.dumps(arguments, ensure_ascii=False))
         self._end()
         self._state = self._behind_object
+
+    def _new_id(self, name: str) -> str:
+        """An id for a call of this tool that the model gave none."""
+        return self._make_id()
 
     def _behind_object(self) -> bool:
         """The state behind an object that was a whole call."""

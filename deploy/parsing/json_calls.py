@@ -9,7 +9,8 @@ text.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import ClassVar
 
 from typing_extensions import override
@@ -26,14 +27,20 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.json_body import JsonBody
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
+from deploy.parsing.python_calls import PythonCalls
 
 _OBJECT = re.compile(r"\s*+(?:```[a-zA-Z]*+)?[\s,\[]*+\{")
 _OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
 
 
-class JsonCalls(JsonBody):
+@cache
+def _end_of_head(*markers: str) -> re.Pattern[str]:
+    """What ends the head of a call."""
+    return re.compile("[{`]|" + "|".join(map(re.escape, markers)))
+
+
+class JsonCalls(PythonCalls):
     """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
     is found by its own markers, or within a section by the separator alone."""
 
@@ -42,9 +49,8 @@ class JsonCalls(JsonBody):
     call_begin: str
     call_end: str
     separator: str
-    also_section_begin: ClassVar[tuple[str, ...]] = ()
-    """Spellings of `section_begin` that models write and templates do not."""
-    also_section_end: ClassVar[tuple[str, ...]] = ()
+    spellings: ClassVar[Mapping[str, str]] = {}
+    """Markers as models write them and templates do not, and which of the above each of them stands for."""
     between: ClassVar[str] = ""
     """Text that models write between the calls of a section."""
     markers: ClassVar[tuple[str, ...]]
@@ -52,10 +58,8 @@ class JsonCalls(JsonBody):
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
-        self._section_begins = (self.section_begin, *self.also_section_begin)
-        self._section_ends = (self.section_end, *self.also_section_end)
-        self._call_ends = (self.call_end, *self._section_ends)
-        self._end_of_head = re.compile("[{`]|" + "|".join(map(re.escape, self.markers)))
+        self._call_ends = (self.call_end, self.section_end)
+        self._end_of_head = _end_of_head(*self.ends_content, self.close)
         self._call = ("", "")
         """Id and name of the call whose arguments come next."""
         self._in_section = False
@@ -68,7 +72,7 @@ class JsonCalls(JsonBody):
         rest = sequence(several(call, cls.between) if parallel else call, text(cls.section_end))
         if must:
             return sequence(text(cls.section_begin), rest)
-        never = (cls.call_begin, cls.section_end, *cls.also_section_begin, *cls.also_section_end)
+        never = (cls.call_begin, cls.section_end, *cls.spellings)
         return within_text({cls.section_begin: rest}, never)
 
     @classmethod
@@ -82,20 +86,28 @@ class JsonCalls(JsonBody):
         name = text.strip()
         return (self._make_id(), name) if is_name(name) else None
 
+    def _meant(self, marker: str | None) -> str | None:
+        """The marker as templates write it."""
+        return marker if marker is None else self.spellings.get(marker, marker)
+
     @override
     def _marker(self, marker: str) -> None:
-        if marker == self.call_begin:
+        meant = self._meant(marker)
+        if meant == self.call_begin:
             self._begin_head()
             return
-        if marker in self._section_begins:
+        if meant == self.section_begin:
             self._in_section = True
-        elif marker in self._section_ends:
+        elif meant == self.section_end:
             self._in_section = False
         self._state = self._section if self._in_section else self._content
 
     def _section(self) -> bool:
         """State between the calls of a section. Text is held back as far as it may be the head of a call, or an object
         that is one, perhaps in a list."""
+        blank = len(self._rest) - len(self._rest.lstrip())
+        if blank < len(self._rest) and (closed := self._leave_close_out(blank)) is not False:
+            return closed is True
         if (begun := _OBJECT.match(self._rest)) is not None:
             self._raw = []
             before = self._take(begun.end() - 1)
@@ -104,9 +116,12 @@ class JsonCalls(JsonBody):
             return True
         if len(self._rest) < MOST_NAME and _OBJECT_BEGUN.fullmatch(self._rest) is not None:
             return False
+        self._raw = []
+        if (python := self._python()) is not False:
+            return python is True
         found = self._markers.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
-        if begin > MOST_NAME or (found is not None and found.group() != self.separator):
+        if begin > MOST_NAME or (found is not None and self._meant(found.group()) != self.separator):
             self._state = self._content
             return True
         if found is None:
@@ -130,14 +145,18 @@ class JsonCalls(JsonBody):
 
     def _head(self) -> bool:
         """The head, which ends at the separator, or where the arguments begin or the call ends without one."""
+        if (python := self._python()) is not False:
+            return python is True
         found = self._end_of_head.search(self._rest)
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
         if begin > MOST_NAME:
             return self._give_up()
         if found is None:
             return False
-        text, mark = self._rest[:begin], found.group()
-        if not text.strip() and mark in (self.call_begin, *self._section_begins):
+        text, mark = self._rest[:begin], self._meant(found.group())
+        if mark == self.close and (not text.strip() or self._stands_alone(text.strip())):
+            return self._leave_close_out(begin) is True
+        if not text.strip() and mark in (self.call_begin, self.section_begin):
             self._take(found.end())  # a marker that was written twice
             return True
         if mark != self.separator and mark not in ("{", "`", *self._call_ends):
@@ -158,8 +177,11 @@ class JsonCalls(JsonBody):
     def _before(self) -> bool:
         """State before the arguments' object."""
         self._skip_space()
-        if self._rest.startswith(self.separator):
-            self._take(len(self.separator))
+        marker = self._markers.at(self._rest) or ""
+        if marker == self.close:
+            return self._leave_close_out() is True
+        if self._meant(marker) == self.separator:
+            self._take(len(marker))
             return True
         begun = self._body_begun()
         if begun == "yes":
@@ -171,15 +193,15 @@ class JsonCalls(JsonBody):
             self._begin(*self._call)
             self._begin_other()
             return True
-        marker = self._markers.at(self._rest)
-        if marker == self.separator:
+        marker = self._markers.at(self._rest) or ""  # behind a fence, which was taken
+        if self._meant(marker) in (self.separator, self.close):
             return True
-        if marker in self._call_ends:
+        if self._meant(marker) in self._call_ends:
             self._begin(*self._call)
             self._write("{}")
             self._body_ended()
             return True
-        if "maybe" in (begun, other) or (marker is None and self._markers.begun(self._rest)):
+        if "maybe" in (begun, other) or (not marker and self._markers.begun(self._rest)):
             return False
         return self._give_up()
 
@@ -213,7 +235,7 @@ class JsonCalls(JsonBody):
             return False
         if stray_fence and marker is None:
             text = self._rest
-        if marker == self.call_end:
+        if marker is not None and self._meant(marker) == self.call_end:
             text = text[len(marker) :]
         self._rest = text
         self._state = self._section if self._in_section else self._content

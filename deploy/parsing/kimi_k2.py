@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_calls import JsonCalls
-from deploy.parsing.json_object import State
 from deploy.parsing.parser import MakeId, Schemas, is_name
 from deploy.parsing.schema_types import properties_of
 
@@ -36,22 +35,16 @@ class KimiK2Calls(JsonCalls):
 
     section_begin = SECTION_BEGIN
     section_end = "<|tool_calls_section_end|>"
-    also_section_begin = ("<|tool_call_section_begin|>",)
-    also_section_end = ("<|tool_call_section_end|>",)
+    spellings: ClassVar[Mapping[str, str]] = {
+        "<|tool_call_section_begin|>": section_begin,
+        "<|tool_call_section_end|>": section_end,
+    }
     call_begin = "<|tool_call_begin|>"
     call_end = "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
-    markers = (
-        section_begin,
-        section_end,
-        *also_section_begin,
-        *also_section_end,
-        call_begin,
-        call_end,
-        separator,
-    )
+    markers = (section_begin, section_end, *spellings, call_begin, call_end, separator)
     ends_content = markers
-    begins = (section_begin, *also_section_begin, call_begin)
+    begins = (section_begin, "<|tool_call_section_begin|>", call_begin)
     control = re.compile("|".join(map(re.escape, markers)))
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
@@ -89,6 +82,10 @@ class KimiK2Calls(JsonCalls):
     def _stands_alone(self, head: str) -> bool:
         return _ID.fullmatch(head) is not None or any(name in self._schemas for name in _names_in(head))
 
+    @override
+    def _new_id(self, name: str) -> str:
+        return self._unique("", name)
+
     def _unique(self, call_id: str, name: str) -> str:
         """`call_id`, or an id as the model knows them where it is empty or taken."""
         index = self._calls
@@ -113,14 +110,13 @@ class KimiK2Calls(JsonCalls):
     def _nameless_body(self) -> bool:
         """The arguments of a call that begins once they are complete."""
         assert self._nameless is not None
-        used, text = self._json.feed(self._rest)
-        self._take(used)
+        text, complete = self._read()
         self._nameless.append(text)
-        if self._json.state is State.BROKEN:
-            return self._give_up()
-        if self._json.state is State.DONE:
+        if complete:
             self._body_ended()
-        return True
+        elif complete is False:
+            self._give_up()
+        return complete is not None
 
     @override
     def _write(self, text: str) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 
 class Markers:
     """A few fixed strings. Where several match at one place the longest is found."""
 
-    __slots__ = ("_first", "_longest", "_markers", "_pattern", "_start")
+    __slots__ = ("_beginnings", "_longest", "_pattern", "_start")
 
     def __init__(self, *markers: str) -> None:
-        self._markers = tuple(sorted(markers, key=len, reverse=True))
-        self._pattern = re.compile("|".join(map(re.escape, self._markers)))
-        self._first = frozenset(marker[0] for marker in markers)
-        self._start = re.compile("[" + re.escape("".join(sorted(self._first))) + "]")
-        self._longest = len(self._markers[0])
+        longest_first = sorted(markers, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._beginnings = frozenset(marker[:end] for marker in markers for end in range(len(marker) + 1))
+        self._start = re.compile("[" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]")
+        self._longest = len(longest_first[0])
 
     def search(self, text: str, begin: int = 0) -> re.Match[str] | None:
         """The first marker in `text` from `begin` on."""
@@ -23,9 +24,11 @@ class Markers:
 
     def held(self, text: str) -> int:
         """Return the number of characters at the end of `text` that may begin a marker. `text` holds no whole one."""
-        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[begin] in self._first and self.begun(text[begin:]):
-                return len(text) - begin
+        place = max(0, len(text) - self._longest + 1)
+        while (found := self._start.search(text, place)) is not None:
+            if text[found.start() :] in self._beginnings:
+                return len(text) - found.start()
+            place = found.start() + 1
         return 0
 
     def absent(self, text: str) -> bool:
@@ -39,4 +42,34 @@ class Markers:
 
     def begun(self, text: str) -> bool:
         """Whether `text` is the beginning of a marker."""
-        return any(marker.startswith(text) for marker in self._markers)
+        return text in self._beginnings
+
+
+@lru_cache(maxsize=128)
+def markers_of(*markers: str) -> Markers:
+    """`Markers`, made once for all answers."""
+    return Markers(*markers)
+
+
+class Line:
+    """The newest line of a text in Markdown."""
+
+    __slots__ = ("_tail", "_ticks")
+
+    def __init__(self) -> None:
+        self._ticks = 0
+        self._tail = ""
+
+    def add(self, text: str) -> None:
+        """Add what comes next."""
+        if "`" not in text and "\n" not in text:  # the common case, made short
+            self._tail = "" if text else self._tail
+            return
+        begin = text.rfind("\n") + 1
+        self._ticks = text.count("`", begin) + (0 if begin else self._ticks)
+        self._tail = (self._tail + text)[-2:]
+
+    @property
+    def in_code(self) -> bool:
+        """Whether a piece of code within the line begins here. A fence, which models put around calls, is none."""
+        return self._ticks % 2 == 1 and self._tail.endswith("`") and self._tail != "``"

@@ -56,6 +56,10 @@ class MistralCalls(ObjectCalls):
     def _head(self) -> bool:
         """The name, which ends at a marker or where the arguments begin; or an object or an array of such."""
         self._skip_space()
+        if self._rest and (closed := self._leave_close_out()) is not False:
+            return closed is True
+        if (python := self._python()) is not False:
+            return python is True
         if self._rest.startswith("`") and not self._fenced:
             begun = self._body_begun()
             return self._fenced or (begun != "maybe" and self._give_up())
@@ -107,6 +111,8 @@ class MistralCalls(ObjectCalls):
         """State before the arguments, which may be missing in calls of a tool that takes none."""
         self._skip_space()
         marker = self._markers.at(self._rest)
+        if marker == self.close:
+            return self._leave_close_out() is True
         if marker == _ARGUMENTS:
             self._take(len(marker))
             return True

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
 from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
-from deploy.parsing.markers import Markers
+from deploy.parsing.markers import Line, markers_of
 from deploy.parsing.reasoning import CLOSE
 
 MOST_NAME: Final = 256
@@ -67,11 +67,14 @@ class CallParser:
     """Markers that end content."""
     control: ClassVar[re.Pattern[str]]
     """Markers that are no content whatever stands around them."""
+    in_prose: ClassVar[bool] = False
+    """Whether models write the markers in words about calls, too, as they would any text: what begins a piece of code
+    within a line is an example then."""
     close: ClassVar[str] = CLOSE
     """The closing tag of the model's reasoning."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        self._markers = Markers(*self.ends_content, self.close)
+        self._markers = markers_of(*self.ends_content, self.close)
         self._schemas = schemas
         self._make_id = make_id
         self._rest = ""
@@ -89,10 +92,14 @@ class CallParser:
         """Whether the text has ended before the model ended it."""
         self._drops_close = False
         """Whether a closing tag of the reasoning may still come."""
+        self._line = Line()
+        """What the marker that comes next stands behind."""
 
     def push(self, text: str) -> list[Event]:
         """See `Parser`."""
         if self._blank is None and not self._rest and self._state == self._content and self._markers.absent(text):
+            if self.in_prose:
+                self._line.add(text)
             return [Content(text)] if text else []  # the common case, made short
         self._rest += text
         self._out = []
@@ -139,6 +146,9 @@ class CallParser:
             return False
         self._say(self._rest[: found.start()])
         self._rest = self._rest[found.end() :]
+        if self.in_prose and found.group() in self.begins and self._line.in_code:
+            self._marked = True
+            return True
         if found.group() == self.close:
             if not self._drops_close:
                 self._say(self.close)
@@ -160,9 +170,19 @@ class CallParser:
         self._state = self._content
         return True
 
+    def _leave_close_out(self, place: int = 0) -> bool | None:
+        """Leave out the closing tag of the reasoning if it stands at this place of `_rest`, within a call: models end
+        their reasoning in the middle of one. Return whether it did; None where more text will tell."""
+        if self._rest.startswith(self.close, place):
+            self._rest = f"{self._rest[:place]}\n{self._rest[place + len(self.close) :]}"
+            return True
+        return None if self.close.startswith(self._rest[place:]) else False
+
     def _say(self, text: str) -> None:
         if not text:
             return
+        if self.in_prose:
+            self._line.add(text)
         if self._blank is not None:
             self._blank.append(text)
             if text.isspace():

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from deploy.parsing.events import CallBegin, Content, Event, Reasoning
-from deploy.parsing.markers import Markers
+from deploy.parsing.markers import Line, markers_of
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -68,9 +69,11 @@ class ReasoningParser:
         self._where = where
         self._begin = where != "outside"
         """Whether an opening tag may still come."""
+        self._line: Line | None = None
+        """The newest line of what was taken from `_rest`, where markers in it may be examples."""
         self._first = True
         """Whether white space that comes now stands before everything else of its kind."""
-        self._ends = Markers(form.close, *(() if form.also_closed_by is None else (form.also_closed_by,)))
+        self._ends = markers_of(form.close, *(() if form.also_closed_by is None else (form.also_closed_by,)))
         self._rest = ""
         self._after = False
         """Whether there was reasoning, so that white space may stand before the answer."""
@@ -82,11 +85,12 @@ class ReasoningParser:
         self.ended_by_call = False
         """Whether a call ended the reasoning, so that its closing tag may still come."""
 
-    def look_for_calls(self, begins: Sequence[str], new_probe: Callable[[], Probe]) -> None:
+    def look_for_calls(self, begins: Sequence[str], new_probe: Callable[[], Probe], in_prose: bool = False) -> None:
         """End the reasoning where a call begins. `begins`: what calls begin with. `new_probe`: makes a parser whose
-        first event tells whether one did."""
+        first event tells whether one did. `in_prose`: as `CallParser.in_prose`."""
+        self._line = Line() if in_prose else None
         own = self._form.also_closed_by
-        self._ends = Markers(self._form.close, *(() if own is None else (own,)), *begins)
+        self._ends = markers_of(self._form.close, *(() if own is None else (own,)), *begins)
         self._new_probe = new_probe
 
     @property
@@ -156,7 +160,7 @@ class ReasoningParser:
         if shown:
             out.append(Reasoning(shown))
         if end is None or not certain:
-            self._rest = self._rest[len(shown) :]
+            self._pass(len(shown))
             return
         self._rest = self._rest[end.end() if end.group() == self._form.close else end.start() :]
         self._where, self._after = "outside", True
@@ -169,7 +173,7 @@ class ReasoningParser:
         while (end := self._ends.search(self._rest, passed)) is not None:
             if end.group() in (self._form.close, self._form.also_closed_by):
                 break
-            found = self._call_at(end.start())
+            found = self._call_at(end.start()) if not self._quoted(end.start()) else False
             if found is None and not ended:
                 return end, False, passed
             if found is True:
@@ -177,6 +181,20 @@ class ReasoningParser:
             passed = end.start() + (MOST_PROBE if found is False and self._probed >= MOST_PROBE else 1)
             self._probe = None
         return end, True, passed
+
+    def _quoted(self, place: int) -> bool:
+        """Whether what stands at this place of `_rest` is an example of a marker."""
+        if self._line is None:
+            return False
+        line = copy(self._line)
+        line.add(self._rest[:place])
+        return line.in_code
+
+    def _pass(self, count: int) -> None:
+        """Take as many characters of the reasoning from `_rest`."""
+        if self._line is not None and count:
+            self._line.add(self._rest[:count])
+        self._rest = self._rest[count:]
 
     def _call_at(self, place: int) -> bool | None:
         """Whether a call begins at this place of `_rest`; None: more text will tell. It is fed to a parser of calls, a

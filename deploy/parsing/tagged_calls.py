@@ -8,9 +8,9 @@ from typing import ClassVar, Final
 
 from typing_extensions import override
 
-from deploy.parsing.json_body import JsonBody
-from deploy.parsing.markers import Markers
+from deploy.parsing.markers import markers_of
 from deploy.parsing.parser import MakeId, Schemas
+from deploy.parsing.python_calls import PythonCalls
 from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 
 MOST_KEY: Final = 1024
@@ -50,7 +50,7 @@ def _begun(literal: str) -> str:
     return pattern
 
 
-class TaggedCalls(JsonBody):
+class TaggedCalls(PythonCalls):
     """A subclass says what the tags are. Strings are passed on as they come, other values when they are complete.
 
     Models also write all arguments as one JSON object. A call whose end is missing is complete where another call
@@ -66,8 +66,8 @@ class TaggedCalls(JsonBody):
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
-        self._ends_of_value = Markers(self.value_end)
-        self._tags = Markers(*self.tags)
+        self._ends_of_value = markers_of(self.value_end)
+        self._tags = markers_of(*self.tags)
         self._name = ""
         self._arguments = 0
         """Arguments of the call so far; -1 where an object has held them all."""

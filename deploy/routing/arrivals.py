@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from deploy.routing.pace import StepClock
 from deploy.routing.policy import HOST_TOKEN_COST, Load
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
@@ -80,6 +81,7 @@ class Arrivals:
         self._seen: OrderedDict[str, int] = OrderedDict()
         self._present: set[Arrival] = set()
         self._current: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
+        self._steps = StepClock(clock)
 
     def arrive(self, routing_record: RoutingRecord | None) -> Arrival:
         """A request came in. What its task and its children tell next is about it, until `leave`."""
@@ -122,6 +124,7 @@ class Arrivals:
 
     def load(self, stats: EngineStats) -> Load:
         """Return the load to report now. `stats`: the scheduler's newest figures."""
+        self._steps.add(stats)
         recent = self._clock() - RECENT_S
         counted = sum(arrival.tokens for arrival in self._present)
         young = sum(arrival.tokens for arrival in self._present if arrival.at > recent)
@@ -135,6 +138,7 @@ class Arrivals:
             root=stats.key_root or NO_ROOT,
             seen=dict(self._seen),
             at=time.time(),
+            step_times=self._steps.times(),
         )
 
 
@@ -163,6 +167,9 @@ def out_of_service(load: Load) -> Load:
 _ROOT_MARK: Final = b"rootkeys"
 """Begins a report's keys, and the root follows: to an earlier router, which may still be there during an update, all
 three are keys like others, and a field of its own would be an error. As long as such a key."""
+_STEP_MARK: Final = "step "
+"""Begins the names under which times of steps stand beside sequence numbers, in nanoseconds: no router has such a name,
+so an earlier one does not look at them, while a field of its own would be an error."""
 
 
 def load_to_report(load: Load) -> dict[str, Any]:
@@ -174,7 +181,7 @@ def load_to_report(load: Load) -> dict[str, Any]:
         "keys": _ROOT_MARK + load.root + pack_keys(sorted(load.keys)),
         "host_keys": pack_keys(sorted(load.host_keys)),
         "host_token_cost": load.host_token_cost,
-        "seen": dict(load.seen),
+        "seen": {**load.seen, **{_STEP_MARK + size: round(s * 1e9) for size, s in load.step_times.items()}},
         "at": load.at,
     }
 
@@ -191,5 +198,12 @@ def load_from_report(report: dict[str, Any]) -> Load:
         root, packed, host = packed[begin : begin + KEY_BYTES], packed[begin + KEY_BYTES :], report["host_keys"]
     else:
         packed = b""
-    known = {"keys": frozenset(unpack_keys(packed)), "host_keys": frozenset(unpack_keys(host)), "root": root}
+    seen, times = {}, {}
+    for name, number in report["seen"].items():
+        if name.startswith(_STEP_MARK):
+            times[name.removeprefix(_STEP_MARK)] = number / 1e9
+        else:
+            seen[name] = number
+    keys = {"keys": frozenset(unpack_keys(packed)), "host_keys": frozenset(unpack_keys(host)), "root": root}
+    known = {**keys, "seen": seen, "step_times": times}
     return Load(**{**report, **known})

@@ -2,8 +2,9 @@
 
 The unit of cost is the prompt token: cost = tokens queued for prefill before the request + tokens of its own prompt
 that the replica has not cached + a small part of those that it has in host memory alone + `row_tokens` for every
-request that decodes or waits. A shared prefix therefore draws
-a request to where its pages are exactly until that replica is the busier by more than the prefill it saves.
+request that decodes or waits. A shared prefix therefore draws a request to where its pages are exactly until that
+replica is the busier by more than the prefill it saves. Where a replica takes several times as long as another for
+equal steps (`deploy.routing.pace`), all of that and the request's own `row_tokens` count so many times.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from deploy.routing.pace import StepTimes, paces
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.protocol.prompt import NO_ROOT, REPORTED_BYTES, Prompt, salted_root
 
@@ -87,6 +89,8 @@ class Load:
     """What a token costs whose page is copied back, in prompt tokens."""
     root: bytes = NO_ROOT
     """What its keys are rooted in."""
+    step_times: StepTimes = field(default_factory=dict)
+    """Seconds that its newest steps took, by kind and size."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,8 @@ class InFlightAccounting(Generic[R]):
         for gone in set(self._accounts) - wanted:
             del self._accounts[gone]
 
-    def cost(self, replica: R, load: Load, features: RequestFeatures, now: float) -> Cost:
-        """Cost of `features` on `replica`, in prompt tokens."""
+    def cost(self, replica: R, load: Load, features: RequestFeatures, now: float, pace: float = 1.0) -> Cost:
+        """Cost of `features` on `replica`, in prompt tokens. `pace`: how many times as long as others it takes."""
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
         cached, copied = self._cached(account, load, features, now)
@@ -165,7 +169,8 @@ class InFlightAccounting(Generic[R]):
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
         computed = features.tokens - cached - copied
-        return Cost(crowded, queued + computed + copied * load.host_token_cost + self.row_tokens * rows)
+        tokens = queued + computed + copied * load.host_token_cost + self.row_tokens * rows
+        return Cost(crowded, pace * tokens + (pace - 1) * self.row_tokens * features.rows)
 
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
         """Note that `features` goes to `replica`; returns its sequence number, and the tokens it will compute there."""
@@ -210,7 +215,9 @@ def choose(
     """Replicas from the cheapest to the dearest; equal ones take turns."""
     names = list(loads)
     turn = accounting.sent % max(len(names), 1)
+    pace = paces({replica: load.step_times for replica, load in loads.items()})
     costs = {
-        replica: accounting.cost(replica, loads[replica], features, now) for replica in names[turn:] + names[:turn]
+        replica: accounting.cost(replica, loads[replica], features, now, pace[replica])
+        for replica in names[turn:] + names[:turn]
     }
     return sorted(costs, key=lambda replica: costs[replica])

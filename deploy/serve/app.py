@@ -21,7 +21,7 @@ from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain
 from deploy.serve import entrance
-from workers.channel.ports import free_ports
+from workers.channel.ports import free_ports, six_alone
 from workers.environment import check_environment, visible_gpus
 from workers.families.registry import load_config
 from workers.fit.settings import Unfit, check_fit
@@ -148,6 +148,7 @@ def launch(
     """
     check_environment()
     _check_model(config, gpus=None if cluster_to_join(config) else visible_gpus())
+    config = config.model_copy(update={"host": six_alone(config.host)})
     if config.port == 0:
         config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
     if not cluster_to_join(config):

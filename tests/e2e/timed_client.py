@@ -50,13 +50,16 @@ async def stream(http: httpx.AsyncClient, url: str, result: Stream | None = None
     try:
         async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
             result.replica = response.headers.get("x-latentserve-replica", "")
+            told = ""
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     result.done = True
                 elif line.startswith("data: "):
                     result.events.append(json.loads(line[6:]))
+                else:
+                    told += line
             if response.status_code != 200:
-                result.broken = f"status {response.status_code}"
+                result.broken = f"status {response.status_code}: {told}"
     except httpx.HTTPError as error:
         result.broken = f"{type(error).__name__}: {error}"
     result.ended = time.monotonic()

@@ -65,6 +65,23 @@ def bound(host: str, port: int, reuse: bool = False) -> socket.socket:
     raise problem or OSError(f"{host} has no address")
 
 
+def six_alone(host: str) -> str:
+    """The address of a name that has IPv6 addresses alone, the first that can be bound; any other `host` as it is.
+
+    Servers that look at a host's spelling to choose between the two take a name for one of IPv4."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:  # whoever binds it says so
+        return host
+    if any(family != socket.AF_INET6 for family, *_ in found):
+        return host
+    try:
+        with bound(host, 0) as probe:
+            return str(probe.getsockname()[0])
+    except OSError:
+        return host
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """Return one port of `free_ports`."""
     return free_ports(host, 1)[0]

@@ -16,8 +16,10 @@ import msgspec
 from workers.protocol.sampling import SamplingParams as SamplingParams
 from workers.protocol.scores import Scores
 
-MAX_LOGIT_BIAS: Final = 1024
-"""Most `SamplingParams.logit_bias` pairs of a request: what a slot's device state has room for."""
+MAX_ASKED_LOGIT_BIAS: Final = 1024
+"""Most biases that a request may ask for, and most that hold for all requests to a model."""
+MAX_LOGIT_BIAS: Final = 2 * MAX_ASKED_LOGIT_BIAS
+"""Most `SamplingParams.logit_bias` pairs of a request, both together: what a slot's device state has room for."""
 MAX_LOGPROB_TOKEN_IDS: Final = 128
 """Most `SamplingParams.logprob_token_ids` of a request."""
 MAX_STOP_IDS: Final = 64

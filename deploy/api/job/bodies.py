@@ -34,7 +34,7 @@ from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, Tool
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from workers.grammar.text_grammar import TextGrammar
-from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
+from workers.protocol.plan import MAX_ASKED_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
 from workers.protocol.sampling import TABLE
 from workers.protocol.seeds import LEAST_SEED, MOST_SEED, NO_SEED
 
@@ -224,7 +224,7 @@ class SamplingFields(_Sampled):
     model: str
     seed: Annotated[int | None, AfterValidator(_asked_seed)] = Field(default=None, ge=LEAST_SEED, le=MOST_SEED)
     """-1 is as none."""
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_LOGIT_BIAS, "token ids"))] = Field(
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_at_most(MAX_ASKED_LOGIT_BIAS, "token ids"))] = Field(
         default_factory=dict
     )
     """Token id (as a string) to bias, -100 ... 100."""

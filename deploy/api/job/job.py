@@ -273,8 +273,8 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     """Make the job of a chat. 400 for impossible requests, 429 where there is no room. Endpoints of other shapes make a
     chat of their bodies first."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
+    check_limits(body, tokenizer, config)  # of what the request asks: the model's own defaults are no fault of it
     body = with_defaults(body, model.sampling_defaults, info.vocab_size)
-    check_limits(body, tokenizer, config)
     admission.check_size(1, body.n)
     admission.check_capacity(1)  # before the work of tokenizing; counted exactly when the job starts
     text = await incoming.work(model.render, body)

@@ -2,7 +2,7 @@
 
 A field that the body of an endpoint has is done there. Unknown fields are ignored, as clients expect. One of these must
 not be: its client would take the answer for what it had asked for. The names are those of OpenAI, Anthropic, vLLM,
-SGLang, Text Generation Inference, llama.cpp and others.
+SGLang, Text Generation Inference, llama.cpp, Ollama and others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "functions": ("function calling (functions)", _OFF),
     "function_call": ("function calling (function_call)", (*_OFF, "none")),
     "web_search_options": ("web search (web_search_options)", ()),  # an empty object switches it on
+    "enable_search": ("web search (enable_search)", _OFF),
+    "search_parameters": ("web search (search_parameters)", (*_OFF, {"mode": "off"})),
+    "plugins": ("plugins", _OFF),
+    "images": ("images", _OFF),
+    "input_ids": ("a prompt of token ids (input_ids); give them as the prompt of /v1/completions: this", _OFF),
+    "negative_prompt": ("a negative prompt (negative_prompt)", _OFF),
+    "safe_prompt": ("safe_prompt", _OFF),
+    "prompt_mode": ("prompt_mode; use reasoning_effort: this", ()),
+    "template": ("a chat template in the request (template)", _OFF),
+    "options": ("options; give them as fields of the body: this", _OFF),
     "modalities": ("a modality other than text (modalities)", (*_OFF, ["text"])),
     "audio": ("audio", _OFF),
     "moderation": ("moderation", _OFF),
@@ -34,10 +44,22 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "input_embeds": ("embeddings as a prompt (input_embeds)", _OFF),
     "truncate_prompt_tokens": ("prompt truncation (truncate_prompt_tokens)", ()),
     "truncate": ("prompt truncation (truncate)", (False,)),
+    "prompt_truncate_len": ("prompt truncation (prompt_truncate_len)", ()),
+    "context_length_exceeded_behavior": ("prompt truncation (context_length_exceeded_behavior)", ("error",)),
     "lora_path": ("an adapter (lora_path)", _OFF),
+    "lora_adapters": ("an adapter (lora_adapters)", _OFF),
+    "adapter_id": ("an adapter (adapter_id)", _OFF),
     # How openly it speaks.
     "verbosity": ("a verbosity other than low, medium and high, which have no effect: this verbosity", VERBOSITIES),
+    "think": ("think; use reasoning_effort: this", ()),
+    "include_reasoning": ("an answer without its reasoning (include_reasoning)", (True,)),
+    "separate_reasoning": ("reasoning within the answer's text (separate_reasoning)", (True,)),
+    "reasoning_format": ("reasoning_format", ("auto", "parsed", "deepseek")),
     # What the answer must look like.
+    "response_schema": ("structured output (response_schema)", _OFF),
+    "format": ("structured output (format)", _OFF),
+    "stop_regex": ("stop_regex", _OFF),
+    "watermark": ("watermark", _OFF),
     "json_schema": ("structured output (json_schema)", _OFF),
     "regex": ("structured output (regex)", _OFF),
     "ebnf": ("structured output (ebnf)", _OFF),
@@ -53,6 +75,10 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     # How a token is sampled.
     "do_sample": ("do_sample; temperature 0 is greedy: this field", (True,)),
     "typical_p": ("typical_p", (1,)),
+    "guidance_scale": ("guidance_scale", (1,)),
+    "repeat_last_n": ("a window of the penalties (repeat_last_n)", (-1,)),
+    "repetition_context_size": ("a window of the penalties (repetition_context_size)", (-1,)),
+    "samplers": ("an order of filters (samplers)", _OFF),
     "tfs": ("tfs", (1,)),
     "tfs_z": ("tfs_z", (1,)),
     "top_a": ("top_a", _OFF),
@@ -82,6 +108,11 @@ UNSUPPORTED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "min_length": ("min_length; use min_tokens: this", _OFF),
     "max_new_tokens": ("max_new_tokens; use the endpoint's own bound of tokens: this", ()),
     "max_length": ("max_length; use the endpoint's own bound of tokens: this", ()),
+    "num_predict": ("num_predict; use the endpoint's own bound of tokens: this", (-1,)),
+    "stopping_strings": ("stopping_strings; use stop: this", _OFF),
+    "no_stop_trim": ("no_stop_trim; use include_stop_str_in_output: this", _OFF),
+    "ban_eos_token": ("ban_eos_token; use ignore_eos: this", _OFF),
+    "add_bos_token": ("add_bos_token; use add_special_tokens: this", (True,)),
     "n_predict": ("n_predict; use the endpoint's own bound of tokens: this", (-1,)),
     "n_probs": ("n_probs; use logprobs: this", _OFF),
     "num_return_sequences": ("num_return_sequences; use n: this", (1,)),

@@ -25,8 +25,8 @@ from workers.protocol.scores import Scores
 async def completion_job(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> Job:
     """Make the job of a completion. 400 for impossible requests, 429 where there is no room."""
     info, tokenizer, config = model.info(), model.tokenizer, model.config
-    body = with_defaults(body, model.sampling_defaults, info.vocab_size)
     prompts = await _prompts(body, incoming, model, admission)
+    body = with_defaults(body, model.sampling_defaults, info.vocab_size)
     constraint = await requested_grammar(body, tokenizer, info) if body.constrained else UNCONSTRAINED
     most = model.sampling_defaults.get("max_tokens")
     return await incoming.work(build_job, body, prompts, info, tokenizer, config, constraint.grammar, most)

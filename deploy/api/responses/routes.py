@@ -146,6 +146,12 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
 
     async def stored_response(request: HttpRequest) -> Response:
         """A response that this replica keeps."""
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise invalid(
+                "stream: the events of a response that is kept are not; get it without stream",
+                "stream",
+                "unsupported_parameter",
+            )
         return Response(store.response(request.path_params["response_id"]), media_type="application/json")
 
     async def delete_response(request: HttpRequest) -> Response:

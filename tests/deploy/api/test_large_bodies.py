@@ -23,7 +23,7 @@ from deploy.api.job.bodies import ChatBody, CompletionBody
 from deploy.api.openai.routes import DetokenizeBody, TokenizeChatBody
 from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_TEMPLATE_VARIABLES
-from workers.protocol.plan import MAX_LOGIT_BIAS
+from workers.protocol.plan import MAX_ASKED_LOGIT_BIAS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}
@@ -59,7 +59,7 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("field", "most"), [("chat_template_kwargs", MOST_TEMPLATE_VARIABLES), ("logit_bias", MAX_LOGIT_BIAS)]
+    ("field", "most"), [("chat_template_kwargs", MOST_TEMPLATE_VARIABLES), ("logit_bias", MAX_ASKED_LOGIT_BIAS)]
 )
 def test_entries_are_counted_before_they_are_looked_at(field: str, most: int) -> None:
     good: dict[str, Any] = {str(number): 0.5 for number in range(most)}

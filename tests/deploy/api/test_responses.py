@@ -238,6 +238,10 @@ def test_a_response_that_is_kept_can_be_had_and_deleted() -> None:
             assert output_of(kept) == output_of(answer) == WHOLE
             assert (kept.usage, kept.created_at) == (answer.usage, answer.created_at)
             assert [item.id for item in kept.output] == [item.id for item in answer.output]
+            assert client.responses.retrieve(answer.id, include=["reasoning.encrypted_content"]) == kept
+            with pytest.raises(openai.BadRequestError, match="get it without stream") as refused:
+                client.responses.retrieve(answer.id, stream=True)
+            assert refused.value.param == "stream"
             raw = client.responses.with_raw_response.delete(answer.id)
             assert raw.http_response.json() == {"id": answer.id, "object": "response", "deleted": True}
             for gone in (client.responses.retrieve, client.responses.delete):

@@ -171,6 +171,29 @@ def test_the_least_that_a_folder_wants_is_no_more_than_there_can_be(engine: Fake
         assert httpx.post(url, json={"model": "tiny", "prompt": "x", "min_tokens": 17}).status_code == 400
 
 
+def test_limits_are_for_what_a_request_asks(engine: FakeEngine) -> None:
+    """What the folder has beside it counts neither against them nor is it dropped."""
+    defaults = {"stop": [f"never {number}" for number in range(20)] + ["x" * 600, "fox"]}
+    defaults["logit_bias"] = {str(token): -100.0 for token in range(100)}
+    app = create_app(engine, tiny(), ApiConfig(served_model_names=("tiny",)), sampling_defaults=defaults)
+    own = {str(token): 1.0 for token in range(80, 128)}
+    with serving(app) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
+
+            def ask(path: str = path, body: dict[str, Any] = body, **more: Any) -> httpx.Response:
+                return httpx.post(f"{url}/{path}", json={"model": "tiny", **body, **more})
+
+            assert ask().json()["choices"][0]["finish_reason"] == "stop"
+            assert ask(logit_bias=own).status_code == 200
+            found = dict(engine.requests[-1].sampling.logit_bias)
+            assert [found[token] for token in (0, 99, 100, 127)] == [-100.0, -100.0, 1.0, 1.0]
+            assert ask(stop=["a"] * 16).status_code == 200
+            refused = ask(stop=["a"] * 17)
+            assert refused.status_code == 400
+            assert "at most 16 strings are allowed, not 17" in refused.text
+
+
 @pytest.mark.parametrize(
     "given",
     ['{"temperature": 5}', '{"top_p": "high"}', '{"top_k": 0.5}', "[]", "{", '{"max_new_tokens": "9"}',

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import time
 from itertools import pairwise
 
 import numpy as np
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.loadtest.load import LoadRun, RequestRecord, run_load
-from deploy.loadtest.load_report import LoadReport, percentile
+from deploy.loadtest.load_report import PERCENTILES, LoadReport, percentile
 from deploy.loadtest.load_spec import LoadSpec
 from deploy.loadtest.served_model import served_model
 from deploy.loadtest.sse_client import SseConnection, Target
@@ -56,6 +58,43 @@ async def test_latencies_are_those_of_the_server():
         statistics.fmean((r.arrivals[-1] - r.arrivals[0]) / 5 for r in run.records) * 1e3
     )
     assert report.latencies["e2e"].most <= run.duration * 1e3
+
+
+@pytest.mark.soak
+async def test_times_are_those_that_another_client_measures():
+    """The openai client asks the same server beside the load, in the same event loop, one request after the other."""
+
+    async def answer(exchange):
+        if exchange.path != "/v1/models":
+            await asyncio.sleep(0.06)
+        await completions(exchange, gap_s=0.02)
+
+    firsts, gaps, wholes = [], [], []
+    async with (
+        serving(answer) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        async def ask() -> None:
+            begun = time.perf_counter()
+            stream = await client.completions.create(model="m", prompt=[1] * 5, max_tokens=12, stream=True)
+            arrivals = [time.perf_counter() async for chunk in stream if chunk.choices]
+            firsts.append(arrivals[0] - begun)
+            gaps.extend(after - before for before, after in pairwise(arrivals))
+            wholes.append(arrivals[-1] - begun)
+
+        await ask()  # a connection
+        firsts.clear(), gaps.clear(), wholes.clear()
+        running = asyncio.create_task(
+            run_load(spec(server.url, requests=40, output=12, concurrency=2), lambda record: None)
+        )
+        while not running.done():
+            await ask()
+    report = LoadReport.of(await running)
+    assert len(firsts) > 10
+    for name, measured in (("ttft", firsts), ("itl", gaps), ("e2e", wholes)):
+        theirs = statistics.median(measured) * 1e3
+        assert report.latencies[name].percentiles[PERCENTILES.index(50)] == pytest.approx(theirs, rel=0.15), name
 
 
 async def test_what_is_sent():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,20 +64,20 @@ TAGGED = [
     "words between arguments", "two call begins", "no last value end",
 ]  # fmt: skip
 KINDS = {
-    "deepseek_v3": [*JSON, *EVERYWHERE],
-    "deepseek_v31": [*JSON, *EVERYWHERE],
-    "kimi_k2": [*JSON, *EVERYWHERE, "singular", "other head", "other head"],
+    "deepseek_v3": [*JSON, *EVERYWHERE, "as python", "spelled out"],
+    "deepseek_v31": [*JSON, *EVERYWHERE, "as python", "spelled out"],
+    "kimi_k2": [*JSON, *EVERYWHERE, "as python", "singular", "other head", "other head"],
     "glm": [
-        *TAGGED, *EVERYWHERE, "two key begins", "two value begins", "no key begin", "call begin for key", "no key end",
-        "no value begin", "stray value end",
+        *TAGGED, *EVERYWHERE, "as python", "two key begins", "two value begins", "no key begin", "call begin for key",
+        "no key end", "no value begin", "stray value end",
     ],
     "hermes": [
         *EVERYWHERE, "newlines", "no call end", "no last call end", "two call begins", "two call ends", "other fence",
-        "indented", "other order", "no brace", *LOOSE,
+        "indented", "other order", "no brace", "as python", *LOOSE,
     ],
     "mistral": [
         *EVERYWHERE, "newlines", "two call begins", "two separators", "no separator", "space around heads", "indented",
-        "other fence", "own ids", *(kind for kind in LOOSE if kind != "brackets missing"),
+        "other fence", "own ids", "as python", *(kind for kind in LOOSE if kind != "brackets missing"),
     ],
     "deepseek_v32": [
         *TAGGED, *EVERYWHERE, "no section begin", "no section end", "no section", "other section", "two section begins",
@@ -108,6 +109,11 @@ APART = [
     {*LOOSE, "cut", "indented", "no separator", "no brace", "other order"},
     {"brackets missing", "no call end", "no last call end"},
     {"a string of JSON", "in an array", "other fence"},
+    *({"as python", kind} for kind in (
+        *LOOSE, *TAGGED, "cut", "indented", "other fence", "other order", "no brace", "own ids", "other head",
+        "no call begin", "no separator", "two separators", "space around heads", "two key begins", "two value begins",
+        "no key begin", "call begin for key", "no key end", "no value begin", "stray value end",
+    )),
 ]  # fmt: skip
 """Sets of which an answer has one member at most: together they would leave it open what was meant."""
 
@@ -159,6 +165,19 @@ class Writer:
 
     def write(self, calls: Calls) -> str:
         """All calls."""
+        text = self.written(calls)
+        if self.has("spelled out"):
+            bar, blank = self.either("｜", "|"), self.either("_", " ", "▁")
+            text = re.sub(r"<｜[^>]*｜>", lambda mark: mark.group().replace("｜", bar).replace("▁", blank), text)
+        return text
+
+    def as_python(self, name: str, arguments: dict[str, Any]) -> str:
+        """A call as Python writes it."""
+        space = self.either("", " ", "\n  ")
+        call = f"{name}({space}{f', {space}'.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        return self.either(call, f"[{call}]") if arguments else f"[{call}]"
+
+    def written(self, calls: Calls) -> str:
         if self.name in OBJECTS:
             return OBJECTS[self.name](self).write(calls)
         if self.name == "glm":
@@ -263,6 +282,8 @@ class JsonFormat:
         if self.has("no call end") or (last and self.has("no last call end")):
             end = ""
         end = end * 2 if self.has("two call ends") else end
+        if self.has("as python"):
+            return begin + self.space() + self.writer.as_python(name, arguments) + self.space() + end
         space = self.space("space around heads")
         body = self.body(arguments)
         head = self.head(index, name)
@@ -353,6 +374,8 @@ class Hermes(JsonFormat):
         end = "</tool_call>" * (2 if self.has("two call ends") else 1)
         if self.has("no call end") or (last and self.has("no last call end")):
             end = ""
+        if self.has("as python"):
+            return f"{begin}\n{self.writer.as_python(name, arguments)}\n{end}"
         call = {"name": name, "arguments": arguments}
         if self.has("other order"):
             call = self.draw.choice([{"arguments": arguments, "name": name}, {"id": 1, **call}, {**call, "id": "x"}])
@@ -377,6 +400,8 @@ class Mistral(JsonFormat):
 
     def one(self, index: int, name: str, arguments: dict[str, Any], last: bool) -> str:
         begin = "[TOOL_CALLS]" * (2 if self.has("two call begins") else 1)
+        if self.has("as python"):
+            return begin + self.writer.as_python(name, arguments)
         separator = "" if self.has("no separator") else "[ARGS]" * (2 if self.has("two separators") else 1)
         if self.has("own ids"):
             separator = f"[CALL_ID]{self.draw.choice(['aB3dE6g', 'no id', 'x'])}{index:02}{separator}"
@@ -412,6 +437,8 @@ class Glm:
             end = ""
         if self.has("no call end") and last and self.has("stray ends"):
             end = "</tool_call>"
+        if self.has("as python"):
+            return begin + self.space() + self.writer.as_python(name, arguments) + self.space() + end
         body = dumps(arguments)
         text = begin + self.space("space around names") + name + self.space("space around names")
         if self.has("body") and arguments:

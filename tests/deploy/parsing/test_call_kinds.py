@@ -131,6 +131,33 @@ def test_heads_of_deepseek(name: str, head: str) -> None:
     check(name, spelled(f"<<[{head}{CITY}{end}]>>", DEEPSEEK), "", [OSLO])
 
 
+SPELLINGS = [("｜", "▁"), ("|", "▁"), ("｜", "_"), ("|", "_"), ("｜", " "), ("｜", "\\_")]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize(("bar", "blank"), SPELLINGS)
+def test_markers_of_deepseek_that_are_spelled_out(name: str, bar: str, blank: str) -> None:
+    def spelled_out(text: str) -> str:
+        return re.sub(r"<｜[^>]*｜>", lambda mark: mark.group().replace("｜", bar).replace("▁", blank), text)
+
+    for head in ("get_weather|", "function|get_weather\n", "function||get_weather\n```json\n"):
+        end = "\n```" if "```" in head else ""
+        one = spelled(f"[{head}{CITY}{end}]", DEEPSEEK)
+        section = spelled("<<", DEEPSEEK), spelled(">>", DEEPSEEK)
+        check(name, f"Hm. {spelled_out(section[0] + one + section[1])} So.", "Hm. So.", [OSLO])
+        check(name, spelled_out(section[0] + one + one + section[1]), "", [OSLO, OSLO])
+        check(name, section[0] + spelled_out(one) + section[1], "", [OSLO])
+        short = spelled_out("<｜tool▁calls｜>")
+        check(name, f"{short}{spelled_out(one)}{section[1]}", "", [OSLO])
+        reasoning = "deepseek_r1" if name == "deepseek_v3" else "deepseek_v3"
+        answer = check(name, f"I look.\n{short}{spelled_out(one)}</think>", "", [OSLO], reasoning)
+        assert answer.reasoning == "I look."
+    written = spelled_out("<｜tool▁call▁end｜>")
+    text = CALLS[name].replace("{}", json.dumps({"city": written}, ensure_ascii=False))
+    check(name, text, "", [("get_weather", {"city": written})])
+    assert "tool" not in check(name, spelled_out(spelled("a << b >> [c| d ]", DEEPSEEK)), "a b c d", []).content
+
+
 LOOSE: list[tuple[str, dict[str, Any]]] = [
     ('{"city": "a } b { \\" }"}', {"city": 'a } b { " }'}),
     ('{"city": "\\u6771\\u4eac \\ud83d\\ude00"}', {"city": "東京 😀"}),
@@ -240,6 +267,74 @@ def test_objects_in_sections(name: str) -> None:
         check(name, f"Hm.{begin}{text}{end}", "Hm.", calls)
     check(name, f"{begin}{{ok}} and {one[:-20]}", f"{{ok}} and {one[:-20]}", [])
     check(name, f"{begin}{chr(10) * 300}{markers['[']}{one}{markers[']']}{end}", "", [OSLO])
+
+
+AS_PYTHON: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
+    ('get_weather(city="Oslo")', [OSLO]),
+    ("get_weather( city = 'Oslo', )", [OSLO]),
+    ('[get_weather(city="Oslo")]', [OSLO]),
+    ('[get_weather(city="Oslo"), now()]', [OSLO, NOW]),
+    ('[\n  now(),\n  get_weather(city="Oslo"),\n]', [NOW, OSLO]),
+    ('get_weather(city="Oslo")\nnow()', [OSLO, NOW]),
+    ('get_weather(city="Oslo"); get_weather(city="Oslo");', [OSLO, OSLO]),
+    ('```python\nget_weather(city="Oslo")\n```', [OSLO]),
+    ('get_weather("Oslo")', [OSLO]),
+    ('get_weather("Oslo", 3, unit="C")', [("get_weather", {"city": "Oslo", "days": 3, "unit": "C"})]),
+    ('get_weather({"city": "Oslo"})', [OSLO]),
+    ('get_weather(**{"city": "Oslo"})', [OSLO]),
+    ('get_weather(city: "Oslo", days: 3)', [("get_weather", {"city": "Oslo", "days": 3})]),
+    ("get_weather(exact=True, note=None, days=-3)", [("get_weather", {"exact": True, "note": None, "days": -3})]),
+    ("get_weather(exact=true, note=null, unit=C)", [("get_weather", {"exact": True, "note": None, "unit": "C"})]),
+    ("get_weather(places=[{'a': None}, {'b': (1, 2)}])", [("get_weather", {"places": [{"a": None}, {"b": [1, 2]}]})]),
+    ('get_weather(city="a ) b", note=\'c ( "d" ]\')', [("get_weather", {"city": "a ) b", "note": 'c ( "d" ]'})]),
+    ('get_weather(city="""two\nlines "quoted" """, days=1)',
+     [("get_weather", {"city": 'two\nlines "quoted" ', "days": 1})]),
+    ('get_weather(city="C:\\\\dir \\d \\u00e9 東京", note="")',
+     [("get_weather", {"city": "C:\\dir \\d é 東京", "note": ""})]),
+    ('functions.get_weather(city="Oslo")', [OSLO]),
+    ('get_weather(city="Oslo", places=[', [("get_weather", {"city": "Oslo", "places": []})]),
+]  # fmt: skip
+AROUND_PYTHON = {
+    "hermes": "<tool_call>\n{}\n</tool_call>",
+    "glm": "<tool_call>{}</tool_call>",
+    "mistral": "[TOOL_CALLS]{}",
+    "kimi_k2": f"{KIMI['<<']}{KIMI['[']}{{}}{KIMI[']']}{KIMI['>>']}",
+    "deepseek_v3": f"{DEEPSEEK['<<']}{DEEPSEEK['[']}function{DEEPSEEK['|']}{{}}{DEEPSEEK[']']}{DEEPSEEK['>>']}",
+    "deepseek_v31": f"{DEEPSEEK['<<']}{{}}{DEEPSEEK['>>']}",
+    "deepseek_v32": "<｜DSML｜function_calls>\n{}\n</｜DSML｜function_calls>",
+}
+
+
+@pytest.mark.parametrize("name", AROUND_PYTHON)
+def test_calls_as_python_writes_them(name: str) -> None:
+    for text, calls in AS_PYTHON:
+        if text.endswith("[") and name == "mistral":
+            continue  # there is no marker behind it that would tell its end
+        answer = check(name, "Hm. " + AROUND_PYTHON[name].replace("{}", text), "Hm.", calls)
+        assert not answer.broken
+        assert len(set(answer.ids)) == len(calls)
+        if name != "mistral":
+            check(name, AROUND_PYTHON[name].replace("{}", text) + " So.", "So.", calls)
+
+
+NOT_PYTHON = [
+    "unknown(city=5)", "get_weather (is what I call)", "get_weather(city=Oslo Norway)", "get_weather(f'{x}')",
+    "get_weather(1, 2, 3, 4, 5, 6, 7, 8)", "get_weather(b'x')", "get_weather({1: 2})", "get_weather(1e999)",
+    "get_weather(city=())[", "get_weather(" + "[" * 300, "get_weather(" + "-" * 9000 + "1)", "get_weather(city='Oslo'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND_PYTHON)
+def test_what_is_no_call_in_python_is_content(name: str) -> None:
+    for text in NOT_PYTHON:
+        before, behind = AROUND_PYTHON[name].split("{}")
+        whole = before + text + (behind if text[-1] == ")" else "")
+        answer = found(events_of(parser(name), [whole]))
+        assert found(events_of(parser(name), list(whole))) == answer
+        assert CONTROL[name].search(answer.content) is None
+        assert answer.calls in ([], [("get_weather", {"city": []})])
+        if not answer.calls:
+            assert text in answer.content, (name, answer)
 
 
 NAMES = ["`get_weather`", '"get_weather"', "get_weather:", "functions.get_weather", "tool:get_weather", "get_weather()"]
@@ -432,6 +527,61 @@ def test_what_is_no_call_leaves_the_reasoning_on(name: str, reasoning: str, call
     if call.startswith("<|tool_calls_section_begin|>"):
         return  # it ends the reasoning itself
     assert check(name, f"I call {broken} or not.</think>Done.", "Done.", [], reasoning).reasoning.endswith(" or not.")
+
+
+CLOSED_WITHIN = [
+    ("glm", "glm", f"{BEGIN}get_weather@{KEY}{VALUE}{CLOSE}", OSLO),
+    ("glm", "glm", f"{BEGIN}@get_weather{KEY}{VALUE}{CLOSE}", OSLO),
+    ("glm", "glm", f"{BEGIN}get_weather{KEY}{VALUE}@{CLOSE}", OSLO),
+    ("glm", "glm", f"{BEGIN}get_weather{KEY}{VALUE}@<arg_key>days</arg_key><arg_value>3</arg_value>{CLOSE}",
+     ("get_weather", {"city": "Oslo", "days": 3})),
+    ("glm", "glm", f"{BEGIN}now@{CLOSE}", NOW),
+    ("deepseek_v32", "deepseek_v3", f"{SECTION}@{INVOKE}{PARAMETER}{END}{SECTION_END}", OSLO),
+    ("deepseek_v32", "deepseek_v3", f"{SECTION}{INVOKE}@{PARAMETER}{END}{SECTION_END}", OSLO),
+    ("deepseek_v32", "deepseek_v3", f"{SECTION}{INVOKE}{PARAMETER}@{END}{SECTION_END}", OSLO),
+    ("deepseek_v31", "deepseek_v3", spelled(f"<<@[get_weather|{CITY}]>>", DEEPSEEK), OSLO),
+    ("deepseek_v31", "deepseek_v3", spelled(f"<<[@get_weather|{CITY}]>>", DEEPSEEK), OSLO),
+    ("deepseek_v31", "deepseek_v3", spelled(f"<<[get_weather@|{CITY}]>>", DEEPSEEK), OSLO),
+    ("deepseek_v31", "deepseek_v3", spelled(f"<<[get_weather|@{CITY}]>>", DEEPSEEK), OSLO),
+    ("deepseek_v31", "deepseek_v3", spelled(f"<<[get_weather|{CITY}@]>>", DEEPSEEK), OSLO),
+    ("deepseek_v3", "deepseek_r1", spelled(f"<<[function|@get_weather\n```json\n{CITY}\n```]>>", DEEPSEEK), OSLO),
+    ("deepseek_v3", "deepseek_r1", spelled(f"<<[function@|get_weather\n```json\n{CITY}\n```]>>", DEEPSEEK), OSLO),
+    ("kimi_k2", "kimi_k2", spelled(f"<<@[functions.get_weather:0|{CITY}]>>", KIMI), OSLO),
+    ("kimi_k2", "kimi_k2", spelled(f"<<[functions.get_weather:0@|{CITY}]>>", KIMI), OSLO),
+    ("hermes", "deepseek_v3", f'{BEGIN}@{{"name": "get_weather", "arguments": {CITY}}}\n{CLOSE}', OSLO),
+    ("hermes", "deepseek_v3", f'{BEGIN}{{"name": "get_weather", "arguments": {CITY}}}@{CLOSE}', OSLO),
+    ("mistral", "mistral", f"[TOOL_CALLS]@get_weather[ARGS]{CITY}", OSLO),
+    ("mistral", "mistral", f"[TOOL_CALLS]get_weather[ARGS]@{CITY}", OSLO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "reasoning", "text", "call"), CLOSED_WITHIN)
+def test_reasoning_that_ends_within_a_call(name: str, reasoning: str, text: str, call: Any) -> None:
+    close = "[/THINK]" if name == "mistral" else "</think>"
+    for closing in (close, f"\n{close}\n", f"{close}\n\n"):
+        written = text.replace("@", closing)
+        answer = check(name, f"I call.\n{written} So.", "So.", [call], reasoning)
+        assert answer.reasoning == "I call."
+        assert check(name, f"Hm.{close}{written}So.", "So.", [call], reasoning).reasoning == "Hm."
+
+
+EXAMPLES = [
+    f"Write `{BEGIN}{{one}}{CLOSE}` to call it.",
+    f"Then\n`{BEGIN}\n{{one}}\n{CLOSE}`",
+    f"With `get_weather` you write `{BEGIN}{{one}}{CLOSE}` and `{BEGIN}{{one}}{CLOSE}`.",
+]
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_an_example_of_a_call_in_words_is_none(text: str) -> None:
+    text = text.replace("{one}", J)
+    bare = text.replace(BEGIN, "").replace(CLOSE, "")
+    check("hermes", text, bare, [])
+    check("hermes", f"{text}\n{BEGIN}{J}{CLOSE}", bare, [OSLO])
+    answer = check("hermes", f"{text} So.</think>{BEGIN}{J}{CLOSE}", "", [OSLO], "deepseek_v3")
+    assert answer.reasoning == f"{text} So."
+    for around in (f"```\n{BEGIN}{J}{CLOSE}", f"```{BEGIN}{J}{CLOSE}", f"`get_weather`{BEGIN}{J}{CLOSE}"):
+        assert check("hermes", around, around.partition(BEGIN)[0], [OSLO]).calls
 
 
 SCHEMA: dict[str, Any] = {

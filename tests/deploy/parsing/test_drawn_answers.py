@@ -8,6 +8,8 @@ import pytest
 from drawn_answers import KINDS, OUTPUTS, REASONING, Drawn, Writer, drawn_answers
 from written_calls import CONTROL, WRITERS, Found, events_of, found, parser
 
+from deploy.parsing.registry import TOOL_PARSERS
+
 FORMATS = sorted(WRITERS)
 
 
@@ -44,6 +46,10 @@ def test_every_drawn_answer_is_read_as_it_was_meant(name: str) -> None:
         assert read(drawn, list(drawn.text)) == answer
     assert OUTPUTS >= 400
     assert min(seen.values()) >= 5, seen
+
+
+def test_every_parser_has_its_answers() -> None:
+    assert set(FORMATS) == set(KINDS) == set(TOOL_PARSERS)
 
 
 @pytest.mark.parametrize("name", FORMATS)

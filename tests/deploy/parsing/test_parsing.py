@@ -49,6 +49,8 @@ def cut(text: str, random: random.Random) -> list[str]:
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(FORMATS), said, calls, st.randoms(use_true_random=False))
 def test_calls_come_as_they_were_written(name: str, before: str, written: Calls, random: random.Random) -> None:
+    if name == "hermes":
+        before = before.rstrip("`")  # else it may be an example of a call
     text = before + WRITERS[name](written)
     events = events_of(parser(name), [text])
     assert found(events) == Found(before, "", written, found(events).ids)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from deploy.routing.arrivals import load_from_report, load_to_report
+from deploy.routing.pace import KEPT_S, StepClock, paces
 from deploy.routing.policy import InFlightAccounting, Load, choose
 from deploy.routing.request_features import RequestFeatures
+from workers.protocol.messages import Distribution, EngineStats
 
 PROMPT_TOKENS, PROMPT_TOKENS_PER_S = 500, 20_000
-OUTPUT_S = 1.0
+OUTPUT_S, STEP_S = 1.0, 0.02
 SLOWER = 10
 REPORT_PERIOD_S = 0.2
 
@@ -26,42 +29,132 @@ class Replica:
     """Time at which its queued prompts are computed."""
     ends: list[float] = field(default_factory=list)
     taken: int = 0
+    reported: float = 0.0
+    uncounted_s: float = 0.0
+    """Time that went into a prompt which is not done."""
+    counts: dict[str, tuple[int, float, int]] = field(default_factory=dict)
+    """Steps so far by kind: how many, their seconds and their tokens."""
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(lambda: self.reported)
 
     def take(self, now: float) -> None:
         self.free_at = max(self.free_at, now) + self.pace * PROMPT_TOKENS / PROMPT_TOKENS_PER_S
         self.ends.append(self.free_at + self.pace * OUTPUT_S)
         self.taken += 1
 
+    def count(self, kind: str, steps: int, seconds: float, tokens: int) -> None:
+        before = self.counts.get(kind, (0, 0.0, 0))
+        self.counts[kind] = (before[0] + steps, before[1] + seconds, before[2] + tokens)
+
+    def stats(self, now: float) -> EngineStats:
+        """The scheduler's figures: what was computed since the last ones."""
+        busy = min(max(self.free_at - self.reported, 0.0), now - self.reported)
+        rows = sum(end > self.reported for end in self.ends)
+        one = self.pace * PROMPT_TOKENS / PROMPT_TOKENS_PER_S
+        self.uncounted_s += busy
+        if prompts := int(self.uncounted_s / one):
+            self.count("mixed", prompts, prompts * one, prompts * PROMPT_TOKENS)
+            self.uncounted_s -= prompts * one
+        if rows and (steps := int((now - self.reported - busy) / (self.pace * STEP_S))):
+            self.count("decode", steps, steps * self.pace * STEP_S, steps * rows)
+        self.reported = now
+        return EngineStats(
+            step_seconds={kind: Distribution((count[0],), count[1]) for kind, count in self.counts.items()},
+            step_prefill_tokens={"mixed": Distribution((1,), self.counts.get("mixed", (0, 0.0, 0))[2])},
+            decode_fed=self.counts.get("decode", (0, 0.0, 0))[2],
+        )
+
     def report(self, now: float, seen: int) -> Load:
         backlog = max(self.free_at - now, 0.0) * PROMPT_TOKENS_PER_S / self.pace
         rows = sum(end > now for end in self.ends)
-        return Load(backlog=round(backlog), rows=rows, pages_free=1 << 20, seen={"router": seen}, at=now)
+        self.clock.add(self.stats(now))
+        load = Load(
+            backlog=round(backlog),
+            rows=rows,
+            pages_free=1 << 20,
+            seen={"router": seen},
+            at=now,
+            step_times=self.clock.times(),
+        )
+        return load_from_report(load_to_report(load))
 
 
-def shares(paces: list[float], requests_per_s: float, count: int = 2000) -> list[float]:
-    """Share of the requests that each replica gets."""
+def shares(
+    paces: list[float], requests_per_s: float, count: int = 2000, recovers_at: int | None = None
+) -> list[list[float]]:
+    """Share of the requests that each replica gets, of each half of them. `recovers_at`: the request from which on all
+    are equally fast."""
     drawn = random.Random(1)
     accounting: InFlightAccounting[int] = InFlightAccounting("router", row_tokens=32.0)
     replicas = [Replica(pace) for pace in paces]
     loads: dict[int, Load] = {}
     now, reported = 0.0, -REPORT_PERIOD_S
-    for _ in range(count):
+    halves = []
+    for number in range(count):
         now += drawn.expovariate(requests_per_s)
+        if number == recovers_at:
+            for replica in replicas:
+                replica.pace = 1
         if now - reported >= REPORT_PERIOD_S:
             reported = now // REPORT_PERIOD_S * REPORT_PERIOD_S
-            loads = {number: replica.report(reported, accounting.sent) for number, replica in enumerate(replicas)}
+            loads = {place: replica.report(reported, accounting.sent) for place, replica in enumerate(replicas)}
         features = RequestFeatures(PROMPT_TOKENS)
         chosen = choose(accounting, loads, features, now)[0]
         accounting.record(chosen, loads[chosen], features, now)
         replicas[chosen].take(now)
-    return [replica.taken / count for replica in replicas]
+        if number + 1 in (count // 2, count):
+            halves.append([replica.taken * 2 / count for replica in replicas])
+            for replica in replicas:
+                replica.taken = 0
+    return halves
 
 
 @pytest.mark.parametrize("others", [1, 3])
-@pytest.mark.parametrize(("requests_per_s", "most"), [(5.0, 0.4), (20.0, 0.3), (30.0, 0.2)])
-def test_the_load_goes_to_the_others(others: int, requests_per_s: float, most: float) -> None:
-    """The fewer stand in line, the more a slow one gets: between two reports a prompt that was sent counts as one that
-    is yet to be computed, wherever it was sent."""
-    slow, *rest = shares([SLOWER, *[1] * others], requests_per_s * others)
-    assert slow < most * min(rest)
-    assert max(rest) < 1.2 * min(rest)
+@pytest.mark.parametrize("requests_per_s", [1.0, 5.0, 20.0, 30.0])
+def test_a_slow_replica_gets_its_share_of_the_time(others: int, requests_per_s: float) -> None:
+    """A tenth of what others get at the most; at light load it is only tried now and then."""
+    for slow, *rest in shares([SLOWER, *[1] * others], requests_per_s * others):
+        assert slow < 1.5 / SLOWER * min(rest)
+        assert max(rest) < 1.2 * min(rest)
+
+
+def test_a_replica_that_has_recovered_gets_its_part_again() -> None:
+    (before, *_), (after, *_) = shares([SLOWER, 1], 5.0, 4000, recovers_at=1500)
+    assert before < 0.25
+    assert 0.45 < after < 0.55
+
+
+def test_replicas_of_about_one_pace_are_alike() -> None:
+    """Steps of one size differ by their contexts; the line of those that wait is told by their number."""
+    for slow, fast in shares([1.5, 1], 20.0):
+        assert 0.3 < slow < fast
+
+
+def test_steps_are_compared_by_their_size() -> None:
+    """A replica with much to do takes longer for its steps, and is no slower for that."""
+    assert paces({"busy": {"decode 6": 0.03}, "idle": {"decode 0": 0.003}}) == {"busy": 1, "idle": 1}
+    assert paces({"busy": {"decode 6": 0.03}, "slow": {"decode 0": 0.15}}) == {"busy": 1, "slow": 5}
+    assert paces({"slow": {"decode 5": 0.3}, "fast": {"decode 3": 0.01}}) == {"slow": 7.5, "fast": 1}
+    slow = {"decode 0": 0.05, "decode 3": 0.05, "prefill 9": 0.05}
+    fast = {"decode 0": 0.005, "decode 3": 0.01, "mixed 9": 0.001}
+    assert paces({"a": slow, "b": fast, "c": {}}) == {"a": 7.5, "b": 1, "c": 1}
+    assert paces({"a": slow}) == {"a": 1}
+    assert paces({"a": {"decode 0": 0.0}, "b": slow}) == {"a": 1, "b": 1}
+    assert paces({"a": {"mixed 9": 1.0}, "b": slow}) == {"a": 1, "b": 1}
+
+
+def test_one_step_that_was_held_up_is_forgotten_and_so_is_what_is_old() -> None:
+    now = 0.0
+    clock = StepClock(lambda: now)
+    total = 0.0
+    for count, seconds in enumerate([0.01, 0.01, 5.0, 0.01, 0.01], 1):
+        total += seconds
+        clock.add(EngineStats(step_seconds={"decode": Distribution((count,), total)}, decode_fed=count))
+        clock.add(EngineStats(step_seconds={"decode": Distribution((count,), total)}, decode_fed=count))
+    assert clock.times() == {"decode 0": pytest.approx(0.01)}
+    # An engine that was started again counts from nothing.
+    clock.add(EngineStats(step_seconds={"decode": Distribution((2,), 0.08)}, decode_fed=16))
+    assert clock.times()["decode 3"] == pytest.approx(0.04)
+    now = KEPT_S + 1
+    assert clock.times() == {}

@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +76,17 @@ def test_a_host_is_an_address_of_either_kind_or_a_name(host: str) -> None:
 def test_a_host_that_is_none_is_named_so() -> None:
     with pytest.raises(OSError, match="not known"):
         ports.bound("nowhere.invalid", 0)
+
+
+def test_a_name_with_addresses_of_ipv6_alone_is_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve's proxy would look for one of IPv4."""
+    known = socket.getaddrinfo
+    addresses = {"six.test": ["::1"], "both.test": ["::1", "127.0.0.1"], "four.test": ["127.0.0.1"]}
+
+    def found(host: str, *more: Any, **others: Any) -> Any:
+        return [one for address in addresses.get(host, [host]) for one in known(address, *more, **others)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    assert ports.six_alone("six.test") == "::1"
+    for host in ("both.test", "four.test", "127.0.0.1", "0.0.0.0", "::", "::1", "nowhere.invalid"):
+        assert ports.six_alone(host) == host

@@ -251,7 +251,7 @@ def test_drafts_that_are_no_tokens_do_not_reach_memory(temperature):
         (Admission(2, SamplingParams(9)), "slot 2 of 2"),
         (Admission(-1, SamplingParams(9)), "slot -1 of 2"),
         (Admission(0, SamplingParams(9, logit_bias=((VOCAB, 1.0),))), "logit_bias names token ids outside"),
-        (Admission(0, SamplingParams(9, logit_bias=((1, 1.0),) * (MAX_LOGIT_BIAS + 1))), "at most 1024"),
+        (Admission(0, SamplingParams(9, logit_bias=((1, 1.0),) * (MAX_LOGIT_BIAS + 1))), "at most 2048"),
         (Admission(0, SamplingParams(9, presence_penalty=1.0), 0, (1, -1)), "history names token ids outside"),
         (Admission(0, SamplingParams(9, presence_penalty=1.0), 3, (1, 1)), "3 generated tokens in a history of 2"),
     ],

@@ -1,0 +1,90 @@
+"""How fast a replica computes, compared with others: a hot GPU or a noisy neighbor makes one several times slower.
+
+Steps of different sizes take different times, so times are kept by kind and size, each size up to twice the one before.
+A replica measures its own; a router compares what several replicas report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from statistics import median
+from typing import Final, TypeVar
+
+from workers.protocol.messages import EngineStats
+
+KEPT_S: Final = 30.0
+"""Seconds for which a measured time counts. A replica that gets no requests because it was slow is tried again then."""
+SLOWER: Final = 2.0
+"""A replica that is less than this many times slower counts as equally fast: its queue tells, and steps of one size
+differ by what their requests have before them."""
+_WINDOWS: Final = 5
+"""Times kept of each kind and size. Their median is what counts: one step that was held up says nothing."""
+
+R = TypeVar("R", bound=Hashable)
+StepTimes = Mapping[str, float]
+"""Seconds of a step by its kind and size, as `decode 3`: decode rows alone that feed 8 to 15 tokens."""
+
+
+class StepClock:
+    """Times of the newest steps of a replica, from the figures that its scheduler sends several times a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before = EngineStats()
+        self._times: dict[str, deque[tuple[float, float]]] = {}
+        """By kind and size: when it was measured, and the seconds of a step."""
+
+    def add(self, stats: EngineStats) -> None:
+        """Take what the scheduler's figures say of the steps since those before."""
+        if stats.steps == self._before.steps:
+            return
+        before, self._before = (self._before if stats.steps > self._before.steps else EngineStats()), stats
+        for kind, times in stats.step_seconds.items():
+            old = before.step_seconds.get(kind)
+            steps = times.count - (old.count if old is not None else 0)
+            if steps <= 0:
+                continue
+            seconds = times.total - (old.total if old is not None else 0.0)
+            tokens = _tokens(kind, stats) - _tokens(kind, before)
+            size = f"{kind} {max(round(tokens / steps), 1).bit_length() - 1}"
+            self._times.setdefault(size, deque(maxlen=_WINDOWS)).append((self._clock(), seconds / steps))
+
+    def times(self) -> StepTimes:
+        """Return what was measured within `KEPT_S`."""
+        begin = self._clock() - KEPT_S
+        recent = {size: [seconds for at, seconds in held if at >= begin] for size, held in self._times.items()}
+        return {size: median(seconds) for size, seconds in recent.items() if seconds}
+
+
+def _tokens(kind: str, stats: EngineStats) -> float:
+    """Tokens that the steps of a kind were given: those of prompts where they have any."""
+    if kind == "decode":
+        return stats.decode_fed
+    found = stats.step_prefill_tokens.get(kind)
+    return found.total if found is not None else 0.0
+
+
+def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
+    """How many times longer than the fastest replica each one takes for equal steps, at the least; 1 where that is less
+    than `SLOWER`, and where no other measured steps of the kind.
+
+    Where the others' steps had other sizes, a smaller step than theirs would have taken them no longer, and a larger
+    one no longer than in proportion.
+    """
+    known: dict[str, list[tuple[int, float, R]]] = {}
+    for replica, own in times.items():
+        for name, seconds in own.items():
+            kind, _, number = name.partition(" ")
+            known.setdefault(kind, []).append((int(number), seconds, replica))
+    ratios: dict[R, list[float]] = {replica: [] for replica in times}
+    for steps in known.values():
+        for size, seconds, replica in steps:
+            others = [
+                taken * 2 ** max(size - theirs, 0) for theirs, taken, other in steps if other != replica and taken > 0
+            ]
+            if others:
+                ratios[replica].append(seconds / min(others))
+    found = {replica: median(own) if own else 1.0 for replica, own in ratios.items()}
+    return {replica: pace if pace >= SLOWER else 1.0 for replica, pace in found.items()}
