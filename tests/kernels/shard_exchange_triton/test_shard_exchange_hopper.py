@@ -1,0 +1,39 @@
+"""Compilation for Hopper of the exchanges between shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.shard_exchange import Inbox, gather_shards, merge_shards
+from tests.support.hopper import compile_only, machine_code, resources
+
+pytestmark = pytest.mark.gate
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_exchanges(shards: int, dtype: torch.dtype) -> None:
+    """Two kernels each, of few threads and of many, the same on all ranks. What has arrived is taken once: who took it
+    twice would wait for ever."""
+    own = torch.empty(64, dtype=torch.uint8)
+    with compile_only() as compiled:
+        for index in range(shards):
+            inbox = Inbox.of(own, [own.data_ptr()] * shards, index)
+            for tokens in (1, 3, 16, 64, 100):
+                q = torch.empty(tokens, 16 * 576, dtype=dtype)
+                gather_shards(q, inbox, torch.empty(tokens, shards, 16 * 576, dtype=dtype), dependent=True)
+                part, out = torch.empty(tokens, shards, 16, 512, dtype=dtype), torch.empty(tokens, 16, 512, dtype=dtype)
+                merge_shards(part, torch.empty(tokens, shards, 16), inbox, out, dependent=True)
+    found = {kernel.hash: kernel for kernel in compiled}
+    assert len(found) == 4
+    for kernel in found.values():
+        needs = resources(kernel)
+        needs.check(registers=128)
+        assert needs.waits
+        assert needs.releases
+        ptx = kernel.asm["ptx"]
+        takes = ptx.count("ld.relaxed.sys.global.v4.b32")
+        assert takes == shards - 1
+        assert "LDG.E.128.STRONG.SYS" in machine_code(kernel)
+        assert "STG.E.128.STRONG.SYS" in machine_code(kernel)
