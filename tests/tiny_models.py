@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hyv4_layout import published
 from safetensors.torch import load_file, save_file
 
 VOCAB = 131
@@ -117,7 +118,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """Names beginning with v3 or glm have a multi-token-prediction layer. Those of Kimi and mistral3 are the text part of a
 model that sees."""
 
-WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "axk2", "sarvam", "mistral4", "mistral3")
+WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "axk2", "sarvam", "mistral4", "mistral3", "hyv4")
 """Families whose published models have no multi-token-prediction layer."""
 
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
@@ -129,6 +130,13 @@ SPARSE_KINDS: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_INDEXER},
     "axk2-groups": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rope_parameters": YARN, **_INDEXER}
     | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "hyv4": {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "swiglu_limit": 0.5, **_INDEXER}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "routed_scaling_factor": 2.827}
+    | {"indexer_types": ["full", "full", "shared", "full"], "pad_token_id": None},
+    "hyv4-vl": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rope_parameters": YARN, **_INDEXER}
+    | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True, "swiglu_limit": 1.0}
+    | {"hc_mult": 2, "hc_magnitude": 1.5, "hc_eps": 1e-3, "rms_norm_eps": 1e-2, "pad_token_id": None}
+    | {"indexer_types": ["full", "shared", "shared"]},
 }
 """Architectures with sparse attention. Those of V3.2 and GLM-5 have a multi-token-prediction layer. Where indexers have
 fewer heads, some tokens score exactly 0, which all heads' products below 0 make, and it is not said which of them are
@@ -212,6 +220,7 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         "youtu": "Youtu",
         "axk1": "AXK1",
         "axk2": "AXK2",
+        "hyv4": "HYV4",
         "sarvam": "DeepseekV3",
         "mistral4": "Mistral4",
         "mistral3": "Mistral4",
@@ -222,7 +231,7 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
     layers = values["num_hidden_layers"]
     if "indexer_types" in values:
         values["indexer_types"] = values["indexer_types"][:layers] + ["full"] * drafts
-    if family == "glm":
+    if family in ("glm", "hyv4"):
         dense = values.pop("first_k_dense_replace")
         values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers + drafts - dense)
     if family == "youtu":
@@ -236,6 +245,13 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         _randomize(name, parameter, generator)
         if family == "axk2":
             _fit_axk2(name, parameter)
+    if family == "hyv4":
+        tensors = dict(model.state_dict())
+        if model.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        written = _saved_config(model.config) | {"architectures": ["HYV4ForCausalLM"]}
+        tensors = published(tensors, written)
+        return _seeing_hyv4(written, tensors) if kind == "hyv4-vl" else (written, tensors)
     written, tensors = _saved(model)
     if drafts:
         hidden, prefix = values["hidden_size"], f"model.layers.{layers}."
@@ -345,6 +361,29 @@ def _seeing_mistral(
         "multi_modal_projector.norm.weight": torch.ones(32),
     }
     return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
+
+
+def _seeing_hyv4(
+    text: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The checkpoint of a Hy4 that has this text part, with some of the tensors by which it would see, and of its layer
+    that drafts."""
+    config = {
+        "model_type": "hy_v4_vl",
+        "architectures": ["HYV4VLForConditionalGeneration"],
+        "text_config": text | {"model_type": "hy_v4_vl_text"},
+        "vision_config": {"model_type": "hy_v4_vl_vision", "hidden_size": 32, "intermediate_size": 32}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "max_image_size": 16}
+        | {"out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": 10,
+        "video_token_id": 11,
+    }
+    text_rope = config["text_config"]["rope_parameters"]
+    assert isinstance(text_rope, dict)
+    config["text_config"] |= {"rope_parameters": text_rope | {"mrope_section": [2, 1, 1]}}
+    beside = {"vit.perceive.norm.weight": torch.ones(32), "model.mtp_layers.0.eh_proj.weight": torch.ones(8, 16)}
+    return config, tensors | beside
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.moe.activation import gated
 from kernels.moe.kernel import _tile
 
 # Exponent and mantissa of a byte of e4m3 move to where bf16 has them, which leaves a number 2^120 times too small, zero
@@ -121,8 +122,10 @@ def gate_up(
     STORED: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each."""
+    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each.
+    LIMIT: see `activation`."""
     ROWS: tl.constexpr = TILE.rows
     BLOCK: tl.constexpr = TILE.block
     BLOCK_K: tl.constexpr = TILE.block_k
@@ -162,7 +165,7 @@ def gate_up(
             u_scale = u_after
         if DEPENDENT:
             gdc_launch_dependents()
-        value = tl.trans((gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty))
+        value = tl.trans(gated(gate, up, LIMIT).to(act.dtype.element_ty))
         target = act + (first + m).to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
         tl.store(target, value, mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
 

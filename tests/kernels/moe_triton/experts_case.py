@@ -79,6 +79,8 @@ class Experts:
     """Formats of gate_up and of down, where there are none to share."""
     quantize_activations: bool = False
     """Whether activations may be quantized to FP8: `w8a8_stages` checks such calls."""
+    limit: float = 0.0
+    """Where above 0 gate and up are clamped, which are of the order of 1."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -131,6 +133,7 @@ class Experts:
             self.groups,
             self.shared,
             quantize_activations=self.quantize_activations,
+            limit=self.limit,
         )
 
     def refill(self) -> None:
@@ -206,10 +209,16 @@ class Experts:
             token, column = (id == expert).nonzero(as_tuple=True)
             if len(token):
                 gate, up = F.linear(x[token].double(), exact(gate_up, expert)).chunk(2, -1)
-                act = (F.silu(gate) * up).unflatten(1, (parts, -1))
+                act = self.activated(gate, up).unflatten(1, (parts, -1))
                 y = torch.einsum("tgi,egi->tge", act, exact(down, expert).unflatten(1, (parts, -1)))
                 out.index_add_(0, token, y * weight[token, column].double()[:, None, None])
         return out + self.inputs["out"].double() if self.groups else out[:, 0]
+
+    def activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What `down` reads, not rounded."""
+        if self.limit:
+            gate, up = gate.minimum(gate.new_tensor(self.limit)), up.clip(-self.limit, self.limit)
+        return F.silu(gate) * up
 
     def check(self) -> None:
         """bfloat16: what the gate makes, and at times a pair's result, is rounded to 8 bits, and the output once more;

@@ -31,6 +31,19 @@ def test_any_number_of_tokens(tokens: int, format: Format, dtype: torch.dtype) -
     case.check()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 12])
+def test_clamped(tokens: int) -> None:
+    case = Experts(tokens, 3, 6, 192, 32, holes=True, formats=((16, 64), (16, 64)), limit=0.5)
+    case.run()
+    case.check()
+
+
+def test_no_kernel_clamps_experts_in_int4() -> None:
+    case = Experts(2, 3, 6, 192, 32, formats=("int4", "int4"), limit=0.5)
+    with pytest.raises(ValueError, match="INT4"):
+        case.run()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 9),

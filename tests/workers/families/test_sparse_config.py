@@ -73,7 +73,7 @@ def test_deepseek_v32_written_by_transformers_reads_the_same(tmp_path: Path) -> 
 def test_reads_axk2(tmp_path: Path) -> None:
     config = parse_config(AXK2)
     assert config.indexing == Indexing(heads=16, features=128, top_k=2048, interleaved=False, shared=(False,) * 48)
-    assert (config.norm_gate_rank, config.output_gate, config.rope.interleaved) == (16, True, True)
+    assert (config.norm_gate_rank, config.output_gate, config.rope.interleaved) == (16, "query", True)
     assert (config.num_layers, config.num_dense_layers, config.draft_layers, config.cache_width) == (48, 1, 0, 160)
     rule = RoutingRule("sigmoid", 1, 1, True, 2.5)
     assert config.routing == Routing(experts=128, experts_per_token=8, shared_experts=1, bias=True, rule=rule)
@@ -88,7 +88,7 @@ def test_reads_axk2(tmp_path: Path) -> None:
     other = {name: value for name, value in AXK2.items() if name != "n_routed_experts"}
     assert parse_config({**other, "num_local_experts": 128}) == config
     twin = parse_config({**AXK2, "model_type": "deepseek_v32", "n_group": 1, "topk_group": 1})
-    assert replace(twin, model_type="axk2", norm_gate_rank=16, output_gate=True) == config
+    assert replace(twin, model_type="axk2", norm_gate_rank=16, output_gate="query") == config
 
 
 def test_reads_the_groups_of_axk2() -> None:

@@ -72,7 +72,7 @@ def test_gates_are_not_on_the_way(tmp_path: Path) -> None:
     config = load_config(write_tiny(tmp_path, "axk2", **sizes))
     assert unsupported(config, Mesh()) == "norms have gates"
     assert unsupported(dataclasses.replace(config, norm_gate_rank=0), Mesh()) == "attention's output has a gate"
-    assert unsupported(dataclasses.replace(config, norm_gate_rank=0, output_gate=False), Mesh()) == ""
+    assert unsupported(dataclasses.replace(config, norm_gate_rank=0, output_gate="none"), Mesh()) == ""
 
 
 @pytest.mark.parametrize("kind", ["v2", "v3"])
