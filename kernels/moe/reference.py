@@ -135,7 +135,8 @@ def add_experts(
         gate_up_YF = torch.empty(len(token_Y), gate_up_XFE.shape[1], dtype=compute)
         gate_up_FE, down_EI = (_matrix(weight, expert, compute) for weight in (gate_up_XFE, down_XEI))
         linear(x_TE[token_Y].to(compute), gate_up_FE.to(compute), gate_up_YF, invariant=True)
-        gate_YI, up_YI = clamped(*gate_up_YF.chunk(2, dim=-1), limit)
+        gate_YI, up_YI = gate_up_YF.chunk(2, dim=-1)
+        gate_YI, up_YI = clamped(gate_YI, up_YI, limit)
         part_YGE = torch.empty(len(token_Y), *sum_TGE.shape[1:], dtype=compute)
         grouped_linear((deterministic_math.silu(gate_YI) * up_YI).to(x_TE.dtype), down_EI, part_YGE)
         part_TKGE[token_Y, column_Y] = part_YGE * weight_TK[token_Y, column_Y, None, None]

@@ -51,6 +51,14 @@ def wide(byte):
 
 
 @triton.jit
+def factor(scale):
+    """A scale as a number: exponents in bytes (E8M0) become powers of 2 in fp32."""
+    if scale.dtype == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
 def centred(nibble):
     """Numbers from 0 to 15 less 8, in bf16: behind the exponent of 128 they are its lowest bits."""
     return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
@@ -80,7 +88,7 @@ def _scales(scales, expert, row, k, STORED: tl.constexpr, TILE: tl.constexpr):
     line = scales + expert * (STORED.scale_rows * STORED.scales) + rows * STORED.scales
     at = k // STORED.features + tl.arange(0, GROUPS)
     if STORED.format == "fp8":
-        scale = tl.load(line + k // STORED.features)
+        scale = factor(tl.load(line + k // STORED.features))
     elif STORED.scales % GROUPS == 0:
         scale = tl.load(line[:, None] + at[None, :])
     else:

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import gated
-from kernels.moe.scaled import wide
+from kernels.moe.scaled import factor, wide
 from kernels.moe.single import _expert
 
 _BYTES = tl.constexpr(16)
@@ -33,8 +33,8 @@ def _load(data, scales, matrix, row, k, K: tl.constexpr, N: tl.constexpr, STORED
         eviction_policy="evict_first",
     )
     line = (matrix * STORED.scale_rows + row // STORED.rows) * STORED.scales
-    scale = tl.load(scales + line[:, None] + (piece * _BYTES // STORED.features)[None, :], mask=inside, other=0.0)
-    return byte, scale.to(tl.float32)
+    scale = tl.load(scales + line[:, None] + (piece * _BYTES // STORED.features)[None, :], mask=inside, other=0)
+    return byte, factor(scale).to(tl.float32)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def attention(
 
 def gated(x_TE: Tensor, network: Gated | DenseFeedForward, limit: float = 0.0) -> Tensor:
     """FFN: down · (silu(gate · x) * (up · x)), this rank's part of it."""
-    return linear(swiglu(*linear(x_TE, network.gate_up_FE).chunk(2, 1), limit), network.down_EI)
+    return linear(swiglu(linear(x_TE, network.gate_up_FE), limit), network.down_EI)
 
 
 def experts(x_TE: Tensor, mixture: Mixture, choices: Choices | None) -> Tensor:

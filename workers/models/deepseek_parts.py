@@ -90,8 +90,9 @@ def opened(out_THV: Tensor, gate_THV: Tensor) -> Tensor:
     return out_THV * gate_THV.sigmoid() if gate_THV.shape[2] else out_THV
 
 
-def swiglu(gate_TI: Tensor, up_TI: Tensor, limit: float) -> Tensor:
+def swiglu(gate_up_TF: Tensor, limit: float) -> Tensor:
     """silu(gate) * up (Shazeer, 2020), of which Hy4's routed experts clamp both."""
+    gate_TI, up_TI = gate_up_TF.chunk(2, 1)
     if limit > 0:
         gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)
     return F.silu(gate_TI) * up_TI

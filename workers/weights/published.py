@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, Shape
+from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, MX_DTYPES, MX_SCALES, Shape
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ _OF_MISTRAL: Final = {
 }
 """Beginnings of names in files as Mistral publishes them (`consolidated*.safetensors`), and those that DeepSeek's
 have."""
+_ENDS: Final = (FP8_SCALES, MX_SCALES, "_weight_scale")
+"""Ends of the names of scales of experts that are stacked."""
 _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)")
 
 
@@ -93,20 +95,21 @@ def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
         experts, parts = match["experts"], ["down"]
         if match["what"] == "gate_up_proj":
             parts = ["gate", "up"]
-        scales = entries.get(name + FP8_SCALES)
+        scales = next((entries[scale] for end in _ENDS if (scale := name + end) in entries), None)
+        end = FP8_SCALES if scales is None or scales.dtype not in MX_DTYPES else MX_SCALES
         rows, columns = entry.shape[1] // len(parts), entry.shape[2]
         for expert in range(entry.shape[0]):
             for place, part in enumerate(parts):
                 own = f"{experts}.{expert}.{part}_proj.weight"
                 found[own] = replace(entry, shape=(rows, columns), outer=(expert,), row=place * rows)
                 if scales is not None:
-                    found[own + FP8_SCALES] = _scales_of(scales, expert, place, len(parts))
+                    found[own + end] = _scales_of(scales, expert, place, len(parts))
     return {name: entry for name, entry in found.items() if not _is_scales_of_stack(name, entries)}
 
 
 def _is_scales_of_stack(name: str, entries: Mapping[str, Entry]) -> bool:
-    of = name.removesuffix(FP8_SCALES)
-    return of != name and _STACKED.fullmatch(of) is not None and of in entries
+    ends = [end for end in _ENDS if name.endswith(end)]
+    return any(_STACKED.fullmatch(of := name.removesuffix(end)) is not None and of in entries for end in ends)
 
 
 def _scales_of(scales: Entry, expert: int, place: int, parts: int) -> Entry:
@@ -127,7 +130,7 @@ def _show_scales(entries: dict[str, Entry], name: str) -> None:
     scales = name + FP8_SCALES
     if scales not in entries:
         others = (name.removesuffix(".weight") + end for end in (".weight_scale", ".qscale_weight"))
-        other = next((other for other in others if other in entries), None)
+        other = next((other for other in others if other in entries and entries[other].dtype not in MX_DTYPES), None)
         if other is None:
             return
         entries[scales] = entries.pop(other)

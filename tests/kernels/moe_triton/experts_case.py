@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
@@ -17,8 +18,8 @@ from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
 """Distance between the seeds of a case's tokens and of its weights."""
-Format = Literal["int4"] | tuple[int, int] | None
-"""INT4; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
+Format = Literal["int4", "mxfp8"] | tuple[int, int] | None
+"""INT4; MXFP8; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
 
 
 def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: torch.Generator) -> Matrix:
@@ -34,6 +35,11 @@ def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: t
     if format == "int4":
         data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random, device=device).to(torch.uint8)
         return GroupScaled(data, ((uniform(*shape[:-1], shape[-1] // GROUP) + 0.5) * scale / 4.6).bfloat16())
+    if format == "mxfp8":
+        groups = (*shape[:-1], shape[-1] // GROUP)
+        exponent = torch.randint(-9, -6, groups, generator=random, device=device)
+        exponent += round(math.log2(scale))
+        return MicroScaled((plain * 96).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8))
     rows, features = format
     codes = plain * 64
     codes[uniform(*shape) < 0.1] *= 2**-13  # zero and subnormal numbers
@@ -45,7 +51,7 @@ def exact(matrix: Matrix, expert: int) -> Tensor:
     """An expert's matrix in float64, in which no product of a number and its scale is rounded."""
     if isinstance(matrix, Tensor):
         return matrix[expert].double()
-    if isinstance(matrix, GroupScaled):
+    if isinstance(matrix, GroupScaled | MicroScaled):
         return matrix[expert].float().double()
     assert isinstance(matrix, BlockScaled)
     rows, features = matrix.shape[1:]
