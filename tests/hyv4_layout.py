@@ -30,6 +30,8 @@ def published(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
         own = name
         for theirs, ours in _NAMES.items():
             own = re.sub(theirs, ours, own)
+        own = own.replace(f"model.layers.{config['num_hidden_layers']}.", "model.mtp_layers.0.")
+        own = own.replace("shared_head.norm.", "final_layernorm.")
         found[own] = _reordered(name, tensor, config, pairs=True)
     return found
 

@@ -118,7 +118,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """Names beginning with v3 or glm have a multi-token-prediction layer. Those of Kimi and mistral3 are the text part of a
 model that sees."""
 
-WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "axk2", "sarvam", "mistral4", "mistral3", "hyv4")
+WITHOUT_DRAFTS = ("v2", "kimi", "youtu", "axk1", "axk2", "sarvam", "mistral4", "mistral3")
 """Families whose published models have no multi-token-prediction layer."""
 
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
@@ -138,7 +138,8 @@ SPARSE_KINDS: dict[str, dict[str, Any]] = {
     | {"hc_mult": 2, "hc_magnitude": 1.5, "hc_eps": 1e-3, "rms_norm_eps": 1e-2, "pad_token_id": None}
     | {"indexer_types": ["full", "shared", "shared"]},
 }
-"""Architectures with sparse attention. Those of V3.2 and GLM-5 have a multi-token-prediction layer. Where indexers have
+"""Architectures with sparse attention. Those of V3.2, GLM-5 and Hy4, but for the one
+that sees, have a multi-token-prediction layer. Where indexers have
 fewer heads, some tokens score exactly 0, which all heads' products below 0 make, and it is not said which of them are
 attended to."""
 
@@ -227,7 +228,7 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
     }[family]
     config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
     values = {**_COMMON, **(KINDS | SPARSE_KINDS)[kind], **json.loads(overrides)}
-    drafts = values.pop("num_nextn_predict_layers", 1) if family not in WITHOUT_DRAFTS else 0
+    drafts = values.pop("num_nextn_predict_layers", 1) if family not in WITHOUT_DRAFTS and kind != "hyv4-vl" else 0
     layers = values["num_hidden_layers"]
     if "indexer_types" in values:
         values["indexer_types"] = values["indexer_types"][:layers] + ["full"] * drafts
@@ -246,23 +247,10 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         if family == "axk2":
             _fit_axk2(name, parameter)
     if family == "hyv4":
-        tensors = dict(model.state_dict())
-        if model.config.tie_word_embeddings:
-            del tensors["lm_head.weight"]
-        written = _saved_config(model.config) | {"architectures": ["HYV4ForCausalLM"]}
-        tensors = published(tensors, written)
-        return _seeing_hyv4(written, tensors) if kind == "hyv4-vl" else (written, tensors)
+        return _hyv4(model, layers, drafts, generator, device, sees=kind == "hyv4-vl")
     written, tensors = _saved(model)
     if drafts:
-        hidden, prefix = values["hidden_size"], f"model.layers.{layers}."
-        for name, shape in {
-            "enorm.weight": (hidden,),
-            "hnorm.weight": (hidden,),
-            "eh_proj.weight": (hidden, 2 * hidden),
-            "shared_head.norm.weight": (hidden,),
-        }.items():
-            tensors[prefix + name] = torch.empty(shape, device=device)
-            _randomize(name, tensors[prefix + name], generator)
+        tensors |= _around_drafts(f"model.layers.{layers}.", values["hidden_size"], generator, device)
     written |= {"num_hidden_layers": layers}
     if family == "axk1":
         _as_published(tensors, layers, values["hidden_size"], bias=kind != "axk1-no-bias", device=device)
@@ -276,6 +264,20 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
     if family == "mistral3":
         return _seeing_mistral(written, tensors)
     return _seeing(written, tensors) if family == "kimi" else (written, tensors)
+
+
+def _around_drafts(prefix: str, hidden: int, generator: torch.Generator, device: str) -> dict[str, torch.Tensor]:
+    """What a layer that drafts has beside a layer's tensors."""
+    tensors = {}
+    for name, shape in {
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+    }.items():
+        tensors[prefix + name] = torch.empty(shape, device=device)
+        _randomize(name, tensors[prefix + name], generator)
+    return tensors
 
 
 def _as_published(tensors: dict[str, torch.Tensor], layers: int, hidden: int, *, bias: bool, device: str) -> None:
@@ -363,11 +365,29 @@ def _seeing_mistral(
     return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
 
 
+def _hyv4(
+    model: Any, layers: int, drafts: int, generator: torch.Generator, device: str, *, sees: bool
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config.json and the tensors of a Hy4, whose layer that drafts has one residual stream."""
+    tensors, last = dict(model.state_dict()), f"model.layers.{layers}."
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    if drafts:
+        for name in [name for name in tensors if name.startswith((f"{last}attn_hc.", f"{last}ffn_hc."))]:
+            del tensors[name]
+        tensors |= _around_drafts(last, model.config.hidden_size, generator, device)
+    written = _saved_config(model.config) | {"architectures": ["HYV4ForCausalLM"]}
+    for name in ("mlp_layer_types", "layer_types", "indexer_types"):
+        written[name] = written[name][:layers]
+    written |= {"num_hidden_layers": layers, "num_nextn_predict_layers": drafts}
+    tensors = published(tensors, written)
+    return _seeing_hyv4(written, tensors) if sees else (written, tensors)
+
+
 def _seeing_hyv4(
     text: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The checkpoint of a Hy4 that has this text part, with some of the tensors by which it would see, and of its layer
-    that drafts."""
+    """The checkpoint of a Hy4 that has this text part, with some of the tensors by which it would see."""
     config = {
         "model_type": "hy_v4_vl",
         "architectures": ["HYV4VLForConditionalGeneration"],
@@ -382,8 +402,7 @@ def _seeing_hyv4(
     text_rope = config["text_config"]["rope_parameters"]
     assert isinstance(text_rope, dict)
     config["text_config"] |= {"rope_parameters": text_rope | {"mrope_section": [2, 1, 1]}}
-    beside = {"vit.perceive.norm.weight": torch.ones(32), "model.mtp_layers.0.eh_proj.weight": torch.ones(8, 16)}
-    return config, tensors | beside
+    return config, tensors | {"vit.perceive.norm.weight": torch.ones(32)}
 
 
 @torch.no_grad()

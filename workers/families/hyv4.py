@@ -25,13 +25,13 @@ _TEXT_TYPES = ("hy_v4_vl_text", "hy_v4")
 
 class HYV4(GlmMoeDsa):
     """Every fourth layer has an indexer, whose roped features are the last ones; the others attend to what it has
-    selected. The layer that drafts is left on the disk.
+    selected. The layer that drafts has an indexer, too, and one residual stream; it is called `mtp_layers.0` in the
+    files, and shown behind the others (`workers.weights.published`).
 
     Roped features are in pairs, the indexer's, too, and norms of latents and of index keys have the epsilon of all
     others (vLLM, and transformers' `HYV4VLTextModel`; transformers' `HYV4Model` rotates halves).
     """
 
-    drafts = False
     defaults: ClassVar[dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
@@ -41,6 +41,7 @@ class HYV4(GlmMoeDsa):
         "index_n_heads": 32,
         "index_topk_freq": 4,
         "index_skip_topk_offset": 2,
+        "num_nextn_predict_layers": 1,
     }
 
     @override
@@ -57,9 +58,8 @@ class HYV4(GlmMoeDsa):
         if (limit := fields.number("swiglu_limit", 10.0)) <= 0:
             # transformers says that it then clamps nothing, and makes everything 0.
             raise fields.unsupported("swiglu_limit", limit, (10.0,))
-        undrafted = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
         dense = {"first_k_dense_replace": dense_layers(fields)}
-        config = super().read(Fields({**given, **undrafted, **dense}, fields.prefix))
+        config = super().read(Fields({**given, **dense}, fields.prefix))
         assert config.routing is not None
         assert config.indexing is not None
         eps = config.rms_norm_eps
@@ -79,16 +79,14 @@ class HYV4(GlmMoeDsa):
         )
 
     @override
-    def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), r"^model\.mtp_layers\."]
-
-    @override
     def layer(
         self, source: WeightSource, config: ModelConfig, index: int, *, invariant: bool, fp8_cache: bool
     ) -> DecoderLayer:
         from workers.models.layer import DecoderLayer
         from workers.models.streams import load_streams
 
+        if index == config.num_layers:  # of the layer that drafts there is one stream
+            return super().layer(source, config, index, invariant=invariant, fp8_cache=fp8_cache)
         prefix, hidden = f"model.layers.{index}.", config.hidden_size
         attention_streams, feed_forward_streams = (
             load_streams(source, f"{prefix}hc_{part}_layer.hc_pre.hc_", config, added=True) for part in ("attn", "mlp")

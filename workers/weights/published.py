@@ -71,7 +71,7 @@ _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_p
 def shown(entries: Mapping[str, Entry], *, mistral: bool) -> dict[str, Entry]:
     """The entries under the names and in the shapes of DeepSeek's checkpoints. `mistral`: the files are Mistral's."""
     found = {_renamed(name) if mistral else name: entry for name, entry in entries.items()}
-    found = _unstacked(found)
+    found = _unstacked(_show_drafts(found))
     for name in [name for name, entry in found.items() if entry.dtype == FP8_DTYPE and len(entry.shape) == 2]:
         _show_scales(found, name)
     return found
@@ -82,6 +82,19 @@ def _renamed(name: str) -> str:
         if (match := re.match(begin, name)) is not None:
             return match.expand(instead) + name[match.end() :]
     return name
+
+
+def _show_drafts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Show layers that draft behind the model's last one, where they have a list and a number of their own, as in Hy4;
+    their last norm is called as DeepSeek calls it."""
+    layers = [int(match[1]) for name in entries if (match := re.match(r"model\.layers\.(\d+)\.", name))]
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if (match := re.match(r"model\.mtp_layers\.(\d+)\.", name)) is not None:
+            rest = re.sub(r"^final_layernorm\.", "shared_head.norm.", name[match.end() :])
+            name = f"model.layers.{max(layers, default=-1) + 1 + int(match[1])}.{rest}"
+        found[name] = entry
+    return found
 
 
 def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -42,12 +42,16 @@ def _hyv4(folder: Path) -> Any:
         return None  # from 5.24 on transformers reads the whole of one that sees as it is published
     text = values.get("text_config", values)
     model = HYV4ForCausalLM(HYV4Config(**{name: value for name, value in text.items() if name != "model_type"}))
-    beside = ("vit.", "model.mtp_layers.")
-    tensors = load_file(folder / "model.safetensors")
+    tensors, last = load_file(folder / "model.safetensors"), f"model.layers.{text['num_hidden_layers'] - 1}."
+    if f"{last}input_layernorm.weight" not in tensors:  # asked for as a layer of the model
+        tensors = {name.replace("model.mtp_layers.0.", last): tensor for name, tensor in tensors.items()}
+    beside = ("vit.", "model.mtp_layers.", *(last + own for own in ("enorm", "hnorm", "eh_proj", "final_layernorm")))
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(beside)}
     left = model.load_state_dict(in_transformers(tensors, text), strict=False)
     assert not left.unexpected_keys
-    assert {*left.missing_keys} <= ({"lm_head.weight"} if text["tie_word_embeddings"] else set())
+    without_streams = {name for name in left.missing_keys if name.startswith((f"{last}attn_hc.", f"{last}ffn_hc."))}
+    assert len(without_streams) in (0, 6)
+    assert {*left.missing_keys} - without_streams <= ({"lm_head.weight"} if text["tie_word_embeddings"] else set())
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
             norm.variance_epsilon = text["rms_norm_eps"]
