@@ -59,7 +59,13 @@ def _best(score_TX: Tensor, count: int) -> Tensor:
 
 
 def experts_gathered(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, out_TE: Tensor
+    x_TE: Tensor,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_XFE: Tensor,
+    down_XEI: Tensor,
+    out_TE: Tensor,
+    limit: float = 0.0,
 ) -> None:
     """Copy the weights each (token, expert) pair needs and multiply in one batch: no host value, memory per pair."""
     tokens, chosen = id_TK.shape
@@ -68,6 +74,7 @@ def experts_gathered(
     id_Y = id_Y.where(wanted_Y, 0)
     x_YE1 = x_TE.repeat_interleave(chosen, dim=0).unsqueeze(-1)
     gate_YI1, up_YI1 = torch.bmm(gate_up_XFE[id_Y], x_YE1).chunk(2, dim=1)
+    gate_YI1, up_YI1 = clamped(gate_YI1, up_YI1, limit)
     y_YE = torch.bmm(down_XEI[id_Y], F.silu(gate_YI1) * up_YI1).squeeze(-1)
     y_YE = y_YE.to(torch.promote_types(y_YE.dtype, torch.float32)) * weight_TK.view(-1, 1)
     y_YE = y_YE.masked_fill(~wanted_Y.unsqueeze(-1), 0.0)

@@ -150,6 +150,15 @@ class Segments:
             if layer == index:
                 aux_hidden_TE.copy_(tensors.buffers.residual_TE)
 
+    def over(self, buffers: PassBuffers[Any]) -> PassBuffers[Any]:
+        """The same memory for this pass, of buffers for one whose layers are of the same shape, but may have several
+        residual streams."""
+        if buffers.streams is None or self._streams is not None:
+            return buffers
+        tokens, _, hidden = buffers.residual_TE.shape
+        residual_TE = buffers.residual_TE.view(-1)[: tokens * hidden].view(tokens, hidden)
+        return replace(buffers, residual_TE=residual_TE, streams=None)
+
     def buffers_to_end(self, tokens: int, scratch: Scratch) -> PassBuffers[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and no other buffers."""
         residual_NE = self._residual(self.paths.any, tokens, scratch)
@@ -163,6 +172,7 @@ class Segments:
     def gather(self, buffers: PassBuffers[Any], token_N: Tensor, buffers_N: PassBuffers[Any]) -> None:
         """Copy the input of `end` for the tokens `token_N` (int64), in a pass whose last attention has run."""
         for of_all, of_wanted in zip(buffers.finished, buffers_N.finished, strict=True):
+            assert of_all.shape[1:] == of_wanted.shape[1:]
             torch.index_select(of_all, 0, token_N, out=of_wanted)
 
     def end(self, buffers_N: PassBuffers[Any], out_NE: Tensor, scratch: Scratch) -> None:

@@ -27,7 +27,7 @@ GROUP: Final = 32
 """Input features of a row that share a scale."""
 _NAN: Final = 0xFF
 """The byte that is no scale."""
-_PUBLISHED: Final = re.compile(r"(?<!\.eh_proj)(?<!\.linear_gate)(?<!\.weights_proj)_proj(_with_mqa)?\.weight$")
+_PUBLISHED: Final = re.compile(r"(?<!\.eh)(?<!\.weights)_proj(_with_mqa)?\.weight$")
 """Every projection but that of the draft layer's inputs and of an indexer's weights."""
 
 
