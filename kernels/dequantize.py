@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Scaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled, Scaled
 
 _ROWS, _FEATURES = 16, 64
 """Rows and features of a program's tile: those of the smallest block."""
@@ -74,7 +74,25 @@ def _groups(matrix: GroupScaled, out_NK: Tensor) -> None:
     )
 
 
-LAUNCHES: Final[dict[type, Callable[[Any, Tensor], None]]] = {BlockScaled: _blocks, GroupScaled: _groups}
+def _exponents(matrix: MicroScaled, out_NK: Tensor) -> None:
+    rows, features = matrix.shape
+    dequantize_exponents_kernel[_grid(rows, features)](
+        matrix.data,
+        matrix.scales,
+        out_NK,
+        rows,
+        FEATURES=features,
+        GROUP=GROUP,
+        TILE_ROWS=_ROWS,
+        TILE_FEATURES=4 * _FEATURES,
+    )
+
+
+LAUNCHES: Final[dict[type, Callable[[Any, Tensor], None]]] = {
+    BlockScaled: _blocks,
+    GroupScaled: _groups,
+    MicroScaled: _exponents,
+}
 """Launchers by the class of the matrix."""
 
 
@@ -121,3 +139,25 @@ def dequantize_groups_kernel(
     number = ((byte >> (k % 2 * 4)) & 15) - 8
     factor = tl.load(scale + row * (FEATURES // GROUP) + k // GROUP, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * FEATURES + k, (number.to(tl.float32) * factor).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dequantize_exponents_kernel(
+    data,
+    scale,
+    out,
+    rows,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_FEATURES: tl.constexpr,
+):
+    """A tile of rows and features: e4m3 numbers, each times 2 to the power of its row's group's byte less 127."""
+    n = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    k = tl.program_id(0) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)[None, :]
+    inside = (n < rows) & (k < FEATURES)
+    row = n.to(tl.int64)
+    number = tl.load(data + row * FEATURES + k, mask=inside, other=0.0).to(tl.float32)
+    byte = tl.load(scale + row * (FEATURES // GROUP) + k // GROUP, mask=inside, other=0)
+    factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    tl.store(out + row * FEATURES + k, (number * factor).to(out.dtype.element_ty), mask=inside)

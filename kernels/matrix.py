@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 GROUP: Final = 32
-"""Input features of a group of INT4 numbers."""
+"""Input features of a group of INT4 numbers, and of MXFP8."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,48 @@ class GroupScaled:
         return (nibbles.float() - 8) * self.scales.float().repeat_interleave(GROUP, -1)
 
 
+@dataclass(frozen=True)
+class MicroScaled:
+    """MXFP8 (OCP Microscaling Formats, 2023): FP8 (e4m3) with a scale for every 32 input features of a row, which is a
+    power of 2: w[n, k] = data[n, k] * 2^(scales[n, k // 32] - 127)."""
+
+    data: Tensor
+    """float8_e4m3fn [N, K] or [X, N, K], contiguous."""
+    scales: Tensor
+    """uint8 [N, G] or [X, N, G], contiguous: exponents (E8M0). The least, 0, counts as a factor of 0."""
+
+    def __post_init__(self) -> None:
+        features = self.data.shape[-1]
+        groups = (*self.data.shape[:-1], features // GROUP)
+        if self.data.dtype != torch.float8_e4m3fn or self.scales.dtype != torch.uint8:
+            raise ValueError(f"data is float8_e4m3fn and scales uint8, not {self.data.dtype} and {self.scales.dtype}")
+        if features % GROUP or tuple(self.scales.shape) != groups:
+            raise ValueError(f"{features} features in groups of {GROUP} have scales {groups}, not {self.scales.shape}")
+        if not self.data.is_contiguous() or not self.scales.is_contiguous():
+            raise ValueError("data and scales are contiguous")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return tuple(self.data.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the matrix."""
+        return self.data.device
+
+    def __getitem__(self, expert: int) -> MicroScaled:
+        """The matrix of an expert."""
+        return MicroScaled(self.data[expert], self.scales[expert])
+
+    def float(self) -> Tensor:
+        """The matrix in fp32, exactly."""
+        factor = (self.scales.int() << 23).view(torch.float32)
+        return self.data.float() * factor.repeat_interleave(GROUP, -1)
+
+
 class Scaled(Protocol):
-    """A matrix that is stored in fewer bits, with scales, as the two classes above are. Families of kernels have a
+    """A matrix that is stored in fewer bits, with scales, as the classes above are. Families of kernels have a
     table of those that they read; on a CPU any is multiplied by its numbers in fp32."""
 
     @property

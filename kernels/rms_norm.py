@@ -7,7 +7,7 @@ Shape legend: T tokens, E features, P parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,28 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.parts import added, sum_of_parts
+from kernels.residual_streams import StreamGates, StreamMemory
 
 
 @dataclass(frozen=True)
 class AddNorm:
-    """Treatment of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual)."""
+    """Treatment of a sum x: residual += x, in place and rounded to its dtype, then out = rms_norm(residual). Where
+    there are several residual streams: `kernels.residual_streams.add_to_streams`."""
 
     residual_TE: Tensor
+    """The residual stream, or several of them, [T, S, E]."""
     weight_E: Tensor
     eps: float
+    gates: StreamGates | None = None
+    """By which several streams are read."""
+    memory: StreamMemory | None = None
+    """Of several streams; None where there is one."""
+
+    @property
+    def sum_alone(self) -> AddNorm:
+        """The treatment of a part of x before the last one: of several streams nothing is read then, and `out` is not
+        written."""
+        return replace(self, gates=None)
 
 
 def rms_norm(

@@ -55,6 +55,12 @@ INT4_CONFIG: dict[str, Any] = {
     },
 }
 """Quantization of Kimi-K2-Thinking."""
+MXFP8_CONFIG: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "MXFP8",
+    "group_size": 32,
+    "ignore": ["lm_head"],
+}
 
 
 def e4m3(byte: np.ndarray) -> np.ndarray:
@@ -96,18 +102,36 @@ def int4(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tenso
     return tensors, number
 
 
+def mxfp8(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
+    """The tensors of a random matrix in MXFP8, and what they stand for."""
+    random = np.random.default_rng(seed)
+    byte = random.integers(0, 256, (rows, columns), dtype=np.uint8)
+    byte[byte & 0x7F == 0x7F] = 0  # NaN
+    exponent = random.integers(115, 119, (rows, -(-columns // GROUP)), dtype=np.uint8)
+    spread = np.repeat(2.0 ** (exponent.astype(np.float64) - 127), GROUP, axis=1)[:, :columns]
+    tensors = {
+        name: torch.from_numpy(byte).view(torch.float8_e4m3fn),
+        f"{name}_scale": torch.from_numpy(exponent),
+    }
+    return tensors, (e4m3(byte) * spread).astype(np.float32)
+
+
 def plain(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
     """The tensor of a random matrix in bf16, and its numbers."""
     tensor = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.1, (rows, columns))).bfloat16()
     return {name: tensor}, tensor.float().numpy()
 
 
-WRITERS = {"fp8": fp8, "int4": int4, "plain": plain}
-CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG}
+WRITERS = {"fp8": fp8, "int4": int4, "mxfp8": mxfp8, "plain": plain}
+CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG, "mxfp8": MXFP8_CONFIG}
 """The quantization_config of each kind."""
 
 FP8_NAMES = r"(?<!eh_proj)(?<!weights_proj)(?<!mlp\.gate)(?<!embed_tokens)(?<!lm_head)\.weight$"
 INT4_NAMES = r"\.experts\.\d+\.\w+_proj\.weight$"
+
+
+HYV4_NAMES = r"(?<!eh)(?<!weights)_proj(_with_mqa|\.weight)*$"
+"""The projections of a Hy4, stacked ones included, but for those that are small."""
 
 
 def quantize_headers(folder: Path, kind: str, names: str) -> None:
@@ -153,7 +177,12 @@ def quantize(folder: Path, kind: str, names: str, seed: int = 0) -> dict[str, Te
     tensors = load_file(folder / "model.safetensors")
     meant = dict(tensors)
     for number, name in enumerate(sorted(tensors)):
-        if tensors[name].dim() == 2 and re.search(names, name):
+        if tensors[name].dim() == 3 and re.search(names, name):  # experts
+            experts, *shape = tensors.pop(name).shape
+            made = [WRITERS[kind](name, *shape, seed=seed * 10_000 + 100 * number + x) for x in range(experts)]
+            tensors |= {own: torch.stack([written[own] for written, _ in made]) for own in made[0][0]}
+            meant[name] = torch.from_numpy(np.stack([numbers for _, numbers in made]))
+        elif tensors[name].dim() == 2 and re.search(names, name):
             written, numbers = WRITERS[kind](name, *tensors.pop(name).shape, seed=seed * 10_000 + number)
             tensors |= written
             meant[name] = torch.from_numpy(numbers)

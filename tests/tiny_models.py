@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hyv4_layout import published
 from safetensors.torch import load_file, save_file
 
 VOCAB = 131
@@ -129,8 +130,16 @@ SPARSE_KINDS: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **_INDEXER},
     "axk2-groups": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rope_parameters": YARN, **_INDEXER}
     | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "hyv4": {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "swiglu_limit": 0.5, **_INDEXER}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "routed_scaling_factor": 2.827}
+    | {"indexer_types": ["full", "full", "shared", "full"], "pad_token_id": None},
+    "hyv4-vl": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rope_parameters": YARN, **_INDEXER}
+    | {"n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True, "swiglu_limit": 1.0}
+    | {"hc_mult": 2, "hc_magnitude": 1.5, "hc_eps": 1e-3, "rms_norm_eps": 1e-2, "pad_token_id": None}
+    | {"indexer_types": ["full", "shared", "shared"]},
 }
-"""Architectures with sparse attention. Those of V3.2 and GLM-5 have a multi-token-prediction layer. Where indexers have
+"""Architectures with sparse attention. Those of V3.2, GLM-5 and Hy4, but for the one
+that sees, have a multi-token-prediction layer. Where indexers have
 fewer heads, some tokens score exactly 0, which all heads' products below 0 make, and it is not said which of them are
 attended to."""
 
@@ -212,17 +221,18 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         "youtu": "Youtu",
         "axk1": "AXK1",
         "axk2": "AXK2",
+        "hyv4": "HYV4",
         "sarvam": "DeepseekV3",
         "mistral4": "Mistral4",
         "mistral3": "Mistral4",
     }[family]
     config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
     values = {**_COMMON, **(KINDS | SPARSE_KINDS)[kind], **json.loads(overrides)}
-    drafts = values.pop("num_nextn_predict_layers", 1) if family not in WITHOUT_DRAFTS else 0
+    drafts = values.pop("num_nextn_predict_layers", 1) if family not in WITHOUT_DRAFTS and kind != "hyv4-vl" else 0
     layers = values["num_hidden_layers"]
     if "indexer_types" in values:
         values["indexer_types"] = values["indexer_types"][:layers] + ["full"] * drafts
-    if family == "glm":
+    if family in ("glm", "hyv4"):
         dense = values.pop("first_k_dense_replace")
         values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers + drafts - dense)
     if family == "youtu":
@@ -236,17 +246,11 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
         _randomize(name, parameter, generator)
         if family == "axk2":
             _fit_axk2(name, parameter)
+    if family == "hyv4":
+        return _hyv4(model, layers, drafts, generator, device, sees=kind == "hyv4-vl")
     written, tensors = _saved(model)
     if drafts:
-        hidden, prefix = values["hidden_size"], f"model.layers.{layers}."
-        for name, shape in {
-            "enorm.weight": (hidden,),
-            "hnorm.weight": (hidden,),
-            "eh_proj.weight": (hidden, 2 * hidden),
-            "shared_head.norm.weight": (hidden,),
-        }.items():
-            tensors[prefix + name] = torch.empty(shape, device=device)
-            _randomize(name, tensors[prefix + name], generator)
+        tensors |= _around_drafts(f"model.layers.{layers}.", values["hidden_size"], generator, device)
     written |= {"num_hidden_layers": layers}
     if family == "axk1":
         _as_published(tensors, layers, values["hidden_size"], bias=kind != "axk1-no-bias", device=device)
@@ -260,6 +264,20 @@ def _tiny(kind: str, seed: int, overrides: str, device: str = "cpu") -> tuple[di
     if family == "mistral3":
         return _seeing_mistral(written, tensors)
     return _seeing(written, tensors) if family == "kimi" else (written, tensors)
+
+
+def _around_drafts(prefix: str, hidden: int, generator: torch.Generator, device: str) -> dict[str, torch.Tensor]:
+    """What a layer that drafts has beside a layer's tensors."""
+    tensors = {}
+    for name, shape in {
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+    }.items():
+        tensors[prefix + name] = torch.empty(shape, device=device)
+        _randomize(name, tensors[prefix + name], generator)
+    return tensors
 
 
 def _as_published(tensors: dict[str, torch.Tensor], layers: int, hidden: int, *, bias: bool, device: str) -> None:
@@ -345,6 +363,46 @@ def _seeing_mistral(
         "multi_modal_projector.norm.weight": torch.ones(32),
     }
     return config, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | eyes
+
+
+def _hyv4(
+    model: Any, layers: int, drafts: int, generator: torch.Generator, device: str, *, sees: bool
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config.json and the tensors of a Hy4, whose layer that drafts has one residual stream."""
+    tensors, last = dict(model.state_dict()), f"model.layers.{layers}."
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    if drafts:
+        for name in [name for name in tensors if name.startswith((f"{last}attn_hc.", f"{last}ffn_hc."))]:
+            del tensors[name]
+        tensors |= _around_drafts(last, model.config.hidden_size, generator, device)
+    written = _saved_config(model.config) | {"architectures": ["HYV4ForCausalLM"]}
+    for name in ("mlp_layer_types", "layer_types", "indexer_types"):
+        written[name] = written[name][:layers]
+    written |= {"num_hidden_layers": layers, "num_nextn_predict_layers": drafts}
+    tensors = published(tensors, written)
+    return _seeing_hyv4(written, tensors) if sees else (written, tensors)
+
+
+def _seeing_hyv4(
+    text: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The checkpoint of a Hy4 that has this text part, with some of the tensors by which it would see."""
+    config = {
+        "model_type": "hy_v4_vl",
+        "architectures": ["HYV4VLForConditionalGeneration"],
+        "text_config": text | {"model_type": "hy_v4_vl_text"},
+        "vision_config": {"model_type": "hy_v4_vl_vision", "hidden_size": 32, "intermediate_size": 32}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "max_image_size": 16}
+        | {"out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": 10,
+        "video_token_id": 11,
+    }
+    text_rope = config["text_config"]["rope_parameters"]
+    assert isinstance(text_rope, dict)
+    config["text_config"] |= {"rope_parameters": text_rope | {"mrope_section": [2, 1, 1]}}
+    return config, tensors | {"vit.perceive.norm.weight": torch.ones(32)}
 
 
 @torch.no_grad()

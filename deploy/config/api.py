@@ -98,11 +98,11 @@ class ApiConfig(BaseModel):
     auto: the sampling parameters in the folder's generation_config.json, as `/v1/models` tells. none: temperature 1
     and no filter."""
     tool_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes them")] = "auto"
-    """Parser of tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2, glm, hermes or mistral.
+    """Parser of tool calls: deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2, glm, hermes, mistral or hy_v4.
 
     auto: as the chat template writes them. none: they stay text."""
     reasoning_parser: Annotated[str, Flag(metavar="auto|none|NAME", default="as the chat template writes it")] = "auto"
-    """Parser of reasoning: deepseek_r1, deepseek_v3, kimi_k2, glm or mistral.
+    """Parser of reasoning: deepseek_r1, deepseek_v3, kimi_k2, glm, mistral or hy_v4.
 
     auto: as the chat template writes it. none: it is content."""
     stop_in_reasoning: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -29,8 +30,6 @@ from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _END_OF_NAME = re.compile(r"[<{]|```")
 _BREAK = optional(text("\n"))
 """The line break that the older templates have."""
@@ -39,33 +38,36 @@ _BREAK = optional(text("\n"))
 class GlmCalls(TaggedCalls):
     """Parser of the calls in one GLM answer."""
 
-    value_end = _VALUE_END
-    markers = (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    begin, end = "<tool_call>", "</tool_call>"
+    key, key_end, value, value_end = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+    all_begin, all_end = "", ""
+    """What stands around all calls, where anything does."""
+    markers: ClassVar = (begin, end, key, key_end, value, value_end)
     ends_content = tags = markers
-    begins = (_BEGIN,)
+    begins = (begin,)
     control = re.compile("|".join(map(re.escape, markers)))
-    call_tail = CallTail(_END)
+    call_tail = CallTail(end)
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
         """See `JsonCalls`."""
         rest = either([cls._behind_begin(tool) for tool in together(tools)])
         if not must:
-            return within_text({_BEGIN: rest})
-        call = sequence(text(_BEGIN), rest)
+            return within_text({cls.begin: rest})
+        call = sequence(text(cls.begin), rest)
         return several(sequence(call, _BREAK), "") if parallel else call
 
     @classmethod
     def _behind_begin(cls, tool: AllowedTool) -> Tag:
         def write(key: Tag, value: Tag, raw: bool) -> Tag:
-            return sequence(text(_KEY), key, text(_KEY_END), _BREAK, text(_VALUE), value, _BREAK)
+            return sequence(text(cls.key), key, text(cls.key_end), _BREAK, text(cls.value), value, _BREAK)
 
         written = arguments(tool, cls.value_end, write, says=False)
-        return sequence(name_of(tool), _BREAK, *written, text(_END))
+        return sequence(name_of(tool), _BREAK, *written, text(cls.end))
 
     @override
     def _marker(self, marker: str) -> None:
-        self._state = self._in_name if marker == _BEGIN else self._content
+        self._state = self._in_name if marker == self.begin else self._content
 
     def _in_name(self) -> bool:
         """The name, which ends at a tag or where a JSON object begins."""
@@ -81,23 +83,24 @@ class GlmCalls(TaggedCalls):
         name = known_name(self._rest[:end], self._schemas)
         if (not name or name in self._schemas) and self._leave_close_out(end):
             return True
-        if tag == _BEGIN and not name:
+        if tag == self.begin and not name:
             self._take(end + len(tag))  # written twice
             return True
         if not name and found.group() == "{":
             self._take(end)
             self._begin_object()
             return True
-        if tag == _KEY_END and (known := self._name_before_key(self._rest[:end])):
+        if tag == self.key_end and (known := self._name_before_key(self._rest[:end])):
             self._take(len(known))
             self._begin_call(known.strip())
             return True
         first = name.split(maxsplit=1)[0] if name else ""
-        if first != name and first in self._schemas and tag == _END:
+        if first != name and first in self._schemas and tag == self.end:
             self._take(self._rest.index(first) + len(first))
             self._begin_call(first)
             return True
-        ends = (_BEGIN, _END, _KEY, _VALUE_END, *((_KEY_END,) if name in self._schemas else ()))
+        ends = [self.begin, self.end, self.all_end, self.key, self.value_end]
+        ends += [self.key_end] if name in self._schemas else []
         if not is_name(name) or (found.group() == "<" and tag not in ends):
             return self._give_up()
         self._take(end)
@@ -120,33 +123,33 @@ class GlmCalls(TaggedCalls):
         tag = self._tags.at(self._rest)
         if tag is None:
             return closed or (not self._tags.begun(self._rest) and self._text())
-        if tag == _BEGIN:
+        if tag == self.begin:
             return self._begun_within()
-        if tag == _VALUE:
+        if tag == self.value:
             return self._give_up()
         self._take(len(tag))
-        if tag == _KEY and self._arguments >= 0:
+        if tag == self.key and self._arguments >= 0:
             self._state = self._in_key
-        elif tag == _END:
+        elif tag in (self.end, self.all_begin, self.all_end):
             self._end_call()
-        elif tag == _VALUE_END and not self._arguments:
+        elif tag == self.value_end and not self._arguments:
             self._complete = True  # what models write behind the name of a tool without arguments
         return True
 
     def _begun_within(self) -> bool:
         """The tag that begins a call stands for an argument's, or begins another call and the end of this is missing.
         What ends the text behind it says which."""
-        end = self._rest.find("<", len(_BEGIN), len(_BEGIN) + MOST_KEY)
+        end = self._rest.find("<", len(self.begin), len(self.begin) + MOST_KEY)
         rest = self._rest[end:] if end >= 0 else ""
-        if end < 0 and len(self._rest) < len(_BEGIN) + MOST_KEY:
+        if end < 0 and len(self._rest) < len(self.begin) + MOST_KEY:
             return False
-        if end >= 0 and rest != _KEY_END and _KEY_END.startswith(rest):
+        if end >= 0 and rest != self.key_end and self.key_end.startswith(rest):
             return False
-        text = self._rest[len(_BEGIN) : max(end, 0)]
+        text = self._rest[len(self.begin) : max(end, 0)]
         known = text.strip() in (properties_of(self._schemas.get(self._name)) or ())
         is_key = text.strip() and self._arguments >= 0 and (known or not self._name_before_key(text))
-        if rest.startswith(_KEY_END) and is_key:
-            self._take(len(_BEGIN))
+        if rest.startswith(self.key_end) and is_key:
+            self._take(len(self.begin))
             self._state = self._in_key
         else:
             self._end_call()
@@ -160,7 +163,7 @@ class GlmCalls(TaggedCalls):
         begin = found.start() if found is not None else len(self._rest) - self._tags.held(self._rest)
         if found is None and begin <= MOST_KEY:
             return False
-        if found is not None and found.group() == _KEY_END and begin <= MOST_KEY and self._arguments >= 0:
+        if found is not None and found.group() == self.key_end and begin <= MOST_KEY and self._arguments >= 0:
             self._state = self._in_key
             return True
         return self._begin_aside()
@@ -174,22 +177,22 @@ class GlmCalls(TaggedCalls):
         tag, behind = self._tags.at(self._rest[end:]), self._rest[end:]
         if tag is None:
             return not self._tags.begun(behind) and self._give_up()
-        if not end and tag == _KEY:
+        if not end and tag == self.key:
             self._take(len(tag))  # written twice
             return True
-        if not end or tag not in (_KEY_END, _VALUE, _VALUE_END):
+        if not end or tag not in (self.key_end, self.value, self.value_end):
             return self._give_up()
         key, behind = self._rest[:end].strip(), behind[len(tag) :]
         if (bare := key.strip("`\"'")) in (properties_of(self._schemas.get(self._name)) or ()):
             key = bare
-        if tag != _VALUE:
+        if tag != self.value:
             behind = behind.lstrip()
             tag = self._tags.at(behind)
             if tag is None and self._tags.begun(behind):
                 return False
-            if tag not in (None, _VALUE, _VALUE_END):
+            if tag not in (None, self.value, self.value_end):
                 return self._give_up()
-            behind = behind[len(_VALUE) :] if tag == _VALUE else behind
+            behind = behind[len(self.value) :] if tag == self.value else behind
         self._take(len(self._rest) - len(behind))
-        self._begin_argument(key, _VALUE if tag == _VALUE else "")
+        self._begin_argument(key, self.value if tag == self.value else "")
         return True

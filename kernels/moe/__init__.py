@@ -88,6 +88,7 @@ def experts(
     add_norm: AddNorm | None = None,
     workspace: Tensor | None = None,
     quantize_activations: bool = False,
+    limit: float = 0.0,
     dependent: bool = False,
 ) -> None:
     """out[t] = sum over k of weight[t, k] * down[id] · (silu(gate[id] · x[t]) * (up[id] · x[t])).
@@ -111,16 +112,18 @@ def experts(
     - `quantize_activations`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many
       tokens in bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
       `kernels.quantize` says. Sums of 128 products are then scaled and added up in fp32.
+    - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit), of all experts that
+      are not in INT4: of those ValueError on a GPU.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
     """
     if not x_TE.is_cuda:
-        reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE)
+        reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE, limit)
         if add_norm is not None:
             add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
         return
-    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, quantize_activations=quantize_activations)
+    shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, quantize_activations=quantize_activations, limit=limit)
     _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent, add_norm)
 
 
@@ -133,6 +136,7 @@ def add_experts(
     sum_TGE: Tensor,
     *,
     workspace: Tensor | None = None,
+    limit: float = 0.0,
 ) -> None:
     """sum[t, g] += what `experts` computes, of the g-th of G equal groups of neighbouring intermediate features.
 
@@ -142,9 +146,9 @@ def add_experts(
     `experts`.
     """
     if not x_TE.is_cuda:
-        reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE)
+        reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE, limit)
         return
-    shape = experts_shape(x_TE, id_TK, down_XEI, groups=sum_TGE.shape[1])
+    shape = experts_shape(x_TE, id_TK, down_XEI, groups=sum_TGE.shape[1], limit=limit)
     _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), shape, workspace)
 
 
@@ -171,15 +175,16 @@ def experts_shape(
     groups: int = 0,
     shared: int = 0,
     quantize_activations: bool = False,
+    limit: float = 0.0,
 ) -> ExpertsShape:
     """The sizes of a call of `experts` with so many shared ones, or of `add_experts` with so many groups.
-    `quantize_activations`: whether it may round its inputs, for which it needs no more memory."""
+    `quantize_activations`, `limit`: see there; they need no more memory."""
     experts, hidden, intermediate = down_XEI.shape
     tokens, chosen, dtype = x_TE.shape[0], id_TK.shape[1], x_TE.dtype
     aligned = x_TE.data_ptr() % 16 == 0 and x_TE.stride(0) % 8 == 0
     hopper = hopper_programs(x_TE.device) if aligned else 0
     return ExpertsShape(
-        tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper, quantize_activations
+        tokens, chosen, experts, hidden, intermediate, dtype, groups, shared, hopper, quantize_activations, limit
     )
 
 

@@ -273,10 +273,18 @@ def store_rows(value, target, row, column, inside, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def clamped(gate, up, LIMIT: gl.constexpr):
+    """See `activation.clamped`."""
+    gate = gl.where(gate > LIMIT, LIMIT, gate)
+    up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up
+
+
+@gluon.jit
 def multiply(
     sorted_pair, out, a_s, b_s, work_s, full, empty, announced,
     WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first 64 pairs of every tile, or the others."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -311,6 +319,8 @@ def multiply(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
             left, right = sums.reshape([HALF_TILE, 2, WIDTH]).permute((0, 2, 1)).split()
             if GATE:
+                if LIMIT > 0:
+                    left, right = clamped(left, right, LIMIT)
                 value = left * (1 / (1 + gl.exp(-left))) * right
                 value = gl.convert_layout(value.to(out.dtype.element_ty), lanes)
                 store_rows(value, out, row, block_start(block, FEATURES, WIDTH) + column, m < pairs, FEATURES)
@@ -334,12 +344,13 @@ def multiply(
 def product(
     x, act_box, weight_box, sorted_pair, table, out,
     GATE: gl.constexpr, X_STRIDE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """`kernel.gate_up` of the tokens `x` (GATE), or `kernel.down` of `act_box`; four warps, the others come on top.
 
     `act_box` and `weight_box`: descriptors of the sorted pairs' inputs (boxes of 64 rows) and of the experts' rows,
-    laid end to end (boxes of WIDTH rows). FEATURES: of the output (GATE: of gate, and as many of up).
+    laid end to end (boxes of WIDTH rows). FEATURES: of the output (GATE: of gate, and as many of up). LIMIT: see
+    `activation`.
     """
     dtype: gl.constexpr = weight_box.dtype
     a_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], TILED)
@@ -362,9 +373,9 @@ def product(
         gl.warp_specialize(
             [
                 (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
-                            0, GATE, K, FEATURES, WIDTH, STAGES)),
+                            0, GATE, K, FEATURES, WIDTH, STAGES, LIMIT)),
                 (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
-                            1, GATE, K, FEATURES, WIDTH, STAGES)),
+                            1, GATE, K, FEATURES, WIDTH, STAGES, LIMIT)),
                 (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
                                   X_STRIDE, COLUMNS, K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
             ],
@@ -375,9 +386,9 @@ def product(
         gl.warp_specialize(
             [
                 (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
-                            0, GATE, K, FEATURES, WIDTH, STAGES)),
+                            0, GATE, K, FEATURES, WIDTH, STAGES, LIMIT)),
                 (multiply, (sorted_pair, out, a_half_tiles, b_pairs, work_s, full, empty, announced,
-                            1, GATE, K, FEATURES, WIDTH, STAGES)),
+                            1, GATE, K, FEATURES, WIDTH, STAGES, LIMIT)),
                 (fetch_sorted, (act_box, weight_box, table, a_half_tiles, b_s, work_s, full, empty, announced,
                                 K, FEATURES, WIDTH, BLOCKS, GROUP, STAGES)),
             ],

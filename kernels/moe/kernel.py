@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.moe.activation import gated
 from kernels.pending_norm import PIECE
 
 _PIECE = tl.constexpr(PIECE)
@@ -83,8 +84,10 @@ def gate_up(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each."""
+    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each.
+    LIMIT: see `activation`."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     if DEPENDENT:
         gdc_wait()
@@ -115,7 +118,7 @@ def gate_up(
             up = tl.dot(a, u, up, input_precision=PRECISION)
         if DEPENDENT:
             gdc_launch_dependents()
-        value = gate * tl.sigmoid(gate) * up
+        value = gated(gate, up, LIMIT)
         target = act + (first + m).to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
         tl.store(target, value.to(act.dtype.element_ty), mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
 

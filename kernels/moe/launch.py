@@ -114,6 +114,8 @@ class ExpertLaunches:
         """Launch everything."""
         if not self.shape.tokens:
             return
+        if self.shape.limit and isinstance(self.gate_up_XFE, GroupScaled):
+            raise ValueError("no kernel clamps what experts with INT4 weights multiply")
         if self.tiling.rows == 0 and not self.tiling.programs:
             self.gate_up_singly()
             self.down_singly()
@@ -233,6 +235,7 @@ class ExpertLaunches:
             COLUMNS=shape.chosen,
             K=shape.hidden,
             FEATURES=shape.intermediate,
+            LIMIT=shape.limit,
             **self._tile(product),
         )
 
@@ -326,6 +329,7 @@ class ExpertLaunches:
             X_STRIDE=self.x_TE.stride(0),
             K=shape.hidden,
             FEATURES=shape.intermediate,
+            LIMIT=shape.limit,
             **self._rows(product),
         )
 
@@ -366,6 +370,7 @@ class ExpertLaunches:
             BLOCKS=product.blocks(sizes["FEATURES"]),
             GROUP=product.group,
             STAGES=product.stages,
+            LIMIT=self.shape.limit,
             num_warps=product.warps,
             **sizes,
         )

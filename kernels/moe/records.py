@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
 
 
 class Stored(NamedTuple):
@@ -51,6 +51,7 @@ class Tile(NamedTuple):
 STORED: Final[dict[type, Callable[[Any], tuple[str, int, int]]]] = {
     BlockScaled: lambda matrix: ("fp8", matrix.rows, matrix.features),
     GroupScaled: lambda matrix: ("int4", 1, GROUP),
+    MicroScaled: lambda matrix: ("fp8", 1, GROUP),
 }
 """Storage by the class of a matrix: its format, and the output and input features that share a scale."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels import deterministic_math
 from kernels.linear import grouped_linear, linear
 from kernels.matrix import Matrix
+from kernels.moe.activation import clamped
 from kernels.routing_rule import RoutingRule
 
 
@@ -58,7 +59,13 @@ def _best(score_TX: Tensor, count: int) -> Tensor:
 
 
 def experts_gathered(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, out_TE: Tensor
+    x_TE: Tensor,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_XFE: Tensor,
+    down_XEI: Tensor,
+    out_TE: Tensor,
+    limit: float = 0.0,
 ) -> None:
     """Copy the weights each (token, expert) pair needs and multiply in one batch: no host value, memory per pair."""
     tokens, chosen = id_TK.shape
@@ -67,6 +74,7 @@ def experts_gathered(
     id_Y = id_Y.where(wanted_Y, 0)
     x_YE1 = x_TE.repeat_interleave(chosen, dim=0).unsqueeze(-1)
     gate_YI1, up_YI1 = torch.bmm(gate_up_XFE[id_Y], x_YE1).chunk(2, dim=1)
+    gate_YI1, up_YI1 = clamped(gate_YI1, up_YI1, limit)
     y_YE = torch.bmm(down_XEI[id_Y], F.silu(gate_YI1) * up_YI1).squeeze(-1)
     y_YE = y_YE.to(torch.promote_types(y_YE.dtype, torch.float32)) * weight_TK.view(-1, 1)
     y_YE = y_YE.masked_fill(~wanted_Y.unsqueeze(-1), 0.0)
@@ -74,7 +82,13 @@ def experts_gathered(
 
 
 def experts_grouped(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Matrix, down_XEI: Matrix, out_TE: Tensor
+    x_TE: Tensor,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_XFE: Matrix,
+    down_XEI: Matrix,
+    out_TE: Tensor,
+    limit: float = 0.0,
 ) -> None:
     """Sort the pairs by expert and run every wanted expert once over its tokens."""
     chosen = id_TK.shape[1]
@@ -90,6 +104,7 @@ def experts_grouped(
         if not 0 <= expert < gate_up_XFE.shape[0]:
             continue
         gate_YI, up_YI = _product(x_TE[token_Y[part]], gate_up_XFE, expert).chunk(2, dim=-1)
+        gate_YI, up_YI = clamped(gate_YI, up_YI, limit)
         y_YE = _product((F.silu(gate_YI) * up_YI).to(x_TE.dtype), down_XEI, expert)
         sum_TE.index_add_(0, token_Y[part], y_YE * weight_Y1[part])
     out_TE.copy_(sum_TE)
@@ -109,7 +124,13 @@ def _matrix(weight_XFE: Matrix, expert: int, dtype: torch.dtype) -> Tensor:
 
 
 def add_experts(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Matrix, down_XEI: Matrix, sum_TGE: Tensor
+    x_TE: Tensor,
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_XFE: Matrix,
+    down_XEI: Matrix,
+    sum_TGE: Tensor,
+    limit: float = 0.0,
 ) -> None:
     """See `kernels.moe.add_experts`."""
     compute = torch.promote_types(x_TE.dtype, torch.float32)
@@ -122,6 +143,7 @@ def add_experts(
         gate_up_FE, down_EI = (_matrix(weight, expert, compute) for weight in (gate_up_XFE, down_XEI))
         linear(x_TE[token_Y].to(compute), gate_up_FE.to(compute), gate_up_YF, invariant=True)
         gate_YI, up_YI = gate_up_YF.chunk(2, dim=-1)
+        gate_YI, up_YI = clamped(gate_YI, up_YI, limit)
         part_YGE = torch.empty(len(token_Y), *sum_TGE.shape[1:], dtype=compute)
         grouped_linear((deterministic_math.silu(gate_YI) * up_YI).to(x_TE.dtype), down_EI, part_YGE)
         part_TKGE[token_Y, column_Y] = part_YGE * weight_TK[token_Y, column_Y, None, None]

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.moe.activation import gated
 from kernels.moe.kernel import _tile
 
 # Exponent and mantissa of a byte of e4m3 move to where bf16 has them, which leaves a number 2^120 times too small, zero
@@ -47,6 +48,14 @@ _WIDEN = tl.constexpr(
 def wide(byte):
     """Bytes of e4m3 in bf16, exactly. (NaN, which no checked checkpoint holds, becomes 480.)"""
     return tl.inline_asm_elementwise(_WIDEN, "=r,h", [byte], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def factor(scale):
+    """A scale as a number: exponents in bytes (E8M0) become powers of 2 in fp32."""
+    if scale.dtype == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -79,7 +88,7 @@ def _scales(scales, expert, row, k, STORED: tl.constexpr, TILE: tl.constexpr):
     line = scales + expert * (STORED.scale_rows * STORED.scales) + rows * STORED.scales
     at = k // STORED.features + tl.arange(0, GROUPS)
     if STORED.format == "fp8":
-        scale = tl.load(line + k // STORED.features)
+        scale = factor(tl.load(line + k // STORED.features))
     elif STORED.scales % GROUPS == 0:
         scale = tl.load(line[:, None] + at[None, :])
     else:
@@ -121,8 +130,10 @@ def gate_up(
     STORED: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each."""
+    """act[i] = silu(gate[expert] · x) * (up[expert] · x) for every sorted pair i, rounded once; FEATURES of each.
+    LIMIT: see `activation`."""
     ROWS: tl.constexpr = TILE.rows
     BLOCK: tl.constexpr = TILE.block
     BLOCK_K: tl.constexpr = TILE.block_k
@@ -162,7 +173,7 @@ def gate_up(
             u_scale = u_after
         if DEPENDENT:
             gdc_launch_dependents()
-        value = tl.trans((gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty))
+        value = tl.trans(gated(gate, up, LIMIT).to(act.dtype.element_ty))
         target = act + (first + m).to(tl.int64)[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
         tl.store(target, value, mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
 

@@ -45,9 +45,10 @@ def gate_up(
         COLUMNS=shape.chosen,
         K=shape.hidden,
         FEATURES=shape.intermediate,
+        LIMIT=shape.limit,
         STORED=how,
         TILE=_tile(tiling, product, shape),
-        **_launched(product, dependent, tiling.rows),
+        **_launched(product, dependent, 0 if how.rows == 1 and how.format == "fp8" else tiling.rows),
     )
 
 
@@ -91,6 +92,7 @@ def gate_up_singly(
         EXPERTS=shape.experts,
         K=shape.hidden,
         FEATURES=shape.intermediate,
+        LIMIT=shape.limit,
         STORED=how,
         BLOCK=product.block,
         BLOCK_K=product.block_k,
@@ -310,7 +312,8 @@ def _tile(tiling: ExpertTiling, product: Product, shape: ExpertsShape) -> Tile:
 
 def _launched(product: Product, dependent: bool, rows: int = 0) -> dict[str, Any]:
     """The launch attribute exists on CUDA only, and the interpreter knows none. Of tiles of 64 three programs are to
-    stand on a multiprocessor, which ptxas at times misses by a register."""
+    stand on a multiprocessor, which ptxas at times misses by a register. `rows`: of a tile; 0 where there are as many
+    programs as fit, as of `gate_up` with MXFP8 weights, which would spill: each row has scales of its own."""
     how: dict[str, Any] = {"DEPENDENT": dependent, "num_warps": product.warps}
     if rows == 64 and product.warps == 4:
         how["maxnreg"] = REGISTERS

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.scaled import wide
+from kernels.moe.activation import gated
+from kernels.moe.scaled import factor, wide
 from kernels.moe.single import _expert
 
 _BYTES = tl.constexpr(16)
@@ -32,8 +33,8 @@ def _load(data, scales, matrix, row, k, K: tl.constexpr, N: tl.constexpr, STORED
         eviction_policy="evict_first",
     )
     line = (matrix * STORED.scale_rows + row // STORED.rows) * STORED.scales
-    scale = tl.load(scales + line[:, None] + (piece * _BYTES // STORED.features)[None, :], mask=inside, other=0.0)
-    return byte, scale.to(tl.float32)
+    scale = tl.load(scales + line[:, None] + (piece * _BYTES // STORED.features)[None, :], mask=inside, other=0)
+    return byte, factor(scale).to(tl.float32)
 
 
 @triton.jit
@@ -62,8 +63,9 @@ def gate_up(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """act[pair] = silu(gate[expert] · x) * (up[expert] · x), rounded once."""
+    """act[pair] = silu(gate[expert] · x) * (up[expert] · x), rounded once. LIMIT: see `activation`."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     PIECES: tl.constexpr = BLOCK_K // _BYTES
     pair = tl.program_id(0) // blocks
@@ -82,8 +84,7 @@ def gate_up(
             u, u_scale = _load(data, scales, expert, feature + FEATURES, k0, K, 2 * FEATURES, STORED, BLOCK_K)
             gate = _added(gate, g, g_scale, source, k0, K, BLOCK_K)
             up = _added(up, u, u_scale, source, k0, K, BLOCK_K)
-        gate_sum = tl.sum(gate, 1)
-        value = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
+        value = gated(tl.sum(gate, 1), tl.sum(up, 1), LIMIT)
         tl.store(act + pair.to(tl.int64) * FEATURES + feature, value.to(act.dtype.element_ty))
 
 

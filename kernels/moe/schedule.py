@@ -65,6 +65,8 @@ class ExpertsShape:
     """Multiprocessors of the GPU, if it is a Hopper and its own kernels may read the tokens; otherwise 0."""
     quantize_activations: bool = False
     """Whether activations may be quantized to FP8 where the weights of both products are FP8."""
+    limit: float = 0.0
+    """Where above 0: of what experts multiply, see `activation.clamped`."""
 
     def __post_init__(self) -> None:
         if not (0 < self.chosen <= MOST_CHOSEN and 0 < self.experts <= MOST_EXPERTS):

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.moe.activation import gated
+
 
 @triton.jit
 def gate_up(
@@ -27,8 +29,9 @@ def gate_up(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """act[pair] = silu(gate[expert] · x) * (up[expert] · x), rounded once."""
+    """act[pair] = silu(gate[expert] · x) * (up[expert] · x), rounded once. LIMIT: see `activation`."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     pair = tl.program_id(0) // blocks
     # The last block is moved back into the matrix: it computes some features that its neighbour computes as well.
@@ -51,8 +54,7 @@ def gate_up(
             a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)[None, :]
             gate += g.to(tl.float32) * a
             up += u.to(tl.float32) * a
-        gate_sum = tl.sum(gate, 1)
-        value = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
+        value = gated(tl.sum(gate, 1), tl.sum(up, 1), LIMIT)
         tl.store(act + pair.to(tl.int64) * FEATURES + feature, value.to(act.dtype.element_ty))
 
 

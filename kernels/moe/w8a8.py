@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.moe.hopper import HALF_TILE, ROWS, block_start, fetch_gathered, fetch_sorted, store_rows
+from kernels.moe.hopper import HALF_TILE, ROWS, block_start, clamped, fetch_gathered, fetch_sorted, store_rows
 from kernels.quantize import LEAST_SCALE, MOST
 
 STEP = gl.constexpr(128)
@@ -65,7 +65,7 @@ def announcement(work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.conste
 def multiply(
     sorted_pair, x_scale, weight_scale, out, out_scale, a_s, b_s, work_s, full, empty, announced,
     WHICH: gl.constexpr, GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first 64 pairs of every tile, or the others."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
@@ -122,6 +122,8 @@ def multiply(
                 right_factor = right_next
                 step += 1
             if GATE:
+                if LIMIT > 0:
+                    left, right = clamped(left, right, LIMIT)
                 value = left * (1 / (1 + gl.exp(-left))) * right
                 scale = gl.maximum(gl.max(gl.abs(value), 1) / LARGEST, LEAST)
                 value = (value * (1 / scale)[:, None]).to(out.dtype.element_ty)
@@ -147,14 +149,15 @@ def multiply(
 def product(
     x, x_scale, act_box, weight_box, weight_scale, sorted_pair, table, out, out_scale,
     GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """`kernel.gate_up` of the tokens `x` (GATE), or `kernel.down` of `act_box`; four warps, the others come on top.
 
     `x`: float8_e4m3fn [T, K], `x_scale`: fp32 [T, K / 128] (GATE), or of the sorted pairs, whose numbers `act_box`
     describes (boxes of 64 rows). `weight_box` describes the experts' rows, laid end to end (boxes of 128 rows);
     `weight_scale`: theirs, fp32. GATE: `out` and `out_scale` get FP8 of the sorted pairs; otherwise `out` gets the
-    pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate, and as many of up).
+    pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate, and as many of up). LIMIT:
+    see `activation`.
     """
     dtype: gl.constexpr = weight_box.dtype
     a_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], TILED)
@@ -176,9 +179,9 @@ def product(
         gl.warp_specialize(
             [
                 (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES)),
+                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
                 (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES)),
+                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
                 (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
                                   K, COLUMNS, K, FEATURES, BLOCK, BLOCKS, GROUP, STAGES)),
             ],
@@ -189,9 +192,9 @@ def product(
         gl.warp_specialize(
             [
                 (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES)),
+                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
                 (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES)),
+                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
                 (fetch_sorted, (act_box, weight_box, table, a_half_tiles, b_s, work_s, full, empty, announced,
                                 K, FEATURES, BLOCK, BLOCKS, GROUP, STAGES)),
             ],

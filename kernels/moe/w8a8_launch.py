@@ -82,5 +82,6 @@ def _product(
         BLOCKS=product.blocks(features),
         GROUP=product.group,
         STAGES=product.stages,
+        LIMIT=shape.limit,
         num_warps=product.warps,
     )

@@ -78,8 +78,10 @@ def gather_shards(part_TY: Tensor, inbox: Inbox, out_TDY: Tensor, *, dependent: 
         launch.gather(part_TY[some], inbox.fields, out_TDY[some], dependent=dependent)
 
 
-def merge_shards(part_TDHL: Tensor, lse_TDH: Tensor, inbox: Inbox, out_THL: Tensor, *, dependent: bool = False) -> None:
-    """out = attention of this shard's heads to the entries of all shards.
+def merge_shards(
+    part_TDHL: Tensor, lse_TDH: Tensor, inbox: Inbox, out_THL: Tensor, out_lse_TH: Tensor, *, dependent: bool = False
+) -> None:
+    """out, out_lse = attention of this shard's heads to the entries of all shards, and its log-sum-exp (fp32).
 
     `part_TDHL`, `lse_TDH` (fp32, natural logarithm): attention of the heads of every shard to the entries of this one.
     What others have of this shard's heads arrives, and the parts are weighted by the exponentials of their
@@ -91,12 +93,15 @@ def merge_shards(part_TDHL: Tensor, lse_TDH: Tensor, inbox: Inbox, out_THL: Tens
     _check(part_TDHL, out_THL, latent)
     if part_TDHL.shape != (tokens, len(inbox.address_D), heads, latent) or not lse_TDH.is_contiguous():
         raise ValueError(f"parts of {tuple(part_TDHL.shape)} for a result of {tuple(out_THL.shape)}")
+    if out_lse_TH.shape != (tokens, heads) or out_lse_TH.dtype != torch.float32 or not out_lse_TH.is_contiguous():
+        raise ValueError(f"log-sum-exps are fp32 {(tokens, heads)}, not {tuple(out_lse_TH.shape)}")
     if lse_TDH.shape != part_TDHL.shape[:3] or lse_TDH.dtype != torch.float32:
         raise ValueError(f"log-sum-exps are fp32 {tuple(part_TDHL.shape[:3])}, not {tuple(lse_TDH.shape)}")
     places = launch.places_of(out_THL)
     items = launch.MANY_THREADS // places
     for some in launch.calls(tokens, heads * places, inbox.lane_bytes, items=items):
-        launch.merge(part_TDHL[some], lse_TDH[some], inbox.fields, out_THL[some], dependent=dependent)
+        found = out_THL[some], out_lse_TH[some]
+        launch.merge(part_TDHL[some], lse_TDH[some], inbox.fields, *found, dependent=dependent)
 
 
 def _check(part: Tensor, out: Tensor, columns: int) -> None:

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.one_shot.words import EMPTY_WORD, SEND, numbers, packed, read_words, sendable, store_words
 
+_LN2 = tl.constexpr(0.6931471805599453)
 # As `SEND`, of one word, where the second operand is not 0. The three behind it stay empty: of four that are sent at
 # once, those might come after the first was taken.
 _SEND_SOME = tl.constexpr(
@@ -146,6 +147,7 @@ def merge_shards(
     addresses,
     turns,
     out,
+    out_lse,
     items,
     steps,
     heads,
@@ -161,7 +163,7 @@ def merge_shards(
     FP32: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out = attention of this shard's heads to the entries of all shards.
+    """out, out_lse = attention of this shard's heads to the entries of all shards, and its log-sum-exp.
 
     An item is a token and one of the `heads` of a shard, PIECES pieces and a piece of its log-sum-exp; PIECES are
     padded to PLACES threads. `part` [tokens, SHARDS, heads, PIECES] and `lse` [tokens, SHARDS, heads]: of all heads, to
@@ -235,6 +237,7 @@ def merge_shards(
             more = tl.exp(logs[slot] - top)
             weights = weights + (more,)  # noqa: RUF005
             total += more
+        tl.store(out_lse + kept, top + tl.log2(total) * _LN2, mask=(column == 0) & (item < items))
         divisor = tl.where(total == 0, 1.0, total)
         a = _merged(a, weight, words, 0, weights, divisor, SHARDS, FP32)
         b = _merged(b, weight, words, 1, weights, divisor, SHARDS, FP32)

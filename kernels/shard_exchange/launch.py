@@ -61,6 +61,7 @@ def merge(
     lse_TDH: Tensor,
     inbox: Fields,
     out_THL: Tensor,
+    out_lse_TH: Tensor,
     *,
     dependent: bool,
 ) -> None:
@@ -79,6 +80,7 @@ def merge(
         address_D,
         turn_L,
         out_THL,
+        out_lse_TH,
         items,
         steps,
         heads,
@@ -108,6 +110,7 @@ def _common(inbox: Fields, pieces: int, threads: int, dependent: bool) -> tuple[
             "CONSTRAINTS": constraints,
             "DEPENDENT": dependent,
             "num_warps": threads // 32,
+        "maxnreg": 128,
             "launch_pdl": dependent,
         },
     )

@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 
 
-def merge_parts(out_DTHL: Tensor, lse_DTH: Tensor, into_THL: Tensor) -> None:
+def merge_parts(out_DTHL: Tensor, lse_DTH: Tensor, into_THL: Tensor) -> Tensor:
     """Merge attention to disjoint sets of entries: sums of exp(lse) out and of exp(lse), whose quotient goes to
-    `into_THL`. They are balanced trees in the order of the shards, so all ranks have the same bits.
+    `into_THL`; returned is the log-sum-exp of all, [T, H]. They are balanced trees in the order of the shards, so all
+    ranks have the same bits.
 
     A part of log-sum-exp -inf counts for nothing, whatever its output holds; where all are, the result is 0.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     top_TH = lse_DTH.amax(0)
     # A finite shift: exp(-inf - 0) is the 0 that is wanted, and -inf - -inf is NaN.
-    weight_DTH = torch.exp(lse_DTH - top_TH.masked_fill(top_TH == -torch.inf, 0.0))
+    top_TH = top_TH.masked_fill(top_TH == -torch.inf, 0.0)
+    weight_DTH = torch.exp(lse_DTH - top_TH)
     weight_DTH1 = weight_DTH.unsqueeze(-1)
     total_TH = _tree_sum(weight_DTH)
     sum_THL = _tree_sum(torch.where(weight_DTH1 != 0, weight_DTH1 * out_DTHL, 0.0))
     into_THL.copy_(sum_THL / total_TH.masked_fill(total_TH == 0, 1.0).unsqueeze(-1))
+    return top_TH + torch.log(total_TH)
 
 
 def _tree_sum(x_DX: Tensor) -> Tensor:

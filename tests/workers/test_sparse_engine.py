@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import SPARSE_KINDS, VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
+from tests.workers.models.oracle import load_oracle
 from workers.cache.spec import Fp8LatentSpec, Int8IndexSpec
 from workers.config import EngineConfig
 from workers.protocol.plan import SamplingParams
@@ -30,7 +30,7 @@ def engine(folder: Path, **settings: Any) -> InlineEngine:
 
 @cache
 def oracle(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_oracle(folder)
 
 
 @cache
@@ -60,6 +60,10 @@ def greedy(tokens: int) -> SamplingParams:
         pytest.param("auto", "v32", marks=pytest.mark.long),
         pytest.param(1, "axk2", marks=pytest.mark.long),
         pytest.param(1, "axk2-groups", marks=pytest.mark.soak),
+        pytest.param(4, "hyv4", marks=pytest.mark.long),
+        pytest.param(1, "hyv4-vl", marks=pytest.mark.long),
+        pytest.param("auto", "hyv4", marks=pytest.mark.soak),
+        *(pytest.param(width, "hyv4", marks=pytest.mark.soak) for width in (1, 2, 3)),
         pytest.param(1, "glm5", marks=pytest.mark.soak),
         pytest.param(4, "v32", marks=pytest.mark.soak),
         pytest.param("auto", "glm5", marks=pytest.mark.soak),
@@ -78,7 +82,9 @@ def test_greedy_tokens_are_transformers_tokens_in_mixed_batches(
     assert run.scheduler.stats().bad_rows == 0
 
 
-@pytest.mark.parametrize("kind", ["v32", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("glm5", "axk2"))])
+@pytest.mark.parametrize(
+    "kind", ["v32", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("glm5", "axk2", "hyv4"))]
+)
 def test_preemptions_and_prefix_hits_change_no_token(kind: str, folders: dict[str, Path]) -> None:
     """The index keys of a page come and go with its latents."""
     asked, folder = prompts(45, 44, 43, 42, seed=1), folders[kind]
@@ -107,7 +113,7 @@ def test_an_fp8_cache_has_index_keys_in_int8(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "drafter"),
-    [("glm5", "ngram"), ("glm5", "none"), ("axk2", "ngram")],
+    [("glm5", "ngram"), ("glm5", "none"), ("axk2", "ngram"), ("hyv4-vl", "ngram")],
 )
 def test_other_drafters(kind: str, drafter: str, folders: dict[str, Path]) -> None:
     """Other drafters have no indexer."""

@@ -58,7 +58,7 @@ class AXK2(DeepseekV32):
         undrafted = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
         dense = {"first_k_dense_replace": dense_layers(fields)}
         config = super().read(Fields({**given, **undrafted, **dense}, fields.prefix))
-        return replace(config, output_gate=True, norm_gate_rank=fields.count("gated_norm_rank", 16))
+        return replace(config, output_gate="query", norm_gate_rank=fields.count("gated_norm_rank", 16))
 
     @override
     def rule(self, fields: Fields) -> RoutingRule:

@@ -14,6 +14,7 @@ from workers.families.axk2 import AXK2
 from workers.families.deepseek import DeepseekV2, DeepseekV3
 from workers.families.family import Family
 from workers.families.glm import Glm4MoeLite
+from workers.families.hyv4 import HYV4, HYV4VL
 from workers.families.kimi import KimiK25
 from workers.families.mistral import Mistral3, Mistral4
 from workers.families.sarvam import SarvamMla
@@ -32,6 +33,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v32": DeepseekV32(),
     "glm4_moe_lite": Glm4MoeLite(),
     "glm_moe_dsa": GlmMoeDsa(),
+    "hy_v4": HYV4(),
+    "hy_v4_vl": HYV4VL(),
     "kimi_k2": DeepseekV3(),
     "kimi_k25": KimiK25(),
     "mistral3": Mistral3(),

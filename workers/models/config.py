@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kernels.routing_rule import RoutingRule
 
@@ -61,6 +62,9 @@ class Routing:
     rule: RoutingRule
     normed: bool = False
     """Whether the sum of a token's experts goes through a norm of its own before it is added to the residual stream."""
+    limit: float = 0.0
+    """Where above 0: what routed experts multiply is clamped, silu(min(gate, limit)) * clamp(up, -limit, limit). Shared
+    experts' is not."""
 
     def __post_init__(self) -> None:
         groups, top_groups = self.rule.groups, self.rule.top_groups
@@ -85,19 +89,36 @@ class Indexing:
 
     heads: int
     features: int
-    """Features of each head's query, and of the one key of a token. The first qk_rope_head_dim of them are roped."""
+    """Features of each head's query, and of the one key of a token, of which qk_rope_head_dim are roped."""
     top_k: int
     """Most tokens that a query attends to."""
     interleaved: bool
     """Whether the roped features are in pairs (2i, 2i + 1) in the checkpoint's weights; else (i, i + half)."""
     shared: tuple[bool, ...]
     """For each of the model's layers, whether it has no indexer and attends to what the layer before it attends to."""
+    roped_last: bool = False
+    """Whether the roped features are the last ones in the checkpoint's weights; else the first. They are kept first."""
+    wide: bool = False
+    """Whether keys and heads' weights are computed in fp32 where the checkpoint has the latter's matrix so."""
+    key_norm_eps: float = 1e-6
+    """Epsilon of the norm of keys."""
     shared_by_drafts: bool = False
     """Whether the layer that drafts selects for a row's newest token alone, and all drafts behind it attend to that."""
 
     def is_shared(self, layer: int) -> bool:
         """Whether that layer has no indexer of its own; the layer that drafts has one."""
         return layer < len(self.shared) and self.shared[layer]
+
+
+@dataclass(frozen=True)
+class ResidualStreams:
+    """Several residual streams in place of one (`kernels.residual_streams`)."""
+
+    count: int
+    magnitude: float
+    """The most that a gate of what is added is, but for `eps`."""
+    eps: float
+    """Number that is added to every gate."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +157,19 @@ class ModelConfig:
     norm_gate_rank: int = 0
     """Features between the two matrices of a norm's gate (`workers.models.layer_ops.NormGate`): of each layer's first
     norm, and of the second one in layers of experts. 0: no norm has a gate."""
-    output_gate: bool = False
-    """Whether each head's output is multiplied by the sigmoid of a gate. The product that makes the queries makes the
-    gates, too, and reads the query's latent twice, normed and as it is."""
+    output_gate: Literal["none", "query", "input"] = "none"
+    """Whether each head's output is multiplied by the sigmoid of a gate, and what makes it. "query": the product that
+    makes the queries makes the gates, too, and reads the query's latent twice, normed and as it is. "input": a product
+    of its own, of the layer's input."""
+    sinks: bool = False
+    """Whether each head of the model's layers has a logit that takes part in the denominator of attention's softmax
+    (`kernels.attention_sink`)."""
+    streams: ResidualStreams | None = None
+    """Residual streams of the model's layers; None: there is one, to which layers add what they compute."""
+    latent_norm_eps: float = 1e-6
+    """Epsilon of the norms of latents inside attention; few published models take it from rms_norm_eps."""
+    wide_head: bool = False
+    """Whether the output head multiplies in fp32 where it is stored so."""
     query_scaling: QueryScaling | None = None
     """Scaling of queries by their position; None: there is none. With it queries have a latent, `q_lora_rank`."""
 

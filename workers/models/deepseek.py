@@ -20,7 +20,7 @@ from workers.cache.paged import PagedCache
 from workers.models.attention.latent import LatentAttention
 from workers.models.attention.sparse import SparseAttention
 from workers.models.choices import Choices
-from workers.models.deepseek_parts import PagedTokens, both, linear, norm, opened, per_head, rope
+from workers.models.deepseek_parts import PagedTokens, Residual, both, by_head, linear, norm, opened, rope, sunk, swiglu
 from workers.models.deepseek_sparse import select
 from workers.models.feed_forward import DenseFeedForward, MixtureOfExperts
 from workers.models.layer_ops import Gated, Mixture
@@ -39,11 +39,11 @@ def attention(
     token sees, or of these to the selected ones."""
     heads, dtype = layer.heads, layer.heads.norm_L.dtype
     q_TF, c_TL, k_TO = linear(x_TE, layer.down_FE).tensor_split([-heads.latent - heads.rope, -heads.rope], 1)
-    entry_TC = torch.cat([norm(c_TL, heads.norm_L), rope(k_TO, turn_TO)], 1)  # (1), (3)
+    entry_TC = torch.cat([norm(c_TL, heads.norm_L, heads.norm_eps), rope(k_TO, turn_TO)], 1)  # (1), (3)
     latent_entry.write(entry_TC.to(dtype), heads.latent, at.slot_T, cache_PKC)
     if layer.q_norm_A is not None and layer.q_up_QA is not None:  # else q = W^Q h
-        q_TF = linear(both(norm(q_TF, layer.q_norm_A), q_TF, layer), layer.q_up_QA)  # (6)
-    q_THN, q_THO, gate_THV = per_head(q_TF, heads)  # (7); gates in A.X K2 alone
+        q_TF = linear(both(norm(q_TF, layer.q_norm_A, heads.norm_eps), q_TF, layer), layer.q_up_QA)  # (6)
+    q_THN, q_THO, gate_THV = by_head(q_TF, x_TE, layer)  # (7); gates in A.X K2 and Hy4 alone
     q_THD = torch.cat([q_THN, rope(q_THO, turn_TO.unsqueeze(1))], 2)  # (8), (9)
     q_THD *= layer.query_scale(at.position_T).view(-1, 1, 1)  # 1, except in Mistral Small 4
     out_THV = x_TE.new_empty(len(x_TE), heads.count, heads.value)
@@ -56,15 +56,14 @@ def attention(
         score_HTS = heads.scale * einsum("thd,shd->hts", q_THD[own_T], k_SHD)
         if selected_TZ is not None:
             seen_TS &= (selected_TZ[own_T].unsqueeze(2) == torch.arange(len(entry_SC))).any(1)
-        weight_HTS = score_HTS.masked_fill(~seen_TS, -torch.inf).softmax(2)
+        weight_HTS = sunk(score_HTS.masked_fill(~seen_TS, -torch.inf), heads.sink_H)
         out_THV[own_T] = einsum("hts,shv->thv", weight_HTS, v_SHV)  # (10)
     return linear(opened(out_THV, gate_THV).flatten(1), layer.out_EF)  # (11)
 
 
-def gated(x_TE: Tensor, network: Gated | DenseFeedForward) -> Tensor:
+def gated(x_TE: Tensor, network: Gated | DenseFeedForward, limit: float = 0.0) -> Tensor:
     """FFN: down · (silu(gate · x) * (up · x)), this rank's part of it."""
-    gate_TI, up_TI = linear(x_TE, network.gate_up_FE).chunk(2, 1)
-    return linear(F.silu(gate_TI) * up_TI, network.down_EI)
+    return linear(swiglu(linear(x_TE, network.gate_up_FE), limit), network.down_EI)
 
 
 def experts(x_TE: Tensor, mixture: Mixture, choices: Choices | None) -> Tensor:
@@ -88,7 +87,7 @@ def experts(x_TE: Tensor, mixture: Mixture, choices: Choices | None) -> Tensor:
     for expert in gate_TX.any(0).nonzero().flatten().tolist():
         own_Y = gate_TX[:, expert].nonzero().flatten()
         network = Gated(mixture.gate_up_XFE[expert], mixture.down_XEI[expert])
-        out_TE[own_Y] += gate_TX[own_Y, expert].unsqueeze(1) * gated(x_TE[own_Y], network)
+        out_TE[own_Y] += gate_TX[own_Y, expert].unsqueeze(1) * gated(x_TE[own_Y], network, mixture.routing.limit)
     return out_TE
 
 
@@ -97,16 +96,17 @@ def forward(
 ) -> Tensor:
     """Logits after every token, fp32 [T, B]; writes the tokens' entries to the cache. All ranks together."""
     eps, caches, selected_TZ = model.config.rms_norm_eps, iter(cache.layers), None
-    turn_TO, h_TE = model.rotation_PO[at.position_T], model.embedding_YE[token_T].float()
+    turn_TO, h = model.rotation_PO[at.position_T], Residual(model.embedding_YE[token_T].float(), model.config.streams)
     for layer in model.layers:
         own = [next(caches) for _ in layer.attention.caches]
-        x_TE = norm(h_TE, layer.attention_norm_E, eps, layer.attention_gate)
+        x_TE = norm(h.read(layer.attention_streams), layer.attention_norm_E, eps, layer.attention_gate)
         if isinstance(layer.attention, SparseAttention) and layer.attention.indexer is not None:
             selected_TZ = select(layer.attention, layer.attention.indexer, x_TE, turn_TO, at, own[1], choices)
         u_TE = attention(layer.attention, x_TE, turn_TO, at, own[0], selected_TZ)
         model.group.all_reduce(u_TE, u_TE)
-        h_TE, feed_forward = h_TE + u_TE, layer.feed_forward
-        x_TE = norm(h_TE, layer.feed_forward_norm_E, eps, layer.feed_forward_gate)
+        h.add(u_TE)
+        x_TE, feed_forward = h.read(layer.feed_forward_streams), layer.feed_forward
+        x_TE = norm(x_TE, layer.feed_forward_norm_E, eps, layer.feed_forward_gate)
         if isinstance(feed_forward, DenseFeedForward):
             y_TE = gated(x_TE, feed_forward)
         else:
@@ -114,6 +114,6 @@ def forward(
         model.group.all_reduce(y_TE, y_TE)
         if isinstance(feed_forward, MixtureOfExperts) and feed_forward.mixture.norm_E is not None:  # A.X K1
             y_TE = norm(y_TE, feed_forward.mixture.norm_E, eps)
-        h_TE = h_TE + y_TE  # (12)
-    logit_TB = linear(norm(h_TE, model.norm_E, eps), model.head_YE)
+        h.add(y_TE)  # (12)
+    logit_TB = linear(norm(h.read(model.streams), model.norm_E, eps), model.head_YE)
     return model.group.gather_columns(logit_TB, torch.empty)[:, : model.config.vocab_size]

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.models.attention.backend import Heads
+from kernels.residual_streams import StreamGates
 from workers.models.attention.latent import LatentAttention
+from workers.models.config import ResidualStreams
 from workers.models.layer_ops import NormGate
 from workers.weights.weight import Weight
 
@@ -55,11 +56,18 @@ def linear(x_TE: Tensor, weight_FE: Weight) -> Tensor:
     return F.linear(x_TE, weight_FE.dequantized(torch.float32))
 
 
-def norm(x_TE: Tensor, weight_E: Tensor, eps: float = 1e-6, gate: NormGate | None = None) -> Tensor:
-    """RMSNorm (Zhang and Sennrich, 2019), times its `gate` where it has one, as in A.X K2. Inside attention the models
-    have this epsilon, whatever their config says."""
+def norm(x_TE: Tensor, weight_E: Tensor, eps: float, gate: NormGate | None = None) -> Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019), times its `gate` where it has one, as in A.X K2."""
     x_TE = F.rms_norm(x_TE, weight_E.shape, weight_E.float(), eps)
     return x_TE if gate is None else x_TE * linear(F.silu(linear(x_TE, gate.down_RE)), gate.up_ER).sigmoid()
+
+
+def sunk(score_HTS: Tensor, sink_H: Tensor | None) -> Tensor:
+    """softmax of each token's scores; in Hy4 with one more in its denominator, of no token: a sink of each head."""
+    if sink_H is None:
+        return score_HTS.softmax(2)
+    sink_HT1 = sink_H.view(-1, 1, 1).expand(-1, score_HTS.shape[1], 1)
+    return torch.cat([score_HTS, sink_HT1], 2).softmax(2)[..., :-1]
 
 
 def both(normed_TA: Tensor, x_TA: Tensor, layer: LatentAttention) -> Tensor:
@@ -67,16 +75,50 @@ def both(normed_TA: Tensor, x_TA: Tensor, layer: LatentAttention) -> Tensor:
     return torch.cat([normed_TA, x_TA], 1) if layer.gated else normed_TA
 
 
-def per_head(q_TF: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+def by_head(q_TF: Tensor, x_TE: Tensor, layer: LatentAttention) -> tuple[Tensor, ...]:
     """Each head's query, without and with rope, and the gate of its output, which has no features where there is none:
-    [T, H, N], [T, H, O] and [T, H, V]."""
-    q_THF = q_TF.view(len(q_TF), heads.count, -1)
+    [T, H, N], [T, H, O] and [T, H, V]. A.X K2 makes gates with the queries, Hy4 of the layer's input."""
+    heads, tokens = layer.heads, len(q_TF)
+    q_THF = q_TF.view(tokens, heads.count, -1)
+    if layer.gate_FE is not None:
+        q_THF = torch.cat([q_THF, linear(x_TE, layer.gate_FE).view(tokens, heads.count, heads.value)], 2)
     return q_THF.tensor_split([heads.nope, heads.nope + heads.rope], 2)
 
 
 def opened(out_THV: Tensor, gate_THV: Tensor) -> Tensor:
     """The heads' output, times the sigmoid of its gate where it has one."""
     return out_THV * gate_THV.sigmoid() if gate_THV.shape[2] else out_THV
+
+
+def swiglu(gate_up_TF: Tensor, limit: float) -> Tensor:
+    """silu(gate) * up (Shazeer, 2020), of which Hy4's routed experts clamp both."""
+    gate_TI, up_TI = gate_up_TF.chunk(2, 1)
+    if limit > 0:
+        gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)
+    return F.silu(gate_TI) * up_TI
+
+
+class Residual:
+    """The residual stream, or in Hy4 several of them, [T, S, E], all of which begin as the embedding."""
+
+    def __init__(self, x_TE: Tensor, streams: ResidualStreams | None) -> None:
+        self.h_TSE = x_TE.unsqueeze(1).repeat(1, 1 if streams is None else streams.count, 1)
+        self._open_TS1 = torch.ones(1, 1, 1)
+
+    def read(self, gates: StreamGates | None) -> Tensor:
+        """What the next part of a layer reads, [T, E]: a sum of the streams, whose weights are sigmoids of a product
+        with all of them. Other such sigmoids are the weights of what is added next."""
+        if gates is None:
+            return self.h_TSE.squeeze(1)
+        count, flat_TF = self.h_TSE.shape[1], self.h_TSE.flatten(1)
+        m_TM = F.linear(F.rms_norm(flat_TF, flat_TF.shape[1:], None, gates.norm_eps), gates.weight_MF)
+        open_TM1 = (m_TM * gates.scale_G.repeat_interleave(count) + gates.base_M).sigmoid().unsqueeze(2)
+        self._open_TS1 = gates.magnitude * open_TM1[:, count:] + gates.eps
+        return ((open_TM1[:, :count] + gates.eps) * self.h_TSE).sum(1)
+
+    def add(self, x_TE: Tensor) -> None:
+        """Add a part's output to each stream."""
+        self.h_TSE = self.h_TSE + self._open_TS1 * x_TE.unsqueeze(1)
 
 
 def rope(x_TO: Tensor, turn_TO: Tensor) -> Tensor:

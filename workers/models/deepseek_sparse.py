@@ -35,9 +35,11 @@ def select(
     if cache_PKI.dtype == torch.uint8:
         raise ValueError("the readable forward pass reads plain index keys alone: load the model without fp8_cache")
     assert layer.q_norm_A is not None
-    c_TA = norm(linear(x_TE, layer.down_FE)[:, : len(layer.q_norm_A)], layer.q_norm_A)  # (6) of V3
+    c_TA = norm(
+        linear(x_TE, layer.down_FE)[:, : len(layer.q_norm_A)], layer.q_norm_A, layer.heads.norm_eps
+    )  # (6) of V3
     k_TI, w_TJ = linear(x_TE, indexer.both_XE).tensor_split([cache_PKI.shape[2]], 1)
-    k_TI = F.layer_norm(k_TI, k_TI.shape[1:], indexer.norm_I, indexer.bias_I, 1e-6)
+    k_TI = F.layer_norm(k_TI, k_TI.shape[1:], indexer.norm_I, indexer.bias_I, indexer.norm_eps)
     k_TI = _rope_first(k_TI, turn_TO)
     q_TJI = _rope_first(linear(c_TA, indexer.q_FA).view(len(c_TA), -1, k_TI.shape[1]), turn_TO.unsqueeze(1))
     cache_PKI.flatten(0, 1)[at.slot_T] = k_TI.to(cache_PKI.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
-from workers.models.config import ModelConfig
+from workers.models.config import ConfigError, ModelConfig
 from workers.models.layer_ops import Gated, LayerOps, Mixture, N
 from workers.weights.formats.format import Format
 from workers.weights.part import Part, Shard
@@ -49,8 +49,8 @@ class MixtureOfExperts:
     The shared experts are one network in the checkpoint, n_shared_experts times as wide as an expert. Its intermediate
     features fall apart into that many units of an expert's width, whose results add up to the network's: so they are
     kept as experts behind the routed ones, which every token chooses with weight 1, and computed in the same launches.
-    Only where the routed experts alone are stored quantized are the shared ones a network of their own, unless the sum
-    of both goes through a norm.
+    Only where the routed experts alone are stored quantized, or what they alone multiply is clamped, are the shared
+    ones a network of their own, unless the sum of both goes through a norm.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class MixtureOfExperts:
         bias_X: Tensor | None = None,
         norm_E: Tensor | None = None,
     ) -> None:
-        """`bias_X`: the router's, fp32, where the checkpoint does not have it. `norm_E`: see `Mixture`."""
+        """`bias_X`: the router's, fp32, where the checkpoint does not have it. `norm_E`: see `Mixture`. ConfigError for
+        experts in a format whose kernels do not clamp, where they would have to."""
         routing, hidden = config.routing, config.hidden_size
         assert routing is not None  # a layer without experts is none of these
         experts, units = routing.experts, routing.shared_experts
@@ -75,7 +76,9 @@ class MixtureOfExperts:
         networks = [_Network(f"{prefix}experts.{expert}.", config) for expert in range(experts)]
         shared = [_Network(f"{prefix}shared_experts.", config, unit, units) for unit in range(units)]
         apart: Gated | None = None
-        if units and norm_E is None and _apart(source, networks, shared):
+        if norm_E is not None and routing.limit:
+            raise ConfigError("experts that are clamped, and whose sum goes through a norm, are not supported")
+        if units and norm_E is None and (routing.limit or _apart(source, networks, shared)):
             width = units * config.moe_intermediate_size
             dense = DenseFeedForward(source, f"{prefix}shared_experts.", hidden, width)
             apart = Gated(dense.gate_up_FE, dense.down_EI)
@@ -84,6 +87,11 @@ class MixtureOfExperts:
             networks += shared
         gate_up_XFE = source.experts([network.gate_up for network in networks])
         down_XEI = source.experts([network.down for network in networks])
+        if routing.limit and not gate_up_XFE.format.clamps:
+            raise ConfigError(
+                f"swiglu_limit = {routing.limit} is not supported for experts in {gate_up_XFE.format.name}: no kernel "
+                "clamps what they multiply. Use a checkpoint in bf16 or FP8"
+            )
         self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart, norm_E)
 
     def __call__(

@@ -31,6 +31,7 @@ from kernels.linear import (
 )
 from kernels.matrix import BlockScaled, Matrix
 from kernels.quantize import GROUP, quantize, silu_mul_quantize
+from kernels.residual_streams import add_to_streams
 from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
 from kernels.runtime.dependent import launches_dependently
 from kernels.sigmoid_mul import sigmoid_mul
@@ -69,6 +70,13 @@ def dependent(x_TE: Tensor) -> bool:
     return x_TE.shape[0] <= MOST_DEPENDENT and launches_dependently(x_TE.device)
 
 
+def _widened(x_TE: Tensor, weight_FE: Weight, scratch: Scratch) -> Tensor:
+    """`x_TE` in the dtype of a plain weight, which is its own or fp32."""
+    if x_TE.dtype == weight_FE.plain.dtype:
+        return x_TE
+    return scratch.empty(*x_TE.shape, dtype=torch.float32).copy_(x_TE)
+
+
 class GeneralOps(LayerOps[Tensor]):
     """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
 
@@ -88,6 +96,8 @@ class GeneralOps(LayerOps[Tensor]):
     @override
     def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: Tensor) -> None:
         norm.residual_TE.zero_()
+        if norm.memory is not None:
+            norm.memory.open_TS.fill_(1.0)
         if id_T is not None:
             torch.index_select(rows_YE, 0, id_T, out=out)
         self.add_norm(rows_YE if id_T is None else out, norm, out)
@@ -105,6 +115,15 @@ class GeneralOps(LayerOps[Tensor]):
                 # A matrix that is dequantized in the launch before must not be read early.
                 early = isinstance(weight, Tensor) and dependent(x)
                 linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=early)
+
+    @override
+    def narrow_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        """See `LayerOps`; the weight may be in fp32 in a model that is not."""
+        self.wide_linear(x, weight_FE, out_TF, scratch)
+
+    def wide_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        """`linear` with a plain weight, which may be in fp32 in a model that is not; out in fp32."""
+        self.linear(_widened(x, weight_FE, scratch), weight_FE, out_TF, scratch)
 
     def _quantizes_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
         """Whether a product with a matrix takes activations in FP8."""
@@ -207,7 +226,11 @@ class GeneralOps(LayerOps[Tensor]):
 
     def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
         """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out_TE` may be
-        `x_TE`."""
+        `x_TE`. Where there are several residual streams see `add_to_streams`; of a sum alone."""
+        if norm.memory is not None:
+            into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
+            add_to_streams(x_TE, *into, eps=norm.eps)
+            return
         # Behind a collective of others it is a plain launch.
         early = dependent(x_TE) and (self.group.summed.size == 1 or self.group.sums_by_kernel(x_TE))
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
@@ -225,7 +248,7 @@ class GeneralOps(LayerOps[Tensor]):
         and the result is None. With several the result is this rank's part, which is summed over ranks together with
         the other experts'."""
         if self.group.summed.size == 1:  # the norm of the sum so far is written over
-            self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
+            self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
             return None
         own_TE = scratch.empty(*out.shape, dtype=out.dtype)
         with scratch.scope():
@@ -237,10 +260,7 @@ class GeneralOps(LayerOps[Tensor]):
     ) -> tuple[Tensor, Tensor]:
         """See `chosen`."""
         early = dependent(x_TE)
-        if x_TE.dtype != mixture.router_XE.plain.dtype:
-            wide_TE = scratch.empty(*x_TE.shape, dtype=torch.float32)
-            x_TE = wide_TE.copy_(x_TE)
-        logits = self.router(x_TE, mixture.router_XE, scratch)
+        logits = self.router(_widened(x_TE, mixture.router_XE, scratch), mixture.router_XE, scratch)
         return self.chosen(logits, mixture, scratch, live_R, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
@@ -279,7 +299,7 @@ class GeneralOps(LayerOps[Tensor]):
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        alone = self.group.summed.size == 1 and mixture.norm_E is None
+        alone = self.group.summed.size == 1 and mixture.norm_E is None and norm.memory is None
         moe.experts(
             x_TE,
             id_TK,
@@ -291,6 +311,7 @@ class GeneralOps(LayerOps[Tensor]):
             add_norm=norm if alone else None,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
+            limit=mixture.routing.limit,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )
@@ -332,7 +353,7 @@ class DecodeOps(GeneralOps):
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         tokens, hidden = out.shape
         parts = self.parts(tokens, weight_EF)
-        if not parts:
+        if not parts or norm.memory is not None:
             super().add(x_TF, weight_EF, norm, out, scratch)
             return
         with scratch.scope():

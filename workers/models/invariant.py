@@ -68,7 +68,7 @@ class DeterministicOps(GeneralOps):
     @override
     def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
         """Add the output of shared experts, which have a sum over ranks of their own, in its order."""
-        self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm, out, scratch)
+        self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
 
     @override
     def experts(
@@ -85,6 +85,7 @@ class DeterministicOps(GeneralOps):
         """See `GeneralOps`, without `own_TE`; a group's sum has the token's experts in the order of its choice, the
         shared ones last."""
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
+        limit = mixture.routing.limit
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape
         step = max(1, PART_BYTES // (id_TK.shape[1] * groups * hidden * 4))
         for begin in range(0, tokens, step):
@@ -96,7 +97,7 @@ class DeterministicOps(GeneralOps):
                     workspace = scratch.empty(size, dtype=torch.uint8)
                 part_TGE = self._parts(choice[0].shape[0], groups, hidden, scratch)
                 part_TGE.zero_()
-                moe.add_experts(x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE, workspace=workspace)
+                moe.add_experts(x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE, workspace=workspace, limit=limit)
                 self._sum(part_TGE, out_TE[turn], scratch)
         self.add_experts_sum(out_TE, mixture, norm)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.residual_streams import StreamGates
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
@@ -34,10 +35,15 @@ class DecoderLayer:
         *,
         attention_gate: NormGate | None = None,
         feed_forward_gate: NormGate | None = None,
+        attention_streams: StreamGates | None = None,
+        feed_forward_streams: StreamGates | None = None,
     ) -> None:
-        """`attention_gate`, `feed_forward_gate`: of the norms of those names, where they have one."""
+        """`attention_gate`, `feed_forward_gate`: of the norms of those names, where they have one.
+        `attention_streams`, `feed_forward_streams`: by which they read the residual streams and add to them, where
+        there are several."""
         self.eps = eps
         self.attention_gate, self.feed_forward_gate = attention_gate, feed_forward_gate
+        self.attention_streams, self.feed_forward_streams = attention_streams, feed_forward_streams
         self.attention_norm_E, self.attention = attention_norm_E, attention
         self.feed_forward_norm_E, self.feed_forward = feed_forward_norm_E, feed_forward
 
@@ -52,8 +58,8 @@ class DecoderLayer:
     def finish(self, buffers: PassBuffers[N], norm: AddNorm, out: N, live_R: Tensor | None, scratch: Scratch) -> None:
         """Token-wise, after attention: adds it, then the feed-forward part, to the residual; `out`, which may be
         `buffers.normed`, becomes the `norm` of that. Holds (11) to (12) of `deepseek`, and both norms."""
-        between = AddNorm(buffers.residual_TE, self.feed_forward_norm_E, self.eps)
-        tokens, hidden = buffers.residual_TE.shape
+        between = buffers.norm(self.feed_forward_norm_E, self.eps, self.feed_forward_streams)
+        tokens, hidden = len(buffers.residual_TE), buffers.residual_TE.shape[-1]
         x = buffers.ops.allocate_normed(tokens, hidden, buffers.attended_THV.dtype, self.eps, scratch)
         gate_THV = buffers.projected.gate_THV
         self.attention.output(buffers.ops, buffers.attended_THV, between, x, scratch, gate_THV)

@@ -22,6 +22,7 @@ from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.rope import query_scale_table, rotation_table
 from workers.models.segments import Segments
+from workers.models.streams import load_streams
 from workers.parallel.group import Group
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -47,6 +48,7 @@ class Model:
         self.embedding_YE = source.load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.head_YE = self._head(source)
         self.norm_E = source.load("model.norm.weight", config.hidden_size)
+        streams = load_streams(source, "model.hc_head.hc_head_", config, added=False)
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             source.progress(f"layer {index + 1} of {config.num_layers}")
@@ -64,7 +66,10 @@ class Model:
             config.rms_norm_eps,
             0,
             query_scale_P=self.query_scale_P,
+            streams=streams,
         )
+        self.streams = streams
+        """Gates by which its end reads several residual streams; None where there is one."""
         self.drafter: Drafter | None = None
         """Proposes tokens to the model; None unless whoever builds the model sets it."""
 
@@ -88,7 +93,8 @@ class Model:
         """Load this rank's rows of the output head, see `load_head`."""
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         if not self.config.tied_embeddings:
-            return load_head(source, "lm_head.weight", vocab, hidden)
+            dtype = source.lossless("lm_head.weight") if self.config.wide_head else source.dtype
+            return load_head(source, "lm_head.weight", vocab, hidden, dtype)
         if source.mesh.heads.size == 1:
             return Weight(self.embedding_YE)
         share, rows = source.mesh.heads.padded_share(vocab)
@@ -125,7 +131,8 @@ class Model:
         """Logits of final-norm hidden states, fp32 [N, Y]. `head_YE`: this rank's rows of another head than its own."""
         scratch, head_YE = scratch or Scratch(hidden_NE.device), head_YE or self.head_YE
         part_NY = scratch.empty(hidden_NE.shape[0], head_YE.shape[0], dtype=torch.float32)
-        self.paths.any.linear(hidden_NE, head_YE, part_NY, scratch)
+        with scratch.scope():
+            self.paths.any.wide_linear(hidden_NE, head_YE, part_NY, scratch)
         return self.group.gather_columns(part_NY, scratch.empty)[:, : self.config.vocab_size]
 
     def _enter(self, token_T: Tensor, source_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:

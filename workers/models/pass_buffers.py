@@ -11,6 +11,8 @@ from typing import Any, Generic
 
 from torch import Tensor
 
+from kernels.residual_streams import StreamGates, StreamMemory
+from kernels.rms_norm import AddNorm
 from workers.models.attention.latent import MlaInputs
 from workers.models.layer_ops import LayerOps, N
 
@@ -25,19 +27,27 @@ class PassBuffers(Generic[N]):
     normed: N
     """The norm of `residual_TE` that the next layer reads."""
     residual_TE: Tensor
+    """The residual stream, or several of them, [T, S, E]."""
     rotation_TO: Tensor | None
     """Rotations of the tokens. None in passes of decode rows alone, whose attention rotates."""
     query_scale_T: Tensor | None
     """fp32: what each token's query is multiplied by, of models whose queries are scaled by their position."""
     projected: MlaInputs
     attended_THV: Tensor
+    streams: StreamMemory | None = None
+    """Of several residual streams; None where there is one."""
+
+    def norm(self, weight_E: Tensor, eps: float, gates: StreamGates | None) -> AddNorm:
+        """What is read next of the residual stream or, by `gates`, of several."""
+        return AddNorm(self.residual_TE, weight_E, eps, gates, self.streams)
 
     @property
     def finished(self) -> tuple[Tensor, ...]:
-        """What `DecoderLayer.finish` reads of a token: its residual, what it attended to, and the gates of that where
-        there are such."""
-        gate_THV = self.projected.gate_THV
-        return (self.residual_TE, self.attended_THV, *(() if gate_THV is None else (gate_THV,)))
+        """What `DecoderLayer.finish` reads of a token: its residual, what it attended to, and the gates of that, and of
+        residual streams, where there are such."""
+        gate_THV, streams = self.projected.gate_THV, self.streams
+        gates = () if gate_THV is None else (gate_THV,)
+        return (self.residual_TE, self.attended_THV, *gates, *(() if streams is None else (streams.open_TS,)))
 
 
 @dataclass(frozen=True)
@@ -59,4 +69,4 @@ class PassTensors:
     """Hidden states after the final norm; None where `gather` and `end` take the last segment's place."""
     buffers: PassBuffers[Any]
     aux_hidden: tuple[tuple[int, Tensor], ...] = ()
-    """Layers, and where the residual stream that enters each is copied to, [T, E]."""
+    """Layers, and where the residual stream that enters each is copied to, [T, E]. None of several streams."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.residual_streams import StreamGates, StreamMemory
 from kernels.rms_norm import AddNorm
 from kernels.runtime.repeat import Layers, Repeat
 from workers.cache.paged import PagedCache
@@ -52,13 +53,15 @@ class Segments:
         cache_layer: int,
         caches: Sequence[slice] | None = None,
         query_scale_P: Tensor | None = None,
+        streams: StreamGates | None = None,
     ) -> None:
         """`enter` says what enters the residual stream, of `token_T` and `source_TE` of `PassTensors`: rows of a matrix
         by their indices, or without those a matrix of T rows. The caches of `layers` are those from `cache_layer` on,
-        in their order, unless `caches` says which each has. `query_scale_P`: see `query_scale_table`."""
+        in their order, unless `caches` says which each has. `query_scale_P`: see `query_scale_table`. `streams`: by
+        which the final norm reads several residual streams; None where there is one."""
         self.layers, self.paths = layers, paths
         self._enter, self._norm_E, self._eps, self._cache_layer = enter, norm_E, eps, cache_layer
-        self._rotation_PO, self._query_scale_P = rotation_PO, query_scale_P
+        self._rotation_PO, self._query_scale_P, self._streams = rotation_PO, query_scale_P, streams
         ends = accumulate((len(layer.attention.caches) for layer in layers), initial=cache_layer)
         self._caches_of = caches or [slice(*bounds) for bounds in pairwise(ends)]
         self._layers_of: tuple[list[Tensor], Layers] | None = None
@@ -66,7 +69,7 @@ class Segments:
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
         """The segments of a pass over some of these layers."""
         caches = [self._caches_of[next(i for i, own in enumerate(self.layers) if own is layer)] for layer in layers]
-        where = self._rotation_PO, self._eps, self._cache_layer, caches, self._query_scale_P
+        where = self._rotation_PO, self._eps, self._cache_layer, caches, self._query_scale_P, self._streams
         return Segments(self._enter, self.paths, layers, self._norm_E, *where)
 
     def __len__(self) -> int:
@@ -80,7 +83,7 @@ class Segments:
         return PassBuffers(
             ops=ops,
             normed=ops.allocate_normed(tokens, hidden, dtype, self._eps, scratch),
-            residual_TE=ops.allocate_residual(tokens, hidden, dtype, scratch),
+            residual_TE=self._residual(ops, tokens, scratch),
             rotation_TO=(
                 scratch.empty(*rotation_shape, dtype=rotation_PO.dtype)
                 if attention.rotates or not ops.decode_alone
@@ -89,7 +92,24 @@ class Segments:
             query_scale_T=None if self._query_scale_P is None else scratch.empty(tokens, dtype=torch.float32),
             projected=attention.allocate_projected(ops, tokens, scratch),
             attended_THV=attention.allocate_attended(tokens, scratch),
+            streams=self._stream_memory(tokens, scratch),
         )
+
+    def _residual(self, ops: LayerOps[Any], tokens: int, scratch: Scratch) -> Tensor:
+        """Memory for the residual stream, or for several."""
+        hidden, count = self._norm_E.shape[0], self._stream_count
+        residual_TF = ops.allocate_residual(tokens, (count or 1) * hidden, self._norm_E.dtype, scratch)
+        return residual_TF.view(tokens, count, hidden) if count else residual_TF
+
+    def _stream_memory(self, tokens: int, scratch: Scratch) -> StreamMemory | None:
+        if not (count := self._stream_count):
+            return None
+        return StreamMemory.empty(tokens, count, self._norm_E.shape[0], scratch.empty)
+
+    @property
+    def _stream_count(self) -> int:
+        """Residual streams, where there are several; else 0."""
+        return 0 if self._streams is None else self._streams.base_M.shape[0]
 
     def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
         """Segment `index`, for whoever captures it."""
@@ -108,8 +128,10 @@ class Segments:
 
     def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
-        weight_E = self._norm_E if index == len(self.layers) else self.layers[index].attention_norm_E
-        return AddNorm(buffers.residual_TE, weight_E, self._eps)
+        if index == len(self.layers):
+            return buffers.norm(self._norm_E, self._eps, self._streams)
+        layer = self.layers[index]
+        return buffers.norm(layer.attention_norm_E, self._eps, layer.attention_streams)
 
     def _begin(self, tensors: PassTensors, norm: AddNorm, scratch: Scratch) -> None:
         """Fill the residual stream, and take the first norm of it."""
@@ -128,24 +150,35 @@ class Segments:
             if layer == index:
                 aux_hidden_TE.copy_(tensors.buffers.residual_TE)
 
+    def over(self, buffers: PassBuffers[Any]) -> PassBuffers[Any]:
+        """The same memory for this pass, of buffers for one whose layers are of the same shape, but may have several
+        residual streams."""
+        if buffers.streams is None or self._streams is not None:
+            return buffers
+        tokens, _, hidden = buffers.residual_TE.shape
+        residual_TE = buffers.residual_TE.view(-1)[: tokens * hidden].view(tokens, hidden)
+        return replace(buffers, residual_TE=residual_TE, streams=None)
+
     def buffers_to_end(self, tokens: int, scratch: Scratch) -> PassBuffers[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and no other buffers."""
-        residual_NE = scratch.empty(tokens, self._norm_E.shape[0], dtype=self._norm_E.dtype)
+        residual_NE = self._residual(self.paths.any, tokens, scratch)
         attention, buffers = self.layers[0].attention, self.buffers(0, scratch)
         attended_NHV, projected = attention.allocate_attended(tokens, scratch), buffers.projected
         if projected.gate_THV is not None:
             projected = replace(projected, gate_THV=attention.allocate_attended(tokens, scratch))
-        return replace(buffers, residual_TE=residual_NE, attended_THV=attended_NHV, projected=projected)
+        buffers = replace(buffers, attended_THV=attended_NHV, projected=projected)
+        return replace(buffers, residual_TE=residual_NE, streams=self._stream_memory(tokens, scratch))
 
     def gather(self, buffers: PassBuffers[Any], token_N: Tensor, buffers_N: PassBuffers[Any]) -> None:
         """Copy the input of `end` for the tokens `token_N` (int64), in a pass whose last attention has run."""
         for of_all, of_wanted in zip(buffers.finished, buffers_N.finished, strict=True):
+            assert of_all.shape[1:] == of_wanted.shape[1:]
             torch.index_select(of_all, 0, token_N, out=of_wanted)
 
     def end(self, buffers_N: PassBuffers[Any], out_NE: Tensor, scratch: Scratch) -> None:
         """The last segment for the tokens that `buffers_N` holds, none of them padding."""
         with scratch.scope():
-            self._end(buffers_N, AddNorm(buffers_N.residual_TE, self._norm_E, self._eps), out_NE, None, scratch)
+            self._end(buffers_N, self._norm(len(self.layers), buffers_N), out_NE, None, scratch)
 
     def _end(
         self, buffers: PassBuffers[Any], norm: AddNorm, out_TE: Tensor | None, live_R: Tensor | None, scratch: Scratch

@@ -55,11 +55,15 @@ def unsupported(config: ModelConfig, mesh: Mesh) -> str:
         return f"moe_intermediate_size on a rank is {experts}, more than 4096"
     if config.norm_gate_rank:
         return "norms have gates"
-    if config.output_gate:
+    if config.streams is not None:
+        return "there are several residual streams"
+    if config.output_gate != "none":
         return "attention's output has a gate"
     routing = config.routing
     if routing is not None and routing.normed:
         return "the sum of a token's experts has a norm of its own"
+    if routing is not None and routing.limit:
+        return "what experts multiply is clamped"
     if routing is not None and not few_experts.choosable(routing.experts, routing.rule.groups):
         return f"{routing.experts} experts in {routing.rule.groups} groups are more than a warp chooses from"
     return ""

@@ -127,18 +127,20 @@ class Group:
             dist.all_gather_into_tensor(part_DTY.flatten(0, 1), part_TY, group=self.shards)
         out_TDY.copy_(part_DTY.transpose(0, 1))
 
-    def merge_shards(self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor) -> None:
-        """out = attention of this rank's heads to the entries of all ranks along `cache`. `part_TDHL`, `lse_TDH`:
-        attention of all their heads to this rank's entries, and its log-sum-exp; contiguous."""
+    def merge_shards(
+        self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor, out_lse_TH: torch.Tensor
+    ) -> None:
+        """out, out_lse = attention of this rank's heads to the entries of all ranks along `cache`, and its log-sum-exp.
+        `part_TDHL`, `lse_TDH`: those of the heads of all ranks and this rank's entries. All are contiguous."""
         if self.exchange is not None:
-            self.exchange.merge(part_TDHL, lse_TDH, out_THL)
+            self.exchange.merge(part_TDHL, lse_TDH, out_THL, out_lse_TH)
             return
         sent = part_TDHL.transpose(0, 1).contiguous(), lse_TDH.transpose(0, 1).contiguous()
         part_DTHL, lse_DTH = torch.empty_like(sent[0]), torch.empty_like(sent[1])
         with _peers():
             dist.all_to_all_single(part_DTHL, sent[0], group=self.shards)
             dist.all_to_all_single(lse_DTH, sent[1], group=self.shards)
-        merge_parts(part_DTHL, lse_DTH, out_THL)
+        out_lse_TH.copy_(merge_parts(part_DTHL, lse_DTH, out_THL))
 
     def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
         """The `payload` of every rank of the world, in rank order, of whatever length; for start-up, not for steps.

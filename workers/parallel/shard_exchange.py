@@ -39,6 +39,8 @@ class ShardExchange:
         """out[t, d] = row t of shard d's part."""
         gather_shards(part_TY, self._inbox, out_TDY, dependent=self._dependent)
 
-    def merge(self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor) -> None:
-        """out = attention of this rank's heads to the entries of all shards, of which each has its part."""
-        merge_shards(part_TDHL, lse_TDH, self._inbox, out_THL, dependent=self._dependent)
+    def merge(
+        self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor, out_lse_TH: torch.Tensor
+    ) -> None:
+        """out, out_lse = attention of this rank's heads to the entries of all shards, of which each has its part."""
+        merge_shards(part_TDHL, lse_TDH, self._inbox, out_THL, out_lse_TH, dependent=self._dependent)

@@ -86,7 +86,7 @@ class Stage:
         self.tensors = [PassTensors(*inputs, None, self.hidden_TE, buffers, model.aux_hidden(self.aux_hidden_TF))]
         if self.hidden_TE is not None:
             # The drafter's inputs replace the target's, and its pass the target's buffers.
-            self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, buffers))
+            self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, self.segments[DRAFT].over(buffers)))
 
     @property
     def _stride(self) -> int:

@@ -16,13 +16,17 @@ from workers.parallel.mesh import AxisName, Mesh
 
 @dataclass(frozen=True)
 class RopeRows:
-    """The last (or first) `rope` of every `head` rows are rotated in pairs (i, i + rope / 2) and are to be kept in
-    pairs (2i, 2i + 1): products of queries and keys that are both kept so do not change."""
+    """The last (or first) `rope` of every `head` rows are rotated and are to be kept in pairs (2i, 2i + 1), whatever
+    rows a checkpoint has in their place: products of queries and keys that are both kept so do not change."""
 
     head: int
     rope: int
     first: bool = False
     """Whether they are a head's first rows."""
+    stored_last: bool = False
+    """Whether the checkpoint has them as a head's last rows all the same."""
+    paired: bool = False
+    """Whether the checkpoint has them in those pairs already; else in pairs (i, i + rope / 2)."""
 
     @property
     def begin(self) -> int:
@@ -32,12 +36,17 @@ class RopeRows:
     def order(self, rows: int, device: torch.device) -> Tensor:
         """Return the source row of each of a matrix's rows, int64."""
         order_HR = torch.arange(rows, device=device).view(-1, self.head)
-        roped = order_HR[:, self.begin : self.begin + self.rope]
-        roped.copy_(roped.reshape(-1, 2, self.rope // 2).transpose(1, 2).flatten(1))
+        if self.first and self.stored_last:
+            order_HR = order_HR.roll(self.rope, 1)
+        if not self.paired:
+            roped = order_HR[:, self.begin : self.begin + self.rope]
+            roped.copy_(roped.reshape(-1, 2, self.rope // 2).transpose(1, 2).flatten(1))
         return order_HR.flatten()
 
     def stay_within(self, block: int, rows: int) -> bool:
         """Whether no row of `rows` changes its block of so many rows."""
+        if self.first and self.stored_last:
+            return block % self.head == 0
         firsts = range(self.begin, rows, self.head)
         return all(first // block == (first + self.rope - 1) // block for first in firsts)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, Shape
+from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, MX_DTYPES, MX_SCALES, Shape
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,15 @@ _OF_MISTRAL: Final = {
 }
 """Beginnings of names in files as Mistral publishes them (`consolidated*.safetensors`), and those that DeepSeek's
 have."""
+_ENDS: Final = (FP8_SCALES, MX_SCALES, "_weight_scale")
+"""Ends of the names of scales of experts that are stacked."""
 _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)")
 
 
 def shown(entries: Mapping[str, Entry], *, mistral: bool) -> dict[str, Entry]:
     """The entries under the names and in the shapes of DeepSeek's checkpoints. `mistral`: the files are Mistral's."""
     found = {_renamed(name) if mistral else name: entry for name, entry in entries.items()}
-    found = _unstacked(found)
+    found = _unstacked(_show_drafts(found))
     for name in [name for name, entry in found.items() if entry.dtype == FP8_DTYPE and len(entry.shape) == 2]:
         _show_scales(found, name)
     return found
@@ -80,6 +82,19 @@ def _renamed(name: str) -> str:
         if (match := re.match(begin, name)) is not None:
             return match.expand(instead) + name[match.end() :]
     return name
+
+
+def _show_drafts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Show layers that draft behind the model's last one, where they have a list and a number of their own, as in Hy4;
+    their last norm is called as DeepSeek calls it."""
+    layers = [int(match[1]) for name in entries if (match := re.match(r"model\.layers\.(\d+)\.", name))]
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if (match := re.match(r"model\.mtp_layers\.(\d+)\.", name)) is not None:
+            rest = re.sub(r"^final_layernorm\.", "shared_head.norm.", name[match.end() :])
+            name = f"model.layers.{max(layers, default=-1) + 1 + int(match[1])}.{rest}"
+        found[name] = entry
+    return found
 
 
 def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -93,20 +108,21 @@ def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
         experts, parts = match["experts"], ["down"]
         if match["what"] == "gate_up_proj":
             parts = ["gate", "up"]
-        scales = entries.get(name + FP8_SCALES)
+        scales = next((entries[scale] for end in _ENDS if (scale := name + end) in entries), None)
+        end = FP8_SCALES if scales is None or scales.dtype not in MX_DTYPES else MX_SCALES
         rows, columns = entry.shape[1] // len(parts), entry.shape[2]
         for expert in range(entry.shape[0]):
             for place, part in enumerate(parts):
                 own = f"{experts}.{expert}.{part}_proj.weight"
                 found[own] = replace(entry, shape=(rows, columns), outer=(expert,), row=place * rows)
                 if scales is not None:
-                    found[own + FP8_SCALES] = _scales_of(scales, expert, place, len(parts))
+                    found[own + end] = _scales_of(scales, expert, place, len(parts))
     return {name: entry for name, entry in found.items() if not _is_scales_of_stack(name, entries)}
 
 
 def _is_scales_of_stack(name: str, entries: Mapping[str, Entry]) -> bool:
-    of = name.removesuffix(FP8_SCALES)
-    return of != name and _STACKED.fullmatch(of) is not None and of in entries
+    ends = [end for end in _ENDS if name.endswith(end)]
+    return any(_STACKED.fullmatch(of := name.removesuffix(end)) is not None and of in entries for end in ends)
 
 
 def _scales_of(scales: Entry, expert: int, place: int, parts: int) -> Entry:
@@ -127,7 +143,7 @@ def _show_scales(entries: dict[str, Entry], name: str) -> None:
     scales = name + FP8_SCALES
     if scales not in entries:
         others = (name.removesuffix(".weight") + end for end in (".weight_scale", ".qscale_weight"))
-        other = next((other for other in others if other in entries), None)
+        other = next((other for other in others if other in entries and entries[other].dtype not in MX_DTYPES), None)
         if other is None:
             return
         entries[scales] = entries.pop(other)

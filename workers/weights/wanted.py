@@ -11,6 +11,10 @@ PLAIN_NAMES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPE: Final = "F8_E4M3"
 FP8_SCALES: Final = "_scale_inv"
 """Suffix of the name of an FP8 matrix that gives the tensor with its scales."""
+MX_SCALES: Final = "_scale"
+"""Suffix of the name of an MXFP8 matrix that gives the tensor with its scales."""
+MX_DTYPES: Final = ("U8", "F8_E8M0")
+"""Dtypes of these, both of which are bytes."""
 BLOCK: Final = 128
 """Rows, and columns, of such a matrix that share a scale in a checkpoint."""
 

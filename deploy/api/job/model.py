@@ -18,7 +18,14 @@ from deploy.api.job.tools import may_answer, shown
 from deploy.config.api import ApiConfig
 from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.reasoning import ReasoningFormat, ReasoningParser, Where
-from deploy.parsing.registry import MARKERS, REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
+from deploy.parsing.registry import (
+    MARKERS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    named_for,
+    reasoning_parser_of,
+    tool_parser_of,
+)
 from deploy.text.chat import joined, template_message
 from deploy.text.chat_prompt import ChatPrompts
 from deploy.text.effort import SWITCHES
@@ -175,8 +182,8 @@ class Reader:
 
     def __init__(self, tokenizer: Tokenizer | None, config: ApiConfig) -> None:
         calls, reasoning = _parsers_of(tokenizer, config.chat_template)
-        self.tools = _chosen(config.tool_parser, calls)
-        self.reasoning = _chosen(config.reasoning_parser, reasoning)
+        self.tools = _chosen(config.tool_parser, calls, tokenizer)
+        self.reasoning = _chosen(config.reasoning_parser, reasoning, tokenizer)
         self._tokenizer, self._template = tokenizer, config.chat_template
         self._stops_in_reasoning = config.stop_in_reasoning
         self._kept_of_tools = _kept(tokenizer, MARKERS[self.tools]) if self.tools else frozenset()
@@ -245,8 +252,10 @@ def _parsers_of(tokenizer: Tokenizer | None, template: str | None) -> tuple[str 
     return tool_parser_of(with_tools), reasoning_parser_of(without)
 
 
-def _chosen(setting: str, by_chats: str | None) -> str | None:
-    return by_chats if setting == "auto" else None if setting == "none" else setting
+def _chosen(setting: str, by_chats: str | None, tokenizer: Tokenizer | None) -> str | None:
+    """The name of a parser, with the ending that the vocabulary's tags have, where that is the checkpoint's own."""
+    name = by_chats if setting == "auto" else None if setting == "none" else setting
+    return named_for(name, () if tokenizer is None else map(tokenizer.token_string, range(tokenizer.size)))
 
 
 def _kept(tokenizer: Tokenizer | None, markers: tuple[str, ...]) -> frozenset[int]:

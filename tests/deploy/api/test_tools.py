@@ -13,11 +13,12 @@ import openai
 import pytest
 from fake_engine import INFO, FakeEngine, out, say, serving
 from tiny_tokenizer import tiny, with_special
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI, MISTRAL
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, GLM, HY4, KIMI, MISTRAL
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.parsing.registry import MARKERS
+from tests.deploy.parsing.written_calls import with_ending
 from workers.protocol.plan import TopLogprobs
 
 TOOL: Any = {
@@ -52,6 +53,16 @@ SAID = {
             f"<arg_key>days</arg_key><arg_value>{days}</arg_value></tool_call>\n"
             for days in (1, 2)
         ),
+    ),
+    "hy_v4": (
+        HY4,
+        "Two cities.</think>I look.<tool_calls>"
+        + "".join(
+            "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Köln</arg_value>"
+            f"<arg_key>days</arg_key><arg_value>{days}</arg_value></tool_call>"
+            for days in (1, 2)
+        )
+        + "</tool_calls>",
     ),
     "mistral": (
         MISTRAL,
@@ -140,6 +151,26 @@ def test_calls_and_reasoning_streamed_and_not(name: str, special: bool) -> None:
         assert answer.usage.completion_tokens == len(served.ids) + 1
 
 
+@pytest.mark.parametrize("parser", ["auto", "hy_v4"])
+def test_tags_of_hy4_with_an_ending_of_the_checkpoints_own(parser: str) -> None:
+    """The vocabulary says which; they are special tokens, and so is every tag of an answer."""
+    _, plain = SAID["hy_v4"]
+    text = with_ending(plain, ":open")
+    tags = [with_ending(tag, ":open") for tag in (*MARKERS["hy_v4"], "<think>", "</think>")]
+    served = Served(HY4, text, special=tuple(tags), tool_parser=parser, reasoning_parser=parser)
+    with served.client() as client:
+        extra = {"chat_template_kwargs": {"ending": ":open"}}
+        answer = client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], extra_body=extra)
+        message, _ = streamed(client, tools=[TOOL], extra_body=extra)
+        assert served.prompt.endswith("<assistant><think:open>")
+        choice = answer.choices[0]
+        assert choice.message.content == message["content"] == "I look."
+        assert choice.message.reasoning_content == message["reasoning"] == "Two cities."
+        called = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+        assert called == [("get_weather", {"city": "Köln", "days": days}) for days in (1, 2)]
+        assert [(call[1], json.loads(call[2])) for call in message["calls"].values()] == called
+
+
 CALL: Any = {"id": "functions.get_weather:0", "type": "function"}
 CALL["function"] = {"name": "get_weather", "arguments": '{"city":  "Köln", "days": 2}'}
 HISTORY: Any = [
@@ -156,6 +187,8 @@ RENDERED = {
     DEEPSEEK_V3: '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Köln", "days": 2}\n```',
     GLM: "<|assistant|><think>Hm.</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>Köln</arg_value>"
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><|observation|><tool_response>Rain.</tool_response>",
+    HY4: "<assistant><think>Hm.</think><tool_calls><tool_call>get_weather<arg_key>city</arg_key><arg_value>Köln"
+    "</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call></tool_calls><tool_response>Rain.",
 }
 
 

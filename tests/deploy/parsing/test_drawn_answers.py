@@ -6,7 +6,7 @@ import random
 
 import pytest
 from drawn_answers import KINDS, OUTPUTS, REASONING, Drawn, Writer, drawn_answers
-from written_calls import CONTROL, WRITERS, Found, events_of, found, parser
+from written_calls import CONTROL, WRITERS, Found, events_of, found, parser, with_ending
 
 from deploy.parsing.registry import TOOL_PARSERS
 
@@ -57,3 +57,16 @@ def test_without_deviations_answers_are_canonical(name: str) -> None:
     for seed in range(50):
         drawn = Writer(name, random.Random(seed), frozenset()).answer()
         assert drawn.text == WRITERS[name](drawn.calls)
+
+
+def test_hy4_is_read_as_glm_whatever_ends_its_tags() -> None:
+    """Its calls are GLM's; the tag around them all may be missing, or stand around a part of them."""
+    assert set(WRITERS) - set(FORMATS) == {"hy_v4"}
+    for drawn in drawn_answers("glm"):
+        reasoning = None if drawn.thought is None else "hy_v4:open"
+        want = read(drawn, [drawn.text])
+        text = with_ending(drawn.text, ":open")
+        for own in (text, text.replace("<tool_call:open>", "<tool_calls:open><tool_call:open>", 1)):
+            got = found(events_of(parser("hy_v4:open", reasoning, "inside"), list(own)))
+            assert (got.calls, got.reasoning) == (want.calls, with_ending(want.reasoning, ":open")), (drawn, got)
+            assert got.content.split() == with_ending(want.content, ":open").split(), (drawn, got)

@@ -15,7 +15,8 @@ from deploy.parsing.assistant import AnswerParser
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, Content, Reasoning
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.reasoning import MOST_BLANK, ReasoningParser
-from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_of, tool_parser_of
+from deploy.parsing.registry import MARKERS as TOOL_MARKERS
+from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS, named_for, reasoning_parser_of, tool_parser_of
 
 FORMATS = sorted(WRITERS)
 # No tag of any format: without escapes, none of the tagged formats can write its own end in a value.
@@ -461,11 +462,30 @@ TEMPLATES = {
     "<|im_assistant|><|tool_calls_section_begin|>": ("kimi_k2", None),
     "<|im_assistant|><think></think><|tool_calls_section_begin|>": ("kimi_k2", "kimi_k2"),
     "[gMASK]<|assistant|></think><tool_call><arg_key>": ("glm", "glm"),
+    "<think></think><tool_calls><tool_call>{{ name }}<arg_key>": ("hy_v4", "hy_v4"),
+    "{% set S = ':open' %}{{ '<think' ~ S }}{{ '<tool_calls' ~ S ~ '>' }}{{ '<arg_key' ~ S }}": ("hy_v4", "hy_v4"),
+    "<think></think><tool_calls><tool_call>{{ name }}<tool_sep><arg_key>": ("glm", "deepseek_v3"),
     "{% if enable_thinking %}<think>{% endif %}<tool_call>{{ call }}</tool_call>": ("hermes", "deepseek_v3"),
     "[INST][/INST][THINK]{{ t }}[/THINK][TOOL_CALLS]{{ name }}[ARGS]": ("mistral", "mistral"),
     "[INST][/INST][TOOL_CALLS][{{ call }}]": ("mistral", None),
     "{% for m in messages %}{{ m.content }}{% endfor %}": (None, None),
 }
+
+
+def test_a_vocabulary_says_what_ends_the_tags_of_hy4() -> None:
+    tokens = ["a", "<s>", "<tool_call:6124c78e>", "</think:6124c78e>", "<think:6124c78e>"]
+    assert named_for("hy_v4", tokens) == "hy_v4:6124c78e"
+    assert named_for("hy_v4", ["<tool_call>", "<think>", "<b:c>"]) == "hy_v4"
+    assert named_for("glm", tokens) == "glm"
+    assert named_for(None, tokens) is None
+    assert "<arg_value:6124c78e>" in TOOL_MARKERS["hy_v4:6124c78e"]
+    form = REASONING_PARSERS["hy_v4:6124c78e"]
+    assert (form.begins("Hi<think:6124c78e>\n"), form.begins("<think:6124c78e></think:6124c78e>")) == (
+        "inside",
+        "outside",
+    )
+    with pytest.raises(KeyError):
+        _ = TOOL_PARSERS["hy_v5:a"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -80,6 +80,15 @@ def glm(calls: Calls, newline: str = "") -> str:
     )
 
 
+def with_ending(text: str, ending: str) -> str:
+    """The text with this ending in all tags of a Hy4."""
+    return re.sub(r"<(/?(?:think|tool_calls?|arg_key|arg_value))>", rf"<\1{ending}>", text)
+
+
+def hyv4(calls: Calls, ending: str = "") -> str:
+    return with_ending(f"<tool_calls>{glm(calls)}</tool_calls>", ending)
+
+
 def hermes(calls: Calls) -> str:
     one = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
     return "\n".join(one.format(name, dumps(arguments)) for name, arguments in calls)
@@ -95,6 +104,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "deepseek_v32": deepseek_v32,
     "kimi_k2": kimi_k2,
     "glm": glm,
+    "hy_v4": hyv4,
     "hermes": hermes,
     "mistral": mistral,
 }
@@ -118,6 +128,10 @@ MARKERS = {
         "<|tool_call_argument_begin|>", "functions.now:3", "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
     ],
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    "hy_v4": [
+        "<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+        "</arg_value>",
+    ],
     "hermes": ["<tool_call>", "</tool_call>", '{"name": "now"', ', "arguments": ', '"}'],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "aB3dE6gH9", '[{"name": "now", "arguments": ', "[", "]"],
 }  # fmt: skip

@@ -77,6 +77,21 @@ GLM = (
     "{%- if add_generation_prompt -%}<|assistant|>{{ '</think>' if enable_thinking is false else '<think>' }}"
     "{%- endif -%}"
 )
+HY4 = (
+    "{%- set E = ending or '' -%}{%- if tools -%}# Tools{%- for tool in tools -%}"
+    "{{ tool | tojson(ensure_ascii=False) }}{%- endfor -%}{%- endif -%}{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}<tool_response>{{ m.content }}</tool_response>"
+    "{%- else -%}<{{ m.role }}>{%- if m.role == 'assistant' -%}{{ '<think' + E + '>' }}{{ m.reasoning_content or '' }}"
+    "{{ '</think' + E + '>' }}{%- endif -%}{{ m.content }}{%- if m.tool_calls -%}{{ '<tool_calls' + E + '>' }}"
+    "{%- for tc in m.tool_calls -%}{{ '<tool_call' + E + '>' + tc.function.name }}"
+    "{%- for k, v in tc.function.arguments.items() -%}{{ '<arg_key' + E + '>' + k + '</arg_key' + E + '>' }}"
+    "{{ '<arg_value' + E + '>' }}{{ v | tojson(ensure_ascii=False) if v is not string else v }}"
+    "{{ '</arg_value' + E + '>' }}{%- endfor -%}{{ '</tool_call' + E + '>' }}{%- endfor -%}"
+    "{{ '</tool_calls' + E + '>' }}{%- endif -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<assistant>{{ '<think' + E + '>' }}"
+    "{{ '</think' + E + '>' if reasoning_effort == 'no_think' else '' }}{%- endif -%}"
+)
+"""Tags as Hy4 has them, with an ending that a caller may set; what else its template writes was not seen."""
 MISTRAL = (
     "{{ bos_token }}{%- if tools -%}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif -%}"
     "[MODEL_SETTINGS]{{ reasoning_effort or 'none' }}[/MODEL_SETTINGS]{%- for m in messages -%}"

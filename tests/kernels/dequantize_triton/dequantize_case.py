@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.dequantize import launch_dequantize
-from kernels.matrix import GROUP, BlockScaled, GroupScaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled
 
 SHAPES = [(16, 64), (53, 96), (130, 1536), (7, 2080)]
 """Rows and features, most of which end in the middle of tiles and blocks."""
@@ -33,7 +33,19 @@ def int4(rows: int, features: int, device: torch.device) -> tuple[GroupScaled, T
     return GroupScaled(data.to(device), scales.to(device)), (nibble.double() - 8) * wide
 
 
-def check(matrix: BlockScaled | GroupScaled, want: Tensor) -> None:
+def mxfp8(rows: int, features: int, device: torch.device) -> tuple[MicroScaled, Tensor]:
+    """Numbers of all sizes, times exponents up to large ones, and the least, which counts as 0."""
+    torch.manual_seed(rows)
+    numbers = torch.randn(rows, features) * 64 * 2.0 ** torch.randint(-14, 2, (rows, features))
+    data = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
+    exponent = torch.randint(30, 220, (rows, features // GROUP))
+    exponent[0, 0] = 0
+    factor = torch.where(exponent == 0, 0.0, 2.0 ** (exponent.double() - 127))
+    wide = data.double() * factor.repeat_interleave(GROUP, 1)
+    return MicroScaled(data.to(device), exponent.to(torch.uint8).to(device)), wide
+
+
+def check(matrix: BlockScaled | GroupScaled | MicroScaled, want: Tensor) -> None:
     """Check the kernel in both dtypes: one rounding of a product in fp32, then one to the dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full(matrix.shape, torch.nan, dtype=dtype, device=matrix.device)

@@ -19,5 +19,10 @@ def test_fp8(rows: int, features: int, block: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("rows", "features"), case.SHAPES)
+def test_mxfp8(rows: int, features: int) -> None:
+    case.check(*case.mxfp8(rows, features, CPU))
+
+
+@pytest.mark.parametrize(("rows", "features"), case.SHAPES)
 def test_int4(rows: int, features: int) -> None:
     case.check(*case.int4(rows, features, CPU))

@@ -16,3 +16,4 @@ def test_every_number(rows: int, features: int) -> None:
     for block in case.BLOCKS:
         case.check(*case.fp8(rows, features, block, device))
     case.check(*case.int4(rows, features, device))
+    case.check(*case.mxfp8(rows, features, device))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.dequantize import launch_dequantize
-from kernels.matrix import GROUP, BlockScaled, GroupScaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled
 from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
@@ -22,6 +22,8 @@ def test_compiles_without_spills(rows: int, features: int, dtype: torch.dtype) -
     with compile_only() as compiled:
         launch_dequantize(BlockScaled(data, scales), out)
         launch_dequantize(GroupScaled(torch.empty(rows, features // 2, dtype=torch.uint8), groups), out)
+        launch_dequantize(MicroScaled(data, torch.empty(rows, features // GROUP, dtype=torch.uint8)), out)
+    assert len(compiled) == 3
     for kernel in compiled:
         resources(kernel).check(registers=128)
 

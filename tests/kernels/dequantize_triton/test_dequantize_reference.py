@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def test_on_a_cpu() -> None:
-    for matrix, want in (case.fp8(53, 96, (16, 64), CPU), case.int4(53, 96, CPU)):
+    for matrix, want in (case.fp8(53, 96, (16, 64), CPU), case.int4(53, 96, CPU), case.mxfp8(53, 96, CPU)):
         out = torch.empty(53, 96)
         dequantize(matrix, out)
         assert torch.equal(out, want.float())

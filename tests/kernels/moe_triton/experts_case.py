@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
@@ -17,8 +18,8 @@ from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
 """Distance between the seeds of a case's tokens and of its weights."""
-Format = Literal["int4"] | tuple[int, int] | None
-"""INT4; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
+Format = Literal["int4", "mxfp8"] | tuple[int, int] | None
+"""INT4; MXFP8; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
 
 
 def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: torch.Generator) -> Matrix:
@@ -34,6 +35,11 @@ def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: t
     if format == "int4":
         data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random, device=device).to(torch.uint8)
         return GroupScaled(data, ((uniform(*shape[:-1], shape[-1] // GROUP) + 0.5) * scale / 4.6).bfloat16())
+    if format == "mxfp8":
+        groups = (*shape[:-1], shape[-1] // GROUP)
+        exponent = torch.randint(-9, -6, groups, generator=random, device=device)
+        exponent += round(math.log2(scale))
+        return MicroScaled((plain * 96).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8))
     rows, features = format
     codes = plain * 64
     codes[uniform(*shape) < 0.1] *= 2**-13  # zero and subnormal numbers
@@ -45,7 +51,7 @@ def exact(matrix: Matrix, expert: int) -> Tensor:
     """An expert's matrix in float64, in which no product of a number and its scale is rounded."""
     if isinstance(matrix, Tensor):
         return matrix[expert].double()
-    if isinstance(matrix, GroupScaled):
+    if isinstance(matrix, GroupScaled | MicroScaled):
         return matrix[expert].float().double()
     assert isinstance(matrix, BlockScaled)
     rows, features = matrix.shape[1:]
@@ -79,6 +85,8 @@ class Experts:
     """Formats of gate_up and of down, where there are none to share."""
     quantize_activations: bool = False
     """Whether activations may be quantized to FP8: `w8a8_stages` checks such calls."""
+    limit: float = 0.0
+    """Where above 0 gate and up are clamped, which are of the order of 1."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -131,6 +139,7 @@ class Experts:
             self.groups,
             self.shared,
             quantize_activations=self.quantize_activations,
+            limit=self.limit,
         )
 
     def refill(self) -> None:
@@ -206,10 +215,16 @@ class Experts:
             token, column = (id == expert).nonzero(as_tuple=True)
             if len(token):
                 gate, up = F.linear(x[token].double(), exact(gate_up, expert)).chunk(2, -1)
-                act = (F.silu(gate) * up).unflatten(1, (parts, -1))
+                act = self.activated(gate, up).unflatten(1, (parts, -1))
                 y = torch.einsum("tgi,egi->tge", act, exact(down, expert).unflatten(1, (parts, -1)))
                 out.index_add_(0, token, y * weight[token, column].double()[:, None, None])
         return out + self.inputs["out"].double() if self.groups else out[:, 0]
+
+    def activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What `down` reads, not rounded."""
+        if self.limit:
+            gate, up = gate.minimum(gate.new_tensor(self.limit)), up.clip(-self.limit, self.limit)
+        return F.silu(gate) * up
 
     def check(self) -> None:
         """bfloat16: what the gate makes, and at times a pair's result, is rounded to 8 bits, and the output once more;

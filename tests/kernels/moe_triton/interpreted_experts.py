@@ -28,6 +28,22 @@ def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
     check(Experts(tokens, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 0), (5, 0), (40, 0), (5, 4)])
+def test_clamped(tokens: int, groups: int, dtype: torch.dtype) -> None:
+    case = Experts(tokens, dtype=dtype, groups=groups, limit=0.5)
+    check(case)
+    assert not torch.allclose(case.expected(), replace(case, limit=0.0, tensors={}, inputs={}).expected(), rtol=0.1)
+
+
+@pytest.mark.parametrize("rows", [0, 16])
+def test_clamping_leaves_what_is_not_a_number(rows: int) -> None:
+    case = Experts(4, 2, limit=0.5)
+    case.tensors["x"][1] = torch.nan
+    out = case.run(case.tiling(rows=rows))
+    assert out.isnan().any(1).tolist() == [False, True, False, False]
+
+
 @pytest.mark.parametrize("shared", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 40, 70])
 def test_shared_experts_have_every_token(tokens: int, shared: int) -> None:

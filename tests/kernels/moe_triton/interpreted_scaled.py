@@ -18,7 +18,7 @@ from kernels.matrix import BlockScaled, GroupScaled, Matrix  # noqa: E402
 from kernels.moe import schedule  # noqa: E402
 from kernels.moe.schedule import ExpertsShape, Workspace  # noqa: E402
 
-FORMATS: list[Format] = ["int4", (128, 128), (16, 64)]
+FORMATS: list[Format] = ["int4", "mxfp8", (128, 128), (16, 64)]
 BLOCKS: list[Format] = [(rows, features) for rows in (16, 32, 64, 128) for features in (64, 128)]
 
 
@@ -31,11 +31,26 @@ def test_any_number_of_tokens(tokens: int, format: Format, dtype: torch.dtype) -
     case.check()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 12])
+def test_clamped(tokens: int) -> None:
+    case = Experts(tokens, 3, 6, 192, 32, holes=True, formats=((16, 64), (16, 64)), limit=0.5)
+    case.run()
+    case.check()
+
+
+def test_no_kernel_clamps_experts_in_int4() -> None:
+    case = Experts(2, 3, 6, 192, 32, formats=("int4", "int4"), limit=0.5)
+    with pytest.raises(ValueError, match="INT4"):
+        case.run()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 9),
     sizes=st.tuples(st.sampled_from([32, 64, 96, 160, 288]), st.sampled_from([32, 64, 96, 224])),
-    formats=st.tuples(st.sampled_from(["int4", None, *BLOCKS]), st.sampled_from(["int4", None, *BLOCKS])),
+    formats=st.tuples(
+        st.sampled_from(["int4", "mxfp8", None, *BLOCKS]), st.sampled_from(["int4", "mxfp8", None, *BLOCKS])
+    ),
     rows=st.sampled_from([None, 16, 64, 128]),
     groups=st.sampled_from([0, 0, 1, 2, 4, 8]),
     tma=st.booleans(),
@@ -69,7 +84,7 @@ def test_features_that_pieces_of_fp8_do_not_divide(sizes: tuple[int, int], rows:
     case.check()
 
 
-@pytest.mark.parametrize(("rows", "format"), [(0, FORMATS[1]), *((16, format) for format in FORMATS)])
+@pytest.mark.parametrize(("rows", "format"), [(0, FORMATS[1]), (0, FORMATS[2]), *((16, format) for format in FORMATS)])
 def test_padded_tokens_get_zero_and_disturb_nobody(rows: int, format: Format) -> None:
     case = Experts(5, 2, 4, 64, 32, padded=(0, 3), holes=True, formats=(format, format))
     case.tensors["id"][1] = torch.tensor([4, 2**40])

@@ -36,6 +36,10 @@ def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
     check(Experts(tokens, 1, 2, 512, 64, dtype), tokens)
 
 
+def test_clamped() -> None:
+    check(Experts(65, 2, 4, 64, 32, limit=0.5))
+
+
 @pytest.mark.parametrize("sizes", [(64, 32), (80, 48), (144, 176)])
 def test_features_that_blocks_and_stages_do_not_divide(sizes: tuple[int, int]) -> None:
     check(Experts(5, 3, 5, *sizes))

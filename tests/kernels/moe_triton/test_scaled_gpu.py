@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 V3 = {"chosen": 9, "experts": 25, "shared": 1, "hidden": 7168, "intermediate": 2048, "device": "cuda"}
 """DeepSeek-V3's, of fewer experts."""
 SMALL = {"chosen": 3, "experts": 9, "shared": 1, "hidden": 288, "intermediate": 160, "device": "cuda"}
-FORMATS: list[Format] = ["int4", (128, 128)]
+FORMATS: list[Format] = ["int4", "mxfp8", (128, 128)]
 _weights: dict[Format, tuple[Matrix, Matrix]] = {}
 
 

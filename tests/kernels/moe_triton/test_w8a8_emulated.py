@@ -33,6 +33,10 @@ def test_any_number_of_tokens(tokens: int) -> None:
     check(case(tokens), tokens)
 
 
+def test_clamped() -> None:
+    check(case(65, limit=0.5))
+
+
 def test_rings_go_round() -> None:
     """Both products have more steps than stages; the last block of `down` is moved back."""
     check(case(70, sizes=(640, 384)), stages=2, programs=2)

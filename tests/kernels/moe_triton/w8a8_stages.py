@@ -93,7 +93,7 @@ class Stages:
         gate_up = exact(self.case.weights[0], expert)
         gate, up = F.linear(x, gate_up).chunk(2, 1)
         off_gate, off_up = (lost * part for part in F.linear(x.abs(), gate_up.abs()).chunk(2, 1))
-        want = F.silu(gate) * up
+        want = self.case.activated(gate, up)  # a clamp moves nothing further apart
         off = 1.1 * off_gate * (up.abs() + off_up) + F.silu(gate).abs() * off_up  # silu is nowhere steeper than 1.1
         number, scale = self.inputs[0][place], self.inputs[1][place].double()
         largest, grouped = partial(torch.amax, dim=-1), partial(Tensor.unflatten, dim=1, sizes=(-1, GROUP))

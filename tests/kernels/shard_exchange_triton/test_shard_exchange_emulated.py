@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -114,10 +115,15 @@ def test_heads_come_to_their_shard_and_are_weighted(count: int, dtype: torch.dty
         lse.masked_fill_(empty, -torch.inf)
         part.masked_fill_(empty.unsqueeze(-1), torch.nan)
         seen: list[Tensor] = []
+        totals: list[Tensor] = []
+        drawn = part, lse, seen, totals
 
-        def call(index: int, inbox: Inbox, part: Tensor = part, lse: Tensor = lse, seen: list[Tensor] = seen) -> None:
+        def call(index: int, inbox: Inbox, drawn: Any = drawn) -> None:
+            part, lse, seen, totals = drawn
             out = torch.full((part.shape[1], *part.shape[3:]), 7.0, dtype=dtype)
-            merge_shards(part[index], lse[index], inbox, out, dependent=True)
+            total = torch.full((part.shape[1], part.shape[3]), 7.0)
+            merge_shards(part[index], lse[index], inbox, out, total, dependent=True)
+            totals.append(total)
             seen.append(out)
 
         every.in_turns(call)
@@ -126,6 +132,8 @@ def test_heads_come_to_their_shard_and_are_weighted(count: int, dtype: torch.dty
             assert bool((out[0, 0] == 0).all())
             close = 2**-8 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(out.double(), want, atol=close, rtol=close)
+            total = lse[:, :, index].double().logsumexp(0)
+            torch.testing.assert_close(totals[count + index].double(), total, atol=1e-5, rtol=1e-5)
 
 
 def test_non_finite_rows_stay_so() -> None:
@@ -136,7 +144,7 @@ def test_non_finite_rows_stay_so() -> None:
 
     def call(index: int, inbox: Inbox) -> None:
         outs.append(torch.zeros(2, 1, 8))
-        merge_shards(part[index], lse[index], inbox, outs[-1])
+        merge_shards(part[index], lse[index], inbox, outs[-1], torch.zeros(2, 1))
 
     every.in_turns(call)
     for out in outs[2:]:
@@ -153,8 +161,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="side by side"):
         gather_shards(torch.zeros(1, 8), inbox, torch.zeros(1, 3, 8))
     with pytest.raises(ValueError, match="for a result of"):
-        merge_shards(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2), inbox, torch.zeros(1, 1, 8))
+        merge_shards(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2), inbox, torch.zeros(1, 1, 8), torch.zeros(1, 1))
     with pytest.raises(ValueError, match="log-sum-exps are fp32"):
-        merge_shards(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1).half(), inbox, torch.zeros(1, 1, 8))
+        merge_shards(
+            torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1).half(), inbox, torch.zeros(1, 1, 8), torch.zeros(1, 1)
+        )
     with pytest.raises(ValueError, match="does not fit into 4 lanes"):
         gather_shards(torch.zeros(1, 1 << 16), inbox, torch.zeros(1, 2, 1 << 16))

@@ -24,7 +24,8 @@ def test_exchanges(shards: int, dtype: torch.dtype) -> None:
                 q = torch.empty(tokens, 16 * 576, dtype=dtype)
                 gather_shards(q, inbox, torch.empty(tokens, shards, 16 * 576, dtype=dtype), dependent=True)
                 part, out = torch.empty(tokens, shards, 16, 512, dtype=dtype), torch.empty(tokens, 16, 512, dtype=dtype)
-                merge_shards(part, torch.empty(tokens, shards, 16), inbox, out, dependent=True)
+                lse = torch.empty(tokens, shards, 16)
+                merge_shards(part, lse, inbox, out, torch.empty(tokens, 16), dependent=True)
     found = {kernel.hash: kernel for kernel in compiled}
     assert len(found) == 4
     for kernel in found.values():

@@ -9,7 +9,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from token_wise_case import Case, Gate, Norm, OutputGate, RopeCache  # noqa: E402
+from token_wise_case import Case, Gate, Norm, OutputGate, RopeCache, Sink, Streams  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,6 +45,20 @@ def test_gate(tokens: int, features: int, dtype: torch.dtype) -> None:
 )
 def test_output_gate(heads: int, features: int, before: int, alone: bool, dtype: torch.dtype) -> None:
     check(OutputGate(3, dtype, heads=heads, features=features, before=before, alone=alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "features", "before"), [(1, 5, 0), (3, 12, 24), (20, 64, 0), (1, 1100, 4)])
+def test_attention_sink(heads: int, features: int, before: int, dtype: torch.dtype) -> None:
+    check(Sink(3, dtype, heads=heads, features=features, before=before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("features", "streams", "gates"), [(8, 4, 2), (600, 4, 1), (1200, 2, 2), (40, 3, 0), (40, 3, 2)]
+)
+def test_residual_streams(features: int, streams: int, gates: int, dtype: torch.dtype) -> None:
+    check(Streams(3, dtype, features=features, streams=streams, gates=gates))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

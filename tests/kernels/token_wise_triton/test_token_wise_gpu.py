@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture, check_replays
-from token_wise_case import Gate, Norm, OutputGate, RopeCache
+from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
 
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_cache import rope_cache
@@ -26,6 +26,10 @@ MAKERS = {
     "gate of a norm": lambda tokens, dtype, seed: OutputGate(
         tokens, dtype, "cuda", seed, heads=1, features=7168, before=0
     ),
+    "sinks": lambda tokens, dtype, seed: Sink(tokens, dtype, "cuda", seed, heads=64, features=256),
+    "streams": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=6144),
+    "streams at an end": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=2048, gates=1),
+    "streams alone": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=2048, gates=0),
     "rope of the demo": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=8, latent=64),
     "rope of V2-Lite": lambda tokens, dtype, seed: RopeCache(
         tokens, dtype, "cuda", seed, heads=16, latent=512, rope=64

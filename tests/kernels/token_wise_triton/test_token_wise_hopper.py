@@ -1,7 +1,7 @@
 """Compilation of the token-wise kernels for Hopper: no spills, wide loads, few variants."""
 
 import pytest
-from token_wise_case import Gate, Norm, OutputGate, RopeCache
+from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
 
 from tests.support.hopper import compile_only, machine_code, resources
 
@@ -26,6 +26,14 @@ CASES = {
     "rope V3, FP8 entries": RopeCache(2, heads=128, latent=512, rope=64, fp8=True),
 }
 
+PLAIN = {
+    "sinks of Hy4": Sink(2, heads=64, features=256),
+    "sinks of Hy4 on 8 ranks": Sink(2, heads=8, features=256),
+    "streams of Hy4": Streams(2, features=6144),
+    "streams at the end of Hy4": Streams(2, features=6144, gates=1),
+    "streams of a shared expert of Hy4": Streams(2, features=6144, gates=0),
+}
+
 
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("name", CASES)
@@ -36,6 +44,17 @@ def test_compiles_without_spills_and_loads_wide(name: str, dependent: bool) -> N
     found.check(registers=128)
     assert "demo" in name or "192" in name or "LDG.E.128" in machine_code(compiled[0])
     assert found.waits == dependent
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_kernels_that_are_launched_plainly(name: str) -> None:
+    with compile_only() as compiled:
+        PLAIN[name].run()
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check(registers=160)
+        assert not found.waits
+    assert "LDG.E.128" in machine_code(compiled[0]) or "LDG.E.64" in machine_code(compiled[0])
 
 
 def test_the_number_of_tokens_compiles_nothing_new() -> None:

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention_sink import launch_attention_sink
 from kernels.page import PAGE_TOKENS
+from kernels.residual_streams import StreamGates, StreamMemory, launch_add_to_streams
 from kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from kernels.rope_cache import launch_rope_cache
 from kernels.sigmoid_mul import launch_sigmoid_mul
@@ -146,6 +148,93 @@ class OutputGate(_Tensors):
     def check(self) -> None:
         gate = self.wide("x") if self.alone else self._gate(self.wide("made"))
         close(self.tensors["x"], self.wide("x") * gate.sigmoid())
+
+
+@dataclass
+class Sink(_Tensors):
+    """Heads of attention's output, `before` other features between them; the first token has seen no key, and its
+    output is poison."""
+
+    heads: int = 4
+    features: int = 24
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        wide = (self.random(self.tokens, self.heads, self.before + self.features) * 3).to(self.device)
+        lse = (self.random(self.tokens, self.heads).float() * 5).to(self.device)
+        lse[0], wide[0] = -torch.inf, torch.nan
+        sink = (self.random(self.heads).float() * 5).to(self.device)
+        self.keep(out=wide, lse=lse, sink=sink)
+        self.outputs = ["out"]
+
+    def run(self, dependent: bool = False) -> None:
+        """Launched plainly."""
+        t = self.tensors
+        launch_attention_sink(t["out"][..., self.before :], t["lse"], t["sink"])
+
+    def check(self) -> None:
+        exp = self.wide("lse").exp()
+        want = self.wide("out") * (exp / (exp + self.wide("sink").exp())).unsqueeze(-1)
+        want[0] = 0.0
+        close(self.tensors["out"][..., self.before :], want[..., self.before :])
+        left = self.tensors["out"][..., : self.before]
+        assert torch.equal(left.nan_to_num(7), self.inputs["out"][..., : self.before].nan_to_num(7))
+
+
+@dataclass
+class Streams(_Tensors):
+    """Residual streams. `gates`: 2 for each stream, 1 as at a model's end, 0 where nothing is read."""
+
+    features: int = 64
+    streams: int = 4
+    gates: int = 2
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        shape, made = (self.tokens, self.features), self.gates * self.streams
+        memory = StreamMemory.empty(
+            self.tokens, self.streams, self.features, lambda *of, dtype: torch.full(of, torch.nan, dtype=dtype)
+        )
+        self.keep(
+            x=strided(self.random(*shape), self.device, self.dtype),
+            residual=self.random(self.tokens, self.streams, self.features).to(self.device),
+            open=(self.random(self.tokens, self.streams).float() + 1).to(self.device),
+            part=memory.part_TPX.to(self.device),
+            made=(self.random(made, self.streams * self.features).float() * 0.1).to(self.device),
+            base=self.random(made).float().to(self.device),
+            scale=(self.random(self.gates).float() + 2).to(self.device),
+            weight=(self.random(self.features) * 0.1 + 1).to(self.device),
+            out=strided(torch.zeros(shape), self.device, self.dtype),
+        )
+        self.outputs = ["out", "residual", "open"]
+
+    def run(self, dependent: bool = False) -> None:
+        """Launched plainly."""
+        t = self.tensors
+        gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4) if self.gates else None
+        memory = StreamMemory(t["open"], t["part"])
+        launch_add_to_streams(t["x"], t["residual"], memory, gates, t["weight"], t["out"], self.eps)
+
+    def check(self) -> None:
+        added = self.inputs["open"].unsqueeze(2) * self.inputs["x"].float().unsqueeze(1)
+        residual = (self.inputs["residual"].float() + added).to(self.dtype)
+        close(self.tensors["residual"], (self.wide("residual") + added.double().cpu()))
+        if not self.gates:
+            assert torch.equal(self.tensors["open"], self.inputs["open"])
+            assert torch.equal(self.tensors["out"], self.inputs["out"])
+            return
+        # What the kernel reads is what it has rounded.
+        residual, count = self.tensors["residual"].double().cpu(), self.streams
+        normed = F.rms_norm(residual.flatten(1), (count * self.features,), None, 1e-4)
+        gate = normed @ self.wide("made").t() * self.wide("scale").repeat_interleave(count) + self.wide("base")
+        gate = gate.sigmoid()
+        read = (gate[:, :count, None] + 1e-2).mul(residual).sum(1)
+        want = self.wide("open") if self.gates == 1 else 2.0 * gate[:, count:] + 1e-2
+        torch.testing.assert_close(self.tensors["open"].double().cpu(), want, atol=1e-5, rtol=1e-5)
+        atol, rtol = TOLERANCE[self.dtype]
+        # The sum of the streams is rounded before its norm is.
+        want = F.rms_norm(read, (self.features,), self.wide("weight"), self.eps)
+        torch.testing.assert_close(self.tensors["out"].double().cpu(), want, atol=5 * atol, rtol=3 * rtol)
 
 
 @dataclass

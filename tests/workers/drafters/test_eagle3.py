@@ -263,6 +263,15 @@ def test_a_draft_model_that_does_not_fit_is_refused_by_name(
         engine(folder, tmp_path)
 
 
+def test_a_model_with_several_residual_streams_is_refused(drafts_of: dict[str, Path], tmp_path: Path) -> None:
+    """What a draft model reads would be one of them."""
+    folder, said = write_tiny(tmp_path, "hyv4"), r"the model has 4 residual streams \(hc_mult\)"
+    with pytest.raises(Unfit, match=said):
+        check_fit(EngineConfig(model=str(folder), draft_model=str(drafts_of["gqa"])))
+    with pytest.raises(ConfigError, match=said):
+        engine(folder, drafts_of["gqa"])
+
+
 def test_ranks_that_cannot_share_the_layer_are_refused(folder: Path, drafts_of: dict[str, Path]) -> None:
     with pytest.raises(Unfit, match="num_key_value_heads = 4 of the draft model cannot be divided by 8 ranks"):
         check_fit(EngineConfig(model=str(folder), draft_model=str(drafts_of["gqa"]), tensor_parallel=8))

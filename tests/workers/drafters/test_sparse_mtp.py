@@ -30,6 +30,18 @@ TOLERANCE = 1e-4
 SIZES: dict[str, Any] = {"cache_pages": 40, "max_context": 300, "selftest": True}
 
 
+class OneStream:
+    """A layer of a Hy4 with one residual stream, as its layer that drafts is."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer, self.self_attn = layer, layer.self_attn
+
+    def __call__(self, x: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        added, _, selected = self.self_attn(hidden_states=self.layer.input_layernorm(x), **how)
+        x = x + added
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x)), selected
+
+
 @torch.no_grad()
 def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
     """Draft logits over a sequence: row i is made of the hidden state of token i and of token i + 1. Behind them those
@@ -43,9 +55,12 @@ def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
             config[name] = [*config[name], kind]
     (deeper / "config.json").write_text(json.dumps(config))
     layer, tensors = load_oracle(deeper).model.layers[layers], load_file(folder / "model.safetensors")
+    prefix, last = f"model.layers.{layers}.", "shared_head.norm"
+    if config["model_type"] == "hy_v4":
+        prefix, last, layer = "model.mtp_layers.0.", "final_layernorm", OneStream(layer)
 
     def norm(x_TE: Tensor, name: str) -> Tensor:
-        weight_E = tensors[f"model.layers.{layers}.{name}.weight"]
+        weight_E = tensors[f"{prefix}{name}.weight"]
         return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
 
     ids = torch.tensor([tokens])
@@ -53,7 +68,7 @@ def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
     logits, selected, indexer = torch.empty(0), torch.empty(0), layer.self_attn.indexer
     for draft in range(more + 1):
         both = torch.cat([norm(oracle.model.embed_tokens(ids[:, 1:]), "enorm"), norm(hidden, "hnorm")], -1)
-        x = both @ tensors[f"model.layers.{layers}.eh_proj.weight"].t()
+        x = both @ tensors[f"{prefix}eh_proj.weight"].t()
         count = x.shape[1]
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         position = torch.arange(1, count + 1)[None]
@@ -67,14 +82,14 @@ def oracle_drafts(folder: Path, tokens: list[int], more: int = 0) -> Tensor:
         layer.self_attn.indexer = indexer
         if not draft and more:
             [selected] = rest
-        left = norm(x, "shared_head.norm")
+        left = norm(x, last)
         logits = oracle.lm_head(left)[0]
         hidden = torch.cat([hidden, left[:, -1:]], 1)
         ids = torch.cat([ids, logits[-1:].argmax(-1, keepdim=True)], 1)
     return logits
 
 
-@pytest.mark.parametrize("kind", ["v32", "glm5"])
+@pytest.mark.parametrize("kind", ["v32", "glm5", "hyv4"])
 @pytest.mark.parametrize(
     "feeds",
     [pytest.param([(0, 130)], marks=pytest.mark.long), [(0, 9), (0, 30), (4, 4), (2, 2), (0, 60), (4, 4), (1, 1)]],

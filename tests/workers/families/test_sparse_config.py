@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import AXK2, GLM, GLM52, V3, V32
-from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig
+from published_configs import AXK2, GLM, GLM52, HY4, V3, V32
+from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig, HYV4Config
 
 from kernels.routing_rule import RoutingRule
 from workers.families.registry import load_config, parse_config
-from workers.models.config import ConfigError, Indexing, Routing
+from workers.models.config import ConfigError, Indexing, ResidualStreams, Routing
 
 
 def test_reads_deepseek_v32() -> None:
@@ -73,7 +73,7 @@ def test_deepseek_v32_written_by_transformers_reads_the_same(tmp_path: Path) -> 
 def test_reads_axk2(tmp_path: Path) -> None:
     config = parse_config(AXK2)
     assert config.indexing == Indexing(heads=16, features=128, top_k=2048, interleaved=False, shared=(False,) * 48)
-    assert (config.norm_gate_rank, config.output_gate, config.rope.interleaved) == (16, True, True)
+    assert (config.norm_gate_rank, config.output_gate, config.rope.interleaved) == (16, "query", True)
     assert (config.num_layers, config.num_dense_layers, config.draft_layers, config.cache_width) == (48, 1, 0, 160)
     rule = RoutingRule("sigmoid", 1, 1, True, 2.5)
     assert config.routing == Routing(experts=128, experts_per_token=8, shared_experts=1, bias=True, rule=rule)
@@ -88,7 +88,7 @@ def test_reads_axk2(tmp_path: Path) -> None:
     other = {name: value for name, value in AXK2.items() if name != "n_routed_experts"}
     assert parse_config({**other, "num_local_experts": 128}) == config
     twin = parse_config({**AXK2, "model_type": "deepseek_v32", "n_group": 1, "topk_group": 1})
-    assert replace(twin, model_type="axk2", norm_gate_rank=16, output_gate=True) == config
+    assert replace(twin, model_type="axk2", norm_gate_rank=16, output_gate="query") == config
 
 
 def test_reads_the_groups_of_axk2() -> None:
@@ -97,9 +97,62 @@ def test_reads_the_groups_of_axk2() -> None:
     assert parse_config({**AXK2, "n_group": 1, "topk_group": 1}) == parse_config(AXK2)
 
 
+def test_reads_hy4(tmp_path: Path) -> None:
+    config = parse_config(HY4)
+    full = (0, 1, *range(5, 78, 4))
+    assert config.indexing == Indexing(
+        heads=32,
+        features=128,
+        top_k=2048,
+        interleaved=True,
+        shared=tuple(layer not in full for layer in range(78)),
+        roped_last=True,
+        wide=True,
+        key_norm_eps=1e-5,
+    )
+    rule = RoutingRule("sigmoid", 1, 1, True, 2.827)
+    routing = Routing(experts=256, experts_per_token=8, shared_experts=1, bias=True, rule=rule, limit=10.0)
+    assert config.routing == routing
+    assert config.streams == ResidualStreams(4, magnitude=2.0, eps=1e-6)
+    assert (config.output_gate, config.sinks, config.wide_head, config.latent_norm_eps) == ("input", True, True, 1e-5)
+    assert (config.num_layers, config.num_dense_layers, config.draft_layers, config.cache_width) == (78, 1, 1, 576)
+    assert (config.rope.theta, config.rope.interleaved, config.num_heads) == (1e7, True, 64)
+    assert not config.indexing.is_shared(78)  # the layer that drafts has an indexer
+    own = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps", "swiglu_limit")
+    own += ("index_n_heads", "index_head_dim", "index_topk", "hc_mult", "hc_magnitude", "hc_eps", "norm_topk_prob")
+    own += ("num_nextn_predict_layers",)
+    assert parse_config({name: value for name, value in HY4.items() if name not in own}) == config
+    HYV4Config(**HY4).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == config
+    sees = {"model_type": "hy_v4_vl", "text_config": {**HY4, "model_type": "hy_v4_vl_text"}, "vision_config": {}}
+    assert parse_config(sees) == replace(config, model_type="hy_v4_vl")
+    rope = {**HY4["rope_parameters"], "mrope_section": [12, 10, 10]}
+    assert parse_config({**sees, "text_config": {**HY4, "rope_parameters": rope}, "eos_token_id": [120025]}) == replace(
+        config, model_type="hy_v4_vl"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
+        (HY4, {"swiglu_limit": 0.0}, ["swiglu_limit = 0.0", "10.0"]),
+        (HY4, {"swiglu_limit": "10"}, ["swiglu_limit", "a number"]),
+        (HY4, {"hc_mult": 0}, ["hc_mult", "at least 1"]),
+        (HY4, {"q_lora_rank": None}, ["q_lora_rank = None", "hy_v4", "latent"]),
+        (HY4, {"num_key_value_heads": 8}, ["num_key_value_heads = 8", "64"]),
+        (HY4, {"num_local_experts": 64}, ["num_local_experts = 64", "n_routed_experts = 256"]),
+        (HY4, {"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers = 2"]),
+        (HY4, {"index_share_for_mtp_iteration": True}, ["index_share_for_mtp_iteration = True"]),
+        (HY4, {"indexer_types": ["shared"] * 78}, ["indexer_types", "first layer"]),
+        (HY4, {"attention_bias": True}, ["attention_bias"]),
+        (HY4, {"rope_interleave": False}, ["rope_interleave (hy_v4) = False"]),
+        (HY4, {"mlp_layer_types": ["sparse", "dense"] * 39}, ["mlp_layer_types must have 78 entries"]),
+        (HY4, {"model_type": "hy_v4_vl"}, ["text_config must be an object"]),
+        (
+            HY4,
+            {"model_type": "hy_v4_vl", "text_config": {**HY4, "model_type": "hy_v3"}},
+            ["text_config.model_type", "'hy_v3'"],
+        ),
         (AXK2, {"q_lora_rank": None}, ["q_lora_rank = None", "axk2", "latent"]),
         (AXK2, {"n_group": 8}, ["n_group = 8", "topk_group = None", "give both"]),
         (AXK2, {"topk_group": 2}, ["n_group = None", "topk_group = 2", "give both"]),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
+from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG, MXFP8_CONFIG
 
 from workers.config import EngineConfig
 from workers.families.registry import load_config
@@ -98,7 +98,7 @@ def test_a_cache_in_another_type_than_the_model_has_without_a_gpu(gpus: int | No
 
 @pytest.mark.parametrize("place", ["", "text_config"])
 def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> None:
-    for given in (FP8_CONFIG, {**FP8_CONFIG, "scale_fmt": "ue8m0"}, INT4_CONFIG):
+    for given in (FP8_CONFIG, {**FP8_CONFIG, "scale_fmt": "ue8m0"}, INT4_CONFIG, MXFP8_CONFIG):
         changes = {"quantization_config": given}
         assert not fit(model=model(tmp_path, **({place: changes} if place else changes)))
 
@@ -116,8 +116,10 @@ def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> N
         ({"quant_method": "gptq", "bits": 4}, "gptq", "quant_method = 'gptq'"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes", "quant_method"),
         ({"quant_method": "mxfp4"}, "MXFP4", "quant_method"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4, modelopt", "quant_method"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8, modelopt", "quant_method"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4, modelopt", "quant_algo = 'NVFP4'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8, modelopt", "quant_algo = 'FP8'"),
+        ({**MXFP8_CONFIG, "group_size": 16}, "MXFP8, modelopt", "group_size = 16"),
+        ({**MXFP8_CONFIG, "kv_cache_quant_algo": "FP8"}, "MXFP8, modelopt", "kv_cache_quant_algo"),
         (compressed(format="nvfp4-pack-quantized"), "NVFP4, compressed-tensors", "format"),
         (compressed(num_bits=8, type="float"), "FP8, compressed-tensors", "weights.num_bits = 8"),
         (compressed(num_bits=8), "INT8, compressed-tensors", "weights.num_bits = 8"),

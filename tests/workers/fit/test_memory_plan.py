@@ -10,8 +10,8 @@ import pytest
 import torch
 from paged import CPU
 from planned_starts import STARTS
-from published_configs import GLM52, K25, V3, V32
-from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantize
+from published_configs import GLM52, HY4, K25, V3, V32
+from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_CONFIG, quantize
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
 
@@ -52,6 +52,7 @@ def plan_of(folder: Path | str, total: int = 8 * GIB, **settings: Any) -> Memory
         ("v32", "fp8", FP8_NAMES),
         ("glm5", "fp8", FP8_NAMES),
         ("axk2", "fp8", FP8_NAMES),
+        ("hyv4", "mxfp8", HYV4_NAMES),
     ],
 )
 def test_weights_are_what_a_start_asks_for(
@@ -68,10 +69,14 @@ def test_weights_are_what_a_start_asks_for(
     if not files:
         (tmp_path / "model.safetensors").unlink()
     plan = plan_of(tmp_path, tensor_parallel=ranks)
-    # The files have the router in fp32, which may not be rounded; published ones have it in bf16.
-    routers = [layer.feed_forward.mixture.router_XE for layer in model.layers[1:]]
-    routers += [model.drafter.layer.feed_forward.mixture.router_XE] if model.drafter else []
-    assert plan.weights == asked[0] - (0 if files else sum(router.nbytes // 2 for router in routers))
+    # The files have the router in fp32, which may not be rounded, and in a Hy4 the head and what an indexer makes of
+    # its input, too; published ones have them in bf16.
+    layers = [*model.layers[1:], *([model.drafter.layer] if model.drafter else [])]
+    wide = [layer.feed_forward.mixture.router_XE for layer in layers]
+    if kind == "hyv4":
+        indexers = [layer.attention.indexer for layer in (model.layers[0], *layers)]
+        wide += [indexer.both_XE for indexer in indexers if indexer is not None] + [model.head_YE]
+    assert plan.weights == asked[0] - (0 if files else sum(weight.nbytes // 2 for weight in wide))
     assert plan.from_files == files
     assert plan.page_bytes == sum(spec.page_bytes for spec in model.caches)
     assert plan.fits
@@ -84,6 +89,7 @@ def test_weights_are_what_a_start_asks_for(
         pytest.param("Kimi-K2.5", 72.9, marks=pytest.mark.long),
         pytest.param("DeepSeek-V3.2", 83.4, marks=pytest.mark.long),
         pytest.param("GLM-5.2", 91.2, marks=pytest.mark.long),
+        pytest.param("Hy4-preview-FP8", 97.9, marks=pytest.mark.long),
     ],
 )
 def test_published_models_take_what_the_documentation_says(name: str, gib: float, tmp_path: Path) -> None:
@@ -91,6 +97,8 @@ def test_published_models_take_what_the_documentation_says(name: str, gib: float
     kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
     in_fp8 = {"DeepSeek-V3": V3, "DeepSeek-V3.2": V32, "GLM-5.2": GLM52}
     values = {**in_fp8[name], "quantization_config": FP8_CONFIG} if name in in_fp8 else kimi
+    if name == "Hy4-preview-FP8":
+        values = {**HY4, "quantization_config": MXFP8_CONFIG}
     (tmp_path / "config.json").write_text(json.dumps(values))
     plan = plan_of(tmp_path, int(139.8 * GIB), tensor_parallel=8, max_context=32768)
     assert plan.weights / GIB == pytest.approx(gib, abs=0.05)

@@ -114,6 +114,7 @@ class Buckets:
         pytest.param("v2", 2, "mla", marks=pytest.mark.long),
         pytest.param("glm5", 3, "mtp", marks=pytest.mark.long),
         pytest.param("axk2", 3, "ngram", marks=pytest.mark.long),
+        pytest.param("hyv4", 3, "mtp", marks=pytest.mark.long),
     ],
 )
 def test_replayed_segments_give_the_tokens_of_eager_steps(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from oracle import random_tokens
 from paged import Paged
-from quantized_checkpoints import FP8_NAMES, INT4_NAMES, quantize
+from quantized_checkpoints import FP8_NAMES, HYV4_NAMES, INT4_NAMES, quantize
 from safetensors.torch import save_file
 from tiny_models import VOCAB, write_tiny
 from torch import Tensor
@@ -37,8 +37,9 @@ CHECKPOINTS = {
     "fp8 of V3.2": ("v32", "fp8", FP8_NAMES),
     "fp8 of GLM-5": ("glm5", "fp8", FP8_NAMES),
     "fp8 of A.X K2": ("axk2", "fp8", FP8_NAMES),
+    "mxfp8 of Hy4": ("hyv4", "mxfp8", HYV4_NAMES),
 }
-SPARSE = ("fp8 of V3.2", "fp8 of GLM-5", "fp8 of A.X K2")
+SPARSE = ("fp8 of V3.2", "fp8 of GLM-5", "fp8 of A.X K2", "mxfp8 of Hy4")
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
 STEPS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
     ([], 1, [(0, 40), (1, 30)]),

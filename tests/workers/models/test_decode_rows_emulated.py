@@ -12,6 +12,7 @@ from random_model import V2_LITE_HEADS, decode_step, random_model
 from torch import Tensor
 
 from kernels import linear
+from kernels.attention_sink import launch_attention_sink
 from kernels.head_linear import launch as heads
 from kernels.linear import launch as products
 from kernels.linear import parts
@@ -27,7 +28,7 @@ from tests.support.ptx import Fault, Unordered, emulated
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models import general
-from workers.models.attention import decode_rows
+from workers.models.attention import backend, decode_rows
 from workers.models.batch import Batch
 from workers.models.model import Model
 from workers.models.pass_buffers import PassBuffers
@@ -58,9 +59,19 @@ def planned(model: Model, batch: Batch) -> Batch:
     return replace(batch, decode=replace(batch.decode, workspace=workspace))
 
 
-def attended(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool) -> tuple[Tensor, PagedCache, Tensor]:
+def up(x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor, *, dependent: bool = False) -> None:
+    """Call what `head_linear` calls, on tensors of a CPU."""
+    products.tiled(x_THN, weight_HNL.transpose(1, 2), out_THL, invariant=False, dependent=dependent)
+
+
+def attended(
+    dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool, sink: float | None = None
+) -> tuple[Tensor, PagedCache, Tensor]:
     """A layer's attention over a cache of which this step writes every row's last entry; the cache, and those slots."""
     model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
+    if sink is not None:
+        own = model.layers[0].attention
+        own.heads = replace(own.heads, sink_H=torch.full((own.heads.count,), sink))
     _, batch, cache = decode_step(model, LENGTHS, 1)
     scratch = Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
     buffers = model.segments.buffers(len(LENGTHS), scratch, general.DecodeOps(Group()))
@@ -145,12 +156,15 @@ def test_planted_faults_around_parts_are_found(kernel: str, what: str, by: str) 
         check_parts(edit=lambda ptx: edited(ptx, kernel, what, by))
 
 
-def check(fp8: bool = False, **how: Any) -> list[str]:
-    want, wide_cache, slot_T = attended(torch.float32, lambda model, batch: batch, fp8)
+def check(fp8: bool = False, sink: float | None = None, **how: Any) -> list[str]:
+    want, wide_cache, slot_T = attended(torch.float32, lambda model, batch: batch, fp8, sink)
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
         patch.setattr(decode_rows, "rope_absorb", absorb)
         patch.setattr(decode_rows, "launches_dependently", lambda device: True)
-        got, cache, _ = attended(torch.bfloat16, planned, fp8)
+        patch.setattr(backend, "attention_sink", launch_attention_sink)
+        if sink is not None:
+            patch.setattr(decode_rows, "head_linear", up)
+        got, cache, _ = attended(torch.bfloat16, planned, fp8, sink)
     assert got[~LIVE].eq(0).all()
     if fp8:
         # A number that is off by a bit may get the next code, up to an eighth away: some in a hundred do.
@@ -172,6 +186,14 @@ def test_attention_is_right_and_in_order(seed: int, fp8: bool) -> None:
     assert check(fp8, seed=seed) == ["schedule_splits"] + 2 * ["rope_absorb", "attend_narrow", "merge_tile"]
 
 
+def test_a_sink_is_added_behind_the_merge_of_all_pieces() -> None:
+    """Rows of no entry, of one, and of several pieces."""
+    launches = ["rope_absorb", "attend_narrow", "merge", "tiled_linear", "attention_sink_kernel"]
+    assert check(sink=0.5) == ["schedule_splits"] + 2 * launches
+    without, with_sink = (attended(torch.float32, lambda model, batch: batch, False, sink)[0] for sink in (None, 0.5))
+    assert float((without - with_sink)[LIVE].norm() / with_sink[LIVE].norm()) > 0.1
+
+
 def of_roped_queries(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool) -> Tensor:
     """Attention of a mixed step's decode rows, whose queries are roped and whose entries are in the cache."""
     model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
@@ -182,9 +204,9 @@ def of_roped_queries(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], 
     memory = decode_rows.DecodeMemory.of(heads, len(LENGTHS), 1, scratch)
     out_THV, rows = scratch.empty(*shape, heads.value, dtype=dtype), plan(model, batch).decode
     assert rows is not None
-    backend = decode_rows.DecodeRows(rows, batch.first, q_THD.to(dtype), None, memory, out_THV)
+    own = decode_rows.DecodeRows(rows, batch.first, q_THD.to(dtype), None, memory, out_THV)
     for _ in range(2):
-        backend.attend(heads, cache.layers[0])
+        own.attend(heads, cache.layers[0])
     return out_THV.float()
 
 

@@ -21,7 +21,7 @@ from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
 PROMPTS = [random_tokens(count, count, VOCAB) for count in (90, 41, 9)]
-KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "axk1", "axk2", "mistral4"]
+KINDS = ["v3-yarn", "v2-no-q-lora", "v3-tied", "axk1", "axk2", "hyv4", "mistral4"]
 
 
 def outputs(folder: Path, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from workers.models.general import DecodeOps, GeneralOps
 from workers.models.small_batch import SmallBatchOps
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP8
 
 TOLERANCE = 1e-4
 """Tolerance of logits, relative to their typical size: sums in fp32 in another order."""
@@ -34,7 +34,7 @@ def near(got: Tensor, want: Tensor) -> bool:
 PATHS = ["few", "decode rows", "any", "invariant"]
 QUICK = ("fp8", "fp8 without query latent", "int4")
 """Checkpoints that `make test` tries on every path; with the others it tries the first path that they take."""
-GENERAL = ("fp8 of A.X K2",)
+GENERAL = ("fp8 of A.X K2", "mxfp8 of Hy4")
 """Checkpoints of models that do not take the small-batch path."""
 
 
@@ -52,7 +52,7 @@ def test_logits_on_every_path(name: str, path: str, tmp_path: Path, monkeypatch:
     model = load_model(
         quantized, group=ALONE, dtype=torch.float32, device=CPU, max_positions=512, invariant=path == "invariant"
     )
-    form = INT4_GROUPS if name == "int4" else FP8_BLOCKS
+    form = {"int4": INT4_GROUPS, "mxfp8 of Hy4": MXFP8}.get(name, FP8_BLOCKS)
     assert model.layers[1].feed_forward.mixture.gate_up_XFE.format is form
     taken: list[type] = []
     kinds = {"few": SmallBatchOps, "decode rows": DecodeOps, "any": GeneralOps, "invariant": type(model.paths.any)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,10 @@ def test_merged_parts_are_weighted_by_their_sums_of_exponentials(count: int) -> 
     """A planted fault: log-sum-exps to the base of 2."""
     out, lse = parts(count)
     into = torch.full((5, 3, 8), torch.nan)
-    merge_parts(out, lse, into)
+    total = merge_parts(out, lse, into)
     weight = lse.double().softmax(0).unsqueeze(-1)
     torch.testing.assert_close(into.double(), (weight * out).sum(0), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(total.double(), lse.double().logsumexp(0), atol=1e-6, rtol=1e-6)
 
 
 def test_empty_shards_count_for_nothing() -> None:
@@ -38,8 +40,9 @@ def test_empty_shards_count_for_nothing() -> None:
     empty = torch.rand(4, 5, 3) < 0.6
     empty[:, 0] = True
     into, alone = torch.full((5, 3, 8), torch.nan), torch.full((5, 3, 8), torch.nan)
-    merge_parts(out.masked_fill(empty.unsqueeze(-1), torch.nan), lse.masked_fill(empty, -torch.inf), into)
+    total = merge_parts(out.masked_fill(empty.unsqueeze(-1), torch.nan), lse.masked_fill(empty, -torch.inf), into)
     assert (into[0] == 0).all()
+    assert (total[0] == -torch.inf).all()
     for t in range(1, 5):
         for h in range(3):
             rest = ~empty[:, t, h]
@@ -56,8 +59,12 @@ SEQUENCES = [random_tokens(count, count, VOCAB) for count in (1, 63, 64, 65, 127
 
 def computed(folder: Path, group: Group, *, fp8: bool = False) -> dict[str, torch.Tensor]:
     """Logits, and the draft layer's, of prompts in chunks, and of decode rows of all widths and mixed steps behind
-    them, over the pages' borders. The cache holds NaN wherever nothing was written."""
+    them, over the pages' borders, with a sink for each head. The cache holds NaN wherever nothing was written."""
     model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=512, fp8_cache=fp8)
+    heads = model.config.num_heads
+    sink_H = torch.linspace(-2.0, 3.0, heads)[group.mesh.heads.share(heads, "heads")].clone()
+    for layer in (*model.layers, model.drafter.layer):
+        layer.attention.heads = replace(layer.attention.heads, sink_H=sink_H)
     known = [tokens + random_tokens(40, 7, VOCAB) for tokens in SEQUENCES]
     paged, found = Paged(model, known), {}
     rows = list(range(len(known)))
@@ -102,8 +109,9 @@ def on_ranks(folder: Path, size: int, shards: int, *, fp8: bool = False) -> dict
     ],
 )
 def test_draft_layer_sharded(tmp_path: Path, size: int, counts: list[int]) -> None:
-    """Planted faults that this finds: the draft pass reads and writes as if it had all pages; a border's token is lost;
-    all drafts have the last one's bound; another rank's entry is taken for one's own in cached context."""
+    """Planted faults that this finds: a sink that each shard adds, or none; the draft pass reads and writes as if it
+    had all pages; a border's token is lost; all drafts have the last one's bound; another rank's entry is taken for
+    one's own in cached context."""
     alone = computed(write_tiny(tmp_path / "v3", "v3-yarn", seed=2), Group())
     for shards in counts:
         found = on_ranks(tmp_path, size, shards)

@@ -72,7 +72,20 @@ def test_gates_are_not_on_the_way(tmp_path: Path) -> None:
     config = load_config(write_tiny(tmp_path, "axk2", **sizes))
     assert unsupported(config, Mesh()) == "norms have gates"
     assert unsupported(dataclasses.replace(config, norm_gate_rank=0), Mesh()) == "attention's output has a gate"
-    assert unsupported(dataclasses.replace(config, norm_gate_rank=0, output_gate=False), Mesh()) == ""
+    assert unsupported(dataclasses.replace(config, norm_gate_rank=0, output_gate="none"), Mesh()) == ""
+
+
+def test_streams_gates_and_clamped_experts_are_not_on_the_way(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    config = load_config(write_tiny(tmp_path, "hyv4", **sizes))
+    assert unsupported(config, Mesh()) == "there are several residual streams"
+    config = dataclasses.replace(config, streams=None)
+    assert unsupported(config, Mesh()) == "attention's output has a gate"
+    config = dataclasses.replace(config, output_gate="none")
+    assert unsupported(config, Mesh()) == "what experts multiply is clamped"
+    assert config.routing is not None
+    config = dataclasses.replace(config, routing=dataclasses.replace(config.routing, limit=0.0))
+    assert unsupported(config, Mesh()) == ""
 
 
 @pytest.mark.parametrize("kind", ["v2", "v3"])

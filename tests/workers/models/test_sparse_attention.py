@@ -42,8 +42,8 @@ def twins(kind: str, fp8_cache: bool) -> tuple[Model, Model]:
         model = load_model(folder, invariant=True, fp8_cache=fp8_cache, **how)
         tensors = load_file(folder / "model.safetensors")
         config = json.loads((folder / "config.json").read_text())
-        if kind.startswith("axk2"):
-            (folder / "config.json").write_text(json.dumps(config | {"index_topk": 512}))
+        if kind.startswith(("axk2", "hyv4")):
+            folder = write_tiny(name, kind, seed=1, index_topk=512)
             return model, load_model(folder, invariant=True, fp8_cache=fp8_cache, **how)
         config |= {"model_type": "deepseek_v3"}
         dense = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}

@@ -22,11 +22,11 @@ OWN = "v3-one-group"
 """Kind whose draft layer has an embedding and a head of its own, which only the last rank's rows show."""
 KINDS = [
     *("v3-yarn", "v2-no-q-lora", "v3-tied", "glm", "glm5", "youtu", "sarvam", "axk1", "axk1-no-bias"),
-    *("axk2", "axk2-groups", "mistral4", "mistral4-dense", OWN),
+    *("axk2", "axk2-groups", "hyv4", "hyv4-vl", "mistral4", "mistral4-dense", OWN),
 ]
 
 
-QUICK = ["v3-yarn", "glm5", "youtu", "axk1", "axk2", "mistral4", OWN]
+QUICK = ["v3-yarn", "glm5", "youtu", "axk1", "axk2", "hyv4", "mistral4", OWN]
 
 
 def written(folder: Path, kind: str) -> Path:

@@ -43,6 +43,7 @@ class Buffers:
         self.part = torch.empty(tokens, count, heads, latent, dtype=dtype, device=device)
         self.lse = torch.empty(tokens, count, heads, device=device)
         self.out = torch.empty(tokens, heads, latent, dtype=dtype, device=device)
+        self.out_lse = torch.empty(tokens, heads, device=device)
 
     def draw(self, seed: int) -> None:
         own = self.group.mesh.cache.rank
@@ -52,7 +53,7 @@ class Buffers:
 
     def exchange(self) -> None:
         self.group.gather_shards(self.q, self.every)
-        self.group.merge_shards(self.part, self.lse, self.out)
+        self.group.merge_shards(self.part, self.lse, self.out, self.out_lse)
 
     def check(self, seed: int) -> None:
         own = self.group.mesh.cache.rank
@@ -61,6 +62,8 @@ class Buffers:
         close = 2**-7 if self.dtype == torch.bfloat16 else 1e-5
         want = merged(part[:, :, own], lse[:, :, own])
         torch.testing.assert_close(self.out.cpu().double(), want, atol=close, rtol=close)
+        total = lse[:, :, own].double().logsumexp(0)
+        torch.testing.assert_close(self.out_lse.cpu().double(), total, atol=1e-5, rtol=1e-5)
 
 
 def rank_main(rank: int, ranks: int, count: int, folder: Path) -> None:

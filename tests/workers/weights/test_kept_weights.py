@@ -99,6 +99,7 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
     ("kind", "options"),
     [
         ("v3", {}),
+        ("hyv4", {}),
         ("v2", {"dtype": torch.bfloat16}),
         ("axk1", {"invariant": True}),
         ("v32", {"fp8_cache": True}),
@@ -112,12 +113,12 @@ def test_they_are_those_that_were_loaded(
     check(write_tiny(tmp_path, kind, seed=5), keeper, monkeypatch, **options)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "mxfp8"])
 def test_quantized_ones_and_their_scales_too(
     kind: str, keeper: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_tiny(tmp_path, "v3-one-group", seed=2, num_hidden_layers=2, n_routed_experts=4)
-    quantize(folder, kind, r"_proj\.weight$" if kind == "fp8" else r"experts\.\d+\..*_proj\.weight$")
+    quantize(folder, kind, r"_proj\.weight$" if kind != "int4" else r"experts\.\d+\..*_proj\.weight$")
     check(folder, keeper, monkeypatch, dtype=torch.bfloat16)
 
 

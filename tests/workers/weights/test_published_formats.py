@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from paged import CPU
-from quantized_checkpoints import INT4_CONFIG, fp8
+from quantized_checkpoints import INT4_CONFIG, fp8, mxfp8
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from workers.parallel.mesh import Mesh
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.checkpoint import Checkpoint, WeightsError
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP8
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part, Shard
 from workers.weights.reader import CheckpointReader
@@ -101,6 +101,42 @@ def test_experts_in_one_tensor(scales: str, tmp_path: Path) -> None:
             assert torch.equal(reader.matrix(*parts).dequantized(torch.float32), wide[expert])
             part = Part(f"{prefix}.{expert}.down_proj.weight", hidden, width)
             assert torch.equal(reader.matrix(part).dequantized(torch.float32), low[expert])
+
+
+@pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv", "_weight_scale"])
+def test_mxfp8_experts_in_one_tensor(suffix: str, dtype: str, tmp_path: Path) -> None:
+    """Scales of 32 numbers as torch reads them, whatever they are called, beside those of a matrix that is none of
+    theirs."""
+    experts, width, hidden, prefix = 3, 64, 96, "model.layers.0.mlp.experts"
+    tensors, meant = {}, {}
+    for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width))):
+        made = [mxfp8("w", *shape, seed=10 * len(name) + expert) for expert in range(experts)]
+        tensors[f"{prefix}.{name}"] = torch.stack([written["w"] for written, _ in made])
+        scale = torch.stack([written["w_scale"] for written, _ in made])
+        tensors[f"{prefix}.{name}{suffix}"] = scale if dtype == "U8" else scale.view(torch.float8_e8m0fnu)
+        factor = scale.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 2)
+        meant[name] = tensors[f"{prefix}.{name}"].float() * factor
+        assert np.array_equal(meant[name].numpy(), np.stack([numbers for _, numbers in made]))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        reader = CheckpointReader(checkpoint, Mesh.of(1, 2), torch.float32, CPU, LoadingProgress(0, None))
+        for expert in range(experts):
+            shard = Shard(0, "experts")
+            halves = [Part(f"{prefix}.{expert}.{half}_proj.weight", width, hidden, shard) for half in ("gate", "up")]
+            weight = reader.matrix(*halves)
+            gate, up = meant["gate_up_proj"][expert].chunk(2)
+            assert weight.format is MXFP8
+            assert torch.equal(weight.dequantized(torch.float32), torch.cat([gate[width // 2 :], up[width // 2 :]]))
+            down = reader.matrix(Part(f"{prefix}.{expert}.down_proj.weight", hidden, width, Shard(1, "experts")))
+            assert torch.equal(down.dequantized(torch.float32), meant["down_proj"][expert][:, width // 2 :])
+
+
+def test_scales_of_mxfp8_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    tensors, _ = mxfp8("a.weight", 64, 64, seed=1)
+    tensors["a.weight_scale"][3, 1] = 255
+    with pytest.raises(WeightsError, match=r"a\.weight_scale has scales that are NaN"):
+        load(tmp_path, tensors, Part("a.weight", 64, 64))
 
 
 def test_int4_is_what_compressed_tensors_writes_and_reads(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from paged import CPU
+from paged import ALONE, CPU
 from quantized_checkpoints import FP8_NAMES, INT4_NAMES, WRITERS, quantize
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from workers.families import load_model
+from workers.models.config import ConfigError
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.parallel.group import Group
@@ -268,3 +269,20 @@ def test_a_gpu_gets_what_a_cpu_gets(widths: str, kind: str, names: str, ranks: i
             tensor, other = tensor.dequantized(torch.float32), other.dequantized(torch.float32)
         assert tensor.is_cuda
         assert torch.equal(tensor.cpu(), other), name
+
+
+def test_experts_in_int4_are_refused_where_they_would_have_to_be_clamped(tmp_path: Path) -> None:
+    """No kernel clamps what they multiply. Each expert has tensors of its own here, as INT4 is published."""
+    folder = write_tiny(tmp_path, "hyv4", seed=1, hidden_size=64, moe_intermediate_size=32)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        prefix, stack = name.rpartition(".")[0], tensors.pop(name)
+        for expert, matrix in enumerate(stack):
+            halves = {"gate": matrix[:32], "up": matrix[32:]} if "gate_up" in name else {"down": matrix}
+            tensors |= {f"{prefix}.{expert}.{part}_proj.weight": own.contiguous() for part, own in halves.items()}
+    save_file(tensors, folder / "model.safetensors")
+    how: dict[str, Any] = {"group": ALONE, "dtype": torch.float32, "device": CPU, "max_positions": 64}
+    assert load_model(folder, **how).config.routing is not None
+    quantize(folder, "int4", INT4_NAMES)
+    with pytest.raises(ConfigError, match=r"swiglu_limit = 0\.5 is not supported for experts in INT4 in groups"):
+        load_model(folder, **how)

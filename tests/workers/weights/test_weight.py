@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_checkpoints import fp8, int4
+from quantized_checkpoints import fp8, int4, mxfp8
 
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP8
 from workers.weights.weight import Weight
 
 
@@ -65,11 +65,14 @@ def test_output_features_begin_and_end_with_blocks(part: int | slice) -> None:
         _ = fp8_weight(64, 64, (16, 32))[part]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "mxfp8"])
 def test_dequantized_means_what_the_published_tensors_mean(kind: str) -> None:
     if kind == "fp8":
         tensors, want = fp8("w", 200, 300, seed=1)
         weight = Weight(tensors["w"], FP8_BLOCKS, tensors["w_scale_inv"], (128, 128))
+    elif kind == "mxfp8":
+        tensors, want = mxfp8("w", 20, 96, seed=1)
+        weight = Weight(tensors["w"], MXFP8, tensors["w_scale"])
     else:
         tensors, want = int4("w", 20, 96, seed=1)
         weight = Weight(tensors["w_packed"].view(torch.uint8), INT4_GROUPS, tensors["w_scale"])
@@ -88,6 +91,9 @@ def test_dequantized_means_what_the_published_tensors_mean(kind: str) -> None:
         lambda: Weight(torch.zeros(2, 16, dtype=torch.uint8), INT4_GROUPS, torch.ones(2, 1)),
         lambda: Weight(torch.zeros(2, 8, dtype=torch.uint8), INT4_GROUPS, torch.ones(2, 1).bfloat16()),
         lambda: Weight(torch.zeros(2, 16, dtype=torch.uint8), INT4_GROUPS),
+        lambda: Weight(torch.zeros(2, 32).to(torch.float8_e4m3fn), MXFP8, torch.ones(2, 1)),
+        lambda: Weight(torch.zeros(2, 48).to(torch.float8_e4m3fn), MXFP8, torch.ones(2, 2, dtype=torch.uint8)),
+        lambda: Weight(torch.zeros(2, 32).to(torch.float8_e4m3fn), MXFP8, torch.ones(2, 1, dtype=torch.uint8), (1, 32)),
     ],
 )
 def test_what_does_not_fit_together_is_refused(wrong: object) -> None:

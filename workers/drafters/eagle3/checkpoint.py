@@ -65,6 +65,7 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh) -> Eagle3Co
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_hidden_layers": target.num_layers,
+        "hc_mult": None if target.streams is None else target.streams.count,
     }
     if found := misfits(values, of_target, mesh):
         raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))

@@ -44,9 +44,11 @@ def aux_hidden_state_layers_of(draft: dict[str, Any], layers: int) -> tuple[int,
 
 
 def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh) -> list[str]:
-    """Return why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size and
-    num_hidden_layers."""
+    """Return why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size,
+    num_hidden_layers and, of a model with several residual streams, hc_mult."""
     draft, found = flattened(draft), []
+    if target.get("hc_mult"):
+        found.append(f"the model has {target['hc_mult']} residual streams (hc_mult), and a draft model reads one")
     for name in ("hidden_size", "vocab_size"):
         if draft.get(name) != target.get(name):
             found.append(f"{name} = {draft.get(name)} of the draft model, but {target.get(name)} of the model")

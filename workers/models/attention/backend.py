@@ -1,7 +1,7 @@
 """The interface between a layer's attention and the token-wise work before and after it.
 
-Shape legend: H heads of this rank, F = N + V features that a latent expands to (N non-rope features of a key, V value
-features), L latent features, C cached features, P pages, K = 64 entries per page, S latents.
+Shape legend: T tokens, H heads of this rank, F = N + V features that a latent expands to (N non-rope features of a key,
+V value features), L latent features, C cached features, P pages, K = 64 entries per page, S latents.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.attention_sink import attention_sink
 from kernels.linear import linear
 
 
@@ -34,6 +35,10 @@ class Heads:
     """Whether all is computed in one way, whatever it is computed with."""
     fp8_cache: bool = False
     """Whether the cache has FP8 entries (`kernels.latent_entry`)."""
+    norm_eps: float = 1e-6
+    """Epsilon of the latent's norm."""
+    sink_H: Tensor | None = None
+    """fp32: logits of attention sinks, where there are such."""
 
     @property
     def key_HNL(self) -> Tensor:
@@ -49,9 +54,15 @@ class Heads:
         """Keys without their roped part, and values, of all heads side by side."""
         linear(latent_SL, self.up_HFL.flatten(0, 1), kv_SF)
 
+    def add_sinks(self, out_THV: Tensor, lse_TH: Tensor) -> None:
+        """Let the heads' sinks, if they have such, take part in attention whose output, and whose log-sum-exp over all
+        keys, these are: once for each output, behind the last merge of its parts."""
+        if self.sink_H is not None:
+            attention_sink(out_THV, lse_TH, self.sink_H)
+
     def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that only this layer's `Backend.attend` reads or writes."""
-        return cache_PKC, self.up_HFL, self.norm_L
+        return cache_PKC, self.up_HFL, self.norm_L, *(() if self.sink_H is None else (self.sink_H,))
 
 
 class Geometry:

@@ -26,8 +26,6 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import DecodeBatch
 
-LATENT_NORM_EPS: Final = 1e-6
-"""Epsilon of the norms inside attention; the published models do not take it from rms_norm_eps."""
 MOST_MERGED: Final = 16
 """Most query vectors, a token's on this rank each, whose pieces are merged and multiplied by W_UV in one launch:
 `merge_up` merges them anew for every 16 of a head's output features, which pays while they are few."""
@@ -111,7 +109,7 @@ def absorb(
         entering.cache_slot_T,
         q_THC,
         cache_PKC,
-        eps=LATENT_NORM_EPS,
+        eps=heads.norm_eps,
         dependent=dependent,
     )
 
@@ -146,12 +144,15 @@ class DecodeRows(Backend):
         if workspace is None or invariant:
             mla_decode(*tensors, scale=heads.scale, first=self.first, workspace=workspace, invariant=invariant)
             head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant)
+            heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
             return
         launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
         # For so few tokens tensor cores merge in bf16 alone: of fp32 they would round the inputs.
         few_merged = tokens * heads.count <= MOST_MERGED and attended_THL.dtype == torch.bfloat16
-        if tokens <= MOST_STREAMED and not few_merged:
+        # What merges and multiplies at once leaves no log-sum-exp, which sinks are added by.
+        if (tokens <= MOST_STREAMED and not few_merged) or heads.sink_H is not None:
             launch.merge(memory.attended_RWHL, memory.lse_RWH, workspace, dependent=dependent)
             head_linear(attended_THL, value_HLV, self.out_THV, dependent=dependent)
+            heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
         else:
             merge_up(memory.attended_RWHL, workspace, heads.value_HVL, self.out_THV, dependent=dependent)

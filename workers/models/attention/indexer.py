@@ -12,7 +12,6 @@ queries and keys, F = J I, X = I + J, O rope features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from workers.models.layer_ops import LayerOps, N
 from workers.weights.part import Part, RopeRows
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
-
-KEY_NORM_EPS: Final = 1e-6
-"""Epsilon of the norm of keys; the published models do not take it from rms_norm_eps."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +74,23 @@ class Indexer:
         """`prefix`: of its tensors' names. `query_latent`, `rope`: features of the query's latent, and of those of a
         query or key that are roped. `int8`: whether its cache has INT8 entries."""
         heads, features = indexing.heads, indexing.features
-        rows = None if indexing.interleaved else RopeRows(features, rope, first=True)
+        rows = None
+        if indexing.roped_last or not indexing.interleaved:
+            rows = RopeRows(features, rope, first=True, stored_last=indexing.roped_last, paired=indexing.interleaved)
         self.q_FA = source.matrix(Part(f"{prefix}wq_b.weight", heads * features, query_latent, rope=rows))
         # One product for both. So few rows gain nothing by their format, and checkpoints in FP8 have the latter plain.
-        self.both_XE = Weight(source.empty(features + heads, hidden))
+        weights = f"{prefix}weights_proj.weight"
+        dtype = source.lossless(weights) if indexing.wide else source.dtype
+        self.both_XE = Weight(source.empty(features + heads, hidden, dtype=dtype))
         source.fill(self.both_XE[:features], Part(f"{prefix}wk.weight", features, hidden, rope=rows))
-        source.fill(self.both_XE[features:], Part(f"{prefix}weights_proj.weight", heads, hidden))
+        source.fill(self.both_XE[features:], Part(weights, heads, hidden))
         norms = [source.load(f"{prefix}k_norm.{what}", features, dtype=torch.float32) for what in ("weight", "bias")]
         if rows is not None:
             source.settle()
             order_I = rows.order(features, source.device)
             norms = [norm_I[order_I] for norm_I in norms]
         self.norm_I, self.bias_I = norms
+        self.norm_eps = indexing.key_norm_eps
         self.scale = (heads * features) ** -0.5
         """Factor of the scores of heads (1 / sqrt(I)) and of their sum (1 / sqrt(J))."""
         self.cache: CacheSpec = index_spec(features, source.dtype, int8=int8)
@@ -115,7 +116,7 @@ class Indexer:
                 rotation_TO,
                 out.key_TI,
                 out.weight_TJ,
-                eps=KEY_NORM_EPS,
+                eps=self.norm_eps,
                 factor=self.scale,
                 code_TJI=out.q_TJI if int8 else None,
                 dependent=ops.decode_alone and launches_dependently(rotation_TO.device),

@@ -29,7 +29,7 @@ from workers.cache.spec import CacheSpec, latent_spec
 from workers.memory.scratch import Scratch
 from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
 from workers.models.attention.backend import Backend, Geometry, Heads
-from workers.models.attention.decode_rows import LATENT_NORM_EPS, DecodeMemory, DecodeRows, Entering, plan_rows
+from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, Entering, plan_rows
 from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
 from workers.models.attention.indexer import Indexed
 from workers.models.attention.shards import ShardedRows
@@ -39,6 +39,7 @@ from workers.models.layer_ops import LayerOps, N
 from workers.models.rope import query_scale, softmax_scale
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,10 @@ class LatentAttention:
         query_rope = RopeRows(config.qk_head_dim, rotated) if rotated else None
         down_rope = RopeRows(config.cache_width, rotated) if rotated else None
         down = Part(f"{prefix}kv_a_proj_with_mqa.weight", config.cache_width, hidden, rope=down_rope)
-        self.gated = config.output_gate
-        """Whether its output has gates (`ModelConfig.output_gate`). Then each head's rows of the query's second matrix
-        are followed by those of its gate, which stay there: blocks with one scale reach over both."""
+        self.gated = config.output_gate == "query"
+        """Whether queries come with gates of the output (`ModelConfig.output_gate`). Then each head's rows of the
+        query's second matrix are followed by those of its gate, which stay there: blocks with one scale reach over
+        both."""
         rows = config.num_heads * (config.qk_head_dim + (value if self.gated else 0))
         if config.q_lora_rank is None:
             self.q_norm_A = self.q_up_QA = None
@@ -113,6 +115,11 @@ class LatentAttention:
                 Part(f"{prefix}q_b_proj.weight", rows, columns, shard=Shard(0, "heads"), rope=query_rope)
             )
         self.down_FE = source.matrix(query, down)
+        self.gate_FE: Weight | None = None
+        """Product that makes gates of the output by itself, of the layer's input."""
+        if config.output_gate == "input":
+            gate = Part(f"{prefix}linear_gate.weight", config.num_heads * value, hidden, shard=Shard(0, "heads"))
+            self.gate_FE = source.matrix(gate)
         self.query_scale = partial(query_scale, config.query_scaling)
         """Computes the factors of the queries at some positions. Whoever runs `project` hands them to it."""
 
@@ -132,6 +139,8 @@ class LatentAttention:
             norm_L=norm_L,
             invariant=invariant,
             fp8_cache=fp8_cache,
+            norm_eps=config.latent_norm_eps,
+            sink_H=_sinks(source, prefix, config) if config.sinks else None,
         )
         self.cache: CacheSpec = latent_spec(latent, config.qk_rope_head_dim, source.dtype, fp8=fp8_cache)
         """Spec of the latent cache."""
@@ -196,6 +205,8 @@ class LatentAttention:
             query_TQ = made_TQ = scratch.empty(tokens, self.q_up_QA.shape[0], dtype=dtype)
         made_THF = made_TQ.view(tokens, heads.count, features + (heads.value if self.gated else 0))
         gate_THV = made_THF[..., features:] if self.gated else None
+        if self.gate_FE is not None:
+            gate_THV = self.allocate_attended(tokens, scratch)
         inputs = MlaInputs(down_TF, made_THF[..., :features], None, query_TQ=query_TQ, gate_THV=gate_THV)
         if ops.decode_alone:
             return inputs
@@ -224,10 +235,13 @@ class LatentAttention:
             ops.linear(x, self.down_FE, out.down_TF, scratch)
         else:
             into = out.down_TF, scratch, query_scale_T
-            latent = ops.latent_linear(x, self.down_FE, self.q_norm_A, LATENT_NORM_EPS, *into)
+            latent = ops.latent_linear(x, self.down_FE, self.q_norm_A, heads.norm_eps, *into)
             assert out.query_TQ is not None
             read = ops.beside(latent, out.down_TF[:, : len(self.q_norm_A)], scratch) if self.gated else latent
             ops.linear(read, self.q_up_QA, out.query_TQ, scratch)
+        if self.gate_FE is not None:
+            assert out.gate_THV is not None
+            ops.linear(x, self.gate_FE, out.gate_THV.flatten(1), scratch)
         if rotation_TO is None or out.latent_TC is None:
             return latent
         rope_cache(
@@ -238,7 +252,7 @@ class LatentAttention:
             cache_slot_T,
             out.latent_TC,
             cache_PKC,
-            eps=LATENT_NORM_EPS,
+            eps=heads.norm_eps,
         )
         if out.kv_THF is not None:
             heads.expand(out.latent_TC[:, : heads.latent], out.kv_THF.flatten(1))
@@ -315,3 +329,11 @@ class LatentAttention:
             dependent = launches_dependently(attended_THV.device)
             sigmoid_mul(attended_THV, gate_THV, attended_THV, dependent=dependent)
         ops.add(attended_THV.flatten(1), self.out_EF, norm, out, scratch)
+
+
+def _sinks(source: WeightSource, prefix: str, config: ModelConfig) -> Tensor:
+    """Load the logits of this rank's heads, fp32."""
+    own = source.mesh.heads.share(config.num_heads, "num_attention_heads")
+    sink_H = source.empty(own.stop - own.start, dtype=torch.float32)
+    source.fill_part(sink_H, f"{prefix}learnable_sink_param", (config.num_heads,), (own,))
+    return sink_H

@@ -92,8 +92,10 @@ class ShardedRows(Backend):
             launch.merge(self.out_RWXL, self.lse_RWX, workspace, dependent=dependent)
         attended_THL = memory.attended_RWHL.flatten(0, 1)
         by_shard = tokens, shards, heads.count
-        group.merge_shards(self.out_RWXL.view(*by_shard, -1), self.lse_RWX.view(by_shard), attended_THL)
+        parts = self.out_RWXL.view(*by_shard, -1), self.lse_RWX.view(by_shard)
+        group.merge_shards(*parts, attended_THL, memory.lse_RWH.flatten(0, 1))
         head_linear(attended_THL, heads.value_HVL.transpose(1, 2), self.out_THV, dependent=dependent)
+        heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
 
 
 @dataclass(frozen=True)

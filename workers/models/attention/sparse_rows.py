@@ -287,6 +287,7 @@ class SparseRows(Backend):
             )
             value_HLV = heads.value_HVL.transpose(1, 2)
             head_linear(attended_THL, value_HLV, out_THV, invariant=heads.invariant, dependent=dependent)
+            heads.add_sinks(out_THV, memory.lse_RWH.squeeze(1))
         refuse_out_of_bounds(where.fault_1)
 
     def _turns(self, cache_PKC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

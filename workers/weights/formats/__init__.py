@@ -5,7 +5,8 @@ Nothing here imports torch but inside of methods: reading a config.json must not
 
 from workers.weights.formats.fp8_blocks import FP8_BLOCKS
 from workers.weights.formats.int4_groups import INT4_GROUPS
+from workers.weights.formats.mxfp8 import MXFP8
 from workers.weights.formats.plain import PLAIN
 from workers.weights.formats.registry import FORMATS
 
-__all__ = ["FORMATS", "FP8_BLOCKS", "INT4_GROUPS", "PLAIN"]
+__all__ = ["FORMATS", "FP8_BLOCKS", "INT4_GROUPS", "MXFP8", "PLAIN"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from typing_extensions import override
 
 from workers.weights.formats.format import Block, Format, Kept, StoredPart, check_scales, differences
-from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, Shape, Wanted
+from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, MX_DTYPES, MX_SCALES, Shape, Wanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class Fp8Blocks(Format):
 
     @override
     def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:
-        return dtype_of(name) == FP8_DTYPE
+        return dtype_of(name) == FP8_DTYPE and dtype_of(name + MX_SCALES) not in MX_DTYPES
 
     @override
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Wanted]:
@@ -116,18 +116,7 @@ class Fp8Blocks(Format):
 
     @override
     def data(self, part: StoredPart) -> Tensor:
-        """NaN, which kernels take for a number, is an error."""
-        import torch
-
-        from workers.weights.checkpoint import WeightsError
-
-        data = part.files.read(part.name, (part.rows, part.columns))
-        byte = data.view(torch.uint8)
-        # There are two: one is the largest byte without a sign, the other the largest with one. So looking for them is
-        # as fast as copying.
-        if byte.numel() and (int(byte.max()) == 0xFF or int(byte.view(torch.int8).max()) == 0x7F):
-            raise WeightsError(f"{part.name} holds NaN; weights are numbers. Is the download complete?")
-        return data
+        return e4m3_of(part)
 
     @override
     def scales(self, part: StoredPart, block: Block) -> Tensor:
@@ -175,6 +164,21 @@ class Fp8Blocks(Format):
             torch.arange(size, device=data.device) // side for size, side in zip(data.shape[-2:], block, strict=True)
         )
         return _numbers(data, scales, row_N, column_K)
+
+
+def e4m3_of(part: StoredPart) -> Tensor:
+    """Read a part of a matrix in e4m3. `WeightsError` for NaN, which kernels take for a number."""
+    import torch
+
+    from workers.weights.checkpoint import WeightsError
+
+    data = part.files.read(part.name, (part.rows, part.columns))
+    byte = data.view(torch.uint8)
+    # There are two: one is the largest byte without a sign, the other the largest with one. So looking for them is as
+    # fast as copying.
+    if byte.numel() and (int(byte.max()) == 0xFF or int(byte.view(torch.int8).max()) == 0x7F):
+        raise WeightsError(f"{part.name} holds NaN; weights are numbers. Is the download complete?")
+    return data
 
 
 def _published(part: StoredPart) -> Tensor:

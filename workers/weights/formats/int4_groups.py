@@ -50,6 +50,7 @@ class Int4Groups(Format):
     )
     suffixes: ClassVar = {INT4_PACKED: "I32", INT4_SCALES: "BF16", INT4_SHAPE: "I32"}
     most_few: ClassVar = MOST_WITH_INT4
+    clamps: ClassVar = False
     experts_alone: ClassVar = True
 
     @override
