@@ -33,7 +33,10 @@ class DiskIndex:
     def __init__(self, slots: int, reported: int = 0) -> None:
         """`reported`: keys that `report` names at the most."""
         self.slots, self._most = slots, reported
-        self._slot_of: dict[bytes, int] = {}
+        self._slots_of: list[dict[bytes, int]] = [{} for _ in range(256)]
+        """By the first byte of a key: a dictionary of millions would take a tenth of a second when it grows."""
+        self.held = 0
+        """Pages that are found, and those that are being written."""
         self._key = [b""] * slots
         self._number = array("I", [0]) * slots
         """0 of a slot that holds nothing which is to be found."""
@@ -44,24 +47,21 @@ class DiskIndex:
         self._parent, self._child, self._next, self._before = (array("i", [NONE]) * slots for _ in range(4))
         """Of a slot: the one that it continues, the first of those that continue it, and its neighbours among those
         that continue the same."""
-        self._free = array("I", range(slots - 1, -1, -1))
+        self._free = array("I")
+        self._unsettled = slots
+        """Slots before this one are not known to be free: `settle` says so."""
         self._pins: Counter[int] = Counter()
         self._clock = count(1)
         self._ends: list[tuple[int, int]] = []  # a heap of (used, slot), outdated ones among them
         self._recent: OrderedDict[int, None] = OrderedDict()  # where prompts ended, those used last behind
         self._grid: OrderedDict[int, None] = OrderedDict()
 
-    @property
-    def held(self) -> int:
-        """Pages that are found, and those that are being written."""
-        return len(self._slot_of)
-
     def __contains__(self, key: bytes) -> bool:
-        return key in self._slot_of
+        return key in self._slots_of[key[0]]
 
     def slot(self, key: bytes) -> int:
         """The slot of the page of this key; `NONE` where there is none."""
-        return self._slot_of.get(key, NONE)
+        return self._slots_of[key[0]].get(key, NONE)
 
     def born(self, slot: int) -> int:
         """When the slot got its page, as a number that no other page has."""
@@ -76,7 +76,7 @@ class DiskIndex:
         found: list[int] = []
         parent = NONE
         for index in range(most):
-            slot = self._slot_of.get(keys[index], NONE)
+            slot = self.slot(keys[index])
             if slot == NONE or not self._complete[slot] or not self.agrees(slot, parent, tokens.page(index)):
                 break
             found.append(slot)
@@ -101,8 +101,9 @@ class DiskIndex:
 
     def put(self, slot: int, key: bytes, parent: int, number: int, check: int, *, complete: bool = False) -> None:
         """Let a slot that was taken hold a page, the `number`th of its prompt, which continues that of slot `parent`.
-        The key must not be there."""
-        self._slot_of[key] = slot
+        The key must not be there. When all of several are put, `use_ends` is to be called with them."""
+        self._slots_of[key[0]][key] = slot
+        self.held += 1
         self._key[slot], self._number[slot], self._check[slot] = key, number, check
         self._complete[slot], self._born[slot] = complete, next(self._clock)
         self._parent[slot], self._before[slot], self._child[slot] = parent, NONE, NONE
@@ -116,7 +117,12 @@ class DiskIndex:
             self._next[slot] = NONE
         if number % GRID == 0:
             _remember(self._grid, slot, self._most)
-        self.use(slot)
+
+    def use_ends(self, slots: Iterable[int]) -> None:
+        """Prompts have ended with those of these pages that nothing continues."""
+        for slot in slots:
+            if self._child[slot] == NONE and self._number[slot]:
+                self.use(slot)
 
     def complete(self, slot: int) -> None:
         """The page is written, and found from now on; nothing where it has left meanwhile."""
@@ -155,7 +161,7 @@ class DiskIndex:
             self._pins[slot] -= 1
             if not self._pins[slot]:
                 del self._pins[slot]
-                if not self._number[slot]:
+                if not self._number[slot] and slot >= self._unsettled:
                     self._free.append(slot)
 
     def pins(self, slot: int) -> int:
@@ -164,16 +170,23 @@ class DiskIndex:
 
     def adopt(self, found: Iterable[tuple[int, int, int, int, bytes, bytes]]) -> None:
         """Take in pages that were there at the start, as `workers.protocol.tiers.FOUND` has them. To be called before
-        any slot is taken; `settle` then says which are free."""
+        any slot is taken; `settle` then finds those that are free."""
+        put: list[int] = []
         for slot, number, check, _, key, before in found:
-            parent = NONE if number == 1 else self._slot_of.get(before, NONE)
-            known = slot < self.slots and not self._number[slot] and key not in self._slot_of and number > 0
-            if known and (number == 1 or (parent != NONE and self._number[parent] == number - 1)):
+            parent = NONE if number == 1 else self.slot(before)
+            free = slot < self.slots and not self._number[slot] and key not in self and number > 0
+            if free and (number == 1 or (parent != NONE and self._number[parent] == number - 1)):
                 self.put(slot, key, parent, number, check, complete=True)
+                put.append(slot)
+        self.use_ends(put)
 
-    def settle(self) -> None:
-        """No more are taken in: all other slots are free."""
-        self._free = array("I", self._unused())
+    def settle(self, most: int | None = None) -> bool:
+        """No more are taken in: all other slots are free. `most`: slots that are looked at. Whether all are by now."""
+        begin = 0 if most is None else max(self._unsettled - most, 0)
+        slots = range(self._unsettled - 1, begin - 1, -1)
+        self._free.extend(slot for slot in slots if not self._number[slot] and slot not in self._pins)
+        self._unsettled = begin
+        return begin == 0
 
     def report(self) -> list[bytes]:
         """Keys that tell routers what is here, those where prompts ended most recently first, up to half of them."""
@@ -185,9 +198,6 @@ class DiskIndex:
             slots[slot] = None
         return [self._key[slot] for slot in slots]
 
-    def _unused(self) -> Iterator[int]:
-        return (slot for slot in range(self.slots - 1, -1, -1) if not self._number[slot] and slot not in self._pins)
-
     def _after(self, slot: int) -> Iterator[int]:
         at = self._child[slot]
         while at != NONE:
@@ -196,14 +206,16 @@ class DiskIndex:
 
     def _is_end(self, slot: int) -> None:
         heappush(self._ends, (self._used[slot], slot))
-        if len(self._ends) > 1024 + 4 * len(self._slot_of):  # most of it is outdated
-            live = self._slot_of.values()
+        if len(self._ends) > 1024 + 4 * self.held:  # most of it is outdated
+            live = (slot for slots in self._slots_of for slot in slots.values())
             self._ends = [(self._used[one], one) for one in live if self._child[one] == NONE]
             heapify(self._ends)
 
     def _leave(self, slot: int) -> None:
         """Nobody finds the page any more, which nothing continues."""
-        del self._slot_of[self._key[slot]]
+        key = self._key[slot]
+        del self._slots_of[key[0]][key]
+        self.held -= 1
         self._key[slot], self._number[slot], self._complete[slot] = b"", 0, False
         self._recent.pop(slot, None)
         self._grid.pop(slot, None)

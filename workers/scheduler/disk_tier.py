@@ -38,6 +38,8 @@ MOST_WRITES: Final = 4
 """Tickets of saves under way."""
 WRITE_BATCH: Final = 16
 """Pages that one ticket saves at the most."""
+SETTLED_A_TURN: Final = 65536
+"""Slots of which is then seen at once whether they are free."""
 MOST_OFFERED: Final = 65536
 """Pages that wait to be saved; older ones give way."""
 FOUND_A_TURN: Final = 512
@@ -126,6 +128,7 @@ class DiskTier:
         self._new: deque[Copy] = deque(maxlen=MOST_OFFERED)
         self._erase: list[int] = []
         self._found: deque[tuple[bytes, bool]] = deque()
+        self._settling = False
         self._settled = False
         """Whether all that was on disk at the start is known."""
         self._outbox: list[DiskMoves] = []
@@ -139,7 +142,7 @@ class DiskTier:
     @property
     def busy(self) -> bool:
         """Whether there is work for `turn` that waits for nobody."""
-        return bool(self._found)
+        return bool(self._found) or self._settling
 
     def report(self) -> list[bytes]:
         """Keys that tell routers what is here."""
@@ -256,6 +259,7 @@ class DiskTier:
     def _begin_saves(self, copies: list[Copy], slots: list[int]) -> None:
         if not copies:
             return
+        self.index.use_ends(slots)
         self._budget.take(len(copies))
         self._writes += 1
         for copy in copies:
@@ -447,9 +451,10 @@ class DiskTier:
         if self._found:
             packed, last = self._found.popleft()
             self.index.adopt(FOUND.iter_unpack(packed))
-            if last:
-                self.index.settle()
-                self._settled = True
+            self._settling |= last
+        elif self._settling:
+            self._settled = self.index.settle(SETTLED_A_TURN)
+            self._settling = not self._settled
 
 
 def _page(slot: int, copy: Copy, serial: int = 0) -> DiskPage:

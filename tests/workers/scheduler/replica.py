@@ -382,7 +382,10 @@ def check_disk(disk: DiskTier) -> None:
     found."""
     index, tickets = disk.index, list(disk._tickets.values())
     held = {slot for slot in range(index.slots) if index._number[slot]}
-    assert {index._key[slot]: slot for slot in held} == index._slot_of
+    assert {index._key[slot]: slot for slot in held} == {
+        key: slot for slots in index._slots_of for key, slot in slots.items()
+    }
+    assert index.held == len(held)
     pins = Counter(slot for ticket in tickets for slot in ticket.slots)
     pins.update(disk._erase)
     assert pins == index._pins
