@@ -94,7 +94,8 @@ class DiskFiles:
     def __post_init__(self) -> None:
         self._headers = os.open(self.folder / "headers", os.O_RDWR | _PRIVATE)
         self._per_segment = slots_of_segment(self.record_bytes)
-        self._direct = True
+        self.direct = True
+        """Whether files are read and written past the system's cache of them."""
 
     @staticmethod
     def open(base: Path, size: int, record_bytes: int, root: bytes, group: Group, device: torch.device) -> DiskFiles:
@@ -167,7 +168,7 @@ class DiskFiles:
         try:
             if not _whole(os.preadv, descriptor, record_B, begin):
                 return False
-            if not self._direct:
+            if not self.direct:
                 os.posix_fadvise(descriptor, begin, self.record_bytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
@@ -200,13 +201,13 @@ class DiskFiles:
             raise ValueError(f"{record_B.nbytes} bytes for a slot of {self.record_bytes}")
         path = self.folder / segment_name(slot // self._per_segment)
         begin = slot % self._per_segment * self.record_bytes
-        if self._direct and record_B.ctypes.data % mmap.PAGESIZE == 0:
+        if self.direct and record_B.ctypes.data % mmap.PAGESIZE == 0:
             try:
                 return os.open(path, os.O_RDWR | os.O_DIRECT | _PRIVATE), begin
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = False  # this file system has no such thing
+                self.direct = False  # this file system has no such thing
         return os.open(path, os.O_RDWR | _PRIVATE), begin
 
     def _scan(self) -> NDArray[np.void]:
