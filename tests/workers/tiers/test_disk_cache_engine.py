@@ -23,12 +23,16 @@ from workers.tiers.disk_files import HEADER_BYTES, DiskFiles, segment_name
 from workers.tiers.mover import record_layout
 
 
-@pytest.fixture(autouse=True)
-def short_prompts_are_worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast they are computed on this machine."""
+def worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have short prompts read from disk, however fast this machine computes them."""
     monkeypatch.setattr(disk_tier, "FIRST_S", 0.0)
     monkeypatch.setattr(DiskTier, "_pace", lambda self, now: 0.0)
     monkeypatch.setattr(harness, "scheduler_config", lambda *given: replace(scheduler_config(*given), disk_least=1))
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth_a_load(monkeypatch)
 
 
 def tiered(folder: Path, disk: Path, record: int, pages: int = 8, **settings: Any) -> InlineEngine:
