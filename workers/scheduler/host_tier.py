@@ -355,7 +355,7 @@ class HostTier:
         """Pages have come from the disk; the `bad` ones, and those that continue them, are forgotten."""
         self._drop(bad)
         for copy in copies:
-            copy.written = not copy.gone
+            copy.written = True
             self.unpin(copy)
 
     def unpin(self, copy: Copy) -> None:

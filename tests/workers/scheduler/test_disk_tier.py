@@ -413,6 +413,75 @@ def test_what_was_doubted_is_not_found_by_another_start() -> None:
     assert all(serial >= 36 for serial in known.values()), "as computed again"
 
 
+def on_disk(replica: Replica, prompt: list[int]) -> list[int]:
+    """Which pages of a prompt have a header."""
+    keys = page_keys(prompt)
+    return sorted(page.number for page, _ in replica.worker.disk.values() if page.key in keys)
+
+
+def test_headers_of_what_was_doubted_are_erased() -> None:
+    replica = tiered()
+    first = filled(replica)[0]
+    disk_of(replica).doubt([page_keys(first)[2]])
+    replica.check_pages()
+    replica.run()
+    replica.check_pages()
+    assert on_disk(replica, first) == [1, 2]
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert again.scheduler.stats().disk_pages == 29
+
+
+def test_what_is_doubted_while_it_is_written_is_erased_behind_that() -> None:
+    replica = tiered()
+    first = tokens(600, seed=1)
+    assert replica.add("a", first, max_tokens=2) is None
+    while not replica.disk_answers:
+        replica.plan()
+        replica.move()
+        if replica.answers:
+            replica.answer()
+        elif replica.launched:
+            replica.apply()
+    disk_of(replica).doubt([page_keys(first)[0]])
+    replica.check_pages()
+    replica.run()
+    replica.check_pages()
+    stats = replica.scheduler.stats()
+    assert on_disk(replica, first) == []
+    assert (stats.disk_pages, stats.host_pages) == (0, 9)
+
+
+def test_what_is_doubted_while_it_is_read_is_not_used() -> None:
+    replica = tiered()
+    first = waiting(replica)
+    disk_of(replica).doubt([page_keys(first)[4]])
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert replica.outputs["c"][0].cached_tokens == 4 * PAGE_TOKENS
+
+
+def test_prompts_whose_keys_are_equal_never_get_each_others_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that know the last token of a page alone."""
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page[-4:]))
+    replica = tiered(host_pages=10, pages=12)
+    short = tokens(300, seed=1)
+    other = [(short[0] + 1) % 40, *short[1:256], *tokens(344, seed=2)]
+    assert page_keys(short)[:4] == page_keys(other)[:4]
+    assert served(replica, "short", short) == 0
+    for seed in (5, 6):
+        served(replica, f"between {seed}", tokens(600, seed=seed))
+    assert served(replica, "other", other) == 0, "four pages of another prompt have these keys"
+    assert replica.scheduler.stats().disk_lost_pages == 0
+    for seed in (5, 6):
+        served(replica, f"again {seed}", tokens(600, seed=seed))
+    assert served(replica, "longer", [*short[:256], *other[256:]]) == 4 * PAGE_TOKENS
+    assert replica.scheduler.stats().disk_lost_pages == 0
+    assert replica.scheduler.stats().disk_dropped_pages > 0
+
+
 def test_the_report_names_what_is_on_disk() -> None:
     replica = tiered(prefix_sample=4, host_pages=10)
     asked = filled(replica)
