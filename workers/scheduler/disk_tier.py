@@ -123,6 +123,8 @@ class DiskTier:
         self._tickets: dict[int, DiskTicket] = {}
         self._writes = 0
         self._ticket_of: dict[Row, DiskTicket] = {}
+        self._kept: dict[Row, list[Copy]] = {}
+        """Pages in host memory that were read for requests which are queued again: pinned until these go on."""
         self._again: deque[Copy] = deque(maxlen=MOST_OFFERED)
         """Pages in host memory that a second prompt has begun with."""
         self._new: deque[Copy] = deque(maxlen=MOST_OFFERED)
@@ -285,6 +287,7 @@ class DiskTier:
             self._wait(row, coming, until)
             return True
         under_way = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
+        under_way += sum(map(len, self._kept.values()))
         # One load may take all of host memory; several leave half of it to what is saved meanwhile.
         room = self._host.slots if not under_way else self._host.slots // 2 - under_way
         slots = self.index.find(row.tokens, row.keys, min(most, len(here) + room))
@@ -326,10 +329,12 @@ class DiskTier:
         self._ticket_of[row] = ticket
 
     def leave(self, row: Row) -> None:
-        """A request waits no longer."""
+        """A request waits no longer, neither for a load nor with its pages: it goes on, or has ended."""
         ticket = self._ticket_of.pop(row, None)
         if ticket is not None:
             del ticket.waiting[row]
+        for copy in self._kept.pop(row, ()):
+            self._host.unpin(copy)
 
     def overdue(self) -> list[Row]:
         """Requests that have waited for as long as computing would have taken: they wait no longer."""
@@ -388,7 +393,15 @@ class DiskTier:
         waited = [*ticket.waiting]
         for row in waited:
             self.leave(row)
+            if ticket.loads:
+                self._keep(row, ticket.copies)
         return waited
+
+    def _keep(self, row: Row, copies: list[Copy]) -> None:
+        """Others take no slot of these before the request has come to its turn."""
+        kept = self._kept[row] = [copy for copy in copies if not copy.gone]
+        for copy in kept:
+            copy.pins += 1
 
     def _saved(self, ticket: DiskTicket) -> None:
         self._writes -= 1

@@ -126,6 +126,8 @@ class Rows:
         if self.tier is not None:
             self.tier.used(found)
             self.tier.leave(sequence)
+        if self.disk is not None:
+            self.disk.leave(sequence)
         sequence.capacity = sequence.pages.capacity
         sequence.goal = length
         sequence.cursor = cursor
@@ -165,6 +167,8 @@ class Rows:
             self.tier.load(sequence, found, copies)
         else:
             self.tier.join(ticket, sequence)
+        if self.disk is not None:
+            self.disk.leave(sequence)  # the load pins what was kept for it
         return sequence
 
     def moved(self, message: Moved) -> bool:

@@ -358,10 +358,10 @@ def check_tier(tier: HostTier, disk: DiskTier | None = None) -> None:
     found."""
     copies = list(tier._copies.values())
     tickets = [*tier._tickets.values(), *(disk._tickets.values() if disk is not None else ())]
-    gone = {copy for ticket in tickets for copy in ticket.copies if copy.gone}
-    slots = [copy.page for copy in copies] + [copy.page for copy in gone]
-    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
     pins = Counter(copy for ticket in tickets for copy in ticket.copies)
+    pins.update(copy for kept in (disk._kept.values() if disk is not None else ()) for copy in kept)
+    slots = [copy.page for copy in copies] + [copy.page for copy in pins if copy.gone]
+    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
     for copy in copies:
         assert copy.pins == pins[copy]
         assert not copy.gone
@@ -400,3 +400,4 @@ def check_disk(disk: DiskTier) -> None:
             assert (index._used[slot], slot) in ends
         assert index._complete[slot] or pins[slot]
     assert set(disk._ticket_of) == {row for ticket in tickets for row in ticket.waiting}
+    assert all(row.phase is Phase.WAITING for row in disk._kept)

@@ -136,6 +136,30 @@ def test_who_waits_for_the_disk_holds_no_page_of_the_device() -> None:
     assert replica.outputs["c"][0].cached_tokens == LONG
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_was_read_for_a_request_stays_until_its_turn(cancelled: bool) -> None:
+    replica = tiered()
+    waiting(replica)
+    replica.move()
+    while replica.disk_answers:
+        replica.answer_of_disk()
+    assert replica.scheduler._live["c"].phase is Phase.WAITING
+    replica.check_pages()
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    others = [tier._slot() for _ in range(20)]
+    assert others.count(None) == 9
+    tier._free += [slot for slot in others if slot is not None]
+    if cancelled:
+        replica.cancel("c")
+        assert not disk_of(replica)._kept
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert not disk_of(replica)._kept
+    assert cancelled or replica.outputs["c"][0].cached_tokens == LONG
+
+
 def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes() -> None:
     """Steps of the simulated worker take a millisecond each."""
     replica = tiered()
