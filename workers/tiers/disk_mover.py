@@ -31,7 +31,7 @@ MOST_BAD_READS: Final = 64
 FOUND_PAGES: Final = 16384
 """Of one message at the start."""
 CLOSING_S: Final = 1.0
-"""For each thread to end. One that a disk keeps for longer is left to the end of the process."""
+"""For the threads to end. One that a disk keeps for longer is left to the end of the process."""
 
 
 @dataclass(eq=False)
@@ -98,8 +98,9 @@ class DiskMover:
         for asked, count in ((self._reads, READERS), (self._writes, WRITERS)):
             for _ in range(count):
                 asked.put(None)
+        deadline = time.monotonic() + CLOSING_S
         for thread in self._threads:
-            thread.join(CLOSING_S)
+            thread.join(max(deadline - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in self._threads):
             self.files.close()
 
