@@ -1,6 +1,7 @@
 """Agents' sessions that return to a running endpoint: how much of their prompts is reused, and how long they wait.
 
     latentserve serve --model DIR --host-cache-bytes 64000000000
+    latentserve serve --model DIR --host-cache-bytes 16000000000 --disk-cache-bytes 256000000000 --disk-cache-dir /nvme
     python bench/returning.py                                # 40 sessions of 8,000 to 60,000 tokens
     python bench/returning.py --url http://host:8000 --sessions 80 --json returning.json
     python bench/returning.py --seconds 120                  # where it would take too long: of the turns until then

@@ -1,10 +1,10 @@
 """Time of `Scheduler.plan` and `Scheduler.apply` with every slot decoding.
 
-    python bench/scheduler.py --rows 256 --width 1 3 --host-pages 400000
+    python bench/scheduler.py --rows 256 --width 1 3 --host-pages 400000 --disk-pages 400000
 
 Results are made up: all drafts accepted every other step. Rows cross page boundaries, grow pages and fill the prefix
-cache as they would when serving, and their pages are saved to host memory where there is some. Times are of this
-process alone, in microseconds.
+cache as they would when serving, and their pages are saved to host memory and disk where there is some. Times are of
+this process alone, in microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
-from workers.protocol.tiers import Moved
+from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves
 from workers.scheduler import Scheduler, SchedulerConfig
 
 
@@ -30,7 +30,9 @@ def results_of(plan: StepPlan, rng: random.Random) -> StepResult:
     return StepResult(plan.step, tuple(rows), 0.0)
 
 
-def measure(rows: int, width: int, steps: int, context: int, host_pages: int) -> tuple[list[float], list[float]]:
+def measure(
+    rows: int, width: int, steps: int, context: int, host_pages: int, disk_pages: int
+) -> tuple[list[float], list[float]]:
     config = SchedulerConfig(
         slots=rows,
         pages=rows * (context // 64 + 4) + 1,
@@ -39,8 +41,10 @@ def measure(rows: int, width: int, steps: int, context: int, host_pages: int) ->
         width=width,
         queue_limit=rows,
         host_pages=host_pages,
+        disk_pages=disk_pages,
     )
     scheduler, rng = Scheduler(config), random.Random(0)
+    scheduler.disk_found(DiskFound(b"", last=True))
     for index in range(rows):
         prompt = tuple(rng.randrange(1000) for _ in range(rng.randrange(100, 400)))
         refusal = scheduler.add(Request(f"r{index}", prompt, SamplingParams(max_tokens=context, stop_ids=(1000,))))
@@ -55,7 +59,10 @@ def measure(rows: int, width: int, steps: int, context: int, host_pages: int) ->
         end = time.perf_counter()
         scheduler.save_pages()
         for each in (*moves, *scheduler.moves()):
-            scheduler.moved(Moved(0, each.ticket))
+            if isinstance(each, Moves):
+                scheduler.moved(Moved(0, each.ticket))
+            else:
+                scheduler.disk_moved(DiskMoved(0, each.ticket))
         if plan is not None:
             flights.append(plan)
             if len(plan.decode_slots) == rows:
@@ -82,10 +89,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--host-pages", type=int, default=0)
+    parser.add_argument("--disk-pages", type=int, default=0)
     args = parser.parse_args()
     gc.freeze()
     for width in args.width:
-        planning, applying = measure(args.rows, width, args.steps, args.context, args.host_pages)
+        planning, applying = measure(args.rows, width, args.steps, args.context, args.host_pages, args.disk_pages)
         for name, values in (("plan", planning), ("apply", applying)):
             print(
                 f"{args.rows} decode rows, width {width}: {name} median {quantile(values, 0.5):.0f} us, "

@@ -1,7 +1,8 @@
-"""Times the copies between a GPU's caches and host memory: pages that are saved, and pages that come back.
+"""Times the copies between a GPU's caches, host memory and a disk: pages that are saved, and pages that come back.
 
     python bench/tiers.py                         # records of 4 KiB to 8 MiB, then the pages of three models
     python bench/tiers.py --gigabytes 8           # more host memory, which takes longer to pin
+    python bench/tiers.py --disk /mnt/nvme        # a disk, too; where there is no GPU, that alone
 
 The first table has plain copies of pinned memory, as many of one size as give `--gigabytes`, in both directions: what
 the link between host and GPU bears by the size of a record. The second has what a rank does, by `PageMover` itself: a
@@ -9,6 +10,11 @@ record is a page of all caches of a model. Saves are told as the scheduler tells
 under way; a load brings all pages that were saved back in one message. "a step waits" is the time on the stream of the
 steps for one message of saves: gathering its pages into staging memory. "the host launches" is the time that the
 thread which launches the steps spends on the message.
+
+The table of a disk has what one rank does, by `DiskMover` itself, by the size of a record: saves of 16 pages a message,
+4 messages under way, then one message that loads all. Checksums are computed in both directions. Several ranks of a
+node share its disk, and reach more together. Where the file system has no `O_DIRECT`, memory is measured and not the
+disk; the table says so.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import argparse
 import queue
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +36,18 @@ from kernels.page import PAGE_TOKENS
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
-from workers.protocol.tiers import MOST_SAVES, Moved, Moves
+from workers.protocol.tiers import MOST_SAVES, DiskMoved, DiskMoves, DiskPage, Moved, Moves
+from workers.scheduler.disk_tier import MOST_WRITES, WRITE_BATCH
+from workers.tiers.disk_files import HEADER_BYTES, DiskFiles
+from workers.tiers.disk_mover import DiskMover
 from workers.tiers.host_memory import HostMemory
 from workers.tiers.mover import PageMover, Staging, batch_of, record_layout
 
 KIB, GB = 1024, 1e9
 SIZES = (*(4 * KIB * 4**power for power in range(6)), 8 * KIB * KIB)
 """Bytes of a record: 4 KiB to 4 MiB, and 8 MiB."""
+DISK_SIZES = (64 * KIB, 256 * KIB, 1024 * KIB, 2560 * KIB, 8192 * KIB)
+"""Bytes of a record: a page of DeepSeek V3 in FP8 takes 2,542 KiB."""
 LIMIT_S = 120.0
 """For any one message, and for pinning."""
 
@@ -161,15 +173,62 @@ def by_model(total: int) -> None:
         torch.cuda.empty_cache()
 
 
+def by_disk(base: Path, total: int) -> None:
+    """Print the third table."""
+    print(f"record    to disk    from disk   GB/s, in {base}")
+    for size in DISK_SIZES:
+        with tempfile.TemporaryDirectory(dir=base) as folder:
+            pages = total // size
+            memory = HostMemory.shared(pages * size, size, Group(), torch.device("cpu"))
+            memory.slot_SB.random_(0, 256)
+            room = pages * (size + HEADER_BYTES)
+            files = DiskFiles.open(Path(folder), room, size, bytes(16), Group(), torch.device("cpu"))
+            told: queue.SimpleQueue[DiskMoved] = queue.SimpleQueue()
+            mover = DiskMover(files, memory, 0, told.put)
+            named = [DiskPage(slot, slot, slot.to_bytes(16, "little"), b"", 1, bytes(256)) for slot in range(pages)]
+            begin, under_way = time.perf_counter(), 0
+            for ticket, first in enumerate(range(0, pages, WRITE_BATCH)):
+                if under_way == MOST_WRITES:
+                    _told(told)
+                    under_way -= 1
+                mover.move(DiskMoves(ticket, saves=tuple(named[first : first + WRITE_BATCH])))
+                under_way += 1
+            for _ in range(under_way):
+                _told(told)
+            written = time.perf_counter() - begin
+            begin = time.perf_counter()
+            mover.move(DiskMoves(0, loads=tuple(named)))
+            _told(told)
+            read = time.perf_counter() - begin
+            note = "" if files.direct else "   through the system's cache of files"
+            print(
+                f"{size // KIB:5d} KiB  {pages * size / written / GB:6.2f}  {pages * size / read / GB:10.2f}{note}",
+                flush=True,
+            )
+            mover.close()
+
+
+def _told(told: queue.SimpleQueue[DiskMoved]) -> None:
+    """Wait for a message to be done."""
+    moved = told.get(timeout=LIMIT_S)
+    if moved.bad:
+        raise SystemExit("pages were not written, or not read as written")
+
+
 def main() -> None:
-    """Print both."""
+    """Print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of memory that is copied")
-    total = int(parser.parse_args().gigabytes * GB)
-    if not torch.cuda.is_available():
+    parser.add_argument("--disk", type=Path, help="folder on a disk that is measured, too")
+    given = parser.parse_args()
+    total = int(given.gigabytes * GB)
+    if not torch.cuda.is_available() and given.disk is None:
         sys.exit("no GPU here that torch can use")
-    by_size(total)
-    by_model(total)
+    if torch.cuda.is_available():
+        by_size(total)
+        by_model(total)
+    if given.disk is not None:
+        by_disk(given.disk, total)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,19 @@ class EngineConfig(BaseModel):
 
     The ranks of a node share it; a replica on several nodes takes so much on each. Pages are copied there when they are
     complete, and back when a prompt begins with them (docs/tune.md)."""
+    disk_cache_bytes: Annotated[int, Field(ge=0), Flag()] = 0
+    """Disk space for pages that leave host memory, which a replica that starts again finds. 0: none.
+
+    Taken of the file system of `disk_cache_dir` at the start, and so much on each node of a replica. It lies behind
+    `host_cache_bytes`, through which all pages pass (docs/tune.md)."""
+    disk_cache_dir: Annotated[str | None, AfterValidator(_absolute), Flag(metavar="DIR", default="none")] = None
+    """Folder on a fast local disk for `disk_cache_bytes`. Replicas of a node have folders of their own in it.
+
+    Its files are readable by their owner alone: they hold prompts, as latents, in whatever folder that is."""
+    disk_write_bytes_per_day: Annotated[int | None, Field(ge=0), Flag(default="as many as it holds")] = None
+    """Bytes that may be written to the disk each day, as disks wear out. What repeats is written first.
+
+    An hour's worth may be saved up, or a gibibyte where an hour's worth is less."""
     mixed_step_target_ms: Annotated[
         float | None, Field(ge=0, allow_inf_nan=False), Flag(default="2 x a decode step")
     ] = None
@@ -217,6 +230,25 @@ class EngineConfig(BaseModel):
                 "record_plans, or give host_cache_bytes 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _disk_cache_is_of_use(self) -> Self:
+        if self.disk_cache_bytes and not self.host_cache_bytes:
+            raise ValueError(
+                "disk_cache_bytes keeps pages that leave host memory, and host_cache_bytes is 0: give that, too, or "
+                "no disk_cache_bytes"
+            )
+        if self.disk_cache_bytes and self.disk_cache_dir is None:
+            raise ValueError("disk_cache_bytes needs a folder on a fast local disk: give disk_cache_dir, too")
+        if self.disk_cache_dir is not None and not self.disk_cache_bytes:
+            raise ValueError("disk_cache_dir is given, and disk_cache_bytes is 0: say how many bytes it may take")
+        return self
+
+    @property
+    def disk_writes_per_day(self) -> int:
+        """Bytes that may be written to the disk each day."""
+        most = self.disk_write_bytes_per_day
+        return self.disk_cache_bytes if most is None else most
 
     @model_validator(mode="after")
     def _draft_model_drafts(self) -> Self:

@@ -25,7 +25,12 @@ EPILOG = options.examples(
 )
 
 
-@options.takes(options.engine("max_rows", "token_budget", "host_cache_bytes", without=("activations", "device")))
+@options.takes(
+    options.engine(
+        *("max_rows", "token_budget", "host_cache_bytes", "disk_cache_bytes", "disk_cache_dir"),
+        without=("activations", "device"),
+    )
+)
 def fit(
     given: options.Given,
     gpu: Annotated[
@@ -123,6 +128,9 @@ def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change:
     if config.host_cache_bytes:
         held = f"{plan.host_pages:,} pages, {plan.host_tokens:,} tokens"
         lines.append(f"host      {gib(config.host_cache_bytes)}  of each node, behind the cache: {held}")
+    if config.disk_cache_bytes:
+        held = f"{plan.disk_pages:,} pages, {plan.disk_tokens:,} tokens"
+        lines.append(f"disk      {gib(config.disk_cache_bytes)}  of each node, behind that: {held}")
     if plan.fits:
         most = " (--max-rows)" if plan.rows == config.max_rows else ""
         requests = f"{plan.rows:,} request{'s' * (plan.rows > 1)}"
@@ -160,6 +168,7 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "pages": plan.pages,
         "tokens": plan.tokens,
         "host_tokens": plan.host_tokens,
+        "disk_tokens": plan.disk_tokens,
         "context": plan.asked_context,
         "rows": plan.rows,
         "caches": {name: _cache(other, "fp8" if name == "fp8" else _dtype(config)) for name, other in plans.items()},

@@ -67,6 +67,10 @@ class ReplicaFigures(_Shown):
     """Pages that host memory holds behind them; 0 where there is none."""
     host_pages: int
     """Of these, pages in use."""
+    disk_pages_total: int
+    """Pages that the disk holds behind host memory; 0 where there is none, or where it has failed."""
+    disk_pages: int
+    """Of these, pages in use."""
     width: int
     """Tokens that a decode row feeds in one step, as it pays at present: one more than it has drafts."""
     acceptance: list[float]
@@ -82,7 +86,9 @@ class ReplicaFigures(_Shown):
     cached_tokens_per_s: float | None
     """Prompt tokens that the prefix cache had, those included that came back from host memory."""
     loaded_tokens_per_s: float | None
-    """Tokens whose pages came back from host memory; null while `window_s` is 0."""
+    """Tokens whose pages came back from host memory, from wherever they came there; null while `window_s` is 0."""
+    read_tokens_per_s: float | None
+    """Tokens whose pages came back from the disk; null while `window_s` is 0."""
     steps_per_s: float | None
     steps: dict[Literal["decode", "prefill", "mixed"], StepFigures]
     """The batch mix: decode rows alone, prompts alone, or both. A kind without a step in the window is left out."""
@@ -135,7 +141,7 @@ class Window:
             self._samples.clear()  # another scheduler, which counts from its own start
         if self._samples and now - self._samples[-1][0] < PERIOD_S / 2:
             return
-        self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=b"", host_keys=b"")))
+        self._samples.append((now, msgspec.structs.replace(stats, prefix_keys=b"", host_keys=b"", disk_keys=b"")))
         while len(self._samples) > 2 and now - self._samples[0][0] > WINDOW_S:
             self._samples.popleft()
 
@@ -166,6 +172,8 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         pages_free=new.pages_free,
         host_pages_total=new.host_pages_total,
         host_pages=new.host_pages,
+        disk_pages_total=new.disk_pages_total,
+        disk_pages=new.disk_pages,
         width=new.width,
         acceptance=list(new.acceptance),
         acceptance_falls=new.acceptance_falls,
@@ -174,6 +182,7 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         prompt_tokens_per_s=rate(old.prompt_tokens, new.prompt_tokens),
         cached_tokens_per_s=rate(old.cached_tokens, new.cached_tokens),
         loaded_tokens_per_s=rate(old.host_loaded_pages * PAGE_TOKENS, new.host_loaded_pages * PAGE_TOKENS),
+        read_tokens_per_s=rate(old.disk_loaded_pages * PAGE_TOKENS, new.disk_loaded_pages * PAGE_TOKENS),
         steps_per_s=rate(old.steps, new.steps),
         steps={kind: shown for kind, shown in steps.items() if shown is not None},  # type: ignore[misc]
         drafts_accepted=(new.drafts_accepted - old.drafts_accepted) / offered if offered > 0 else None,

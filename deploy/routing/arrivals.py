@@ -10,6 +10,7 @@ that a router counts what it sent either as sent or as reported, never twice.
 from __future__ import annotations
 
 import re
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from deploy.routing.pace import StepClock
-from deploy.routing.policy import HOST_TOKEN_COST, Load
+from deploy.routing.policy import DISK_TOKEN_COST, HOST_TOKEN_COST, Load
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
 from workers.protocol.prompt import KEY_BYTES, NO_ROOT, pack_keys, unpack_keys
@@ -135,6 +136,8 @@ class Arrivals:
             keys=frozenset(unpack_keys(stats.prefix_keys)),
             host_keys=frozenset(unpack_keys(stats.host_keys)),
             host_token_cost=host_token_cost(stats),
+            disk_keys=frozenset(unpack_keys(stats.disk_keys)),
+            disk_token_cost=disk_token_cost(stats),
             root=stats.key_root or NO_ROOT,
             seen=dict(self._seen),
             at=time.time(),
@@ -145,11 +148,21 @@ class Arrivals:
 def host_token_cost(stats: EngineStats) -> float:
     """What a token whose page is copied back from host memory costs, in prompt tokens: the time that such copies took,
     over the time that steps with prompts took, token by token."""
-    loaded, computed = stats.host_loaded_pages * PAGE_TOKENS, stats.prompt_tokens - stats.cached_tokens
-    seconds = sum(part.total for kind, part in stats.step_seconds.items() if kind != "decode")
-    if loaded <= 0 or computed <= 0 or seconds <= 0:
-        return HOST_TOKEN_COST
-    return min(stats.host_load_seconds / loaded * computed / seconds, 1.0)
+    return _token_cost(stats, stats.host_loaded_pages, stats.host_load_seconds, HOST_TOKEN_COST)
+
+
+def disk_token_cost(stats: EngineStats) -> float:
+    """What a token costs whose page is read from disk, and then copied back from host memory."""
+    read = _token_cost(stats, stats.disk_loaded_pages, stats.disk_load_seconds, DISK_TOKEN_COST)
+    return min(read + host_token_cost(stats), 1.0)
+
+
+def _token_cost(stats: EngineStats, pages: int, seconds: float, unknown: float) -> float:
+    loaded, computed = pages * PAGE_TOKENS, stats.prompt_tokens - stats.cached_tokens
+    computing = sum(part.total for kind, part in stats.step_seconds.items() if kind != "decode")
+    if loaded <= 0 or computed <= 0 or computing <= 0:
+        return unknown
+    return min(seconds / loaded * computed / computing, 1.0)
 
 
 OUT_OF_SERVICE_TOKENS = 10**9
@@ -161,7 +174,7 @@ def out_of_service(load: Load) -> Load:
     choose chooses that, and no prefix is cached."""
     nothing: frozenset[bytes] = frozenset()
     backlog = load.backlog + OUT_OF_SERVICE_TOKENS
-    return replace(load, backlog=backlog, pages_free=0, keys=nothing, host_keys=nothing)
+    return replace(load, backlog=backlog, pages_free=0, keys=nothing, host_keys=nothing, disk_keys=nothing)
 
 
 _ROOT_MARK: Final = b"rootkeys"
@@ -172,14 +185,22 @@ _STEP_MARK: Final = "step "
 so an earlier one does not look at them, while a field of its own would be an error."""
 
 
+_DISK_MARK: Final = b"diskkeys"
+"""Behind it, among the keys of pages in host memory, are the cost of a token on disk, as 64 bits, and the keys of pages
+on disk: to an earlier router these are in host memory."""
+
+
 def load_to_report(load: Load) -> dict[str, Any]:
     """Convert a load to the form in which Serve carries it to routers."""
+    host = pack_keys(sorted(load.host_keys))
+    if load.disk_keys:
+        host += _DISK_MARK + struct.pack("<d", load.disk_token_cost) + pack_keys(sorted(load.disk_keys))
     return {
         "backlog": load.backlog,
         "rows": load.rows,
         "pages_free": load.pages_free,
         "keys": _ROOT_MARK + load.root + pack_keys(sorted(load.keys)),
-        "host_keys": pack_keys(sorted(load.host_keys)),
+        "host_keys": host,
         "host_token_cost": load.host_token_cost,
         "seen": {**load.seen, **{_STEP_MARK + size: round(s * 1e9) for size, s in load.step_times.items()}},
         "at": load.at,
@@ -204,6 +225,12 @@ def load_from_report(report: dict[str, Any]) -> Load:
             times[name.removeprefix(_STEP_MARK)] = number / 1e9
         else:
             seen[name] = number
-    keys = {"keys": frozenset(unpack_keys(packed)), "host_keys": frozenset(unpack_keys(host)), "root": root}
-    known = {**keys, "seen": seen, "step_times": times}
-    return Load(**{**report, **known})
+    keys = {"keys": frozenset(unpack_keys(packed)), "root": root}
+    known: dict[str, Any] = {**keys, "seen": seen, "step_times": times}
+    in_host = unpack_keys(host)
+    if _DISK_MARK in in_host:
+        mark = in_host.index(_DISK_MARK)
+        known["disk_token_cost"] = struct.unpack("<d", in_host[mark + 1])[0]
+        known["disk_keys"] = frozenset(in_host[mark + 2 :])
+        in_host = in_host[:mark]
+    return Load(**{**report, **known, "host_keys": frozenset(in_host)})

@@ -1,8 +1,8 @@
 """Which replica a request costs least on: pure arithmetic on reported load, what was sent since, and prompt prefixes.
 
 The unit of cost is the prompt token: cost = tokens queued for prefill before the request + tokens of its own prompt
-that the replica has not cached + a small part of those that it has in host memory alone + `row_tokens` for every
-request that decodes or waits. A shared prefix therefore draws a request to where its pages are exactly until that
+that the replica has not cached + a small part of those that it has in host memory or on disk alone + `row_tokens` for
+every request that decodes or waits. A shared prefix therefore draws a request to where its pages are exactly until that
 replica is the busier by more than the prefill it saves. Where a replica takes several times as long as another for
 equal steps (`deploy.routing.pace`), all of that and the request's own `row_tokens` count so many times.
 """
@@ -30,6 +30,8 @@ TRANSIT_S = 0.05
 
 HOST_TOKEN_COST = 0.02
 """What a token in host memory costs where nothing was copied yet, in prompt tokens."""
+DISK_TOKEN_COST = 0.2
+"""What a token on disk costs where nothing was read yet."""
 
 R = TypeVar("R", bound=Hashable)
 
@@ -87,6 +89,10 @@ class Load:
     """Like `keys`, of pages in host memory, which are copied back to be read."""
     host_token_cost: float = HOST_TOKEN_COST
     """What a token costs whose page is copied back, in prompt tokens."""
+    disk_keys: frozenset[bytes] = frozenset()
+    """Like `keys`, of pages on disk, which are read into host memory and then copied back."""
+    disk_token_cost: float = DISK_TOKEN_COST
+    """What a token costs whose page is read from disk, in prompt tokens."""
     root: bytes = NO_ROOT
     """What its keys are rooted in."""
     step_times: StepTimes = field(default_factory=dict)
@@ -161,23 +167,24 @@ class InFlightAccounting(Generic[R]):
         """Cost of `features` on `replica`, in prompt tokens. `pace`: how many times as long as others it takes."""
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
-        cached, copied = self._cached(account, load, features, now)
+        cached, copied, read = self._cached(account, load, features, now)
         queued = load.backlog + sum(sent.tokens for sent in account.sent)
         rows = load.rows + sum(sent.rows for sent in account.sent)
         crowded = False
         if load.pages_free is not None:
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
-        computed = features.tokens - cached - copied
-        tokens = queued + computed + copied * load.host_token_cost + self.row_tokens * rows
+        computed = features.tokens - cached - copied - read
+        moved = copied * load.host_token_cost + read * load.disk_token_cost
+        tokens = queued + computed + moved + self.row_tokens * rows
         return Cost(crowded, pace * tokens + (pace - 1) * self.row_tokens * features.rows)
 
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
         """Note that `features` goes to `replica`; returns its sequence number, and the tokens it will compute there."""
         account = self._accounts.setdefault(replica, _Account())
-        cached, copied = self._cached(account, load, features, now)
+        cached, copied, read = self._cached(account, load, features, now)
         self._sequence_number += 1
-        computed = features.tokens - cached - copied
+        computed = features.tokens - cached - copied - read
         pages = pages_for(features.tokens - cached)
         account.sent.append(Sent(self._sequence_number, now, computed, pages, features.rows))
         for key in features.keys(load.root):
@@ -185,9 +192,9 @@ class InFlightAccounting(Generic[R]):
             account.recent.move_to_end(key)
         return self._sequence_number, computed
 
-    def _cached(self, account: _Account, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
-        """Tokens of the prompt that the replica has cached, as far as is known, and those behind them that it has in
-        host memory."""
+    def _cached(self, account: _Account, load: Load, features: RequestFeatures, now: float) -> tuple[int, int, int]:
+        """Tokens of the prompt that the replica has cached, as far as is known, those behind them that it has in host
+        memory, and those behind these that it has on disk."""
         if load.at != account.report_at:
             account.report_at, account.report_known = load.at, now
         # By this router's own clock, as those of two nodes may differ.
@@ -195,7 +202,8 @@ class InFlightAccounting(Generic[R]):
         reported = cached_tokens(features, load.keys, load.root) if known else 0
         cached = max(reported, cached_tokens(features, account.recent, load.root))
         in_host = cached_tokens(features, load.host_keys, load.root) if known else 0
-        return cached, max(in_host - cached, 0)
+        on_disk = cached_tokens(features, load.disk_keys, load.root) if known else 0
+        return cached, max(in_host - cached, 0), max(on_disk - max(in_host, cached), 0)
 
     def _settle(self, account: _Account, load: Load, now: float) -> None:
         seen = load.seen.get(self.router)

@@ -14,7 +14,7 @@ from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.grammar import CompileGrammar, GrammarReady
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.rank import Rank
 from workers.scheduler import Scheduler
 
@@ -32,7 +32,7 @@ class InlineEngine:
     def __init__(self, config: EngineConfig, device: torch.device | None = None, group: Group | None = None) -> None:
         """`group`: of one of several ranks, each of which has a scheduler that makes the same plans."""
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
-        self._moved: queue.Queue[Moved] = queue.Queue()
+        self._moved: queue.Queue[Moved | DiskMoved] = queue.Queue()
         self._moving = 0
         self.replica = Rank(
             config,
@@ -43,9 +43,12 @@ class InlineEngine:
         )
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
+        if self.replica.disk is not None:
+            for found in self.replica.disk.found():
+                self.scheduler.disk_found(found)
         self.finished: dict[str, Finished] = {}
         self.plans: list[StepPlan] = []
-        self._queue: deque[StepPlan | Moves] = deque()
+        self._queue: deque[StepPlan | Moves | DiskMoves] = deque()
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> None:
         refusal = self.scheduler.add(Request(request_id, tuple(prompt), sampling, priority))
@@ -58,7 +61,11 @@ class InlineEngine:
         while (plan := self.plan()) is not None:
             self.plans.append(plan)
         if self._moving and (not self._queue or not self._moved.empty()):
-            self.scheduler.moved(self._moved.get(timeout=60))
+            moved = self._moved.get(timeout=60)
+            if isinstance(moved, Moved):
+                self.scheduler.moved(moved)
+            else:
+                self.scheduler.disk_moved(moved)
             self._moving -= 1
             return True
         if not self._queue:
@@ -67,9 +74,10 @@ class InlineEngine:
         if isinstance(item, StepPlan):
             self.deliver(self.scheduler.apply(self.runner.execute(item)))
         else:
-            assert self.replica.mover is not None
             self._moving += 1
-            self.replica.mover.move(item)
+            mover = self.replica.mover if isinstance(item, Moves) else self.replica.disk
+            assert mover is not None
+            mover.move(item)  # type: ignore[arg-type]
         return True
 
     def plan(self) -> StepPlan | None:

@@ -37,6 +37,7 @@ from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
+from workers.tiers.disk_files import slots_within
 from workers.tiers.mover import record_layout
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.formats.registry import assumed_dtypes
@@ -72,6 +73,8 @@ class MemoryPlan:
     """Requests of `asked_context` tokens at once."""
     host_pages: int
     """Pages in host memory behind the cache; 0 where none is asked for."""
+    disk_pages: int
+    """Pages on disk behind that."""
 
     @property
     def fits(self) -> bool:
@@ -87,6 +90,11 @@ class MemoryPlan:
     def host_tokens(self) -> int:
         """That host memory holds besides."""
         return self.host_pages * PAGE_TOKENS
+
+    @property
+    def disk_tokens(self) -> int:
+        """That the disk holds."""
+        return self.disk_pages * PAGE_TOKENS
 
 
 @torch.inference_mode()
@@ -157,6 +165,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         asked_context=context,
         rows=rows_at(pages, config.max_rows, context, width),
         host_pages=config.host_cache_bytes // record_layout(model.caches)[-1],
+        disk_pages=slots_within(config.disk_cache_bytes, record_layout(model.caches)[-1]),
     )
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import zmq
 from msgspec import structs
@@ -36,7 +38,7 @@ from workers.protocol.messages import (
 )
 from workers.protocol.plan import StepPlan, StepResult
 from workers.protocol.report import SelfTestReport
-from workers.protocol.tiers import Moved
+from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves
 from workers.recording.file import Recorder
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
 from workers.step.buckets import token_buckets
@@ -45,6 +47,11 @@ logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.1
 POLL_MS = 50
+DAY_S, HOUR_S = 86400.0, 3600.0
+SAVED_UP_BYTES = 1 << 30
+"""May be written to a disk at once, however few of a day."""
+DISK_BYTES_PER_S = 1e9
+"""That a disk is taken to read where nothing was read yet: less than most can."""
 _NEVER = 2**31 - 1
 """As the collector's third threshold: the largest that it takes."""
 FIRST_CAUSE_WAIT_S = 0.2
@@ -125,6 +132,7 @@ class SchedulerProcess:
         """Wait until every rank is ready; None when told to shut down meanwhile."""
         config = self._config
         ready: dict[int, Ready] = {}
+        found: list[DiskFound] = []
         deadline = time.monotonic() + config.start_timeout_s
         while len(ready) < self._ranks:
             pulse.begin_iteration()
@@ -133,6 +141,8 @@ class SchedulerProcess:
                 case Ready():
                     ready[message.rank] = message
                     self._heard[message.rank] = time.monotonic()
+                case DiskFound():
+                    found.append(message)
                 case Fault():
                     raise EngineFailed(self._first_cause(message))
                 case Progress() | SelfTestReport():
@@ -161,7 +171,10 @@ class SchedulerProcess:
         self._binding.outputs.send(
             Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids, root=first.root)
         )
-        return Scheduler(scheduler_config(config, first))
+        scheduler = Scheduler(scheduler_config(config, first))
+        for message in found:
+            scheduler.disk_found(message)
+        return scheduler
 
     def _record(self, ready: Ready) -> None:
         """Record step plans from now on, if that is asked for."""
@@ -182,7 +195,8 @@ class SchedulerProcess:
         poller.register(results.socket, zmq.POLLIN)
         stats_due = 0.0
         while True:
-            poller.poll(0 if inbox.waiting else POLL_MS)
+            patience_ms = math.ceil(1e3 * scheduler.patience_s(POLL_MS / 1e3))
+            poller.poll(0 if inbox.waiting else patience_ms)
             pulse.begin_iteration()
             items: list[RequestOutput] = []
             while (message := results.receive(timeout_ms=0)) is not None:
@@ -233,7 +247,8 @@ class SchedulerProcess:
             payload = encode(moves)
             for sender in self._binding.plans:
                 sender.send_encoded(payload)
-            self._moving[moves.ticket] = time.monotonic()
+            if isinstance(moves, Moves):  # nobody waits for a disk
+                self._moving[moves.ticket] = time.monotonic()
 
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
         match message:
@@ -251,6 +266,11 @@ class SchedulerProcess:
                 self._heard[message.rank] = time.monotonic()
                 if scheduler.moved(message):
                     del self._moving[message.ticket]
+            case DiskMoved():
+                self._heard[message.rank] = time.monotonic()
+                scheduler.disk_moved(message)
+            case DiskFound():
+                scheduler.disk_found(message)
             case GrammarReady():
                 return scheduler.grammar_ready(message)
             case GrammarProgress():
@@ -312,4 +332,19 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         cache_shards=config.cache_shards,
         ranks=config.mesh().world.size,
         root=ready.root,
+        **_disk(config, ready),
     )
+
+
+def _disk(config: EngineConfig, ready: Ready) -> dict[str, Any]:
+    """The scheduler's settings of the disk, in pages."""
+    if not ready.disk_pages:
+        return {}
+    writes_per_s = config.disk_writes_per_day / DAY_S / ready.record_bytes
+    return {
+        "disk_pages": ready.disk_pages,
+        "disk_serial": ready.disk_serial,
+        "disk_writes_per_s": writes_per_s,
+        "disk_writes_saved_up": max(writes_per_s * HOUR_S, SAVED_UP_BYTES / ready.record_bytes) if writes_per_s else 0,
+        "disk_page_s": ready.record_bytes / DISK_BYTES_PER_S,
+    }

@@ -2,9 +2,9 @@
 
 front -> scheduler: `Requests`, `Cancel`, `Charges`, `Shutdown`.
 scheduler -> front: `Outputs`, `EngineStats`, `Charges`, `Fault`, `Ready`.
-scheduler -> worker: `StepPlan`, `Moves`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
-worker -> scheduler: `StepResult`, `GrammarReady` and `GrammarProgress` (rank 0), `Moved`, `Heartbeat`, `Ready`,
-`Fault`.
+scheduler -> worker: `StepPlan`, `Moves`, `DiskMoves`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
+worker -> scheduler: `StepResult`, `GrammarReady`, `GrammarProgress` and `DiskFound` (rank 0), `Moved`, `DiskMoved`,
+`Heartbeat`, `Ready`, `Fault`.
 While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
 """
 
@@ -20,7 +20,7 @@ from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogpr
 from workers.protocol.prompt import NO_ROOT, Prompt
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.scores import Scores
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -247,6 +247,24 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Not saved: they, or what they continue, had left the device before, or all of host memory was in use."""
     host_lost_pages: int = 0
     """Forgotten because a copy of them failed."""
+    disk_keys: bytes = b""
+    """So many keys of pages on disk."""
+    disk_pages_total: int = 0
+    """Pages that the disk holds behind host memory; 0 where there is none, or where it has failed."""
+    disk_pages: int = 0
+    """Of these, pages in use."""
+    disk_saved_pages: int = 0
+    """Copied from host memory to the disk."""
+    disk_loaded_pages: int = 0
+    """Copied back to host memory."""
+    disk_load_seconds: float = 0.0
+    """Time that these copies took, each as long as on the slowest rank."""
+    disk_dropped_pages: int = 0
+    """Not saved: they had left host memory before there was leave to write them, or no room could be made."""
+    disk_lost_pages: int = 0
+    """Forgotten because they could not be written, or were not read as they had been written."""
+    disk_late_loads: int = 0
+    """Prompts that were computed because the disk took longer than that."""
 
     @property
     def steps(self) -> int:
@@ -286,6 +304,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Pages of host memory behind those of the device; all ranks agree on it."""
     save_batch: int = 1
     """Pages that this rank copies to host memory at once."""
+    disk_pages: int = 0
+    """Pages on disk behind host memory; all ranks agree on it."""
+    record_bytes: int = 0
+    """Bytes of a page of all caches of a rank."""
+    disk_serial: int = 0
+    """Serial number of the next page that is saved to disk (`DiskPage.serial`)."""
     root: bytes = NO_ROOT
     """Root of the keys of pages: a hash of all that decides what is cached (`workers.rank.root`); all ranks agree on
     it."""
@@ -326,5 +350,17 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToScheduler = Requests | Cancel | Charges | Shutdown
 ToFront = Outputs | EngineStats | Charges | Fault | Ready | Progress | SelfTestReport
-ToWorker = StepPlan | Moves | CompileGrammar | ForgetGrammar | Shutdown
-FromWorker = StepResult | Moved | GrammarReady | GrammarProgress | Heartbeat | Ready | Fault | Progress | SelfTestReport
+ToWorker = StepPlan | Moves | DiskMoves | CompileGrammar | ForgetGrammar | Shutdown
+FromWorker = (
+    StepResult
+    | Moved
+    | DiskMoved
+    | DiskFound
+    | GrammarReady
+    | GrammarProgress
+    | Heartbeat
+    | Ready
+    | Fault
+    | Progress
+    | SelfTestReport
+)

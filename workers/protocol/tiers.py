@@ -1,7 +1,9 @@
-"""What the scheduler and the ranks say to each other about pages in host memory."""
+"""What the scheduler and the ranks say to each other about pages in host memory and on disk."""
 
 from __future__ import annotations
 
+import struct
+import zlib
 from typing import Final
 
 import msgspec
@@ -34,3 +36,67 @@ class Moved(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Nobody knows what the copies hold: they are not to be used."""
     seconds: float = 0.0
     """That the copies took."""
+
+
+class DiskPage(msgspec.Struct, frozen=True, array_like=True):
+    """A page on disk, as its header there names it, and the slot of host memory that it is copied from or to."""
+
+    slot: int
+    """On disk."""
+    host: int
+    key: bytes
+    parent: bytes
+    """Key of the page that it continues; empty where it is the first of its prompts."""
+    number: int
+    """Of its prompts' pages, where 1 is the first."""
+    tokens: bytes
+    """Packed as in `workers.protocol.prompt`."""
+    serial: int = 0
+    """Grows from one page that is saved to the next, in later processes, too."""
+
+
+class DiskMoves(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copies of whole pages between host memory and the disk: saves, loads or erasures, one of the three.
+
+    Nobody writes a slot of host memory that is saved, and nobody reads or writes one that is loaded, before every rank
+    has answered. Slots on disk are named by one message at a time.
+    """
+
+    ticket: int
+    """Names it; each rank answers with one `DiskMoved`."""
+    saves: tuple[DiskPage, ...] = ()
+    loads: tuple[DiskPage, ...] = ()
+    erased: tuple[int, ...] = ()
+    """Slots on disk that nobody is to find any more, not even after another start."""
+
+
+class DiskMoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank is done with a `DiskMoves`."""
+
+    rank: int
+    ticket: int
+    bad: tuple[int, ...] = ()
+    """Slots on disk that were not written, or do not hold what they should."""
+    seconds: float = 0.0
+    """That the copies took."""
+    off: bool = False
+    """Whether this rank uses the disk no more: it has failed."""
+
+
+class DiskFound(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Pages that were on the disk at the start, from rank 0, some at a time."""
+
+    packed: bytes
+    """Entries of `FOUND`, each behind the one that it continues."""
+    last: bool
+    """Whether these are the last ones."""
+
+
+FOUND: Final = struct.Struct("<IIIQ16s16s")
+"""Slot, number, check of the tokens (`check_of`), serial, key, and key of the page before (zeros: there is none)."""
+
+
+def check_of(tokens: bytes) -> int:
+    """Return 32 bits by which packed tokens of a page are told from others: beside its key, and without a look at the
+    disk."""
+    return zlib.crc32(tokens)

@@ -35,7 +35,7 @@ from workers.parallel.group import Group
 from workers.proof.prove import prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport, StepTime
-from workers.protocol.tiers import Moved
+from workers.protocol.tiers import DiskMoved, Moved
 from workers.rank.inherited_proof import InheritedProof
 from workers.rank.root import cache_root
 from workers.rank.runner import Runner
@@ -43,6 +43,8 @@ from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
+from workers.tiers.disk_files import DiskFiles
+from workers.tiers.disk_mover import DiskMover
 from workers.tiers.host_memory import HostMemory
 from workers.tiers.mover import PageMover, Staging, batch_of, record_layout
 from workers.weights.kept import KeptWeights
@@ -105,15 +107,15 @@ class Rank:
         on_selftest: Callable[[SelfTestReport], None] | None = None,
         on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
-        on_moved: Callable[[Moved], None] = lambda moved: None,
+        on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
         keeper: Path | None = None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
         and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`. `on_moved` hears of
-        pages that were copied to host memory or back, see `PageMover`. `keeper`: of weights, if the ranks have one, see
-        `WeightKeeper.path`.
+        pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`. `keeper`: of weights, if
+        the ranks have one, see `WeightKeeper.path`.
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
@@ -207,10 +209,20 @@ class Rank:
         self.ready = Ready(
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
-        self.ready = replace(self.ready, root=cache_root(config, model, dtype, device))
+        root = cache_root(config, model, dtype, device)
+        self.ready = replace(self.ready, root=root)
         times.end("identity")
+        self.disk: DiskMover | None = None
+        """Where there is a disk behind host memory."""
         if memory is not None:
-            self.ready = replace(self.ready, host_pages=memory.slots, save_batch=batch_of(record_bytes))
+            sizes = {"save_batch": batch_of(record_bytes), "record_bytes": record_bytes}
+            self.ready = replace(self.ready, host_pages=memory.slots, **sizes)
+        if memory is not None and config.disk_cache_dir is not None:
+            base, size = Path(config.disk_cache_dir), config.disk_cache_bytes
+            files = DiskFiles.open(base, size, record_bytes, root, group, device)
+            self.disk = DiskMover(files, memory, group.mesh.world.rank, on_moved)
+            self.ready = replace(self.ready, disk_pages=files.slots, disk_serial=files.serial)
+            times.end("disk")
         self.model: Model = model
         if progress:
             progress(f"started in {times}")
@@ -222,6 +234,8 @@ class Rank:
             if memory is not None:
                 tokens = memory.slots * PAGE_TOKENS
                 progress(f"host memory behind it: {memory.slots:,} pages, {tokens:,} tokens")
+            if self.disk is not None:
+                progress(self.disk.files.summary())
 
     def _prove(
         self,

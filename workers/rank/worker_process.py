@@ -28,9 +28,10 @@ from workers.grammar.compiler import Compiler
 from workers.parallel.group import Group, PeerLost
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
+from workers.tiers.disk_mover import DiskMover
 from workers.tiers.mover import PageMover
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def _serve(
     results: Sender,
     grammars: Compiler | None = None,
     mover: PageMover | None = None,
+    disk: DiskMover | None = None,
     *,
     samples: bool,
 ) -> None:
@@ -69,6 +71,10 @@ def _serve(
         if isinstance(plan, Moves):
             assert mover is not None, "pages are copied where there is host memory for them"
             mover.move(plan)
+            continue
+        if isinstance(plan, DiskMoves):
+            assert disk is not None, "pages are copied where there is a disk for them"
+            disk.move(plan)
             continue
         if plan is not None:
             launched.append(runner.launch(plan))
@@ -94,11 +100,11 @@ class _News:
         """See `GrammarProgress`."""
         self._send(GrammarProgress(grammar_id, seconds))
 
-    def moved(self, message: Moved) -> None:
+    def moved(self, message: Moved | DiskMoved) -> None:
         """Pages are copied."""
         self._send(message)
 
-    def _send(self, message: GrammarReady | GrammarProgress | Moved) -> None:
+    def _send(self, message: GrammarReady | GrammarProgress | Moved | DiskMoved) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -207,8 +213,13 @@ def run_worker(
         if built.grammars is not None:
             built.grammars.finish_preparing()
         results.send(built.ready)
+        if built.disk is not None and mesh.world.first:
+            for found in built.disk.found():
+                results.send(found)
         serving = True
-        _serve(runner, plans, results, built.grammars, built.mover, samples=mesh.heads.first)
+        _serve(runner, plans, results, built.grammars, built.mover, built.disk, samples=mesh.heads.first)
+        if built.disk is not None:
+            built.disk.close()
         if built.mover is not None:
             built.mover.close()
     except BaseException as error:

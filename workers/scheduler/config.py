@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kernels.page import pages_for
@@ -81,18 +82,42 @@ class SchedulerConfig:
     """Pages that ranks copy to host memory at once: as many as their staging memory holds."""
     load_least: int = 4
     """Pages that are worth a load from host memory: fewer are computed sooner."""
+    disk_pages: int = 0
+    """Pages that the disk holds behind host memory; 0: there is none."""
+    disk_least: int = 8
+    """Pages that are worth a load from the disk."""
+    disk_writes_per_s: float = math.inf
+    """Pages that may be written to the disk, in the long run."""
+    disk_writes_saved_up: float = math.inf
+    """Pages that may be written at once where none were for long."""
+    disk_page_s: float = 0.003
+    """Seconds that reading a page from the disk takes, as far as nothing was measured."""
+    disk_serial: int = 0
+    """Serial number of the next page that is saved to disk."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "width", "vocab_size", "pipeline", "cache_shards", "ranks", "save_batch", "load_least"):
+        for name in (
+            "slots",
+            "width",
+            "vocab_size",
+            "pipeline",
+            "cache_shards",
+            "ranks",
+            "save_batch",
+            "load_least",
+            "disk_least",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("queue_limit", "prefix_sample", "host_pages"):
+        for name in ("queue_limit", "prefix_sample", "host_pages", "disk_pages"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.pages < 2:
             raise ValueError(
                 f"pages = {self.pages}: one of them is the null page, which holds nothing; give at least 2"
             )
+        if self.disk_pages and not self.host_pages:
+            raise ValueError("disk_pages lie behind host memory, and host_pages is 0: give some, or no disk")
         if (self.pages - 1) % self.cache_shards:
             raise ValueError(
                 f"pages = {self.pages}: all but the null page are shared out evenly over {self.cache_shards} ranks"

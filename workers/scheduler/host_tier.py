@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Protocol
 
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves
 from workers.scheduler.prefix import PrefixCache, RowPages
@@ -66,6 +67,19 @@ class TierCounters:
     lost: int = 0
 
 
+class Disk(Protocol):
+    """Keeps copies of pages behind host memory (`workers.scheduler.disk_tier`)."""
+
+    def written(self, copies: Sequence[Copy]) -> None:
+        """Hear that pages are in host memory now."""
+
+    def used(self, copy: Copy) -> None:
+        """Hear that a prompt has begun with the pages up to this one, which were there before."""
+
+    def doubt(self, keys: Sequence[bytes]) -> None:
+        """Hear that the pages of these keys may hold no numbers."""
+
+
 class HostTier:
     """Which pages are in host memory, and what is copied to and fro.
 
@@ -91,6 +105,8 @@ class HostTier:
         self._saves = self._loads = 0  # under way
         self._outbox: list[Moves] = []
         self._offered: deque[tuple[Entry, int]] = deque()
+        self.disk: Disk | None = None
+        """Where pages are copied to from here."""
         cache.tier = self
 
     @property
@@ -181,7 +197,7 @@ class HostTier:
         if slot is None:
             self.counters.dropped += 1
             return None
-        entry.copy = copy = Copy(entry.key, entry.tokens, parent, slot, pins=1)
+        entry.copy = copy = Copy(entry.key, entry.tokens, parent, slot, pins=1, number=number)
         self._copies[copy.key] = copy
         self._summary.add([copy], number)
         self._use(copy)
@@ -234,6 +250,8 @@ class HostTier:
         for entry in reversed(found):
             if entry.copy is not None and not entry.copy.gone:
                 self._use(entry.copy)
+                if self.disk is not None:
+                    self.disk.used(entry.copy)
                 return
 
     def loadable(self, row: Row, found: Sequence[Entry], most: int) -> list[Copy]:
@@ -242,15 +260,7 @@ class HostTier:
         # What is here of a prompt has no gaps: most prompts need no more than this one look.
         if row in self._ticket_of or len(found) + self._least > most or row.keys[len(found)] not in self._copies:
             return []
-        copies: list[Copy] = []
-        parent: Copy | None = None
-        for index in range(most):
-            copy = self._copies.get(row.keys[index])
-            # Compared with the whole prompt, like the entries of the device: a key alone only finds candidates.
-            if copy is None or not copy.written or copy.parent is not parent or copy.tokens != row.tokens.page(index):
-                break
-            copies.append(copy)
-            parent = copy
+        copies = self.chain(row, most)
         if len(copies) < len(found) + self._least:
             return []
         for entry, copy in zip(found, copies, strict=False):
@@ -305,6 +315,55 @@ class HostTier:
                 self.leave(row)
         return bool(given_up)
 
+    # The disk behind it
+
+    def chain(self, row: Row, most: int) -> list[Copy]:
+        """Copies of the pages with which a prompt begins, `most` at the most, all of them written."""
+        copies: list[Copy] = []
+        parent: Copy | None = None
+        for index in range(most):
+            copy = self._copies.get(row.keys[index])
+            # Compared with the whole prompt, like the entries of the device: a key alone only finds candidates.
+            if copy is None or not copy.written or copy.parent is not parent or copy.tokens != row.tokens.page(index):
+                break
+            copies.append(copy)
+            parent = copy
+        return copies
+
+    def receive(self, row: Row, first: int, end: int) -> list[Copy]:
+        """Slots for the pages of a prompt from index `first` to `end` (exclusive), as far as there are any, to be
+        filled from the disk; `chain` has those before. They are pinned until `received`."""
+        parent = self._copies[row.keys[first - 1]] if first else None
+        if parent is not None:
+            parent.pins += 1
+        copies: list[Copy] = []
+        for index in range(first, end):
+            slot = None if row.keys[index] in self._copies else self._slot()
+            if slot is None:
+                break
+            before = copies[-1] if copies else parent
+            copies.append(Copy(row.keys[index], row.tokens.page(index), before, slot, pins=1, number=index + 1))
+        self._copies.update((copy.key, copy) for copy in copies)
+        self._summary.add(copies, first + 1)
+        if copies:
+            self._use(copies[-1])
+        if parent is not None:
+            self.unpin(parent)
+        return copies
+
+    def received(self, copies: Sequence[Copy], bad: Sequence[Copy]) -> None:
+        """Pages have come from the disk; the `bad` ones, and those that continue them, are forgotten."""
+        self._drop(bad)
+        for copy in copies:
+            copy.written = True
+            self.unpin(copy)
+
+    def unpin(self, copy: Copy) -> None:
+        """Nobody reads or writes it any more on behalf of one ticket."""
+        copy.pins -= 1
+        if copy.gone and not copy.pins:
+            self._free.append(copy.page)
+
     # Both
 
     def _begin(self, copies: list[Copy], moves: Moves) -> Ticket:
@@ -332,9 +391,7 @@ class HostTier:
             self.counters.lost += len(ticket.copies)
             self._drop(ticket.copies)
         for copy in ticket.copies:
-            copy.pins -= 1
-            if copy.gone and not copy.pins:
-                self._free.append(copy.page)
+            self.unpin(copy)
         if ticket.row is not None:
             self._loads -= 1
             return self._loaded(ticket, ticket.row)
@@ -343,6 +400,8 @@ class HostTier:
             self.counters.saved += len(ticket.copies)
             for copy in ticket.copies:
                 copy.written = True
+            if self.disk is not None:
+                self.disk.written(ticket.copies)
         return []
 
     def _loaded(self, ticket: Ticket, row: RowPages) -> list[Row]:
@@ -370,6 +429,8 @@ class HostTier:
         """Hear that these entries of the device may hold no numbers: their copies are forgotten, with what continues
         them, and loads under way of such are lost."""
         self._drop([entry.copy for entry in entries if entry.copy is not None])
+        if self.disk is not None:
+            self.disk.doubt([entry.key for entry in entries])
 
     def _drop(self, copies: Sequence[Copy]) -> None:
         dropped: set[Copy] = set()

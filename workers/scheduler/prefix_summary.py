@@ -65,6 +65,10 @@ class Copy(Entry):
     """All ranks have written it."""
     gone: bool = False
     """It was forgotten. Its slot is free once no ticket pins it."""
+    number: int = 0
+    """Of its prompts' pages, where 1 is the first."""
+    on_disk: int = 0
+    """When it was put on disk, as `DiskIndex.born` has it; 0: not known to be there."""
 
 
 class PrefixSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import insort
 from collections.abc import Callable
 from itertools import chain, takewhile
@@ -10,14 +11,16 @@ from operator import attrgetter
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.protocol.plan import PageGrant
-from workers.protocol.tiers import Moved
+from workers.protocol.tiers import DiskMoved, Moved
 from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.disk_tier import DiskTier
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry
 from workers.scheduler.queue import WaitingQueue
 from workers.scheduler.sequence import Phase, Sequence
+from workers.scheduler.write_budget import WriteBudget
 
 by_rank = attrgetter("rank")
 by_slot = attrgetter("slot")
@@ -26,7 +29,13 @@ by_slot = attrgetter("slot")
 class Rows:
     """The requests of a replica in their phases: waiting, loading, prefilling, decoding, leaving."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        token_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`token_s`: seconds that computing a token of a prompt takes, by now."""
         self.pool = PagePool(config.pages, config.cache_shards)
         self.cache = PrefixCache(self.pool, config.prefix_cache, config.prefix_sample)
         self.tier: HostTier | None = None
@@ -35,6 +44,21 @@ class Rows:
             sizes = config.host_pages, config.ranks
             self.tier = HostTier(
                 self.cache, *sizes, reported=config.prefix_sample, batch=config.save_batch, least=config.load_least
+            )
+        self.disk: DiskTier | None = None
+        """The disk behind host memory, where there is one."""
+        if self.tier is not None and config.disk_pages:
+            self.disk = DiskTier(
+                self.tier,
+                config.disk_pages,
+                config.ranks,
+                WriteBudget(config.disk_writes_per_s, config.disk_writes_saved_up, clock),
+                clock,
+                reported=config.prefix_sample,
+                least=config.disk_least,
+                page_s=config.disk_page_s,
+                serial=config.disk_serial,
+                token_s=token_s,
             )
         self.queue = WaitingQueue()
         self.free_slots = list(range(config.slots))  # a heap: the lowest slot first
@@ -63,8 +87,8 @@ class Rows:
         It never waits for anything but a plan: rows before it have their chunks already, and whoever had to leave a
         part of its prompt for later has left no budget to admit anybody with.
 
-        Where host memory has more of its prompt than the device, the head comes back loading: it lets others pass until
-        its pages are there (`moved`).
+        Where host memory has more of its prompt than the device, or the disk more than both, the head comes back
+        loading: it lets others pass until its pages are there (`moved`, `read`).
 
         One page for each running row is left over, so that a newcomer is not preempted at once for their growth.
         """
@@ -77,6 +101,10 @@ class Rows:
         most = 0 if sequence.alone else computed // PAGE_TOKENS
         found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
+        if not coming and self.disk is not None and self.disk.load(sequence, len(found), most):
+            self.queue.pop()
+            sequence.phase = Phase.LOADING
+            return sequence
         if not coming and (copies := self._loadable(sequence, found, most)):
             return self._load(sequence, found, copies)
         pages = pages_for(length + self._config.draft_margin)
@@ -98,6 +126,8 @@ class Rows:
         if self.tier is not None:
             self.tier.used(found)
             self.tier.leave(sequence)
+        if self.disk is not None:
+            self.disk.leave(sequence)
         sequence.capacity = sequence.pages.capacity
         sequence.goal = length
         sequence.cursor = cursor
@@ -137,6 +167,8 @@ class Rows:
             self.tier.load(sequence, found, copies)
         else:
             self.tier.join(ticket, sequence)
+        if self.disk is not None:
+            self.disk.leave(sequence)  # the load pins what was kept for it
         return sequence
 
     def moved(self, message: Moved) -> bool:
@@ -146,6 +178,24 @@ class Rows:
         for sequence in self.tier.moved(message):
             self.enqueue(sequence)
         return not self.tier.copying(message.ticket)
+
+    def read(self, message: DiskMoved) -> None:
+        """Take in that a rank has copied pages to or from the disk: those who waited for them are queued again."""
+        assert self.disk is not None, "nothing is copied where there is no disk to copy to"
+        for sequence in self.disk.moved(message):
+            self.enqueue(sequence)
+
+    def wait_no_longer(self) -> None:
+        """Queue those again for whom the disk takes longer than computing would have taken."""
+        if self.disk is not None:
+            for sequence in self.disk.overdue():
+                self.enqueue(sequence)
+
+    @property
+    def loading(self) -> list[Sequence]:
+        """Requests that wait for pages of their prompts."""
+        from_host = [] if self.tier is None else self.tier.waiting
+        return from_host if self.disk is None else from_host + self.disk.waiting
 
     def filled(self, sequence: Sequence, start: int) -> None:
         """The plan has a chunk of its prompt, from `start` to its cursor."""
@@ -211,6 +261,8 @@ class Rows:
         """A request is over: finished or cancelled."""
         if self.tier is not None:
             self.tier.leave(sequence)
+        if self.disk is not None:
+            self.disk.leave(sequence)
         if sequence.phase is Phase.WAITING:
             self.queue.remove(sequence)
         elif sequence.phase is Phase.LOADING:

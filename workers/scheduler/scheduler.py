@@ -14,7 +14,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgr
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
 from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
@@ -60,10 +60,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self._clock = clock
-        self._rows = Rows(config)
+        self._counters = Counters()
+        self._rows = Rows(config, clock, self._counters.token_seconds)
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
-        self._counters = Counters()
         self._grammars = Grammars(config.grammar_timeout_s)
         self._shares = Shares(clock)
         self._arrivals = Arrivals(clock)
@@ -158,7 +158,9 @@ class Scheduler:
         return ()
 
     def expire(self) -> tuple[RequestOutput, ...]:
-        """Refuse those whose grammar takes too long to compile."""
+        """Refuse those whose grammar takes too long to compile. Those whose pages the disk takes too long to read wait
+        for it no longer."""
+        self._rows.wait_no_longer()
         return tuple(self._refuse(late, why.reason, why.unavailable) for late, why in self._grammars.overdue())
 
     def _refuse(self, sequence: Sequence, reason: str, unavailable: bool = False) -> RequestOutput:
@@ -212,20 +214,45 @@ class Scheduler:
         return plan
 
     def save_pages(self) -> None:
-        """Let complete pages be copied to host memory, as `moves` says then. To be called when plans and outputs are
-        on their way: it takes some ten microseconds a page."""
+        """Let complete pages be copied to host memory and disk, as `moves` says then. To be called when plans and
+        outputs are on their way: it takes some ten microseconds a page."""
         if self._rows.tier is not None:
             self._rows.tier.save()
+        if self._rows.disk is not None:
+            self._rows.disk.turn()
 
-    def moves(self) -> list[Moves]:
-        """What every rank must be told now of pages in host memory, before the next plan; each message is given
-        once."""
-        return [] if self._rows.tier is None else self._rows.tier.take_moves()
+    def moves(self) -> list[Moves | DiskMoves]:
+        """What every rank must be told now of pages in host memory and on disk, before the next plan; each message is
+        given once."""
+        if self._rows.tier is None:
+            return []
+        moves: list[Moves | DiskMoves] = [*self._rows.tier.take_moves()]
+        if self._rows.disk is not None:
+            moves += self._rows.disk.take_moves()
+        return moves
 
     def moved(self, message: Moved) -> bool:
         """Take in that a rank has copied pages, and return whether all ranks have now. RuntimeError for an answer that
         nobody waits for."""
         return self._rows.moved(message)
+
+    def disk_moved(self, message: DiskMoved) -> None:
+        """Take in that a rank has copied pages to or from the disk. RuntimeError for an answer that nobody waits
+        for."""
+        self._rows.read(message)
+
+    def disk_found(self, message: DiskFound) -> None:
+        """Take in what was on disk at the start."""
+        if self._rows.disk is not None:
+            self._rows.disk.found(message)
+
+    def patience_s(self, most: float) -> float:
+        """Seconds after which `expire` or `save_pages` is to be called though nothing came, `most` at the most."""
+        disk = self._rows.disk
+        if disk is None:
+            return most
+        patience = 0.0 if disk.busy else disk.patience_s
+        return most if patience is None else min(patience, most)
 
     def apply(self, result: StepResult) -> tuple[RequestOutput, ...]:
         """Take in a step's result; returns what its requests gained. RuntimeError for a result that does not belong to
@@ -246,8 +273,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of now, counters since start."""
-        rows, tier = self._rows, self._rows.tier
-        loading = [] if tier is None else tier.waiting
+        rows, tier, disk = self._rows, self._rows.tier, self._rows.disk
+        loading = rows.loading
         gauges = EngineStats(
             running=len(rows.decoding) + len(rows.prefilling),
             waiting=len(rows.queue) + self._grammars.waiting + len(loading),
@@ -278,6 +305,19 @@ class Scheduler:
                 host_load_seconds=counted.load_seconds,
                 host_dropped_pages=counted.dropped,
                 host_lost_pages=counted.lost,
+            )
+        if disk is not None:
+            gauges = replace(
+                gauges,
+                disk_pages_total=0 if disk.failed else disk.index.slots,
+                disk_pages=0 if disk.failed else disk.index.held,
+                disk_keys=pack_keys(disk.report()),
+                disk_saved_pages=disk.counters.saved,
+                disk_loaded_pages=disk.counters.loaded,
+                disk_load_seconds=disk.counters.load_seconds,
+                disk_dropped_pages=disk.counters.dropped,
+                disk_lost_pages=disk.counters.lost,
+                disk_late_loads=disk.counters.late,
             )
         return self._counters.into(gauges)
 

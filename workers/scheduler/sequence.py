@@ -24,7 +24,7 @@ class Phase(Enum):
     """Phase while its grammar is not ready."""
     WAITING = auto()
     LOADING = auto()
-    """The head of its prompt is copied from host memory; then it waits again, at its old place."""
+    """The head of its prompt is copied from host memory or disk; then it waits again, at its old place."""
     PREFILL = auto()
     """Phase with a slot and the pages of the whole prompt; chunks are left to plan."""
     DECODE = auto()
@@ -98,6 +98,8 @@ class Sequence:
     """Steps that had a draft at each position, older ones for less; empty before the first."""
     drafts_accepted_at: list[float] = field(default_factory=list)
     """Steps, among these, in which all drafts up to that position were accepted."""
+    disk_asked: bool = False
+    """Whether it was seen what the disk has of its prompt."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0

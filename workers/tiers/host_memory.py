@@ -51,7 +51,7 @@ class HostMemory:
                 f"host_cache_bytes = {size} is less than one page of latent cache, which takes {record_bytes}: give "
                 "more, or 0 for none"
             )
-        nodes = group.gather_bytes(_node().encode(), device)
+        nodes = group.gather_bytes(node_name().encode(), device)
         own = group.mesh.world.rank
         peers = [rank for rank, node in enumerate(nodes) if node == nodes[own]]
         descriptor, path = -1, ""
@@ -93,6 +93,6 @@ def available_bytes() -> int:
     return max(free, 0)
 
 
-def _node() -> str:
+def node_name() -> str:
     """Names the machine, and the space in which its processes see each other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

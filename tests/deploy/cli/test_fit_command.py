@@ -41,6 +41,17 @@ def test_host_memory_behind_the_cache_is_counted(command):
     assert command("fit", "--gpu", "16 GiB", "--json").json["host_tokens"] == 0
 
 
+def test_a_disk_behind_host_memory_is_counted(command):
+    arguments = ("fit", "--gpu", "16 GiB", "--context", "1000", "--host-cache-bytes", str(10 << 30))
+    arguments += ("--disk-cache-bytes", str(80 << 30), "--disk-cache-dir", "/nvme")
+    said = command(*arguments, "--json").json
+    assert 7.5 < said["disk_tokens"] / said["host_tokens"] <= 8
+    line = re.search(r"^disk +80\.00 GiB .* ([\d,]+) tokens$", command(*arguments).out, re.MULTILINE)
+    assert line
+    assert int(line[1].replace(",", "")) == said["disk_tokens"]
+    assert command("fit", "--gpu", "16 GiB", "--json").json["disk_tokens"] == 0
+
+
 def test_a_cache_in_fp8_holds_more(command, tmp_path):
     folder = write_tiny(tmp_path, "v3", kv_lora_rank=512, qk_rope_head_dim=64, max_position_embeddings=1 << 20)
     arguments = ("fit", "--model", str(folder), "--gpu", "4GiB", "--context", "1024", "--max-rows", "1024")

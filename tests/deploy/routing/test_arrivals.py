@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +15,7 @@ from deploy.routing.arrivals import (
     load_to_report,
     out_of_service,
 )
-from deploy.routing.policy import HOST_TOKEN_COST, InFlightAccounting, Load, RequestFeatures, choose
+from deploy.routing.policy import DISK_TOKEN_COST, HOST_TOKEN_COST, InFlightAccounting, Load, RequestFeatures, choose
 from workers.protocol.messages import Distribution, EngineStats
 from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys
 
@@ -213,9 +214,18 @@ def test_what_a_page_from_host_memory_costs_is_measured() -> None:
     load = Arrivals().load(stats)
     assert load.host_token_cost == pytest.approx((0.016 / 640) / (4.0 / 4000))
     assert load.host_keys == {b"8 bytes.", b"8 others"}
-    assert load_from_report(load_to_report(load)) == load
+    # What tokens on disk cost is told where there are any.
+    assert load_from_report(load_to_report(load)) == replace(load, disk_token_cost=DISK_TOKEN_COST)
     assert Arrivals().load(structs.replace(stats, host_load_seconds=1e9)).host_token_cost == 1.0
     assert Arrivals().load(structs.replace(stats, host_loaded_pages=0)).host_token_cost == HOST_TOKEN_COST
+    read = Arrivals().load(
+        structs.replace(stats, disk_loaded_pages=5, disk_load_seconds=0.032, disk_keys=pack_keys([b"8 on disk"[:8]]))
+    )
+    assert read.disk_token_cost == pytest.approx(load.host_token_cost + (0.032 / 320) / (4.0 / 4000))
+    assert read.disk_keys == {b"8 on dis"}
+    assert load_from_report(load_to_report(read)) == read
+    assert out_of_service(read).disk_keys == frozenset()
+    assert load.disk_token_cost == pytest.approx(load.host_token_cost + DISK_TOKEN_COST)
     report = load_to_report(load)
     # Of a replica that is older than its router: its keys have 8 bytes each, and no root before them.
     del report["host_keys"], report["host_token_cost"]

@@ -95,6 +95,20 @@ def test_pages_in_host_memory_draw_a_request_unless_they_are_on_a_device() -> No
     assert book.record("host", host, features, 0.0)[1] == 128, "what is copied is not computed"
 
 
+def test_pages_on_disk_draw_a_request_less_than_those_in_host_memory() -> None:
+    features = RequestFeatures(640, Prompt.of(range(640)))
+    third, eighth = (frozenset({features.keys(NO_ROOT)[page - 1]}) for page in (3, 8))
+    host, disk = Load(host_keys=eighth, host_token_cost=0.1), Load(disk_keys=eighth, disk_token_cost=0.5)
+    both = Load(host_keys=third, host_token_cost=0.1, disk_keys=eighth, disk_token_cost=0.5)
+    loads = {"nothing": Load(), "disk": disk, "both": both, "host": host}
+    book = accounting(row_tokens=0)
+    assert choose(book, loads, features, 0.0) == ["host", "both", "disk", "nothing"]
+    costs = {name: book.cost(name, load, features, 0.0).tokens for name, load in loads.items()}
+    expected = {"nothing": 640, "disk": 128 + 256, "both": 128 + 19.2 + 160, "host": 128 + 51.2}
+    assert costs == pytest.approx(expected)
+    assert book.record("disk", disk, features, 0.0)[1] == 128, "what is read is not computed"
+
+
 def test_pages_in_host_memory_need_pages_of_the_device() -> None:
     features = RequestFeatures(640, Prompt.of(range(640)))
     ninth = frozenset({features.keys(NO_ROOT)[8]})

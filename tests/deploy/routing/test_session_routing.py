@@ -12,7 +12,7 @@ from deploy.routing.arrivals import Arrivals, load_from_report, load_to_report
 from deploy.routing.policy import STALE_S, InFlightAccounting, Load, RequestFeatures, choose
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
-from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys
+from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, unpack_keys
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
@@ -153,5 +153,8 @@ def test_an_earlier_version_can_read_a_report() -> None:
     report = load_to_report(Load(backlog=7, keys=frozenset([b"8 bytes."]), root=b"sixteen bytes..."))
     known = {"backlog", "rows", "pages_free", "keys", "host_keys", "host_token_cost", "seen", "at"}
     assert set(report) == known
+    on_disk = load_to_report(Load(host_keys=frozenset([b"8 bytes."]), disk_keys=frozenset([b"8 others"])))
+    assert set(on_disk) == known
+    assert len(unpack_keys(on_disk["host_keys"])) == 4
     assert len(report["keys"]) == 4 * 8
     assert len(report["host_keys"]) == 0

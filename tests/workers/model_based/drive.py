@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+import shutil
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,11 @@ from workers.config import EngineConfig
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
+from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.speculation import Speculation
+from workers.tiers.disk_files import HEADER_BYTES
+from workers.tiers.mover import record_layout
 
 DRAFT_MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"draft_vocab": 40, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}},
@@ -75,13 +81,24 @@ class Bench:
             for kind, values in DRAFT_MODELS.items()
         }
         self._grammars: Any = None
+        self._records: dict[str, int] = {}
+        """Bytes of a page of all caches, by what drafts."""
+        self._disks = count()
 
     def engine(self, schedule: Schedule) -> InlineEngine:
         """A fresh replica."""
         settings = dict(schedule.engine)
         if "draft_model" in settings:
             settings["draft_model"] = str(self.drafts[settings["draft_model"]])
+        host, disk = settings.pop("host_pages", 0), settings.pop("disk_pages", 0)
+        if host and settings["prefix_cache"]:
+            record = self._record(settings)
+            settings["host_cache_bytes"] = host * record
+            if disk:
+                settings["disk_cache_bytes"] = disk * (record + HEADER_BYTES)
+                settings["disk_cache_dir"] = str(self.folder.parent / f"disk {next(self._disks)}")
         run = InlineEngine(EngineConfig(model=str(self.folder), device="cpu", selftest=False, **settings))
+        make_tiers_predictable(run)
         if run.scheduler.config.width > 1 and hasattr(run.runner.parts.drafter, "logits"):
             self._never_draft_poison(run)
         # The vocabulary is that of all engines, and read once.
@@ -92,6 +109,16 @@ class Bench:
         if schedule.widths:
             run.scheduler._speculation = RandomWidths(run.scheduler.config, schedule.seed)
         return run
+
+    def _record(self, settings: dict[str, Any]) -> int:
+        """Bytes of a page of all caches of an engine with these settings."""
+        drafter = f"{settings.get('draft_model')} {settings.get('drafter')} {settings['width'] > 1}"
+        if drafter not in self._records:
+            engine = InlineEngine(EngineConfig(model=str(self.folder), device="cpu", selftest=False, **settings))
+            self._records[drafter] = record_layout(engine.replica.model.caches)[-1]
+            assert engine.replica.grammars is not None
+            engine.replica.grammars.close()
+        return self._records[drafter]
 
     def _never_draft_poison(self, run: InlineEngine) -> None:
         """Attention of a row reads the entries of all its tokens and weighs later ones by zero, which does not help
@@ -153,6 +180,17 @@ class Bench:
         return ""
 
 
+def make_tiers_predictable(run: InlineEngine) -> None:
+    """What is worth a load does not depend on how fast this machine is, and single pages are."""
+    rows = run.scheduler._rows
+    if rows.tier is not None:
+        rows.tier._least = 1
+    if rows.disk is not None:
+        rows.disk._least = 1
+        rows.disk._clock = lambda: 0.0
+        rows.disk._computing_s = lambda pages: math.inf  # type: ignore[method-assign]
+
+
 def misplaced(record: Finished) -> str:
     """Return which output of a request does not say where its tokens stand; empty if none."""
     at = 0
@@ -173,13 +211,21 @@ class Driven:
         self.before = before or {}
         self.requests: dict[str, Request] = {}
         self.planned: list[StepPlan] = []
+        self.told: deque[StepPlan | Moves | DiskMoves] = deque()
+        """What the rank was told and has not come to."""
+        self.answers: list[Moved | DiskMoved] = []
+        """Of the rank that are on their way."""
         self.forgotten: deque[tuple[int, ForgetGrammar]] = deque()
         """Grammars that were forgotten, and behind which plan that was said."""
         self.mishaps = 0
         self.seen: Counter[str] = Counter()
 
     def close(self) -> None:
-        """The threads that compile grammars would keep the whole engine."""
+        """The threads that compile grammars, or copy pages, would keep the whole engine."""
+        disk = self.engine.replica.disk
+        if disk is not None:
+            disk.close()
+            shutil.rmtree(disk.files.folder.parent)
         grammars = self.engine.replica.grammars
         assert grammars is not None
         grammars.close()
@@ -198,10 +244,15 @@ class Driven:
                     self._apply()
                 case Mishap():
                     self._strike(self._apply())
-        while self._plan() or self.planned:
+        while self._plan() or self.planned or self.answers or self.told:
             while self._plan():
                 pass
-            self._apply()
+            if self.answers and (not self.planned or self.rng.random() < 0.5):
+                self._answer()
+            elif self.planned:
+                self._apply()
+            else:
+                self._move()
             if len(self.engine.plans) > MOST_STEPS:
                 raise RuntimeError(f"not done after {MOST_STEPS} steps")
         if not self.engine.scheduler.idle:
@@ -222,16 +273,43 @@ class Driven:
 
     def _plan(self) -> bool:
         self._compile_grammars()
+        if self.answers and self.rng.random() < 0.6:
+            self._answer()
         plan = self.engine.scheduler.plan()
+        self.told += self.engine.scheduler.moves()
         if plan is not None:
             self.planned.append(plan)
+            self.told.append(plan)
             self.engine.plans.append(plan)
+        self.engine.scheduler.save_pages()
+        self.told += self.engine.scheduler.moves()
         return plan is not None
+
+    def _move(self) -> None:
+        """Let the rank copy what it is told before the next plan. Answers come in the order of the messages, and are
+        taken in later, so that a schedule is the same in every run."""
+        replica = self.engine.replica
+        while self.told and not isinstance(moves := self.told[0], StepPlan):
+            self.told.popleft()
+            mover = replica.mover if isinstance(moves, Moves) else replica.disk
+            assert mover is not None
+            mover.move(moves)  # type: ignore[arg-type]
+            self.answers.append(self.engine._moved.get(timeout=60))
+
+    def _answer(self) -> None:
+        """Let the scheduler hear one of the rank's answers."""
+        answer = self.answers.pop(self.rng.randrange(len(self.answers)))
+        if isinstance(answer, Moved):
+            self.engine.scheduler.moved(answer)
+        else:
+            self.engine.scheduler.disk_moved(answer)
 
     def _apply(self) -> StepPlan | None:
         if not self.planned:
             return None
         plan = self.planned.pop(0)
+        self._move()
+        assert self.told.popleft() is plan
         self._forget_grammars(plan)
         self.engine.deliver(self.engine.scheduler.apply(self.engine.runner.execute(plan)))
         return plan
@@ -282,6 +360,8 @@ class Driven:
         self.seen[f"drafts of {self.drafter}"] += stats.drafts_offered
         self.seen["drafts accepted"] += stats.drafts_accepted
         self.seen["bad rows"] += stats.bad_rows
+        self.seen["pages from host memory"] += stats.host_loaded_pages
+        self.seen["pages from disk"] += stats.disk_loaded_pages
         for plan in plans:
             kind = "mixed" if plan.decode_slots and plan.prefill else "prefill" if plan.prefill else "decode"
             self.seen[f"{kind} steps of width {plan.width}"] += 1

@@ -70,7 +70,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     seed: int
     engine: dict[str, Any]
-    """Settings of `EngineConfig`."""
+    """Settings of `EngineConfig`; and `host_pages`, `disk_pages`, as many as host memory and disk are to hold."""
     widths: bool
     """Whether every plan's width and drafts are drawn anew, from `seed`."""
     events: tuple[Event, ...]
@@ -164,22 +164,37 @@ def widened(engine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return {**engine, "width": width, "token_budget": budget}
 
 
-def random_schedule(seed: int, requests: int = 14) -> Schedule:
+def tiered(engine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The same settings with host memory behind few pages, and mostly with a disk behind that."""
+    host, disk = rng.choice([1, 2, 2, 3, 8]), rng.choice([0, 6, 100, 100, 100])
+    few = {"prefix_cache": True, "cache_pages": min(engine["cache_pages"], 7)}
+    return {**engine, **few, "host_pages": host, "disk_pages": disk}
+
+
+def random_schedule(seed: int, requests: int = 14, *, behind: bool = False) -> Schedule:
     """Draw a schedule of some hundred steps. In every third, prompts end shortly before a page does, so that all rows
-    need a page at once, and somebody is preempted."""
+    need a page at once, and somebody is preempted. `behind`: with host memory, and mostly a disk, behind the pages, and
+    with prompts that return to them."""
     rng, further = random.Random(seed), random.Random(f"what came later {seed}")
     tight = rng.random() < 0.35
     # By a generator of its own, so that everything else of a schedule is what it was when no step was so wide.
     engine = widened(random_engine(rng, tight), random.Random(f"widths {seed}"))
+    tiers = random.Random(f"tiers {seed}")
     engine = {**engine, **further.choice(DRAFTERS)}
+    if behind:
+        engine = tiered(engine, tiers)
     share = further.choice([0.0, 0.3, 0.7])
     streams = [[rng.randrange(POISON) for _ in range(150)] for _ in range(2)]
+    # More than the device holds.
+    returning = [[tiers.randrange(POISON) for _ in range(150)] for _ in range(3)] if behind else []
     events: list[Event] = []
     for number in range(requests):
         prompt = rng.choice(streams)[: rng.choice([0, 0, 0, 0, 1, 64, 65, 70, 128])]
         prompt = prompt + [rng.randrange(POISON) for _ in range(rng.choice([1, 1, 2, 17, 50, 57, 62, 64]))]
         if tight and rng.random() < 0.8:
             prompt = [rng.randrange(POISON) for _ in range(rng.randint(50, 62))]
+        if returning and tiers.random() < 0.9:
+            prompt = tiers.choice(returning)[: tiers.choice([65, 128, 128, 130])] + prompt[-20:]
         if rng.random() < 0.06:
             prompt[rng.choice([0, len(prompt) // 2, -1])] = POISON
         sampling, priority = random_sampling(rng), rng.choice([0, 0, 0, 0, 1, -1])

@@ -50,7 +50,15 @@ def _without_events(schedule: Schedule) -> Iterator[Schedule]:
 def _plainer_settings(schedule: Schedule) -> Iterator[Schedule]:
     if schedule.widths:
         yield replace(schedule, widths=False)
-    plain = {"invariant": False, "prefix_cache": False, "cache_pages": 30, "width": 1, "max_rows": 1}
+    plain = {
+        "disk_pages": 0,
+        "host_pages": 0,
+        "invariant": False,
+        "prefix_cache": False,
+        "cache_pages": 30,
+        "width": 1,
+        "max_rows": 1,
+    }
     for name, value in plain.items():
         if schedule.engine.get(name, value) != value:
             yield replace(schedule, engine={**schedule.engine, name: value})

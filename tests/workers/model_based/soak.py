@@ -26,12 +26,23 @@ from tests.workers.model_based.shrink import shrink
 Report = Callable[[str], None]
 
 
-def soak(bench: Bench, steps: int, first_seed: int = 0, report: Report = lambda line: None) -> Outcome:
-    """Schedules until so many steps were run, or one fails: then the problem names the seed."""
+def drawn(seed: int, behind: bool | None = False) -> Schedule:
+    """The schedule of a seed. `behind`: see `random_schedule`; None: of every third seed."""
+    return random_schedule(seed, behind=seed % 3 == 0 if behind is None else behind)
+
+
+def soak(
+    bench: Bench,
+    steps: int,
+    first_seed: int = 0,
+    report: Report = lambda line: None,
+    behind: bool | None = False,
+) -> Outcome:
+    """Schedules until so many steps were run, or one fails: then the problem names the seed. `behind`: see `drawn`."""
     total, begin, schedules = Outcome(), time.monotonic(), 0
     while total.steps < steps:
         seed = first_seed + schedules
-        outcome = bench.run(random_schedule(seed))
+        outcome = bench.run(drawn(seed, behind))
         schedules += 1
         total.steps += outcome.steps
         total.seen += outcome.seen
@@ -45,9 +56,9 @@ def soak(bench: Bench, steps: int, first_seed: int = 0, report: Report = lambda 
     return total
 
 
-def keep(bench: Bench, seed: int, folder: Path) -> Path:
+def keep(bench: Bench, seed: int, folder: Path, behind: bool | None = False) -> Path:
     """Make the schedule of this seed, which fails, small, and write it to a file."""
-    small = shrink(random_schedule(seed), lambda schedule: bool(bench.run(schedule).problem))
+    small = shrink(drawn(seed, behind), lambda schedule: bool(bench.run(schedule).problem))
     file = folder / f"failing-schedule-{seed}.json"
     file.write_bytes(small.to_json())
     return file
@@ -67,11 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
         if options.schedule is not None:
             outcome = bench.run(Schedule.from_json(options.schedule.read_bytes()))
         else:
-            outcome = soak(bench, options.steps, options.seed, lambda line: print(line, file=sys.stderr, flush=True))
+
+            def report(line: str) -> None:
+                print(line, file=sys.stderr, flush=True)
+
+            outcome = soak(bench, options.steps, options.seed, report, behind=None)
         print(summary(outcome))
         if outcome.problem and options.schedule is None:
             seed = options.seed + outcome.seen["schedules"] - 1
-            file = keep(bench, seed, options.keep)
+            file = keep(bench, seed, options.keep, behind=None)
             print(f"made small: python -m tests.workers.model_based.soak --schedule {file}")
     return bool(outcome.problem)
 

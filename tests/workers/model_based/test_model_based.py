@@ -20,7 +20,9 @@ from tests.workers.model_based.soak import keep, main, soak
 from tests.workers.models.oracle import oracle_logits
 from workers.protocol.plan import SamplingParams
 from workers.protocol.scores import Scores
+from workers.protocol.tiers import DiskPage
 from workers.step.decode import DecodeStep
+from workers.tiers.disk_files import DiskFiles
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,35 @@ def test_3000_steps_of_random_schedules(bench: Bench, tmp_path: Path) -> None:
     everything_was_asked_for(seen)
     # Few schedules are so wide.
     assert sum(seen[f"mixed steps of width {width}"] for width in range(5, 9)) > 20
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(500, id="quick"),
+        pytest.param(2500, marks=pytest.mark.long),
+        pytest.param(9000, marks=pytest.mark.soak),
+    ],
+)
+def test_pages_that_come_from_host_memory_and_disk(bench: Bench, tmp_path: Path, steps: int) -> None:
+    outcome = soak(bench, steps, 200_000 + steps, behind=True)
+    if outcome.problem:
+        file = keep(bench, 200_000 + steps + outcome.seen["schedules"] - 1, tmp_path, behind=True)
+        pytest.fail(f"{outcome.problem}: python -m tests.workers.model_based.soak --schedule {file}")
+    assert min(outcome.seen["pages from host memory"], outcome.seen["pages from disk"]) > 1
+
+
+def test_a_page_of_another_prompt_that_comes_from_disk_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: contents are those of the slot beside, and nobody compares them."""
+    honest = DiskFiles.read
+
+    def read(self: DiskFiles, page: DiskPage, record_B: Any) -> bool:
+        good = honest(self, page, record_B)
+        record_B[:] = np.roll(record_B, 64)
+        return good
+
+    monkeypatch.setattr(DiskFiles, "read", read)
+    assert "instead of" in soak(bench, 3000, 200_500, behind=True).problem
 
 
 SHARED = {"indexer_types": ["full", "shared"]}

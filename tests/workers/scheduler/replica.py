@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace as replace_config
 from itertools import count
 
-from simulated_worker import SimulatedWorker, alone
+from msgspec.structs import replace
+from simulated_worker import SimulatedWorker, alone, slots_of
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS, GlobalPage
 from tests.workers.widths import restless
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
 from workers.protocol.prompt import Prompt
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, Moved, Moves, check_of
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
+from workers.scheduler.disk_index import NONE
+from workers.scheduler.disk_tier import DiskTier
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool
 from workers.scheduler.sequence import Phase
@@ -24,9 +28,13 @@ from workers.scheduler.sequence import Phase
 class Replica:
     """Checks every plan and every output as it comes."""
 
-    def __init__(self, config: SchedulerConfig, agree: float = 0.7, seed: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, agree: float = 0.7, seed: int = 0, found: bytes = b"") -> None:
+        """`found`: on disk at the start, as in `DiskFound`."""
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.now = 0.0
+        """Seconds of the scheduler's clock."""
+        self.scheduler = Scheduler(config, lambda: self.now)
+        self.scheduler.disk_found(DiskFound(found, last=True))
         self.passed_over = watch_owners(self.scheduler._rows.pool, config.cache_shards)
         """Owners that had no free page when one of theirs was wanted."""
         if config.adaptive and not config.step_times:
@@ -36,10 +44,14 @@ class Replica:
         rows = max_pages_per_row(config.max_context, config.width, config.pipeline)
         self.worker = SimulatedWorker(config.slots, config.pages, config.width, rows, agree, seed)
         self.launched: deque[StepPlan] = deque()
-        self.channel: deque[StepPlan | Moves] = deque()
+        self.channel: deque[StepPlan | Moves | DiskMoves] = deque()
         """What the ranks were told and have not come to."""
         self.answers: list[Moved] = []
         """Of ranks that are done, or will be, with copies of pages."""
+        self.disk_answers: list[DiskMoved] = []
+        """Of ranks that are done, or will be, with copies to or from the disk."""
+        self.bad: dict[int, set[int]] = {}
+        """By ticket: slots of the disk that fail."""
         self.losses = 0.0
         """How often a copy fails."""
         self.lost: dict[int, bool] = {}
@@ -102,7 +114,7 @@ class Replica:
             self.plans.append(plan)
             self.check_order(plan)
         else:
-            under_way = self.answers or self.channel
+            under_way = self.answers or self.channel or self.disk_answers
             left = "nothing is in flight, nothing can be planned, and work is left"
             assert in_flight or under_way or self.scheduler.idle, left
         self.scheduler.save_pages()
@@ -119,8 +131,14 @@ class Replica:
 
     def move(self) -> None:
         """Let the ranks copy what they are told before the next plan."""
-        while self.channel and isinstance(moves := self.channel[0], Moves):
+        while self.channel and isinstance(moves := self.channel[0], Moves | DiskMoves):
             self.channel.popleft()
+            if isinstance(moves, DiskMoves):
+                self.worker.move_on_disk(moves)
+                bad = {slot for slot in slots_of(moves) if self.chance.random() < self.losses}
+                self.bad[moves.ticket] = bad
+                self.disk_answers += [DiskMoved(rank, moves.ticket) for rank in range(self.config.ranks)]
+                continue
             self.worker.move(moves)
             lost = [self.chance.random() < self.losses for _ in range(self.config.ranks)]
             self.answers += [Moved(rank, moves.ticket, fails) for rank, fails in enumerate(lost)]
@@ -133,6 +151,33 @@ class Replica:
             self.worker.loaded(answer.ticket, lost=self.lost.pop(answer.ticket))
         self.scheduler.moved(answer)
 
+    def answer_of_disk(self) -> None:
+        """Let one rank say that it is done, whichever. The last one names what is bad."""
+        answer = self.disk_answers.pop(self.chance.randrange(len(self.disk_answers)))
+        if all(other.ticket != answer.ticket for other in self.disk_answers):
+            bad = self.worker.moved_on_disk(answer.ticket, self.bad.pop(answer.ticket))
+            answer = replace(answer, bad=tuple(bad), seconds=0.001)
+        self.scheduler.disk_moved(answer)
+
+    def start_again(self) -> Replica:
+        """A replica that finds on disk what this one has left there; this one ends in the middle of everything."""
+        for moves, content in self.worker.on_disk.values():
+            for page, was in zip(moves.saves, content, strict=True):  # some are done, and some not
+                if self.chance.random() < 0.5:
+                    self.worker.disk[page.slot] = page, was
+                elif self.chance.random() < 0.5:
+                    self.worker.disk.pop(page.slot, None)
+        serial = 1 + max((page.serial for page, _ in self.worker.disk.values()), default=0)
+        headers = sorted((page.serial, slot, page) for slot, (page, _) in self.worker.disk.items())
+        entries = [
+            FOUND.pack(slot, page.number, check_of(page.tokens), serial, page.key, page.parent)
+            for serial, slot, page in headers
+        ]
+        config = replace_config(self.config, disk_serial=serial)
+        again = Replica(config, self.worker.agree, self.chance.randrange(1000), b"".join(entries))
+        again.worker.disk = self.worker.disk
+        return again
+
     def step(self) -> bool:
         """Plan as far as allowed, take in one result or answer; False when all is done."""
         while self.plan() is not None:
@@ -140,6 +185,8 @@ class Replica:
         self.move()
         if self.answers and (not self.launched or self.chance.random() < 0.5):
             self.answer()
+        elif self.disk_answers and (not self.launched or self.chance.random() < 0.3):
+            self.answer_of_disk()
         elif self.launched:
             self.apply()
         else:
@@ -199,7 +246,9 @@ class Replica:
         rows = [*scheduler._rows.prefilling, *scheduler._rows.decoding]
         held = Counter(page for row in rows for page in row.pages.pages)
         if (tier := scheduler._rows.tier) is not None:
-            check_tier(tier)
+            check_tier(tier, scheduler._rows.disk)
+            if scheduler._rows.disk is not None:
+                check_disk(scheduler._rows.disk)
             for ticket in [*tier._tickets.values(), *tier._ready.values()]:
                 held.update(ticket.row.pages if ticket.row is not None else ())
         free, unheld = [page for of_owner in pool._free for page in of_owner], set(cache._unheld)
@@ -251,7 +300,7 @@ class Replica:
         stats = scheduler.stats()
         assert len(waiting) == len(scheduler._rows.queue)
         assert stats.waiting == len(waiting) + len(loading)
-        assert set(loading) == set(scheduler._rows.tier.waiting if scheduler._rows.tier else ())
+        assert set(loading) == set(scheduler._rows.loading)
         kept = list(scheduler._rows.queue)
         assert kept == sorted(waiting, key=lambda s: s.rank), "others are kept than those that wait"
         assert scheduler._rows.queue.tokens == sum(s.tokens.length for s in waiting)
@@ -304,15 +353,15 @@ def watch_owners(pool: PagePool, shards: int) -> Counter[int]:
     return passed_over
 
 
-def check_tier(tier: HostTier) -> None:
+def check_tier(tier: HostTier, disk: DiskTier | None = None) -> None:
     """No slot of host memory leaked or used twice; every copy continues one that is there; who is to be evicted is
     found."""
     copies = list(tier._copies.values())
-    tickets = list(tier._tickets.values())
-    gone = {copy for ticket in tickets for copy in ticket.copies if copy.gone}
-    slots = [copy.page for copy in copies] + [copy.page for copy in gone]
-    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
+    tickets = [*tier._tickets.values(), *(disk._tickets.values() if disk is not None else ())]
     pins = Counter(copy for ticket in tickets for copy in ticket.copies)
+    pins.update(copy for kept in (disk._kept.values() if disk is not None else ()) for copy in kept)
+    slots = [copy.page for copy in copies] + [copy.page for copy in pins if copy.gone]
+    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
     for copy in copies:
         assert copy.pins == pins[copy]
         assert not copy.gone
@@ -324,4 +373,31 @@ def check_tier(tier: HostTier) -> None:
         if entry.copy is not None and not entry.copy.gone:
             assert entry.copy.tokens == entry.tokens
             assert tier._copies[entry.key] is entry.copy
-    assert set(tier._ticket_of) == {row for ticket in (*tickets, *tier._ready.values()) for row in ticket.waiting}
+    waiting = (*tier._tickets.values(), *tier._ready.values())
+    assert set(tier._ticket_of) == {row for ticket in waiting for row in ticket.waiting}
+
+
+def check_disk(disk: DiskTier) -> None:
+    """No slot of the disk leaked or used twice; every page continues one that is there; who is to be evicted is
+    found."""
+    index, tickets = disk.index, list(disk._tickets.values())
+    held = {slot for slot in range(index.slots) if index._number[slot]}
+    assert {index._key[slot]: slot for slot in held} == {
+        key: slot for slots in index._slots_of for key, slot in slots.items()
+    }
+    assert index.held == len(held)
+    pins = Counter(slot for ticket in tickets for slot in ticket.slots)
+    pins.update(disk._erase)
+    assert pins == index._pins
+    if disk._settled:
+        assert sorted([*held, *index._free, *(slot for slot in pins if slot not in held)]) == list(range(index.slots))
+    ends = set(index._ends)
+    for slot in held:
+        parent = index._parent[slot]
+        assert index._number[slot] == (1 if parent == NONE else index._number[parent] + 1)
+        assert parent == NONE or (parent in held and slot in index._after(parent))
+        if index._child[slot] == NONE:
+            assert (index._used[slot], slot) in ends
+        assert index._complete[slot] or pins[slot]
+    assert set(disk._ticket_of) == {row for ticket in tickets for row in ticket.waiting}
+    assert all(row.phase is Phase.WAITING for row in disk._kept)

@@ -17,11 +17,13 @@ from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.protocol.messages import Request
 from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.scores import Scores
-from workers.protocol.tiers import Moves
+from workers.protocol.tiers import DiskMoves, DiskPage, Moves
 
 VOCAB = 40
 Content = tuple[int, int]
 """(digest of the prefix through a token, that token)."""
+HostPage = tuple[list[Content | None], list[Content | None], list[bool]]
+"""Of the target layers, of the draft layer, and which entries are no numbers."""
 
 
 def digest(parent: int, token: int) -> int:
@@ -93,7 +95,7 @@ class SimulatedWorker:
         """Probability that an entry of a prompt is no number, for no reason."""
         self.mishaps = 0
         self.broken = [False] * (pages * PAGE_TOKENS)
-        self.host: dict[int, tuple[list[Content | None], list[Content | None], list[bool]]] = {}
+        self.host: dict[int, HostPage] = {}
         """By slot of host memory: a page of all caches."""
         self.loading: dict[int, list[tuple[int, int]]] = {}
         """By ticket: slots and pages."""
@@ -102,6 +104,12 @@ class SimulatedWorker:
         self.late = False
         """A planted fault: pages are saved when the ranks answer, and not in order with the plans."""
         self.saving: dict[int, Moves] = {}
+        self.disk: dict[int, tuple[DiskPage, HostPage]] = {}
+        """By slot on disk: its header, and a page of all caches."""
+        self.on_disk: dict[int, tuple[DiskMoves, list[HostPage]]] = {}
+        """By ticket: what is copied, and what a save found in host memory when it began."""
+        self.credulous = False
+        """A planted fault: what comes from disk is not compared with its header."""
         self.step = 0
         self.highest_entry = 0
 
@@ -220,6 +228,39 @@ class SimulatedWorker:
                 self.broken[entries] = [True] * PAGE_TOKENS
             else:
                 self.target[entries], self.draft[entries], self.broken[entries] = self.host[slot]
+
+    # Disk
+
+    def move_on_disk(self, moves: DiskMoves) -> None:
+        """Begin copies between host memory and disk, of which nobody knows how far they are until all ranks have
+        answered."""
+        assert sum(map(bool, (moves.saves, moves.loads, moves.erased))) == 1
+        busy = [slot for other, _ in self.on_disk.values() for slot in slots_of(other)]
+        loads = [slot for other, _ in self.on_disk.values() if other.loads for slot in slots_of(other)]
+        # Several may read a page; otherwise it is of one message.
+        assert set(slots_of(moves)).isdisjoint(busy if not moves.loads else set(busy) - set(loads))
+        for page in moves.loads:
+            self.host[page.host] = ([None] * PAGE_TOKENS, [None] * PAGE_TOKENS, [True] * PAGE_TOKENS)
+        self.on_disk[moves.ticket] = moves, [self.host[page.host] for page in moves.saves]
+
+    def moved_on_disk(self, ticket: int, bad: set[int]) -> set[int]:
+        """All ranks are done, but have failed with the `bad` slots. The slots of which they say so."""
+        moves, found = self.on_disk.pop(ticket)
+        for page, was in zip(moves.saves, found, strict=True):
+            assert self.host[page.host] is was, f"slot {page.host} of host memory was written while it was saved"
+            self.disk[page.slot] = page, was
+            if page.slot in bad:
+                del self.disk[page.slot]
+        for slot in moves.erased:
+            self.disk.pop(slot, None)
+        for page in moves.loads:
+            header, content = self.disk.get(page.slot, (None, None))
+            if not self.credulous and (header is None or named(header) != named(page)):
+                bad.add(page.slot)
+            if page.slot not in bad:
+                assert content is not None, f"slot {page.slot} of the disk was never written"
+                self.host[page.host] = content
+        return set() if self.credulous else bad
 
     # Plan to slots
 
@@ -365,6 +406,14 @@ class SimulatedWorker:
             following = (digest(state.prefix(), row.next_token), row.next_token)
             self.draft[self._entry(state, end)] = following
             self._attend(self.draft, state, [*state.row, following], first=1)
+
+
+def slots_of(moves: DiskMoves) -> list[int]:
+    return [*moves.erased, *(page.slot for page in (*moves.saves, *moves.loads))]
+
+
+def named(page: DiskPage) -> tuple[object, ...]:
+    return page.key, page.parent, page.number, page.tokens
 
 
 def scores_of(row: PrefillRow) -> Scores:

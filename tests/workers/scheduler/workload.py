@@ -26,6 +26,7 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
     host = random.Random(f"host memory {slots} {width} {pipeline} {max_context}")
     shards = random.Random(f"shards {slots} {width} {pipeline} {max_context}").choice([1, 1, 2, 4])
     pages = max(2, 1 + full + rng.choice([0, 1, 2, 4] if tight else [0, 0, 0, 1, 2, 5, 20, -1]))
+    host_pages = host.choice([0, 0, 2, 8, 100])
     return SchedulerConfig(
         slots=slots,
         pages=pages + -(pages - 1) % shards,
@@ -39,10 +40,13 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
         prefix_sample=rng.choice([0, 3, 100]),
         vocab_size=rng.choice([VOCAB, VOCAB, 2**32]),
         cache_shards=shards,
-        host_pages=host.choice([0, 0, 2, 8, 100]),
+        host_pages=host_pages,
         ranks=host.choice([1, 2]),
         save_batch=host.choice([1, 16]),
         load_least=host.choice([1, 2]),
+        disk_pages=host.choice([0, 8, 100]) if host_pages else 0,
+        disk_least=1,
+        disk_page_s=0.0,
     )
 
 

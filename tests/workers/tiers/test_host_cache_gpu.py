@@ -14,12 +14,14 @@ import torch
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
 from tests.workers.harness import InlineEngine
+from tests.workers.tiers.test_disk_cache_engine import worth_a_load
 from tests.workers.tiers.test_host_cache_engine import sessions
 from tests.workers.tiers.test_page_mover import PAGES, SPECS
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.parallel.group import Group
 from workers.protocol.tiers import Moved, Moves
+from workers.tiers.disk_files import HEADER_BYTES
 from workers.tiers.host_memory import HostMemory
 from workers.tiers.mover import PageMover, Staging, record_layout
 
@@ -51,6 +53,26 @@ def test_pages_from_host_memory_are_as_good_as_those_of_the_device(
     assert stats.host_loaded_pages >= 16
     assert stats.host_lost_pages == 0
     assert tiered.replica.mover is not None
+    tiered.replica.mover.close()
+
+
+def test_pages_from_disk_are_as_good_as_those_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory for little more than one session, which is pinned and which the disk writes to."""
+    worth_a_load(monkeypatch)
+    folder = write_tiny(tmp_path, "v3", seed=3)
+    roomy = engine(folder, cache_pages=200, width=2, dtype="float32")
+    expected = sessions(roomy)
+    record = record_layout(roomy.replica.model.caches)[-1]
+    sizes = {"host_cache_bytes": 8 * record, "disk_cache_bytes": 200 * (record + HEADER_BYTES)}
+    tiered = engine(folder, cache_pages=11, width=2, dtype="float32", disk_cache_dir=str(tmp_path / "disk"), **sizes)
+    wait_until_pinned(tiered)
+    assert sessions(tiered) == expected
+    stats = tiered.scheduler.stats()
+    assert stats.disk_loaded_pages >= 16
+    assert stats.disk_lost_pages == stats.host_lost_pages == 0
+    assert tiered.replica.mover is not None
+    assert tiered.replica.disk is not None
+    tiered.replica.disk.close()
     tiered.replica.mover.close()
 
 

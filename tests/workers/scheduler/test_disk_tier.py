@@ -1,0 +1,628 @@
+"""The disk behind host memory, with a simulated worker that checks every entry that is read."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from replica import Replica
+from workload import config, random_config, random_request, tokens
+
+from kernels.page import PAGE_TOKENS
+from workers.protocol import prompt as prompts
+from workers.protocol.prompt import page_keys, unpack_keys
+from workers.protocol.tiers import DiskMoved
+from workers.scheduler import disk_tier
+from workers.scheduler.disk_index import DiskIndex
+from workers.scheduler.disk_tier import LONGEST_S, DiskTier
+from workers.scheduler.sequence import Phase
+from workers.scheduler.write_budget import WriteBudget
+
+LONG = 9 * PAGE_TOKENS
+"""Of a prompt of 600 tokens: nine pages are full."""
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "FIRST_S", 0.0)
+
+
+def tiered(**changes: object) -> Replica:
+    """A device with room for one long prompt, host memory for two, and a disk for all."""
+    settings: dict[str, object] = {
+        "pages": 11,
+        "max_context": 640,
+        "host_pages": 20,
+        "disk_pages": 100,
+        "load_least": 1,
+        "disk_least": 1,
+        "disk_page_s": 0.0,
+        "slots": 3,
+    }
+    return Replica(config(**(settings | changes)))
+
+
+def served(replica: Replica, name: str, prompt: list[int], salt: bytes = b"") -> int:
+    """Run a request to its end; prompt tokens that it found cached."""
+    assert replica.add(name, prompt, max_tokens=2, salt=salt) is None
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    replica.check_rest()
+    return replica.outputs[name][0].cached_tokens
+
+
+def disk_of(replica: Replica) -> DiskTier:
+    assert replica.scheduler._rows.disk is not None
+    return replica.scheduler._rows.disk
+
+
+def filled(replica: Replica, prompts: int = 4) -> list[list[int]]:
+    """So many prompts served, of which host memory holds the last two."""
+    asked = [tokens(600, seed=seed) for seed in range(prompts)]
+    assert [served(replica, f"first {number}", prompt) for number, prompt in enumerate(asked)] == [0] * prompts
+    return asked
+
+
+def test_what_left_host_memory_comes_back_from_the_disk() -> None:
+    replica = tiered()
+    asked = filled(replica)
+    stats = replica.scheduler.stats()
+    assert (stats.disk_saved_pages, stats.disk_pages, stats.host_pages) == (36, 36, 20)
+    assert stats.disk_pages_total == 100
+    assert served(replica, "again", [*asked[0], 1, 2]) == LONG
+    stats = replica.scheduler.stats()
+    assert (stats.disk_loaded_pages, stats.host_loaded_pages) == (9, 9)
+    assert stats.disk_load_seconds == pytest.approx(0.001)
+    without = Replica(replace(replica.config, disk_pages=0))
+    filled(without)
+    assert served(without, "again", asked[0]) == 0
+
+
+def test_only_pages_that_host_memory_lacks_are_read() -> None:
+    replica = tiered(host_pages=24)
+    asked = filled(replica)
+    here = len(replica.scheduler._rows.tier.chain(row_of(replica, asked[1]), 9))  # type: ignore[union-attr]
+    assert 0 < here < 9
+    assert served(replica, "again", asked[1]) == LONG
+    assert replica.scheduler.stats().disk_loaded_pages == 9 - here
+
+
+def row_of(replica: Replica, prompt: list[int]):  # type: ignore[no-untyped-def]
+    """A request as it waits."""
+    assert replica.add("looked at", prompt, max_tokens=1) is None
+    row = replica.scheduler._live["looked at"]
+    replica.cancel("looked at")
+    del replica.requests["looked at"], replica.finish["looked at"]
+    return row
+
+
+def test_the_disk_is_shared_among_requests_of_one_salt_alone() -> None:
+    replica = tiered(host_pages=10)
+    first, second = tokens(600, seed=1), tokens(600, seed=2)
+    assert served(replica, "a", first, b"one") == served(replica, "b", second, b"one") == 0
+    assert served(replica, "other salt", first, b"two") == 0
+    assert served(replica, "none", first) == 0
+    assert replica.scheduler.stats().disk_loaded_pages == 0
+    assert served(replica, "same salt", first, b"one") == LONG
+    assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def waiting(replica: Replica, name: str = "c") -> list[int]:
+    """A prompt that is being read from disk for a request."""
+    first = filled(replica)[0]
+    assert replica.add(name, first, max_tokens=2) is None
+    while replica.plan() is not None:
+        pass
+    assert replica.scheduler._live[name].phase is Phase.LOADING
+    assert replica.scheduler.stats().waiting == 1
+    replica.check_books()
+    return first
+
+
+def test_who_waits_for_the_disk_holds_no_page_of_the_device() -> None:
+    replica = tiered()
+    waiting(replica)
+    assert replica.scheduler.stats().pages_free == replica.scheduler.stats().pages_total
+    assert replica.add("d", tokens(600, seed=9), max_tokens=2) is None
+    while "d" not in replica.finish:
+        replica.plan()
+        replica.apply()
+    assert not replica.outputs["c"]
+    replica.run()
+    replica.check_tokens()
+    assert replica.outputs["c"][0].cached_tokens == LONG
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_was_read_for_a_request_stays_until_its_turn(cancelled: bool) -> None:
+    replica = tiered()
+    waiting(replica)
+    replica.move()
+    while replica.disk_answers:
+        replica.answer_of_disk()
+    assert replica.scheduler._live["c"].phase is Phase.WAITING
+    replica.check_pages()
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    others = [tier._slot() for _ in range(20)]
+    assert others.count(None) == 9
+    tier._free += [slot for slot in others if slot is not None]
+    if cancelled:
+        replica.cancel("c")
+        assert not disk_of(replica)._kept
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert not disk_of(replica)._kept
+    assert cancelled or replica.outputs["c"][0].cached_tokens == LONG
+
+
+def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes() -> None:
+    """Steps of the simulated worker take a millisecond each."""
+    replica = tiered()
+    first = waiting(replica)
+    token_s = replica.scheduler._counters.token_seconds()
+    assert token_s is not None
+    computing = LONG * token_s
+    assert replica.scheduler.patience_s(9.0) == pytest.approx(computing)
+    replica.now += 0.99 * computing
+    replica.scheduler.expire()
+    assert replica.scheduler._live["c"].phase is Phase.LOADING
+    replica.now += 0.02 * computing
+    replica.scheduler.expire()
+    assert replica.scheduler._live["c"].phase is Phase.WAITING
+    while "c" not in replica.finish:
+        assert replica.plan() is not None or replica.launched
+        replica.apply()
+        replica.check_pages()
+    assert replica.outputs["c"][0].cached_tokens == 0
+    assert replica.scheduler.stats().disk_late_loads == 1
+    assert replica.scheduler.patience_s(9.0) == 9.0
+    replica.run()  # the pages come at last, and are of use to the next
+    replica.check_tokens()
+    replica.check_pages()
+    served(replica, "other", tokens(600, seed=9))
+    assert served(replica, "d", first) == LONG
+    assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def test_a_disk_that_does_not_answer_is_given_up_and_its_slots_stay_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    replica = tiered()
+    first = waiting(replica)
+    replica.move()
+    stalled, replica.disk_answers = replica.disk_answers, []
+    replica.now += LONGEST_S + 1
+    replica.scheduler.expire()
+    replica.scheduler.expire()
+    assert [record.message for record in caplog.records if "has not answered" in record.message] == [
+        "the disk behind host memory has not answered for 31 s: it is not used any more, and prompts that are on it "
+        "are computed"
+    ]
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert replica.scheduler.stats().disk_pages_total == 0
+    for seed in range(5, 8):
+        assert served(replica, f"{seed}", tokens(600, seed=seed)) == 0
+    assert served(replica, "d", first) == 0
+    assert not replica.disk_answers, "nothing more is asked of it"
+    replica.disk_answers = stalled
+    while replica.disk_answers:
+        replica.answer_of_disk()
+    replica.check_pages()
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
+    replica = tiered(disk_page_s=1.0)
+    first = filled(replica)[0]
+    assert served(replica, "again", first) == 0
+    assert replica.scheduler.stats().disk_loaded_pages == 0
+
+
+def test_a_disk_that_was_slow_is_tried_again_later() -> None:
+    replica = tiered()
+    asked = filled(replica)
+    disk = disk_of(replica)
+    disk._page_s, disk._measured_at = 1.0, replica.now
+    assert served(replica, "again", asked[0]) == 0
+    replica.now += 30 * disk_tier.FORGETS_S
+    served(replica, "another", tokens(600, seed=9))
+    assert served(replica, "later", asked[1]) == LONG
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_leaves_while_pages_are_read_loses_none(ranks: int) -> None:
+    replica = tiered(ranks=ranks)
+    first = waiting(replica)
+    replica.cancel("c")
+    replica.check_pages()
+    assert replica.scheduler.idle
+    replica.run()
+    replica.check_rest()
+    assert served(replica, "d", first) == LONG
+    assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def test_askers_of_the_same_pages_wait_for_one_load() -> None:
+    replica = tiered(pages=30)
+    first = filled(replica, prompts=6)[0]
+    for name in "cd":
+        assert replica.add(name, [*first, ord(name) % 40], max_tokens=2) is None
+    while replica.plan() is not None:
+        pass
+    assert {s.phase for s in replica.scheduler._live.values()} == {Phase.LOADING}
+    replica.check_books()
+    replica.run()
+    replica.check_tokens()
+    assert replica.scheduler.stats().disk_loaded_pages == 9
+    assert [replica.outputs[name][0].cached_tokens for name in "cd"] == [LONG] * 2
+
+
+def test_a_page_that_is_not_as_it_was_written_costs_those_behind_it_and_never_a_token() -> None:
+    replica = tiered(ranks=2)
+    first = filled(replica)[0]
+    keys = page_keys(first)
+    fifth = disk_of(replica).index.slot(keys[4])
+    header, content = replica.worker.disk[fifth]
+    replica.worker.disk[fifth] = type(header)(fifth, 0, b"another", b"", 1, header.tokens), content
+    assert served(replica, "again", first) == 4 * PAGE_TOKENS
+    stats = replica.scheduler.stats()
+    assert (stats.disk_lost_pages, stats.disk_loaded_pages) == (5, 8)
+    assert fifth not in replica.worker.disk or replica.worker.disk[fifth][0].key != b"another", "it was not erased"
+    # It was computed, and is saved again.
+    for seed in (5, 6):
+        served(replica, f"{seed}", tokens(600, seed=seed))
+    assert served(replica, "once more", first) == LONG
+
+
+def test_a_page_that_is_taken_for_another_is_noticed() -> None:
+    """A planted fault: nobody compares what comes from disk."""
+    replica = tiered()
+    asked = filled(replica)
+    replica.worker.credulous = True
+    one, other = (disk_of(replica).index.slot(page_keys(prompt)[3]) for prompt in asked[:2])
+    replica.worker.disk[one] = replica.worker.disk[other]
+    with pytest.raises(AssertionError, match="belongs to another prefix"):
+        served(replica, "again", asked[0])
+
+
+def test_a_host_slot_that_is_given_away_while_it_is_saved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: slots of host memory are not pinned."""
+    honest = DiskTier._begin_saves
+
+    def careless(self: DiskTier, copies: list, slots: list) -> None:  # type: ignore[type-arg]
+        honest(self, copies, slots)
+        for copy in copies:
+            copy.pins -= 1
+
+    def asked() -> None:
+        replica = tiered(host_pages=9)
+        for seed in range(3):
+            assert replica.add(f"{seed}", tokens(600, seed=seed), max_tokens=2) is None
+        for _ in range(200):
+            replica.plan()
+            replica.move()
+            if replica.answers:
+                replica.answer()
+            elif replica.launched:
+                replica.apply()
+        replica.run()
+
+    asked()
+    monkeypatch.setattr(DiskTier, "_begin_saves", careless)
+    with pytest.raises(AssertionError, match="was written while it was saved"):
+        asked()
+
+
+def test_a_disk_that_fails_is_left_alone() -> None:
+    replica = tiered(ranks=2)
+    first = waiting(replica)
+    replica.move()
+    number = replica.disk_answers[0].ticket
+    slots = tuple(range(100))
+    replica.worker.moved_on_disk(number, set(slots))
+    replica.disk_answers.clear()
+    replica.scheduler.disk_moved(DiskMoved(1, number, slots, off=True))
+    replica.scheduler.disk_moved(DiskMoved(0, number))
+    del replica.bad[number]
+    replica.run()
+    replica.check_tokens()
+    assert replica.outputs["c"][0].cached_tokens == 0
+    saved = replica.scheduler.stats().disk_saved_pages
+    served(replica, "d", tokens(600, seed=7))
+    served(replica, "e", tokens(600, seed=8))
+    served(replica, "f", tokens(600, seed=9))
+    assert served(replica, "g", first) == 0
+    stats = replica.scheduler.stats()
+    assert (stats.disk_saved_pages, stats.disk_pages_total, stats.disk_keys) == (saved, 0, b"")
+
+
+def test_an_answer_that_nobody_waits_for_is_an_error() -> None:
+    replica = tiered()
+    filled(replica)
+    with pytest.raises(RuntimeError, match="does not wait for it"):
+        replica.scheduler.disk_moved(DiskMoved(0, 1))
+
+
+def test_a_full_disk_keeps_what_was_used_last() -> None:
+    replica = tiered(disk_pages=27, host_pages=10)
+    asked = filled(replica, prompts=3)
+    assert served(replica, "again", asked[0]) == LONG
+    served(replica, "new", tokens(600, seed=9))
+    assert replica.scheduler.stats().disk_pages == 27
+    assert served(replica, "once more", asked[0]) == LONG
+    assert served(replica, "least used", asked[1]) == 0
+
+
+def test_writes_are_bounded_and_what_was_asked_for_again_comes_first() -> None:
+    replica = tiered(disk_writes_per_s=1.0, disk_writes_saved_up=20.0, host_pages=100, pages=40)
+    asked = filled(replica)
+    stats = replica.scheduler.stats()
+    assert stats.disk_saved_pages == 10, "the other half is for pages that a second prompt begins with"
+    assert served(replica, "again", asked[3]) == LONG
+    assert replica.scheduler.stats().disk_saved_pages == 19
+    assert all(key in disk_of(replica).index for key in page_keys(asked[3]))
+    replica.now += 4.0
+    served(replica, "short", tokens(10, seed=9))
+    assert replica.scheduler.stats().disk_saved_pages == 19, "little was saved up"
+    replica.now += 1000.0
+    for _ in range(20):
+        replica.scheduler.save_pages()
+        replica.channel.extend(replica.scheduler.moves())
+        replica.run()
+    assert replica.scheduler.stats().disk_saved_pages == 29
+
+
+def test_what_is_not_spent_is_saved_up_to_a_bound() -> None:
+    now = 0.0
+    budget = WriteBudget(2.0, 10.0, lambda: now)
+    assert (budget.left, budget.spare) == (10, 5)
+    budget.take(12)
+    assert (budget.left, budget.spare) == (0, 0)
+    now = 2.0
+    assert (budget.left, budget.spare) == (2, 0)
+    now = 4.0
+    assert (budget.left, budget.spare) == (6, 1)
+    now = 1e6
+    assert budget.left == 10
+
+
+def test_a_replica_that_starts_again_finds_what_was_on_disk() -> None:
+    replica = tiered()
+    asked = filled(replica)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    for number, prompt in enumerate(asked):
+        assert served(again, f"again {number}", prompt) == LONG
+    stats = again.scheduler.stats()
+    assert (stats.disk_loaded_pages, stats.disk_saved_pages, stats.disk_pages) == (36, 0, 36)
+
+
+def test_many_pages_that_were_on_disk_are_taken_in_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "FOUND_A_TURN", 10)
+    replica = tiered()
+    asked = filled(replica)
+    again = replica.start_again()
+    held = []
+    while again.scheduler.patience_s(1.0) == 0.0:
+        again.scheduler.save_pages()
+        held.append(again.scheduler.stats().disk_pages)
+        again.check_pages()
+    assert held == [10, 20, 30, 36, 36], "then those that are free are found"
+    assert served(again, "again", asked[0]) == LONG
+
+
+def test_what_was_doubted_is_not_found_by_another_start() -> None:
+    replica = tiered(width=1)
+    first = waiting(replica)
+    while not replica.answers:
+        replica.plan()
+        replica.move()
+        if replica.disk_answers:
+            replica.answer_of_disk()
+    replica.answer()
+    rows = replica.scheduler._rows
+    page = next(iter(rows.tier._ready.values())).row.pages[3]  # type: ignore[union-attr]
+    replica.worker.broken[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = [True] * PAGE_TOKENS
+    replica.worker.mishap = 1e-30  # looks for entries that are no numbers
+    replica.run()
+    replica.check_tokens()
+    assert replica.finish["c"] == "length"
+    assert replica.scheduler.stats().bad_rows == 1
+    keys = set(page_keys(first))
+    known = {page.key: page.serial for page, _ in replica.worker.disk.values() if page.key in keys}
+    assert all(serial >= 36 for serial in known.values()), "as computed again"
+
+
+def on_disk(replica: Replica, prompt: list[int]) -> list[int]:
+    """Which pages of a prompt have a header."""
+    keys = page_keys(prompt)
+    return sorted(page.number for page, _ in replica.worker.disk.values() if page.key in keys)
+
+
+def test_headers_of_what_was_doubted_are_erased() -> None:
+    replica = tiered()
+    first = filled(replica)[0]
+    disk_of(replica).doubt([page_keys(first)[2]])
+    replica.check_pages()
+    replica.run()
+    replica.check_pages()
+    assert on_disk(replica, first) == [1, 2]
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert again.scheduler.stats().disk_pages == 29
+
+
+def test_what_is_doubted_while_it_is_written_is_erased_behind_that() -> None:
+    replica = tiered()
+    first = tokens(600, seed=1)
+    assert replica.add("a", first, max_tokens=2) is None
+    while not replica.disk_answers:
+        replica.plan()
+        replica.move()
+        if replica.answers:
+            replica.answer()
+        elif replica.launched:
+            replica.apply()
+    disk_of(replica).doubt([page_keys(first)[0]])
+    replica.check_pages()
+    replica.run()
+    replica.check_pages()
+    stats = replica.scheduler.stats()
+    assert on_disk(replica, first) == []
+    assert (stats.disk_pages, stats.host_pages) == (0, 9)
+
+
+def test_what_is_doubted_while_it_is_read_is_not_used() -> None:
+    replica = tiered()
+    first = waiting(replica)
+    disk_of(replica).doubt([page_keys(first)[4]])
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert replica.outputs["c"][0].cached_tokens == 4 * PAGE_TOKENS
+
+
+def test_prompts_whose_keys_are_equal_never_get_each_others_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that know the last token of a page alone."""
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: strong(parent, page[-4:]))
+    replica = tiered(host_pages=10, pages=12)
+    short = tokens(300, seed=1)
+    other = [(short[0] + 1) % 40, *short[1:256], *tokens(344, seed=2)]
+    assert page_keys(short)[:4] == page_keys(other)[:4]
+    assert served(replica, "short", short) == 0
+    for seed in (5, 6):
+        served(replica, f"between {seed}", tokens(600, seed=seed))
+    assert served(replica, "other", other) == 0, "four pages of another prompt have these keys"
+    assert replica.scheduler.stats().disk_lost_pages == 0
+    for seed in (5, 6):
+        served(replica, f"again {seed}", tokens(600, seed=seed))
+    assert served(replica, "longer", [*short[:256], *other[256:]]) == 4 * PAGE_TOKENS
+    assert replica.scheduler.stats().disk_lost_pages == 0
+    assert replica.scheduler.stats().disk_dropped_pages > 0
+
+
+def test_the_report_names_what_is_on_disk() -> None:
+    replica = tiered(prefix_sample=4, host_pages=10)
+    asked = filled(replica)
+    keys = set(unpack_keys(replica.scheduler.stats().disk_keys))
+    assert {page_keys(prompt)[8][:8] for prompt in asked[2:]} <= keys
+    assert len(keys) <= 4
+
+
+def test_an_index_reports_ends_and_a_grid_and_no_more_than_it_may() -> None:
+    index = DiskIndex(200, reported=8)
+    assert [index.settle(150), index.settle(150)] == [False, True]
+    chains = [page_keys(tokens(40 * PAGE_TOKENS, seed=seed)) for seed in range(4)]
+    for keys in chains:
+        parent = -1
+        for number, key in enumerate(keys, 1):
+            slot = index.take()
+            index.put(slot, key, parent, number, 0, complete=True)
+            parent = slot
+        index.use_ends([parent])
+    report = index.report()
+    assert len(report) == len(set(report)) == 8
+    assert {keys[-1] for keys in chains} <= set(report)
+    assert {keys[number - 1] for keys in chains[2:] for number in (16, 32)} <= set(report)
+
+
+def soak(seed: int, requests: int = 40, losses: float = 0.0, mishaps: float = 0.0, starts: bool = False) -> Replica:
+    rng = random.Random(seed)
+    settings = replace(
+        random_config(rng, tight=True),
+        host_pages=rng.choice([1, 3, 4, 5, 8]),
+        disk_pages=rng.choice([8, 40, 300]),
+        queue_limit=50,
+        ranks=rng.choice([1, 2, 3]),
+        save_batch=rng.choice([1, 2, 16]),
+        load_least=rng.choice([1, 1, 2]),
+        disk_least=1,
+        disk_page_s=0.0,
+        disk_writes_per_s=rng.choice([100.0, 1e9]),
+        disk_writes_saved_up=rng.choice([30.0, 1e9]),
+        prefix_cache=True,
+    )
+    replica = Replica(settings, agree=rng.choice([0.0, 0.5, 1.0]), seed=seed)
+    replica.losses, replica.worker.mishap = losses, mishaps
+    known: list[list[int]] = []
+    for number in range(requests):
+        if starts and number == requests // 2:
+            known = [[*request.prompt, *replica.tokens[name]] for name, request in replica.requests.items()]
+            replica.check_tokens()
+            replica = replica.start_again()
+            replica.losses, replica.worker.mishap = losses, mishaps
+        prompt, sampling = random_request(rng, settings.max_context)
+        if replica.finish and rng.random() < 0.7:
+            name = rng.choice(sorted(replica.finish))
+            prompt = [*replica.requests[name].prompt, *replica.tokens[name], 1, 2, 3]
+        elif known and rng.random() < 0.8:
+            prompt = [*rng.choice(known), 1, 2]
+        replica.add(f"request {number}", prompt, **sampling)
+        live = sorted(replica.scheduler._live)
+        if live and rng.random() < 0.2:
+            replica.cancel(rng.choice(live))
+        for _ in range(rng.choice([0, 0, 1, 10, 40])):
+            kind = rng.random()
+            if kind < 0.4:
+                replica.plan()
+            elif kind < 0.55 and replica.launched:
+                replica.apply()
+            elif kind < 0.7:
+                replica.move()
+            elif kind < 0.85 and replica.answers:
+                replica.answer()
+            elif kind < 0.9 and replica.disk_answers:
+                replica.answer_of_disk()
+            else:
+                replica.now += rng.choice([0.001, 0.1, 1.0])
+                replica.scheduler.expire()
+            replica.check_pages()
+            replica.check_books()
+    replica.run()
+    replica.check_pages()
+    replica.check_books()
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("losses", "starts"), [pytest.param(0.0, False, marks=pytest.mark.long), (0.1, True), (0.0, True)]
+)
+def test_under_pressure_every_request_gets_its_own_tokens_from_wherever(losses: float, starts: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        replica = soak(seed, losses=losses, starts=starts)
+        assert set(replica.finish) == set(replica.requests)
+        replica.check_tokens()
+        replica.check_rest()
+        stats = replica.scheduler.stats()
+        seen["saved"] += stats.disk_saved_pages
+        seen["loaded"] += stats.disk_loaded_pages
+        seen["late"] += stats.disk_late_loads
+        if losses:
+            seen["lost"] += stats.disk_lost_pages
+    print(seen)
+    assert min(seen["saved"], seen["loaded"], seen.get("lost", 99)) >= 15
+    assert seen["late"] >= 1
+
+
+@pytest.mark.long
+def test_bad_rows_harm_nobody_else_where_their_pages_come_and_go() -> None:
+    bad = 0
+    for seed in range(20):
+        replica = soak(seed, losses=0.05, mishaps=1e-3, starts=seed % 2 == 0)
+        bad += replica.scheduler.stats().bad_rows
+        replica.check_tokens()
+    assert bad >= 5
+
+
+@pytest.mark.long
+def test_colliding_page_keys_cost_hits_but_never_tokens_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    strong = prompts.chain_key
+    monkeypatch.setattr(prompts, "chain_key", lambda parent, page: bytes(15) + bytes([strong(parent, page)[0] % 3]))
+    stats = [soak(seed, starts=True).scheduler.stats() for seed in range(20)]
+    assert sum(one.disk_saved_pages for one in stats) > 10

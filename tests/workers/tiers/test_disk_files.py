@@ -1,0 +1,464 @@
+"""Files of cached pages on disk: what was written is read, by the same bits or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.page import PAGE_TOKENS
+from workers.parallel.group import Group
+from workers.protocol.prompt import chain_keys, pack_tokens
+from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskPage
+from workers.tiers import disk_files
+from workers.tiers.disk_files import HEADER_BYTES, DiskFiles, segment_name, slots_within
+from workers.tiers.disk_mover import MOST_BAD_READS, DiskMover
+from workers.tiers.host_memory import HostMemory
+
+CPU = torch.device("cpu")
+RECORD = 3 * 4096
+SLOTS = 10
+SIZE = SLOTS * (RECORD + HEADER_BYTES)
+ROOT = b"root of sixteen."
+TEXT = [pack_tokens([100 * number + at for at in range(PAGE_TOKENS)]) for number in range(SLOTS)]
+KEYS = chain_keys(ROOT, b"".join(TEXT))
+
+
+def opened(base: Path, size: int = SIZE, root: bytes = ROOT, record: int = RECORD) -> DiskFiles:
+    return DiskFiles.open(base, size, record, root, Group(), CPU)
+
+
+def page(of: int, slot: int = -1, host: int = 0, **changes: Any) -> DiskPage:
+    """Page `of` of a prompt, from 1 on; in the slot before that number where none is given."""
+    parent = KEYS[of - 2] if of > 1 else b""
+    named = {"key": KEYS[of - 1], "parent": parent, "tokens": TEXT[of - 1], "serial": of, "number": of}
+    return DiskPage(**{"slot": of - 1 if slot < 0 else slot, "host": host, **named, **changes})
+
+
+def contents(seed: int, size: int = RECORD) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def memory(slots: int = 4) -> HostMemory:
+    return HostMemory.shared(slots * RECORD, RECORD, Group(), CPU)
+
+
+def written(base: Path, numbers: range = range(1, 6), **how: Any) -> DiskFiles:
+    files = opened(base, **how)
+    for number in numbers:
+        files.write(page(number), contents(number))
+    return files
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_page_comes_back_with_all_its_bits(tmp_path: Path, aligned: bool) -> None:
+    files, place_B = opened(tmp_path), memory().slot_SB.numpy()[1] if aligned else np.empty(RECORD, np.uint8)
+    for number in (1, 2, 10):
+        place_B[:] = contents(number)
+        files.write(page(number), place_B)
+    for number in (10, 1, 2):
+        place_B[:] = 0
+        assert files.read(page(number, serial=0), place_B)
+        np.testing.assert_array_equal(place_B, contents(number))
+
+
+def test_segments_are_of_their_size_and_nobody_else_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_files, "SEGMENT_BYTES", 4 * RECORD)
+    old = os.umask(0)
+    try:
+        files = written(tmp_path / "new", range(1, 11))
+    finally:
+        os.umask(old)
+    sizes = {path.name: path.stat().st_size for path in files.folder.glob("segment-*")}
+    assert sizes == {segment_name(0): 4 * RECORD, segment_name(1): 4 * RECORD, segment_name(2): 2 * RECORD}
+    assert sum(512 * path.stat().st_blocks for path in files.folder.glob("segment-*")) >= SLOTS * RECORD, (
+        "no room taken"
+    )
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.folder.iterdir()} == {0o600}
+    out_B = np.empty(RECORD, np.uint8)
+    for number in range(1, 11):
+        assert files.read(page(number), out_B)
+        np.testing.assert_array_equal(out_B, contents(number))
+    files.close()
+    smaller = opened(tmp_path / "new", size=SIZE // 2)
+    assert {path.name for path in smaller.folder.glob("segment-*")} == {segment_name(0), segment_name(1)}
+    assert len(smaller.found) == 5 * FOUND.size
+
+
+def test_another_page_is_not_taken_for_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+    assert files.read(page(3), out_B)
+    for change in ({"key": KEYS[8]}, {"parent": KEYS[7]}, {"number": 4}, {"tokens": TEXT[5]}, {"slot": 3}, {"slot": 8}):
+        assert not files.read(page(3, **change), out_B), change
+    with pytest.raises(ValueError, match="slot 10 of a disk with 10"):
+        files.read(page(3, slot=10), out_B)
+    files.erase(2)
+    assert not files.read(page(3), out_B)
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, RECORD - 1])
+def test_one_bit_of_a_page_that_is_another_is_noticed(tmp_path: Path, at: int) -> None:
+    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+    flip(files.folder / segment_name(0), 2 * RECORD + at)
+    assert not files.read(page(3), out_B)
+    assert files.read(page(2), out_B)
+    assert files.read(page(4), out_B)
+
+
+@pytest.mark.parametrize("at", [0, 8, 24, 40, 56, 60, 64, 72, 327, 328, 343])
+def test_one_bit_of_a_header_that_is_another_is_noticed(tmp_path: Path, at: int) -> None:
+    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+    flip(files.folder / "headers", 2 * HEADER_BYTES + at)
+    assert not files.read(page(3), out_B)
+    assert files.read(page(2), out_B)
+
+
+def test_a_write_that_was_torn_is_noticed(tmp_path: Path) -> None:
+    """The first half of other contents are there when the process ends, and the header still says what was before."""
+    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+    with (files.folder / segment_name(0)).open("r+b") as file:
+        file.seek(2 * RECORD)
+        file.write(contents(99)[: RECORD // 2].tobytes())
+    assert not files.read(page(3), out_B)
+
+
+def test_a_file_that_ends_too_early_or_is_gone_costs_its_pages(tmp_path: Path) -> None:
+    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+    os.truncate(files.folder / segment_name(0), 2 * RECORD + 4096)
+    assert files.read(page(2), out_B)
+    assert not files.read(page(3), out_B)
+    (files.folder / segment_name(0)).unlink()
+    with pytest.raises(FileNotFoundError):
+        files.read(page(2), out_B)
+
+
+def entries(files: DiskFiles) -> list[tuple[Any, ...]]:
+    return list(FOUND.iter_unpack(files.found))
+
+
+def test_another_start_finds_what_was_written_in_that_order(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    for number, slot in ((1, 7), (2, 3), (3, 9), (4, 0)):
+        files.write(page(number, slot), contents(number))
+    files.erase(9)
+    files.close()
+    again = opened(tmp_path)
+    assert again.folder == files.folder
+    assert [(slot, number, key) for slot, number, _, _, key, _ in entries(again)] == [
+        (7, 1, KEYS[0]),
+        (3, 2, KEYS[1]),
+        (0, 4, KEYS[3]),
+    ]
+    assert again.serial == 5
+    assert "3 pages are there from before" in again.summary()
+    out_B = np.empty(RECORD, np.uint8)
+    assert again.read(page(2, 3), out_B)
+    np.testing.assert_array_equal(out_B, contents(2))
+
+
+def test_another_root_finds_nothing_and_writes_over_it(tmp_path: Path) -> None:
+    written(tmp_path).close()
+    other = opened(tmp_path, root=b"another root, so")
+    assert other.found == b""
+    assert not other.read(page(2), np.empty(RECORD, np.uint8))
+    other.write(page(2), contents(2))
+    other.close()
+    again = opened(tmp_path)
+    assert [entry[1] for entry in entries(again)] == [1, 3, 4, 5]
+    # Another size of pages: what is where the contents were is found out.
+    again.close()
+    large = opened(tmp_path, root=b"of larger pages.", record=2 * RECORD, size=SIZE)
+    large.write(page(1, 1), contents(1, 2 * RECORD))
+    large.close()
+    last, out_B = opened(tmp_path), np.empty(RECORD, np.uint8)
+    assert [entry[1] for entry in entries(last)] == [1, 3, 4, 5]
+    assert [last.read(page(number), out_B) for number in (1, 3, 4, 5)] == [True, False, False, True]
+
+
+def test_two_replicas_have_a_folder_each_and_each_comes_back_to_its_own_root(tmp_path: Path) -> None:
+    one, other = written(tmp_path), opened(tmp_path, root=b"another root, so")
+    assert (one.folder.name, other.folder.name) == ("0", "1")
+    other.write(page(1), contents(1))
+    third = opened(tmp_path)
+    assert third.folder.name == "2"
+    assert third.found == b""
+    for files in (one, other, third):
+        files.close()
+    again = opened(tmp_path, root=b"another root, so")
+    assert again.folder.name == "1"
+    assert len(entries(again)) == 1
+    assert opened(tmp_path).folder.name == "0"
+    # A root that nobody knows takes what is free.
+    assert opened(tmp_path, root=b"a third root, so").folder.name == "2"
+
+
+def test_a_rank_that_outlives_the_one_that_leads_keeps_the_folder(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    rank = disk_files._lock(files.folder / "ranks", fcntl.LOCK_SH)
+    files.close()
+    assert opened(tmp_path).folder.name == "1"
+    os.close(rank)
+    assert opened(tmp_path).folder.name == "0"
+
+
+def test_folders_of_others_and_links_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "0").symlink_to(tmp_path / "elsewhere")
+    assert opened(tmp_path).folder.name == "1"
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_disk_says_what_is_too_much_and_what_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"disk_cache_bytes = 999 is less than one page .* takes 12800"):
+        opened(tmp_path, size=999)
+    monkeypatch.setattr(disk_files, "LOCK_WAIT_S", 0.0)
+    with pytest.raises(
+        RuntimeError, match=r"disk_cache_bytes takes \d+ bytes of .*, where only \d+ are free: give less"
+    ):
+        opened(tmp_path, size=1 << 50)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RuntimeError, match=r"disk_cache_dir: .*file cannot be used \(.*\): give a folder"):
+        opened(file)
+    assert slots_within(SIZE, RECORD) == SLOTS == opened(tmp_path).slots
+
+
+def test_room_that_a_dying_replica_still_has_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = written(tmp_path)
+    free = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize = 0, free.f_frsize
+
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        files.close()
+
+    monkeypatch.setattr(disk_files.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(disk_files.time, "sleep", sleep)
+    again = opened(tmp_path)
+    assert len(waited) == 1
+    assert again.folder == files.folder
+    assert len(entries(again)) == 5
+
+
+def test_only_what_all_nodes_have_counts() -> None:
+    parts = [
+        np.frombuffer(
+            b"".join(FOUND.pack(slot, number, 0, serial, KEYS[number - 1], b"") for slot, number, serial in rows),
+            disk_files._ENTRIES,
+        )
+        for rows in ([(0, 1, 5), (1, 2, 6), (2, 3, 7)], [(0, 1, 9), (2, 4, 8), (1, 2, 3)])
+    ]
+    assert [int(slot) for slot in disk_files._in_all(parts)["slot"]] == [0, 1]
+
+
+# Ranks and threads
+
+
+class Told(list[DiskMoved]):
+    """Answers of movers."""
+
+    def wait(self, count: int) -> list[DiskMoved]:
+        deadline = time.monotonic() + 60
+        while len(self) < count:
+            assert time.monotonic() < deadline, self
+            time.sleep(0.001)
+        return list(self)
+
+
+def mover(files: DiskFiles, host: HostMemory, told: Told, rank: int = 0) -> DiskMover:
+    return DiskMover(files, host, rank, told.append)
+
+
+def test_ranks_copy_a_part_each_and_each_of_them_answers(tmp_path: Path) -> None:
+    files, host, told = opened(tmp_path), memory(), Told()
+    other = DiskFiles(files.folder, RECORD, SLOTS, ROOT, [], rank=1, ranks=2)
+    files.ranks = 2
+    movers = [mover(files, host, told), mover(other, host, told, 1)]
+    host.slot_SB.copy_(torch.from_numpy(np.stack([contents(number) for number in range(1, 5)])))
+    expected = host.slot_SB.clone()
+    pages = tuple(page(number, host=number - 1) for number in range(1, 5))
+    movers[0].move(DiskMoves(1, saves=pages))
+    told.wait(1)
+    assert [files.read(one, np.empty(RECORD, np.uint8)) for one in pages] == [True, False, True, False]
+    movers[1].move(DiskMoves(1, saves=pages))
+    assert {(moved.rank, moved.ticket, moved.bad, moved.off) for moved in told.wait(2)} == {
+        (0, 1, (), False),
+        (1, 1, (), False),
+    }
+    host.slot_SB.zero_()
+    for one in movers:
+        one.move(DiskMoves(2, loads=pages))
+    told.wait(4)
+    assert torch.equal(host.slot_SB, expected)
+    movers[0].move(DiskMoves(3, erased=(1,)))  # the other's
+    assert told.wait(5)[-1].seconds == 0
+    for one in movers:
+        one.move(DiskMoves(4, erased=(0, 1)))
+        one.move(DiskMoves(5, loads=pages[1:2]))
+    assert {moved.bad for moved in told.wait(9) if moved.ticket == 5} <= {(), (1,)}
+    for one in movers:
+        one.close()
+    assert opened(tmp_path).folder.name == "0", "the folder is free"
+
+
+def test_what_is_not_as_it_was_written_is_said_and_drops_only_that(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, host, told = written(tmp_path), memory(), Told()
+    flip(files.folder / segment_name(0), RECORD)
+    flip(files.folder / segment_name(0), 2 * RECORD)
+    moves = mover(files, host, told)
+    moves.move(DiskMoves(1, loads=tuple(page(number, host=number - 1) for number in (1, 2, 3, 4))))
+    (moved,) = told.wait(1)
+    assert sorted(moved.bad) == [1, 2]
+    assert not moved.off
+    np.testing.assert_array_equal(host.slot_SB[3].numpy(), contents(4))
+    assert len(caplog.records) == 1
+    assert "is not as it was written: it is computed again" in caplog.text
+    moves.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_cannot_be_written_to_is_given_up_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    files, told = written(tmp_path), Told()
+    moves = mover(files, memory(), told)
+
+    def fails(*args: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(disk_files.os, "pwritev", fails)
+    moves.move(DiskMoves(1, saves=(page(6), page(7))))
+    (moved,) = told.wait(1)
+    monkeypatch.undo()
+    assert (sorted(moved.bad), moved.off) == ([5, 6], True)
+    moves.move(DiskMoves(2, loads=(page(1),)))
+    moves.move(DiskMoves(3, saves=(page(8),)))
+    assert [(moved.bad, moved.off) for moved in sorted(told.wait(3)[1:], key=lambda moved: moved.ticket)] == [
+        ((0,), True),
+        ((7,), True),
+    ]
+    assert len([record for record in caplog.records if "it is not used any more" in record.message]) == 1
+    assert os.strerror(code) in caplog.text
+    moves.close()
+
+
+def test_reads_that_fail_cost_their_pages_and_many_of_them_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, told = written(tmp_path), Told()
+    moves = mover(files, memory(), told)
+
+    def fails(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk_files.os, "preadv", fails)
+    for number in range(MOST_BAD_READS):
+        moves.move(DiskMoves(number, loads=(page(1 + number % 5),)))
+        assert told.wait(number + 1)[-1].bad == (number % 5,)
+    assert [moved.off for moved in told] == [False] * (MOST_BAD_READS - 1) + [True]
+    assert len(caplog.records) == 2, "the first page, and the end"
+    moves.close()
+
+
+def test_a_read_that_never_ends_holds_up_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, host, told = written(tmp_path), memory(), Told()
+    honest, release = os.preadv, threading.Event()
+
+    def preadv(descriptor: int, buffers: Any, at: int) -> int:
+        if at == RECORD:
+            release.wait(60)
+        return honest(descriptor, buffers, at)
+
+    monkeypatch.setattr(disk_files.os, "preadv", preadv)
+    monkeypatch.setattr("workers.tiers.disk_mover.CLOSING_S", 0.01)
+    moves = mover(files, host, told)
+    moves.move(DiskMoves(1, loads=(page(1), page(2, host=1))))
+    moves.move(DiskMoves(2, loads=(page(3, host=2),)))
+    moves.move(DiskMoves(3, saves=(page(6),)))
+    assert {moved.ticket for moved in told.wait(2)} == {2, 3}
+    moves.close()
+    assert len(told) == 2
+    release.set()
+    assert told.wait(3)[-1].ticket == 1
+
+
+def test_what_is_found_is_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.tiers.disk_mover.FOUND_PAGES", 2)
+    written(tmp_path).close()
+    moves = mover(opened(tmp_path), memory(), Told())
+    told = moves.found()
+    assert [(len(one.packed) // FOUND.size, one.last) for one in told] == [(2, False), (2, False), (1, True)]
+    moves.close()
+    empty = mover(opened(tmp_path / "other"), memory(), Told())
+    assert empty.found() == [DiskFound(b"", last=True)]
+    empty.close()
+
+
+WRITER = """
+import sys, itertools
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+from test_disk_files import *
+files = opened(Path({base!r}))
+print("ready", flush=True)
+for turn in itertools.count():
+    for number in range(1, 11):
+        files.write(page(number, slot=(number + turn) % SLOTS, serial=10 * turn + number), contents(number))
+    if turn == 3:
+        print("wrote", flush=True)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, pytest.param(0.003, marks=pytest.mark.long)])
+def test_who_is_killed_while_it_writes_leaves_no_page_that_is_wrong(tmp_path: Path, after_s: float) -> None:
+    root, tests = str(Path(disk_files.__file__).parents[2]), str(Path(__file__).parent)
+    program = WRITER.format(root=root, tests=tests, base=str(tmp_path))
+    writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    beside = opened(tmp_path)
+    assert beside.folder.name == "1", "the other is in use"
+    beside.close()
+    assert writer.stdout.readline() == "wrote\n"
+    time.sleep(after_s)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    files, out_B, good = opened(tmp_path), np.empty(RECORD, np.uint8), 0
+    assert files.folder.name == "0"
+    found = entries(files)
+    assert len(found) == SLOTS
+    for slot, number, *_ in found:
+        if files.read(page(number, slot), out_B):
+            good += 1
+            np.testing.assert_array_equal(out_B, contents(number))
+    assert good >= SLOTS - 1, "one was being written"

@@ -1,0 +1,475 @@
+"""The disk behind host memory: what leaves that is found here, read back into host memory, and goes on from there.
+
+- **Saves.** Pages in host memory are copied to the disk while they are still there, so that they may leave at any time.
+  Disks wear out, so not all are: first those with which a second prompt has begun, and of the others as many as the
+  `WriteBudget` leaves.
+- **Loads.** Where a prompt goes on further on disk than in host memory, the request leaves the queue until its pages
+  are in host memory, and comes back at its old place. A load holds slots of host memory and no page of the device.
+- **Deadlines.** A load begins only if it will take less time than computing its tokens would, by what both took so
+  far. A request waits no longer than that. If the disk is late, the request is computed; the load goes on by itself.
+- **Failures.** Every page that comes back was compared with its checksum, tokens and keys. What does not agree is
+  forgotten, with all that continues it, and erased. If a disk fails, its rank says so, and nothing is copied any more.
+
+Each rank answers each ticket, as with `workers.scheduler.host_tier`. None of it blocks anybody: a ticket that is never
+answered costs its slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+from kernels.page import PAGE_TOKENS
+from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskPage, check_of
+from workers.scheduler.disk_index import NONE, DiskIndex
+from workers.scheduler.host_tier import HostTier
+from workers.scheduler.prefix_summary import Copy, Entry
+from workers.scheduler.sequence import Sequence as Row
+from workers.scheduler.write_budget import WriteBudget
+
+logger = logging.getLogger("latentserve.tiers")
+
+MOST_WRITES: Final = 4
+"""Tickets of saves under way."""
+WRITE_BATCH: Final = 16
+"""Pages that one ticket saves at the most."""
+SETTLED_A_TURN: Final = 65536
+"""Slots of which is then seen at once whether they are free."""
+MOST_OFFERED: Final = 65536
+"""Pages that wait to be saved; older ones give way."""
+FOUND_A_TURN: Final = 512
+"""Pages that were on disk at the start and are taken in at once, in some milliseconds."""
+FIRST_S: Final = 0.005
+"""Seconds that a load takes besides those of its pages."""
+TOKEN_S: Final = 1e-4
+"""Seconds that computing a token of a prompt takes, as far as nothing was measured."""
+LONGEST_S: Final = 30.0
+"""A request waits for the disk no longer than this, however long computing would take. A disk that does not answer for
+so long has failed."""
+FORGETS_S: Final = 60.0
+"""After so many seconds without a load half of what is known of their pace is forgotten: a disk that was slow once is
+tried again."""
+
+
+@dataclass(slots=True, eq=False)
+class DiskTicket:
+    """Copies under way between host memory and disk."""
+
+    number: int
+    missing: set[int]
+    """Ranks that have not answered."""
+    slots: list[int]
+    """On disk."""
+    begun: float
+    copies: list[Copy] = field(default_factory=list)
+    """In host memory, slot by slot: read by saves, written by loads."""
+    loads: bool = False
+    bad: set[int] = field(default_factory=set)
+    """Slots on disk whose pages are not to be used."""
+    seconds: float = 0.0
+    """That the slowest rank took."""
+    waiting: dict[Row, float] = field(default_factory=dict)
+    """Requests that wait for it, and until when."""
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Pages, seconds and prompts since start; as in `EngineStats`, which documents them."""
+
+    saved: int = 0
+    loaded: int = 0
+    load_seconds: float = 0.0
+    dropped: int = 0
+    lost: int = 0
+    late: int = 0
+
+
+class DiskTier:
+    """Which pages are on disk, and what is copied between it and host memory.
+
+    Of use to `Rows` and `HostTier`. It sends nothing: `take_moves` has what ranks must be told.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        slots: int,
+        ranks: int,
+        budget: WriteBudget,
+        clock: Callable[[], float],
+        *,
+        reported: int = 0,
+        least: int = 1,
+        page_s: float = 0.0,
+        serial: int = 0,
+        token_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`slots`: pages that fit. `least`: pages that are worth a load. `page_s`: seconds that a page takes to read,
+        as far as nothing was measured. `serial`: of the next page that is saved. `token_s`: seconds that a token takes
+        to be computed, by now."""
+        self.index = DiskIndex(slots, reported)
+        self.counters = DiskCounters()
+        self.failed = False
+        """Nothing is copied any more."""
+        self._host, self._ranks, self._budget, self._clock = host, ranks, budget, clock
+        self._least, self._page_s, self._token_s = least, page_s, token_s
+        self._prior_s, self._measured_at = page_s, clock()
+        self._numbers, self._serials = count(1), count(serial)
+        self._tickets: dict[int, DiskTicket] = {}
+        self._writes = 0
+        self._ticket_of: dict[Row, DiskTicket] = {}
+        self._kept: dict[Row, list[Copy]] = {}
+        """Pages in host memory that were read for requests which are queued again: pinned until these go on."""
+        self._again: deque[Copy] = deque(maxlen=MOST_OFFERED)
+        """Pages in host memory that a second prompt has begun with."""
+        self._new: deque[Copy] = deque(maxlen=MOST_OFFERED)
+        self._erase: list[int] = []
+        self._found: deque[tuple[bytes, bool]] = deque()
+        self._settling = False
+        self._settled = False
+        """Whether all that was on disk at the start is known."""
+        self._outbox: list[DiskMoves] = []
+        host.disk = self
+
+    @property
+    def waiting(self) -> list[Row]:
+        """Requests whose pages are being read."""
+        return [*self._ticket_of]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work for `turn` that waits for nobody."""
+        return bool(self._found) or self._settling
+
+    def report(self) -> list[bytes]:
+        """Keys that tell routers what is here."""
+        return [] if self.failed else self.index.report()
+
+    def take_moves(self) -> list[DiskMoves]:
+        """What every rank must be told now; each is given once."""
+        moves, self._outbox = self._outbox, []
+        return moves
+
+    # Saves
+
+    def written(self, copies: Sequence[Copy]) -> None:
+        """Hear that pages are in host memory now."""
+        for copy in copies:
+            self._offer(self._new, copy)
+
+    def used(self, copy: Copy) -> None:
+        """Hear that a prompt has begun with the pages up to this one, which were there before."""
+        slot = self.index.slot(copy.key)
+        if slot != NONE:
+            self.index.use(slot)
+        else:
+            self._offer(self._again, copy)
+
+    def _offer(self, offered: deque[Copy], copy: Copy) -> None:
+        self.counters.dropped += len(offered) == MOST_OFFERED
+        offered.append(copy)
+
+    def turn(self) -> None:
+        """Take in a part of what was on disk at the start, and have pages saved and erased."""
+        self._take_in()
+        self._begin_erasures()
+        if not self._settled or self.failed:
+            return
+        while self._writes < MOST_WRITES and self._again and self._budget.left:
+            if not self._save(self._again, self._budget.left):
+                return
+        while self._writes < MOST_WRITES and self._new and self._budget.spare:
+            if not self._save(self._new, self._budget.spare):
+                return
+
+    def _save(self, offered: deque[Copy], most: int) -> bool:
+        """Have some of these saved, `most` pages at the most. Whether there was a slot for each."""
+        copies: list[Copy] = []
+        slots: list[int] = []
+        most = min(most, WRITE_BATCH)
+        while offered and len(copies) < most:
+            missing = self._missing(offered[0])
+            if not missing:
+                offered.popleft()
+                continue
+            for copy in reversed(missing[len(copies) - most :]):
+                slot = self._slot_for(copy)
+                if slot == NONE:
+                    self._begin_saves(copies, slots)
+                    self.counters.dropped += 1
+                    offered.popleft()
+                    return False
+                copies.append(copy)
+                slots.append(slot)
+        self._begin_saves(copies, slots)
+        return True
+
+    def _missing(self, copy: Copy) -> list[Copy]:
+        """The page and those before it that are not on disk; none where it cannot be saved."""
+        missing: list[Copy] = []
+        at: Entry | None = copy
+        while at is not None and at.key not in self.index:
+            assert isinstance(at, Copy)
+            if at.gone or not at.written:
+                self.counters.dropped += at.gone
+                return []
+            missing.append(at)
+            at = at.parent
+        if missing and at is not None and not self._is_there(at):  # another prompt, whose keys collide with these
+            self.counters.dropped += 1
+            return []
+        return missing
+
+    def _is_there(self, copy: Entry) -> bool:
+        """Whether the page on disk of this key continues the same prompt."""
+        same: list[Copy] = []
+        at: Entry | None = copy
+        while at is not None:
+            assert isinstance(at, Copy)
+            slot = self.index.slot(at.key)
+            if slot == NONE or not self.index.agrees(slot, self._slot_of(at.parent), at.tokens):
+                return False
+            if at.on_disk == self.index.born(slot):
+                break
+            same.append(at)
+            at = at.parent
+        for one in same:
+            one.on_disk = self.index.born(self.index.slot(one.key))
+        return True
+
+    def _slot_of(self, entry: Entry | None) -> int:
+        return NONE if entry is None else self.index.slot(entry.key)
+
+    def _slot_for(self, copy: Copy) -> int:
+        parent = self._slot_of(copy.parent)
+        if parent != NONE:
+            self.index.pin([parent])
+        slot = self.index.take()
+        if parent != NONE:
+            self.index.free([parent])
+        if slot != NONE:
+            self.index.pin([slot])
+            self.index.put(slot, copy.key, parent, copy.number, check_of(copy.tokens))
+            copy.on_disk = self.index.born(slot)
+        return slot
+
+    def _begin_saves(self, copies: list[Copy], slots: list[int]) -> None:
+        if not copies:
+            return
+        self.index.use_ends(slots)
+        self._budget.take(len(copies))
+        self._writes += 1
+        for copy in copies:
+            copy.pins += 1
+        pages = [_page(slot, copy, next(self._serials)) for slot, copy in zip(slots, copies, strict=True)]
+        ticket = self._begin(slots, copies)
+        self._outbox.append(DiskMoves(ticket.number, saves=tuple(pages)))
+
+    # Loads
+
+    def load(self, row: Row, device: int, most: int) -> bool:
+        """Whether the request waits from now on for pages of its prompt, up to page number `most`, to be read into host
+        memory. `device`: pages that it has on the device. Each request is looked at once."""
+        if row.disk_asked or self.failed or device + self._least > most:
+            return False
+        if row.keys[device + self._least - 1] not in self.index:  # what is there of a prompt has no gaps
+            return False
+        row.disk_asked = True
+        now = self._clock()
+        here = self._host.chain(row, most)
+        if len(here) < most and (coming := self._coming(row.keys[len(here)])) is not None:
+            until = now + min(LONGEST_S, self._computing_s(most - max(device, len(here))))
+            self._wait(row, coming, until)
+            return True
+        under_way = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
+        under_way += sum(map(len, self._kept.values()))
+        # One load may take all of host memory; several leave half of it to what is saved meanwhile.
+        room = self._host.slots if not under_way else self._host.slots // 2 - under_way
+        slots = self.index.find(row.tokens, row.keys, min(most, len(here) + room))
+        gained = len(slots) - max(device, len(here))
+        if gained < self._least:
+            return False
+        computing = self._computing_s(gained)
+        if FIRST_S + (under_way + len(slots) - len(here)) * self._pace(now) >= computing:
+            return False
+        copies = self._host.receive(row, len(here), len(slots))
+        if not copies:
+            return False
+        slots = slots[len(here) : len(here) + len(copies)]
+        self.index.pin(slots)
+        self.index.use(slots[-1])
+        ticket = self._begin(slots, copies)
+        ticket.loads = True
+        pages = [_page(slot, copy) for slot, copy in zip(slots, copies, strict=True)]
+        self._outbox.append(DiskMoves(ticket.number, loads=tuple(pages)))
+        self._wait(row, ticket, now + min(LONGEST_S, computing))
+        return True
+
+    def _computing_s(self, pages: int) -> float:
+        return pages * PAGE_TOKENS * (self._token_s() or TOKEN_S)
+
+    def _pace(self, now: float) -> float:
+        """Seconds that a page takes, as far as is known."""
+        kept = math.exp2((self._measured_at - now) / FORGETS_S)
+        return kept * self._page_s + (1 - kept) * self._prior_s
+
+    def _coming(self, key: bytes) -> DiskTicket | None:
+        """The load under way that brings this page."""
+        slot = self.index.slot(key)
+        loads = (ticket for ticket in self._tickets.values() if ticket.loads)
+        return None if slot == NONE else next((ticket for ticket in loads if slot in ticket.slots), None)
+
+    def _wait(self, row: Row, ticket: DiskTicket, until: float) -> None:
+        ticket.waiting[row] = until
+        self._ticket_of[row] = ticket
+
+    def leave(self, row: Row) -> None:
+        """A request waits no longer, neither for a load nor with its pages: it goes on, or has ended."""
+        ticket = self._ticket_of.pop(row, None)
+        if ticket is not None:
+            del ticket.waiting[row]
+        for copy in self._kept.pop(row, ()):
+            self._host.unpin(copy)
+
+    def overdue(self) -> list[Row]:
+        """Requests that have waited for as long as computing would have taken: they wait no longer."""
+        if not self._tickets:
+            return []
+        now = self._clock()
+        late = [row for row, ticket in self._ticket_of.items() if ticket.waiting[row] <= now]
+        for row in late:
+            self.leave(row)
+        self.counters.late += len(late)
+        oldest = next(iter(self._tickets.values()))
+        if now - oldest.begun > LONGEST_S and not self.failed:
+            logger.warning(
+                "the disk behind host memory has not answered for %.0f s: it is not used any more, and prompts that "
+                "are on it are computed",
+                now - oldest.begun,
+            )
+            self.failed = True
+        return late
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds until the first request that waits has waited for long enough; None where none waits."""
+        if not self._ticket_of:
+            return None
+        first = min(ticket.waiting[row] for row, ticket in self._ticket_of.items())
+        return max(first - self._clock(), 0.0)
+
+    # Both
+
+    def _begin(self, slots: list[int], copies: list[Copy]) -> DiskTicket:
+        number = next(self._numbers)
+        ticket = self._tickets[number] = DiskTicket(number, set(range(self._ranks)), slots, self._clock(), copies)
+        return ticket
+
+    def moved(self, message: DiskMoved) -> list[Row]:
+        """Take in that a rank is done. The requests that waited for it, where it was the last one. RuntimeError for an
+        answer that nobody waits for: scheduler and rank disagree."""
+        ticket = self._tickets.get(message.ticket)
+        if ticket is None or message.rank not in ticket.missing:
+            raise RuntimeError(f"rank {message.rank} answers disk ticket {message.ticket}, which does not wait for it")
+        self.failed |= message.off
+        ticket.missing.remove(message.rank)
+        ticket.bad.update(message.bad)
+        ticket.seconds = max(ticket.seconds, message.seconds)
+        if ticket.missing:
+            return []
+        del self._tickets[ticket.number]
+        if not ticket.copies:  # an erasure
+            self.index.free(ticket.slots)
+            return []
+        if ticket.loads:
+            self._loaded(ticket)
+        else:
+            self._saved(ticket)
+        waited = [*ticket.waiting]
+        for row in waited:
+            self.leave(row)
+            if ticket.loads:
+                self._keep(row, ticket.copies)
+        return waited
+
+    def _keep(self, row: Row, copies: list[Copy]) -> None:
+        """Others take no slot of these before the request has come to its turn."""
+        kept = self._kept[row] = [copy for copy in copies if not copy.gone]
+        for copy in kept:
+            copy.pins += 1
+
+    def _saved(self, ticket: DiskTicket) -> None:
+        self._writes -= 1
+        for slot, copy in zip(ticket.slots, ticket.copies, strict=True):
+            self._host.unpin(copy)
+            if slot not in ticket.bad:
+                self.counters.saved += 1
+                self.index.complete(slot)
+        self._drop(ticket.bad)
+        self.index.free(ticket.slots)
+
+    def _loaded(self, ticket: DiskTicket) -> None:
+        bad = [copy for slot, copy in zip(ticket.slots, ticket.copies, strict=True) if slot in ticket.bad]
+        good = len(ticket.slots) - len(bad)
+        self._host.received(ticket.copies, bad)
+        self._drop(ticket.bad)
+        self.index.free(ticket.slots)
+        self.counters.loaded += good
+        self.counters.load_seconds += ticket.seconds
+        if good:
+            self._page_s = (self._pace(self._clock()) + ticket.seconds / good) / 2
+            self._measured_at = self._clock()
+
+    def doubt(self, keys: Sequence[bytes]) -> None:
+        """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and
+        loads under way of such are not used."""
+        slots = [slot for key in keys if (slot := self.index.slot(key)) != NONE]
+        removed = set(self._remove(slots))
+        for ticket in self._tickets.values():
+            ticket.bad.update(removed.intersection(ticket.slots))
+
+    def _drop(self, slots: Iterable[int]) -> None:
+        removed = set(self._remove(slots))
+        self.counters.lost += len(removed)
+        for ticket in self._tickets.values():
+            ticket.bad.update(removed.intersection(ticket.slots))
+
+    def _remove(self, slots: Iterable[int]) -> list[int]:
+        removed = [one for slot in slots for one in self.index.remove(slot)]
+        self._erase += removed
+        return removed
+
+    def _begin_erasures(self) -> None:
+        """Have headers erased that another start would find; of those that nobody is still writing."""
+        ready = [slot for slot in self._erase if self.index.pins(slot) == 1]
+        if ready:
+            self._erase = [slot for slot in self._erase if self.index.pins(slot) > 1]
+            ticket = self._begin(ready, [])
+            self._outbox.append(DiskMoves(ticket.number, erased=tuple(ready)))
+
+    # Start
+
+    def found(self, message: DiskFound) -> None:
+        """Hear of pages that were on disk at the start. They are taken in turn by turn."""
+        size = FOUND.size * FOUND_A_TURN
+        parts = [message.packed[at : at + size] for at in range(0, len(message.packed), size)] or [b""]
+        self._found.extend((part, message.last and number == len(parts)) for number, part in enumerate(parts, 1))
+
+    def _take_in(self) -> None:
+        if self._found:
+            packed, last = self._found.popleft()
+            self.index.adopt(FOUND.iter_unpack(packed))
+            self._settling |= last
+        elif self._settling:
+            self._settled = self.index.settle(SETTLED_A_TURN)
+            self._settling = not self._settled
+
+
+def _page(slot: int, copy: Copy, serial: int = 0) -> DiskPage:
+    parent = b"" if copy.parent is None else copy.parent.key
+    return DiskPage(slot, copy.page, copy.key, parent, copy.number, copy.tokens, serial)
