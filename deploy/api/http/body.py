@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from deploy.api.http.draws import Draws
 from deploy.api.http.errors import ApiError, invalid, not_valid
 from deploy.config.api import ApiConfig
 from deploy.text.lane import SMALL, Lanes, Worker
@@ -333,6 +334,8 @@ class Incoming:
     """Runs work that takes time in proportion to the body's size."""
     key: str = ""
     """Name of the API key that it came with."""
+    draws: Draws = field(default_factory=Draws)
+    """What its request draws."""
 
 
 class Intake:
@@ -353,7 +356,7 @@ class Intake:
             async with self._lanes.turn(len(raw), key) as work:
                 if len(raw) > SMALL and await request.is_disconnected():
                     raise ClientDisconnected
-                yield Incoming(raw, work, key)
+                yield Incoming(raw, work, key, request.scope["latentserve.draws"])
 
     @asynccontextmanager
     async def with_more(self, incoming: Incoming, size: int) -> AsyncIterator[Incoming]:
@@ -362,4 +365,4 @@ class Intake:
             yield incoming
             return
         async with self._lanes.turn(len(incoming.raw) + size, incoming.key) as work:
-            yield Incoming(incoming.raw, work, incoming.key)
+            yield replace(incoming, work=work)

@@ -29,7 +29,8 @@ async def completion_job(body: CompletionBody, incoming: Incoming, model: Served
     prompts = await _prompts(body, incoming, model, admission)
     constraint = await requested_grammar(body, tokenizer, info) if body.constrained else UNCONSTRAINED
     most = model.sampling_defaults.get("max_tokens")
-    return await incoming.work(build_job, body, prompts, info, tokenizer, config, constraint.grammar, most)
+    known = (info, tokenizer, config, constraint.grammar, most, incoming.draws)
+    return await incoming.work(build_job, body, prompts, *known)
 
 
 async def _prompts(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> list[Prompt]:

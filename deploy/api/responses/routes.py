@@ -4,7 +4,6 @@ written in their own shape."""
 from __future__ import annotations
 
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -133,7 +132,7 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
                     job = await chat_job(chat, whole, model, generator.admission)
                 except ApiError as error:
                     raise named_here(error) from None
-        name, stored = f"resp_{uuid.uuid4().hex}", store.on and body.store
+        name, stored = f"resp_{job.draws.hex('response')}", store.on and body.store
 
         def ended(response: dict[str, Any]) -> None:
             if stored:
