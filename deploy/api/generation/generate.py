@@ -10,16 +10,18 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, choice_of, joined
+from deploy.api.generation.journaling import Journal, continued, opened
 from deploy.api.http.body import ClientDisconnected
 from deploy.api.http.errors import ApiError, from_engine
 from deploy.api.http.middleware import CancelOnDisconnect
@@ -30,7 +32,8 @@ from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed
-from workers.protocol.messages import Request
+from workers.protocol.messages import Request, RequestOutput
+from workers.protocol.prompt import pack_tokens
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
     from deploy.observability.tracing import RequestTrace
@@ -46,6 +49,8 @@ INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
 SILENCE_S = 5.0
 """A stream that has begun says that it waits when no token has come for so long."""
+WAITING: Final = b": waiting for the next token\n\n"
+"""The comment in which it says so."""
 ENTRY_BYTES: Final = 64
 """Bytes that an entry of an answer takes while it is written, about."""
 NOT_ENFORCED: Final = b"x-latentserve-not-enforced"
@@ -135,6 +140,7 @@ class Generation(Response):
         """Whether the status line is out."""
         self.first_token_s: float | None = None
         self.trace: RequestTrace | None = None
+        self.journal: Journal | None = None
         self.admitted = Admitted()
         """Hears how the sequences go."""
         # What Starlette expects of a response.
@@ -151,6 +157,7 @@ class Generation(Response):
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
             with self.generator.admission.running(scope, prompt_tokens, self.choices) as self.admitted:
+                self.journal = opened(scope, self.job)
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
         except ClientDisconnected:
@@ -209,6 +216,8 @@ class Generation(Response):
         place = self.admitted.place(self.job.priority)
         salt = self.generator.salts.salt(place[1], self.job.cache_salt)
         request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place, salt=salt)
+        journal = self.journal
+        fed = None if journal is None else journal.fed
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
@@ -218,7 +227,7 @@ class Generation(Response):
         reason = "error"
         first_tokens = 0
         queued: float | None = None
-        outputs, traced = self.generator.engine.generate(request), None
+        outputs, traced = self._outputs(request, choice.index), None
         if self.trace is not None:
             outputs = traced = self.trace.sequence(choice.index, outputs)
         metrics.request_started(self.endpoint, len(prompt))
@@ -226,6 +235,8 @@ class Generation(Response):
         try:
             async for output in outputs:
                 now = clock()
+                if fed is not None:
+                    fed(choice.index, output)
                 text = feed(output)
                 if first:
                     intervals.append(now - last)
@@ -270,6 +281,14 @@ class Generation(Response):
                 traced.end(reason, len(prompt), choice.cached_tokens, choice.generated)
             self.admitted.finished(reason, choice.generated, queued)
 
+    def _outputs(self, request: Request, choice: int) -> AsyncIterator[RequestOutput]:
+        """What the engine says to a request, behind what was said to it when another front had it."""
+        engine, journal = self.generator.engine, self.journal
+        if journal is None or journal.age_s is None:
+            return engine.generate(request)
+        done = pack_tokens([token for output in journal.outputs(choice) for token in output.tokens])
+        return continued(journal, choice, engine, replace(request, done=done, age_s=journal.age_s))
+
     def _first(self, now: float) -> None:
         self.admitted.began()
         seconds = now - self.arrival
@@ -308,9 +327,7 @@ class Stream(Generation):
             made = sum(choice.generated for choice in self.choices)
             await asyncio.sleep(SILENCE_S)
             if self.started and made == sum(choice.generated for choice in self.choices):
-                await send(
-                    {"type": "http.response.body", "body": b": waiting for the next token\n\n", "more_body": True}
-                )
+                await send({"type": "http.response.body", "body": WAITING, "more_body": True})
 
     async def _start(self, send: Send) -> None:
         if not self.started:

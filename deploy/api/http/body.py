@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -39,6 +39,8 @@ UNCOUNTED = 64 * 1024
 """Bytes of a body that need no room in the memory for large ones, so that ordinary requests always come in."""
 SLICE = 64 * 1024
 """Bytes that are looked at in one go, for at most a few milliseconds."""
+BODY: Final = "latentserve.body"
+"""Key of the body in a request's scope. It is kept there where the key is there already."""
 _STEPS = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -353,6 +355,8 @@ class Intake:
         key = request.scope.get("latentserve.key", "")
         with self._budget.account(key) as account:
             raw = await read_body(request, self._config, account)
+            if BODY in request.scope:
+                request.scope[BODY] = raw
             async with self._lanes.turn(len(raw), key) as work:
                 if len(raw) > SMALL and await request.is_disconnected():
                     raise ClientDisconnected

@@ -1,0 +1,76 @@
+"""Journals of the answers that a front writes, and what it holds for each: the connection under guard, and a transport
+that takes down what is written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.types import Scope
+
+from deploy.api.generation.journaling import CONVERSATION
+from deploy.api.http.body import BODY
+from deploy.api.http.draws import Draws
+from deploy.api.http.errors import failure_of
+from deploy.serve.journal import Began, Journal, JournalledTransport
+from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.serve.watchdog_process import given_to
+
+logger = logging.getLogger("latentserve.replica")
+
+MOST_BYTES: Final = 1 << 30
+"""Bytes of all journals together; answers that come beyond them have none."""
+
+
+class Journals:
+    """Begins and ends the journals of a front's answers."""
+
+    def __init__(self, watchdog: StreamWatchdog, fingerprint: Callable[[], str], most_bytes: int = MOST_BYTES) -> None:
+        """`fingerprint`: what is served here, as `deploy.serve.neighbor_store` has it."""
+        self._watchdog, self._fingerprint, self._most_bytes = watchdog, fingerprint, most_bytes
+        self._held: dict[Journal, tuple[int | None, Any]] = {}
+
+    def begin(self, scope: Scope, cycle: Any, checksum: int) -> Journal | None:
+        """Begin the journal of the answer to a request of which nothing is written yet. `cycle`: uvicorn's object of
+        the request. `checksum`: of its prompts. None where there is no room for one."""
+        transport = cycle.transport
+        connection, draws = transport.get_extra_info("socket"), scope["latentserve.draws"]
+        if not isinstance(draws, Draws) or connection is None or transport.get_write_buffer_size():
+            return None
+        began = Began(
+            self._fingerprint(),
+            scope["path"],
+            scope["query_string"],
+            [(bytes(name), bytes(value)) for name, value in scope["headers"]],
+            scope[BODY],
+            draws.secret,
+            draws.created,
+            checksum,
+            scope.get(CONVERSATION),
+        )
+        scope[BODY] = b""
+        if sum(journal.size for journal in self._held) + len(began.body) > self._most_bytes:
+            return None
+        try:
+            with socket.socket(fileno=os.dup(connection.fileno())) as own:
+                given = given_to(own)
+            journal, memory = Journal.begin(began, given)
+        except OSError:  # no descriptors, no memory, no TCP
+            logger.warning("an answer has no journal", exc_info=True)
+            return None
+        try:
+            held = self._watchdog.hold(connection.fileno(), failure_of(scope["path"]), memory)
+        finally:
+            os.close(memory)
+        self._held[journal] = held, transport
+        cycle.transport = JournalledTransport(transport, journal)
+        return journal
+
+    def end(self, journal: Journal, cycle: Any) -> None:
+        """An answer is complete, or its client left."""
+        held, cycle.transport = self._held.pop(journal)
+        self._watchdog.release(held)
+        journal.close()
