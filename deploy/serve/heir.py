@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -197,7 +196,6 @@ class _Answer:
         """Whether what was made once more is not what the client had."""
         self._in_place_of: bytes | None = None
         """The end of a stream in place of an answer that cannot stand behind its beginning."""
-        self._to_repeat = Counter({choice: len(outputs) for choice, outputs in recorded.outputs.items()})
         self._choices, self._going_on = 0, False
 
     @property
@@ -209,12 +207,18 @@ class _Answer:
         """See `Journal`."""
         return self._recorded.outputs.get(choice, ())
 
-    def fed(self, choice: int, output: RequestOutput) -> None:
+    def feeder(self, choice: int) -> Callable[[RequestOutput], object]:
         """See `Journal`."""
-        if self._to_repeat[choice] > 0:
-            self._to_repeat[choice] -= 1
-        else:
-            self.journal.fed(choice, output)
+        to_repeat = len(self.outputs(choice))
+
+        def fed(output: RequestOutput) -> None:
+            nonlocal to_repeat
+            if to_repeat:
+                to_repeat -= 1
+            else:
+                self.journal.fed(choice, output)
+
+        return fed
 
     def repeated(self, choice: int, ended: bool) -> None:
         """See `Journal`. EngineFault where something was sent that was not made once more."""
@@ -224,7 +228,7 @@ class _Answer:
             self._broken = True
             raise EngineFault(NOT_THE_SAME)
 
-    def _open(self, checksum: int, choices: int) -> _Answer:
+    def _open(self, checksum: int, choices: int, ordinary: bool) -> _Answer:
         """See `OpenJournal`."""
         self._choices = choices
         if checksum != self._recorded.began.checksum:

@@ -33,9 +33,9 @@ class Journals:
         self._watchdog, self._fingerprint, self._most_bytes = watchdog, fingerprint, most_bytes
         self._held: dict[Journal, tuple[int | None, Any]] = {}
 
-    def begin(self, scope: Scope, cycle: Any, checksum: int) -> Journal | None:
+    def begin(self, scope: Scope, cycle: Any, checksum: int, ordinary: bool) -> Journal | None:
         """Begin the journal of the answer to a request of which nothing is written yet. `cycle`: uvicorn's object of
-        the request. `checksum`: of its prompts. None where there is no room for one."""
+        the request. `checksum`: of its prompts. `ordinary`: see `Began`. None where there is no room for one."""
         transport = cycle.transport
         connection, draws = transport.get_extra_info("socket"), scope["latentserve.draws"]
         if not isinstance(draws, Draws) or connection is None or transport.get_write_buffer_size():
@@ -49,6 +49,7 @@ class Journals:
             draws.secret,
             draws.created,
             checksum,
+            ordinary,
             scope.get(CONVERSATION),
         )
         scope[BODY] = b""

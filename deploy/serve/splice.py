@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from zlib import crc32
+
+from deploy.serve.journal import checksum
 
 
 class Splice:
@@ -31,7 +32,7 @@ class Splice:
         self.missing = len(written)
         """Pieces that were written and not made once more so far."""
         for piece in known:
-            for place in self._places.pop((len(piece), crc32(piece)), ()):
+            for place in self._places.pop((len(piece), checksum(piece)), ()):
                 self._put(place, piece)
         total = len(head) + sum(length for length, _ in written)
         if not 0 <= given <= total:
@@ -53,7 +54,7 @@ class Splice:
     def take(self, piece: bytes) -> tuple[bytes, list[bytes]]:
         """Take the next piece that was made. Return what was taken down and has to go out now, and what is new."""
         if self.missing:
-            places = self._places.get((len(piece), crc32(piece)))
+            places = self._places.get((len(piece), checksum(piece)))
             if not places:
                 self._new.append(piece)
                 return b"", []

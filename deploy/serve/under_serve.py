@@ -92,10 +92,12 @@ class _Answer:
         self._cycle: Any = None
         scope[BODY], scope[OPEN] = b"", self._open
 
-    def _open(self, checksum: int, choices: int) -> Journal | None:
+    def _open(self, checksum: int, choices: int, ordinary: bool) -> Journal | None:
         """See `OpenJournal`."""
         self._cycle = cycle_of(self._receive)
-        self.journal = None if self._cycle is None else self._journals.begin(self._scope, self._cycle, checksum)
+        self.journal = (
+            None if self._cycle is None else self._journals.begin(self._scope, self._cycle, checksum, ordinary)
+        )
         return self.journal
 
     def end(self) -> None:

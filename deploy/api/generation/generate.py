@@ -157,7 +157,7 @@ class Generation(Response):
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
             with self.generator.admission.running(scope, prompt_tokens, self.choices) as self.admitted:
-                self.journal = opened(scope, self.job)
+                self.journal = opened(scope, self.job, self._ordinary())
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
         except ClientDisconnected:
@@ -179,6 +179,9 @@ class Generation(Response):
             record["finish"] = ",".join(sorted({choice.finish or "none" for choice in self.choices}))
             if self.first_token_s is not None:
                 record["first_token_s"] = round(self.first_token_s, 6)
+
+    def _ordinary(self) -> bool:
+        return self.job.stream and len(self.choices) == 1 and not self.choices[0].detailed
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         scope["latentserve.log"]["error"] = error.message
@@ -217,7 +220,7 @@ class Generation(Response):
         salt = self.generator.salts.salt(place[1], self.job.cache_salt)
         request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place, salt=salt)
         journal = self.journal
-        fed = None if journal is None else journal.fed
+        fed = None if journal is None else journal.feeder(choice.index)
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
@@ -236,7 +239,7 @@ class Generation(Response):
             async for output in outputs:
                 now = clock()
                 if fed is not None:
-                    fed(choice.index, output)
+                    fed(output)
                 text = feed(output)
                 if first:
                     intervals.append(now - last)

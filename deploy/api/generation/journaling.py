@@ -33,28 +33,31 @@ class Journal(Protocol):
     def outputs(self, choice: int) -> Sequence[RequestOutput]:
         """Return the outputs that earlier fronts gave a choice. They are given to it again, first of all."""
 
-    def fed(self, choice: int, output: RequestOutput) -> None:
-        """Take down an output, before anything that follows from it is sent."""
+    def feeder(self, choice: int) -> Callable[[RequestOutput], object]:
+        """Return a function that takes down an output of a choice. It is called before anything that follows from the
+        output is sent."""
 
     def repeated(self, choice: int, ended: bool) -> None:
         """A choice has been given all outputs of earlier fronts, and what follows from them was sent. `ended`: no
         others follow."""
 
 
-OpenJournal = Callable[[int, int], Journal | None]
-"""Opens the journal of the request: of a checksum of its prompts, and the number of its choices. None where no journal
-can be kept. EngineFault where the front that began the answer made other prompts of the request."""
+OpenJournal = Callable[[int, int, bool], Journal | None]
+"""Opens the journal of the request: of a checksum of its prompts, the number of its choices, and whether it is a stream
+of one choice that shows nothing of its tokens but their text and number. None where no journal can be kept. EngineFault
+where the front that began the answer made other prompts of the request."""
 
 
-def opened(scope: Scope, job: Job) -> Journal | None:
-    """Open the journal of an answer that is about to be made; None where none is kept."""
+def opened(scope: Scope, job: Job, ordinary: bool) -> Journal | None:
+    """Open the journal of an answer that is about to be made; None where none is kept. `ordinary`: a stream of one
+    choice that shows nothing of its tokens but their text and number."""
     opening: OpenJournal | None = scope.get(OPEN)
     if opening is None:
         return None
     checksum = 0
     for prompt in job.prompts:
         checksum = crc32(Prompt.of(prompt.ids).packed, checksum)
-    return opening(checksum, len(job.sequences))
+    return opening(checksum, len(job.sequences), ordinary)
 
 
 async def continued(journal: Journal, choice: int, engine: Engine, request: Request) -> AsyncIterator[RequestOutput]:

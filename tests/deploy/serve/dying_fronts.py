@@ -8,6 +8,7 @@ from the id that its client gives it, so two runs of one request can be compared
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -174,7 +175,7 @@ def plant(front: Front, happened: Callable[[str], None], journal: Any) -> None:
     from deploy.serve import heir, journals
     from deploy.serve.watchdog_process import given_to
 
-    fed, wrote, begin = journal.fed, journal.wrote, journals.Journals.begin
+    fed, begin, feeder = journal.fed, journals.Journals.begin, journal.feeder
 
     def telling_begin(self: Any, *what: Any) -> Any:
         made = begin(self, *what)
@@ -186,30 +187,45 @@ def plant(front: Front, happened: Callable[[str], None], journal: Any) -> None:
             fed(self, choice, output)
         happened("fed")
 
-    class Telling(journals.JournalledTransport):
-        def __init__(self, transport: Any, made: Any) -> None:
-            super().__init__(transport, made)
+    def telling_feeder(self: Any, choice: int) -> Any:
+        feed, lost = feeder(self, choice), front.fault == "an output is not taken down"
+        if not isinstance(feed, functools.partial):  # the way of ordinary streams
 
-            def write(data: bytes) -> None:
-                if front.fault == "taken down behind sending":
-                    transport.write(data)
-                    happened("journalled")
-                    wrote(made, data)
-                    happened("sent")
-                    return
-                wrote(made, data)
-                happened("journalled")
-                if front.event == "partly":
-                    transport.write(data[: len(data) // 2])
-                    happened("partly")
-                    transport.write(data[len(data) // 2 :])
-                else:
-                    transport.write(data)
-                happened("sent")
+            def telling(output: Any) -> None:
+                if not lost or output.at != 6:
+                    feed(output)
+                happened("fed")
 
-            self.write = write
+            return telling
+        return feed
 
-    journal.fed, journals.Journals.begin, journals.JournalledTransport = telling_fed, telling_begin, Telling
+    journal.feeder = telling_feeder
+
+    writer = journal.writer
+
+    def telling_writer(self: Any, write: Any) -> Any:
+        """Half of a piece goes out before `partly`."""
+
+        def written(data: bytes) -> None:
+            happened("journalled")
+            half = len(data) // 2 if front.event == "partly" else len(data)
+            write(data[:half])
+            if data[half:]:
+                happened("partly")
+                write(data[half:])
+            happened("sent")
+
+        if front.fault != "taken down behind sending":
+            return writer(self, written)
+        take_down = writer(self, lambda _: None)
+
+        def wrong(data: bytes) -> None:
+            written(data)
+            take_down(data)
+
+        return wrong
+
+    journal.fed, journal.writer, journals.Journals.begin = telling_fed, telling_writer, telling_begin
     taking = heir.Heir._take_over
 
     def telling_taken(self: Any, words: int, connection: int, memory: int) -> bool:

@@ -218,7 +218,7 @@ def test_without_a_front_that_serves_the_same_a_stream_ends_with_the_error_event
 
 FAULTS = {
     # of the front that dies, and where it does
-    "taken down behind sending": ({"event": "journalled", "count": 6}, True),
+    "taken down behind sending": ({"event": "sent", "count": 6}, True),
     "an output is not taken down": ({"event": "journalled", "count": 12}, True),
     # of the front that goes on
     "an output is lost": ({"event": "journalled", "count": 12}, False),
