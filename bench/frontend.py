@@ -279,8 +279,8 @@ async def compare(servers: list[tuple[int, psutil.Process]], options: argparse.N
             seconds = after.user + after.system - before.user - before.system
             rates[which].append(rate)
             spent[which].append(seconds / options.streams / options.tokens * 1e6)
-    for name, rate, token in zip(("without", "with"), rates, spent, strict=True):
-        print(f"{name:>8} journals: {statistics.median(rate):9.0f} tok/s, {statistics.median(token):.2f} us a token")
+    for name, rated, tokens in zip(("without", "with"), rates, spent, strict=True):
+        print(f"{name:>8} journals: {statistics.median(rated):9.0f} tok/s, {statistics.median(tokens):.2f} us a token")
     ratios = [after / before for before, after in zip(*rates, strict=True)]
     costs = [before / after for before, after in zip(*spent, strict=True)]
     print(f"with / without, medians of {options.repeat} pairs: {statistics.median(ratios):.3f} of the tokens a second")

@@ -41,6 +41,8 @@ from workers.protocol.messages import RequestOutput
 logger = logging.getLogger("latentserve.replica")
 
 _NAME: Final = "heir"
+MOST_FRONTS: Final = 4
+"""Fronts that may die while they write an answer: it may be what they die of, so no further one gets it."""
 LEAST_LIMIT_S: Final = 0.001
 """Seconds that are left of a client's time limit when it is over: then the application says so."""
 NOT_THE_SAME: Final = "the front that began this answer died, and the next one makes another answer of the request"
@@ -121,6 +123,8 @@ class Heir:
                 client.close()
                 return True
             try:
+                if journal.owners > MOST_FRONTS:
+                    raise ValueError(f"{MOST_FRONTS} fronts have died while they wrote it")
                 recorded = journal.read()
                 if recorded.began.fingerprint != self._fingerprint():
                     raise ValueError("it is of a front that serves something else")

@@ -8,6 +8,7 @@ releases when the front has ended and gives to one other front only.
     word 0     bytes that are valid
     word 1     bytes that the connection had been given before this answer
     word 2     1 once the head of a stream was written
+    word 3     fronts that have owned it
     records    one byte that says of which kind, and what there is to say
 
 The ordinary piece of a stream, a token and the event that it becomes, is one record of a few bytes: this costs a front
@@ -38,7 +39,7 @@ _TOKEN: Final = struct.Struct("=BIII")
 """Of a token that was given to the only choice and the piece that was written next: kind, length, checksum, token."""
 _pack_token: Final = _TOKEN.pack_into
 _REQUEST, _HEAD, _FED, _WRITTEN, _TOKEN_WRITTEN = range(1, 6)
-BEGIN: Final = 24
+BEGIN: Final = 32
 """Bytes before the first record."""
 _ROOM: Final = 16 * 1024
 """Bytes that a new journal has beyond its first record; memory is taken as it is written."""
@@ -117,6 +118,7 @@ class Journal:
         self._map = mmap.mmap(self._file, self._size)
         self._words = memoryview(self._map)[:BEGIN].cast("Q")
         self._end = self._words[0]
+        self._words[3] += 1
         self._head_out = self._full = False
         self._pending: list[RequestOutput] = []
         """Outputs that are not taken down yet. Nothing was written since they came."""
@@ -144,6 +146,11 @@ class Journal:
     def size(self) -> int:
         """Bytes, whether memory was taken for them or not."""
         return self._size
+
+    @property
+    def owners(self) -> int:
+        """Fronts that have owned it, this one included."""
+        return self._words[3]
 
     @property
     def given_before(self) -> int:
@@ -184,7 +191,7 @@ class Journal:
         pending, size = self._pending, _TOKEN.size
 
         def journalled(data: bytes) -> None:
-            if len(pending) == 1:
+            if len(pending) == 1 and self._head_out:
                 output, begin = pending[0], self._end
                 tokens, end = output.tokens, begin + size
                 if len(tokens) == 1 and end <= self._size and not (output.finish or output.cached_tokens):

@@ -68,7 +68,7 @@ class ScriptedEngine:
             logprobs = tuple(TopLogprobs(-0.5, (t,) * wanted, (-0.5,) * wanted) for t in tokens) if wanted >= 0 else ()
             finish = None if end < len(ids) else "stop" if 1 in request.sampling.stop_ids else "length"
             yield RequestOutput(
-                request.request_id, tokens, finish, logprobs, 64 if first else 0,
+                request.request_id, tokens, finish, logprobs, 64 if first and len(request.prompt) % 2 else 0,
                 prompt=scores_of(request) if first else None, offered=len(tokens) - 1, at=at,
             )  # fmt: skip
             at, first = end, False

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from dying_fronts import Received, Zygote, ask, is_alive
 
+from deploy.serve.heir import MOST_FRONTS
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 130}
 NAMED = {"name": "f", "input_schema": {"type": "object"}}
 FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "completion": ("/v1/completions", {"prompt": "Hi", "max_tokens": 40}),
+    "completion": ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 40}),
+    "uncached": ("/v1/completions", {"prompt": [5, 6], "max_tokens": 40}),
     "completions": ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 30, "stop": ["END"]}),
     "echo": ("/v1/completions", {"prompt": "Hello", "echo": True, "logprobs": 2, "max_tokens": 20, "seed": 5}),
     "chat": ("/v1/chat/completions", {**CHAT, "stop": ["END"]}),
@@ -145,6 +148,19 @@ def test_a_front_that_goes_on_may_die_as_well(
     for victim in (first, second):
         wait_for_the_end_of(victim)
     same(found, expected, request_)
+
+
+def test_an_answer_that_fronts_die_of_is_given_to_no_further_one(zygote: Zygote, heir: dict[str, Any]) -> None:
+    path = heir["heir"]
+    fronts = []
+    for _ in range(MOST_FRONTS):
+        fronts.append(zygote.front(heirs=[path], event="fed", count=3))
+        path = fronts[-1]["heir"]
+    found = ask(fronts[-1]["port"], *asked("chat", True), "chat")
+    for front in fronts:
+        wait_for_the_end_of(front)
+    assert b'"code":"engine_down"' in found.body.rpartition(b"data: ")[2]
+    assert is_alive(heir["pid"])
 
 
 def test_a_stopped_front_is_ended_and_a_dead_heir_is_passed_by(
