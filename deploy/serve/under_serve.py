@@ -26,7 +26,7 @@ _ROUTING_RECORD = ROUTING_HEADER.encode()
 _CONNECTION: Final = PrivateApi(
     "ray",
     (),
-    "streams are not guarded: where their front dies they end without an error event",
+    "answers are not guarded: where their front dies they break",
 )
 
 
