@@ -123,11 +123,16 @@ class Generator:
     """Turns for answers that are long to write."""
     salts: CacheSalts
     """Of cached pages."""
+    resumable: type[Stream] | None = None
+    """How streams are written whose clients ask that they can be resumed."""
 
     def answer(self, endpoint: str, job: Job, form: Format, arrival: float) -> Generation:
         """The answer to a request, in the shape of `form`, streamed or whole. `arrival` is `time.perf_counter()` when
-        the request came in."""
-        return (Stream if job.stream else Whole)(self, endpoint, job, form, arrival)
+        the request came in. 400 for a stream that cannot be resumed."""
+        made: type[Generation] = Stream if job.stream else Whole
+        if job.stream and job.draws.resume is not None and self.resumable is not None:
+            made = self.resumable
+        return made(self, endpoint, job, form, arrival)
 
 
 class Generation(Response):
@@ -321,7 +326,12 @@ class Stream(Generation):
         finally:
             comments.cancel()
         await self._start(send)
-        await send({"type": "http.response.body", "body": self.form.closing(self.choices), "more_body": False})
+        last = self.ending(self.form.closing(self.choices))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def ending(self, body: bytes) -> bytes:
+        """Return what ends the stream, made of the events that do."""
+        return body
 
     async def _comment(self, send: Send) -> None:
         """Send a comment, which clients ignore, whenever a stream that has begun gets no token for a while. Where its

@@ -13,21 +13,22 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import count
-from typing import Final
 
-SECRET_BYTES: Final = 16
+from deploy.api.http.resume import SECRET_BYTES, Resume
 
 
 class Draws:
     """What one request draws."""
 
-    __slots__ = ("created", "secret")
+    __slots__ = ("created", "resume", "secret")
 
     def __init__(self, secret: bytes | None = None, created: float | None = None) -> None:
         """`secret`: that of the front that began the answer, `created`: Unix time at which it did, seconds. By default
         a request that arrives now."""
         self.secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
         self.created = time.time() if created is None else created
+        self.resume: Resume | None = None
+        """What its client asks that may resume the stream; None for all others."""
 
     def _drawn(self, what: str, size: int) -> bytes:
         return blake2b(what.encode(), key=self.secret, digest_size=size).digest()

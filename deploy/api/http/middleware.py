@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.api.http.body import ClientDisconnected
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import ApiError, of_anthropic
+from deploy.api.http.resume import resume_of
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
 
@@ -68,7 +69,11 @@ class AccessLayer:
             await self._app(scope, receive, send)
             return
         begin = time.perf_counter()
-        request_id = request_id_of(scope, scope.setdefault("latentserve.draws", Draws()))
+        resume = resume_of(scope)
+        begun = Draws() if resume is None else Draws(resume.secret, resume.created)
+        draws = scope.setdefault("latentserve.draws", begun)
+        draws.resume = resume
+        request_id = request_id_of(scope, draws)
         record: dict[str, Any] = {}
         scope["latentserve.request_id"] = request_id
         scope["latentserve.log"] = record
