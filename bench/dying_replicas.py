@@ -321,6 +321,7 @@ async def main(options: argparse.Namespace) -> int:
             deaths: list[tuple[float, str, str]] = []
             wrong: Counter[str] = Counter()
             gaps: dict[str, list[float]] = {"front": [], "rank": [], "scheduler": []}
+            usual: list[float] = []
             left, done = iter(range(options.answers)), 0
 
             async def client() -> None:
@@ -333,6 +334,8 @@ async def main(options: argparse.Namespace) -> int:
                         print(f"{problem}: {path} {said(answer)} in place of {expected[number % len(asked)]}")
                     done += 1
                     times = answer.pieces
+                    if body["stream"] and not any(times[0] < died < times[-1] for died, _, _ in deaths if times):
+                        usual.append(max(after - before for before, after in pairwise(times)))
                     for died, kind, victim in deaths:
                         if victim == answer.replica and body["stream"] and times[0] < died < times[-1]:
                             gaps[kind].append(max(after - before for before, after in pairwise(times)))
@@ -362,7 +365,14 @@ async def main(options: argparse.Namespace) -> int:
     kinds = Counter(kind for _, kind, _ in deaths)
     print(f"{options.answers} answers, {len(deaths)} kills ({', '.join(f'{n} {kind}s' for kind, n in kinds.items())}):")
     print(", ".join(f"{wrong[problem]} {problem}" for problem in ("lost", "different", "tokens twice")))
-    for kind, found in (*gaps.items(), ("any of these", [gap for some in gaps.values() for gap in some])):
+    gaps["front, rank or scheduler"] = [gap for some in gaps.values() for gap in some]
+    if usual:
+        usual.sort()
+        print(
+            f"{len(usual)} streams in whose time nothing died: longest gap p50 {usual[len(usual) // 2]:.2f} s, ", end=""
+        )
+        print(f"p99 {usual[int(len(usual) * 0.99)]:.2f} s")
+    for kind, found in gaps.items():
         if found:
             found.sort()
             p50, p99 = found[len(found) // 2], found[min(int(len(found) * 0.99), len(found) - 1)]

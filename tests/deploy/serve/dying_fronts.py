@@ -329,9 +329,10 @@ class Received:
 
 def ask(port: int, path: str, body: dict[str, Any], name: str, slowly: bool = False) -> Received:
     """Send a request over a connection of its own and read until the answer is complete or the connection closed.
-    `slowly`: read little at a time."""
-    raw = json.dumps({"model": "tiny", **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nx-request-id: {name}\r\nContent-Type: application/json\r\n"
+    `body`: may have one more header. `slowly`: read little at a time."""
+    more = body.get("header", "")
+    raw = json.dumps({"model": "tiny", **{key: value for key, value in body.items() if key != "header"}}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nx-request-id: {name}\r\nContent-Type: application/json\r\n{more}"
     with socket.socket() as connection:
         if slowly:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)

@@ -28,6 +28,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {**CHAT, "stop": ["END"]}),
     "choices": ("/v1/chat/completions", {**CHAT, "n": 4, "tools": [TOOL]}),
     "logprobs": ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+    "resumable": ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "header": "x-latentserve-resume: 1\r\n"}),
     "message": ("/v1/messages", {**CHAT, "tools": [NAMED]}),
     "response": ("/v1/responses", {"input": "Hi", "max_output_tokens": 130, "tools": [FLAT]}),
 }
