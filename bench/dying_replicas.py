@@ -114,10 +114,10 @@ def replica(name: str, folder: Path) -> None:
         watchdog, arrivals = StreamWatchdog(words, silence_s=10.0), Arrivals()
         app = create_app(engine, Tokenizer.load(config.engine.folder), config.api)
         neighbors.open(engine)
-        heir = Heir(app, watchdog, neighbors.fingerprint, (b"x-latentserve-replica", name.encode()), arrivals)
+        heir = Heir(app, watchdog, neighbors.answers_as, (b"x-latentserve-replica", name.encode()), arrivals)
         neighbors.heir = heir.path
         layer = UnderServe(
-            app, name, arrivals, watchdog, journals=Journals(watchdog, neighbors.fingerprint)
+            app, name, arrivals, watchdog, journals=Journals(watchdog, neighbors.answers_as)
         )  # fmt: skip
 
         class Wrapped:

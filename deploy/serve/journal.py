@@ -52,7 +52,7 @@ class Began(msgspec.Struct):
     """The request of an answer, and what its front made of it."""
 
     fingerprint: str
-    """What serves it, as `deploy.serve.neighbor_store.fingerprint` has it."""
+    """What serves it, as `deploy.serve.neighbor_store.NeighborStore.answers_as` has it."""
     path: str
     query: bytes
     headers: list[tuple[bytes, bytes]]

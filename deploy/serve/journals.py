@@ -29,7 +29,7 @@ class Journals:
     """Begins and ends the journals of a front's answers."""
 
     def __init__(self, watchdog: StreamWatchdog, fingerprint: Callable[[], str], most_bytes: int = MOST_BYTES) -> None:
-        """`fingerprint`: what is served here, as `deploy.serve.neighbor_store` has it."""
+        """`fingerprint`: what is served here, as `NeighborStore.answers_as` has it."""
         self._watchdog, self._fingerprint, self._most_bytes = watchdog, fingerprint, most_bytes
         self._held: dict[Journal, tuple[int | None, Any]] = {}
 

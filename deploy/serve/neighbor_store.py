@@ -79,6 +79,8 @@ class NeighborStore:
         self._clients: dict[str, tuple[Addresses, EngineClient]] = {}
         self._exchanging: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        api = config.api.model_dump_json(exclude={"api_keys", "otlp_endpoint"})
+        self._api = blake2b(api.encode(), digest_size=16).hexdigest()
         self._known: tuple[bytes, str] | None = None
         """Root of the engine and the fingerprint of what is served with it."""
         self._heirs: list[str] = []
@@ -99,6 +101,11 @@ class NeighborStore:
         if self._known is None or self._known[0] != root:
             self._known = root, fingerprint(self._config, root)
         return self._known[1]
+
+    def answers_as(self) -> str:
+        """Return a hash of everything that decides how an answer goes on: of `fingerprint`, and of how answers are
+        written."""
+        return f"{self.fingerprint()}-{self._api}"
 
     def neighbors(self) -> Sequence[EngineClient]:
         """The engines of other replicas that can be used now."""

@@ -341,7 +341,7 @@ class EngineReplica:
         app, journals = self.front(self.engine), None
         if self.neighbor_store is not None:
             assert self.watchdog is not None
-            serves = self.neighbor_store.fingerprint
+            serves = self.neighbor_store.answers_as
             journals = Journals(self.watchdog, serves)
             replica = (REPLICA_HEADER.encode(), self.name.encode())
             self.heir = Heir(app, self.watchdog, serves, replica, self.arrivals)
