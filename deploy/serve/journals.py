@@ -3,6 +3,7 @@ that takes down what is written."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -23,6 +24,10 @@ logger = logging.getLogger("latentserve.replica")
 
 MOST_BYTES: Final = 1 << 30
 """Bytes of all journals together; answers that come beyond them have none."""
+LINGER_S: Final = 0.05
+"""Seconds between two looks at what a slow client still has to read of an answer."""
+CLOSING_S: Final = 60.0
+"""Seconds for which it is looked at where the connection is being closed."""
 
 
 class Journals:
@@ -71,7 +76,16 @@ class Journals:
         return journal
 
     def end(self, journal: Journal, cycle: Any) -> None:
-        """An answer is complete, or its client left."""
-        held, cycle.transport = self._held.pop(journal)
+        """An answer is complete, or its client left. Its journal stays until the kernel has all of it."""
+        _, cycle.transport = self._held[journal]
+        self._release(journal, CLOSING_S)
+
+    def _release(self, journal: Journal, left_s: float) -> None:
+        held, transport = self._held[journal]
+        if transport.get_write_buffer_size() and left_s > 0:
+            left_s -= LINGER_S if transport.is_closing() else 0
+            asyncio.get_running_loop().call_later(LINGER_S, self._release, journal, left_s)
+            return
+        del self._held[journal]
         self._watchdog.release(held)
         journal.close()

@@ -85,7 +85,8 @@ class Front:
     heirs: Sequence[str] = ()
     event: str = ""
     """`begun` (the journal is there), `fed` (an output is taken down), `journalled` (a piece is taken down and not
-    sent), `sent`, `partly` (half of it was sent), or `taken` (an answer is taken over, and nobody knows)."""
+    sent), `sent`, `partly` (half of it was sent), `taken` (an answer is taken over, and nobody knows), or `done` (the
+    application is done with an answer)."""
     count: int = 0
     """At which of these events, counted from 1, it ends itself."""
     fault: str = ""
@@ -181,6 +182,14 @@ def plant(front: Front, happened: Callable[[str], None], journal: Any) -> None:
         made = begin(self, *what)
         happened("begun")
         return made
+
+    ending = journals.Journals.end
+
+    def telling_end(self: Any, *what: Any) -> None:
+        ending(self, *what)
+        happened("done")
+
+    journals.Journals.end = telling_end
 
     def telling_fed(self: Any, choice: int, output: Any) -> None:
         if front.fault != "an output is not taken down" or output.at != 6:

@@ -198,6 +198,17 @@ def test_many_answers_at_once_and_clients_that_read_slowly(zygote: Zygote, heir:
     assert found == expected
 
 
+def test_the_end_that_a_slow_client_has_not_had_when_the_front_is_done_is_sent(
+    zygote: Zygote, heir: dict[str, Any]
+) -> None:
+    path, body = asked("logprobs", True)
+    expected = ask(heir["port"], path, {**body, "max_tokens": 300}, "slow")
+    victim = zygote.front(heirs=[heir["heir"]], event="done", count=1, stalled=True)
+    found = ask(victim["port"], path, {**body, "max_tokens": 300}, "slow", slowly=True)
+    wait_for_the_end_of(victim)
+    assert found.body == expected.body
+
+
 def test_a_client_that_leaves_meanwhile_is_left_alone(zygote: Zygote) -> None:
     import socket
 
