@@ -1,12 +1,14 @@
 """Cost of the HTTP front with an engine that costs nothing: tokens per second at many streams, time to first token at
 one.
 
-    python bench/frontend.py --streams 64 --tokens 512 [--parsers]
+    python bench/frontend.py --streams 64 --tokens 512 [--parsers] [--journals]
 
 The server (uvicorn with uvloop and httptools, the real application and tokenizer) runs in a process of its own. Its
 engine hands every stream one token per turn of the event loop. The client counts events on raw sockets. With
 --parsers, reasoning and tool calls are looked for in all streams; with --tracing, spans of all requests are made and
-thrown away. On a busy machine the server's processor time per token says the most.
+thrown away. With --journals there are two servers, asked in turns: both with the layer that a replica has under Ray
+Serve, one with journals of its answers, as replicas keep them that have a neighbor, and one without. On a busy machine
+the server's processor time per token says the most.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from workers.protocol.front import ModelInfo
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from deploy.observability.tracing import Tracing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,17 +112,47 @@ def null_tracing() -> Tracing:
     return Tracing(Nowhere())
 
 
-def serve(model: str, pipe: Connection, profile: str | None, parsers: bool, tracing: bool) -> None:
-    """The server's process; sends its port."""
+def under_serve(app: ASGIApp, journals: bool) -> ASGIApp:
+    """The application behind the layer that it has in a replica. Call this in the running event loop."""
+    from deploy.routing.arrivals import Arrivals
+    from deploy.serve.journals import Journals
+    from deploy.serve.stream_watchdog import StreamWatchdog
+    from deploy.serve.under_serve import UnderServe
+
+    watchdog = StreamWatchdog([b"words"] * 3)
+    kept = Journals(watchdog, lambda: "fingerprint") if journals else None
+    layer = UnderServe(app, "replica", Arrivals(), watchdog, journals=kept)
+
+    class Wrapped:
+        """Object in which Ray Serve hands a request on."""
+
+        def __init__(self, receive: Receive) -> None:
+            self._receive = receive
+
+        async def __call__(self) -> Message:
+            return await self._receive()
+
+    async def handed_on(scope: Scope, receive: Receive, send: Send) -> None:
+        await layer(scope, Wrapped(receive), send)
+
+    return handed_on
+
+
+def serve(
+    model: str, pipe: Connection, profile: str | None, parsers: bool, tracing: bool, journals: bool | None = None
+) -> None:
+    """The server's process; sends its port. `journals`: see `under_serve`; None for the application alone."""
     tokenizer = Tokenizer.load(model)
     if tokenizer is None:
         raise SystemExit(f"{model} holds no tokenizer")
     config, spans = ApiConfig(chat_template=TEMPLATE if parsers else None), null_tracing() if tracing else None
-    app = create_app(NullEngine(tokenizer), tokenizer, config, tracing=spans)
+    app: ASGIApp = create_app(NullEngine(tokenizer), tokenizer, config, tracing=spans)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     gc.collect()
     gc.freeze()  # as a replica does once it is up
     pipe.send(listener.getsockname()[1])
+    if journals is not None:
+        app = under_serve(app, journals)
     settings = uvicorn.Config(
         app, loop="uvloop", http="httptools", access_log=False, lifespan="off", log_level="warning"
     )
@@ -230,6 +264,29 @@ async def measure(port: int, server: psutil.Process, options: argparse.Namespace
     )
 
 
+async def compare(servers: list[tuple[int, psutil.Process]], options: argparse.Namespace) -> None:
+    """Ask servers without and with journals in turns, and print what the journals cost."""
+    rates: tuple[list[float], list[float]] = [], []
+    spent: tuple[list[float], list[float]] = [], []
+    for port, _ in servers:
+        await throughput(port, options.streams, 32, options.parsers)  # warm
+    for turn in range(options.repeat):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            port, server = servers[which]
+            before = server.cpu_times()
+            rate, _ = await throughput(port, options.streams, options.tokens, options.parsers)
+            after = server.cpu_times()
+            seconds = after.user + after.system - before.user - before.system
+            rates[which].append(rate)
+            spent[which].append(seconds / options.streams / options.tokens * 1e6)
+    for name, rated, tokens in zip(("without", "with"), rates, spent, strict=True):
+        print(f"{name:>8} journals: {statistics.median(rated):9.0f} tok/s, {statistics.median(tokens):.2f} us a token")
+    ratios = [after / before for before, after in zip(*rates, strict=True)]
+    costs = [before / after for before, after in zip(*spent, strict=True)]
+    print(f"with / without, medians of {options.repeat} pairs: {statistics.median(ratios):.3f} of the tokens a second")
+    print(f"{statistics.median(costs):.3f} of the tokens in a second of the server's processor")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "assets" / "demo"), help="a folder with a tokenizer")
@@ -239,22 +296,27 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300, help="requests of the first-token measurement")
     parser.add_argument("--parsers", action="store_true", help="look for reasoning and tool calls in all streams")
     parser.add_argument("--tracing", action="store_true", help="make spans of all requests")
+    parser.add_argument("--journals", action="store_true", help="compare servers with and without journals")
     parser.add_argument("--profile", metavar="FILE", help="write a cProfile of the server")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    given = (options.model, theirs, options.profile, options.parsers, options.tracing)
-    server = context.Process(target=serve, args=given, daemon=True)
-    server.start()
-    theirs.close()
+    servers = []
+    for journals in (False, True) if options.journals else (None,):
+        mine, theirs = context.Pipe()
+        given = (options.model, theirs, options.profile, options.parsers, options.tracing, journals)
+        server = context.Process(target=serve, args=given, daemon=True)
+        server.start()
+        theirs.close()
+        servers.append((server, mine))
     try:
-        port = mine.recv()
+        known = [(int(mine.recv()), psutil.Process(server.pid)) for server, mine in servers]
         time.sleep(0.5)
-        uvloop.run(measure(port, psutil.Process(server.pid), options))
+        uvloop.run(compare(known, options) if options.journals else measure(*known[0], options))
     finally:
-        os.kill(server.pid or 0, signal.SIGINT)
-        server.join(5)
-        server.kill()
+        for server, _ in servers:
+            os.kill(server.pid or 0, signal.SIGINT)
+            server.join(5)
+            server.kill()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from starlette.responses import Response
 import kernels
 from deploy.api.anthropic.routes import add_messages
 from deploy.api.generation.generate import NOT_ENFORCED, Generator
+from deploy.api.generation.resumable import ResumableStream
 from deploy.api.http import errors
 from deploy.api.http.body import ClientDisconnected, Intake
 from deploy.api.http.ignored_tools import IGNORED_TOOLS
@@ -100,7 +101,7 @@ def create_app(
     model = ServedModel(engine, tokenizer, config, numerics or {}, sampling_defaults or {}, handed)
     intake, generator = (
         Intake(config),
-        Generator(engine, tokenizer, metrics, admission, Lanes(), CacheSalts.of_settings(config)),
+        Generator(engine, tokenizer, metrics, admission, Lanes(), CacheSalts.of_settings(config), ResumableStream),
     )
     app = FastAPI(
         title="latentserve",

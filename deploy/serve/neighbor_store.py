@@ -54,6 +54,8 @@ class Offer(msgspec.Struct):
     node: str
     channels: dict[str, Addresses]
     """Addresses of the channels, by the name of the neighbor that each is for."""
+    heir: str = ""
+    """Path of the socket at which it takes answers over from fronts of its node (`deploy.serve.heir`)."""
 
 
 def fingerprint(config: ServeConfig, root: bytes) -> str:
@@ -77,6 +79,13 @@ class NeighborStore:
         self._clients: dict[str, tuple[Addresses, EngineClient]] = {}
         self._exchanging: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        api = config.api.model_dump_json(exclude={"api_keys", "otlp_endpoint"})
+        self._api = blake2b(api.encode(), digest_size=16).hexdigest()
+        self._known: tuple[bytes, str] | None = None
+        """Root of the engine and the fingerprint of what is served with it."""
+        self._heirs: list[str] = []
+        self.heir = ""
+        """Path of the socket at which this front takes answers over; empty while it takes none."""
         self.on_folder: list[Callable[[Path | None], None]] = []
         """Told of the folder of each channel that is bound."""
 
@@ -85,19 +94,32 @@ class NeighborStore:
         self._engine = engine
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
-    @property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """Return what decides which tokens follow here; see the function of this name."""
         assert self._engine is not None
-        return fingerprint(self._config, self._engine.info.root)
+        root = self._engine.info.root
+        if self._known is None or self._known[0] != root:
+            self._known = root, fingerprint(self._config, root)
+        return self._known[1]
+
+    def answers_as(self) -> str:
+        """Return a hash of everything that decides how an answer goes on: of `fingerprint`, and of how answers are
+        written."""
+        return f"{self.fingerprint()}-{self._api}"
 
     def neighbors(self) -> Sequence[EngineClient]:
         """The engines of other replicas that can be used now."""
         return [client for _, client in self._clients.values() if client.serves]
 
+    def heirs(self) -> Sequence[str]:
+        """Return the sockets at which fronts of this node take answers over, if this front dies."""
+        return self._heirs
+
     def close(self) -> None:
         """Use no neighbor any more, and let none in; the last offer is forgotten by the others."""
         if self._exchanging is not None:
             self._exchanging.cancel()
+        self._heirs = []
         for name in {*self._channels, *self._clients}:
             self._forget(name)
 
@@ -115,13 +137,14 @@ class NeighborStore:
     def offer(self) -> Offer:
         """Return the current offer of this replica."""
         channels = {name: channel.addresses for name, channel in self._channels.items()}
-        return Offer(time.time(), self._fingerprint, self._place.node, channels)
+        return Offer(time.time(), self.fingerprint(), self._place.node, channels, self.heir)
 
     def heed(self, offers: dict[str, Offer]) -> None:
         """Bind a channel for each neighbor, and connect to those that neighbors bound for this replica."""
         assert self._engine is not None
-        own = self._fingerprint
+        own = self.fingerprint()
         wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == own}
+        self._heirs = [offer.heir for offer in wanted.values() if offer.heir and offer.node == self._place.node]
         for name in {*self._channels, *self._clients} - wanted.keys():
             self._forget(name)
         for name, offer in wanted.items():

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,15 @@ from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.autoscaling import load_of
+from deploy.serve.heir import Heir
+from deploy.serve.journals import Journals
 from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
-from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog
-from deploy.serve.under_serve import UnderServe
+from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
+from deploy.serve.watchdog_process import BEAT_S
 from deploy.text.handed import EncodedPrompt, HandedPrompts
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
@@ -112,6 +116,7 @@ class EngineReplica:
     processes_class: type[ReplicaProcesses] = ReplicaProcesses
     key_status_store: KeyStatusStore | None = None
     neighbor_store: NeighborStore | None = None
+    heir: Heir | None = None
     tracing: Tracing | None = None
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -317,10 +322,9 @@ class EngineReplica:
             self.metrics.report(engine.down or None)
             await asyncio.sleep(self.config.metrics_period_s)
 
-    @staticmethod
-    async def _beat(watchdog: StreamWatchdog) -> None:
+    async def _beat(self, watchdog: StreamWatchdog) -> None:
         while True:
-            watchdog.beat()
+            watchdog.beat(() if self.neighbor_store is None else self.neighbor_store.heirs())
             await asyncio.sleep(BEAT_S)
 
     def front(self, engine: Engine) -> ASGIApp:
@@ -334,7 +338,15 @@ class EngineReplica:
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application that Serve mounts, once the constructor is through."""
         assert self.engine is not None
-        return UnderServe(self.front(self.engine), self.name, self.arrivals, self.watchdog, self.handed)
+        app, journals = self.front(self.engine), None
+        if self.neighbor_store is not None:
+            assert self.watchdog is not None
+            serves = self.neighbor_store.answers_as
+            journals = Journals(self.watchdog, serves)
+            replica = (REPLICA_HEADER.encode(), self.name.encode())
+            self.heir = Heir(app, self.watchdog, serves, replica, self.arrivals)
+            self.neighbor_store.heir = self.heir.path
+        return UnderServe(app, self.name, self.arrivals, self.watchdog, self.handed, journals)
 
     async def take_prompt(self, ticket: str, digest: bytes, packed: bytes, to: object) -> None:
         """Called by a router, before the request with this ticket comes: its prompt, as an `EncodedPrompt` has it.
@@ -364,8 +376,6 @@ class EngineReplica:
             if task is not None:
                 task.cancel()
         self._serving = False
-        if self.watchdog is not None:
-            self.watchdog.close()
         self.processes.kill()
         self._let_go()
         self.live.close()
@@ -375,6 +385,13 @@ class EngineReplica:
             self.neighbor_store.close()
         if self.tracing is not None:
             self.tracing.close()
+        if self.heir is not None:
+            self.heir.close()
+            if self.heir.answers:
+                # Serve knows nothing of them. They go on where they would if this front were killed, and so it is.
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.watchdog is not None:
+            self.watchdog.close()
 
 
 replica_class = serve.ingress()(EngineReplica)

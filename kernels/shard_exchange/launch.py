@@ -110,7 +110,7 @@ def _common(inbox: Fields, pieces: int, threads: int, dependent: bool) -> tuple[
             "CONSTRAINTS": constraints,
             "DEPENDENT": dependent,
             "num_warps": threads // 32,
-        "maxnreg": 128,
+            "maxnreg": 128,
             "launch_pdl": dependent,
         },
     )

@@ -48,3 +48,38 @@ async def test_streams_of_a_replica_without_an_engine_go_on_at_the_other(server:
 
         await until(repaired, 60.0)
     assert sorted(server.pids("ray::ServeReplica:latentserve:engine")) == fronts
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_streams_of_a_front_that_dies_go_on_at_the_other(server: Server, number: int) -> None:
+    """The client's connection to HAProxy, and HAProxy's to the replica, stay; another process writes into it."""
+    await asyncio.sleep(3.0)
+    fronts = sorted(server.pids("ray::ServeReplica:latentserve:engine"))
+    assert len(fronts) == 2
+    async with client(300.0) as http:
+        ask = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+        undisturbed = await asyncio.gather(*await begin(http, server.url, 4, **ask))
+        tasks = await begin(http, server.url, 4, **ask)
+        os.kill(fronts[0], number)
+        begun = time.monotonic()
+        disturbed = await asyncio.gather(*tasks)
+        print(f"all streams had ended after {time.monotonic() - begun:.1f} s")
+        assert all(result.done for result in disturbed), [result.error or result.broken for result in disturbed]
+        assert [result.text for result in disturbed] == [result.text for result in undisturbed]
+        assert len({result.replica for result in disturbed}) == 2, "both had streams"
+
+        async def replaced() -> bool:
+            now = server.pids("ray::ServeReplica:latentserve:engine")
+            return len(now) == 2 and fronts[0] not in now
+
+        await until(replaced, 120.0)
+
+        async def both_serve() -> bool:
+            asking = (
+                http.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}) for _ in "123456"
+            )
+            answers = await asyncio.gather(*asking)
+            assert {answer.status_code for answer in answers} == {200}
+            return len({answer.headers["x-latentserve-replica"] for answer in answers}) == 2
+
+        await until(both_serve, 120.0)

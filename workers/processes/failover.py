@@ -16,7 +16,6 @@ import asyncio
 import dataclasses
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -30,7 +29,7 @@ from workers.processes.client import EngineClient, tell
 from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo, RequestFailed
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.prompt import pack_tokens, unpack_tokens
 from workers.protocol.report import SelfTestReport
 
 logger = logging.getLogger(__name__)
@@ -54,15 +53,15 @@ class FailoverMailbox(OutputMailbox):
     """Outputs of one request on their way to its reader, from whichever engine has the request."""
 
     def __init__(self, request: Request, engine: FailoverEngine, arrived: float) -> None:
-        """`arrived`: seconds, of the engine's clock."""
+        """`arrived`: seconds, of the engine's clock. What is done of the request was delivered by another front."""
         super().__init__(on_abandon=partial(engine.abandon, request.request_id))
         self._request, self._engine, self._arrived = request, engine, arrived
-        self._done = array("I")
-        """Tokens that were delivered here, whether they were read or not."""
+        self._done = unpack_tokens(request.done)
+        """Tokens that were delivered, whether they were read or not."""
         self._asked = self._deaths = self._errors = 0
         self.holder: EngineClient | None = None
         """The engine that was asked for it and lives."""
-        self.root = b""
+        self.root = engine.info.root if request.done else b""
         """Root (`ModelInfo.root`) of the engines that may go on with it: of the one that was asked first."""
         self.name = request.request_id
         """Name under which the request was asked for: another one each time, so that an engine that is asked twice
@@ -205,7 +204,7 @@ class FailoverEngine:
         if no engine is there to go on with it in time.
         """
         now = self._clock()
-        stream = FailoverMailbox(request, self, now)
+        stream = FailoverMailbox(request, self, now - (request.age_s or 0.0))
         self._streams[request.request_id] = stream
         if not self.down:
             stream.ask(self._alive, now, new=True)

@@ -166,7 +166,7 @@ class ParsedChoice(Choice):
 
     def __init__(self, job: Job, branch: Branch, tokenizer: Tokenizer | None, reading: Reading) -> None:
         super().__init__(job, branch, tokenizer)
-        self._parser = reading.parser()
+        self._parser = reading.parser(job.draws.call_ids(branch.index))
         if job.stops and not reading.stops_in_reasoning:
             self._parser.watch(StopMatcher(job.stops, job.include_stop))
         self._one_call = reading.one_call

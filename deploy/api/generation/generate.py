@@ -10,16 +10,18 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, choice_of, joined
+from deploy.api.generation.journaling import Journal, continued, opened
 from deploy.api.http.body import ClientDisconnected
 from deploy.api.http.errors import ApiError, from_engine
 from deploy.api.http.middleware import CancelOnDisconnect
@@ -30,7 +32,8 @@ from deploy.observability.front_metrics import FrontMetrics
 from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed
-from workers.protocol.messages import Request
+from workers.protocol.messages import Request, RequestOutput
+from workers.protocol.prompt import pack_tokens
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
     from deploy.observability.tracing import RequestTrace
@@ -46,6 +49,8 @@ INTERVALS = 256
 """Intervals between outputs are handed to the metrics this many at a time."""
 SILENCE_S = 5.0
 """A stream that has begun says that it waits when no token has come for so long."""
+WAITING: Final = b": waiting for the next token\n\n"
+"""The comment in which it says so."""
 ENTRY_BYTES: Final = 64
 """Bytes that an entry of an answer takes while it is written, about."""
 NOT_ENFORCED: Final = b"x-latentserve-not-enforced"
@@ -118,11 +123,16 @@ class Generator:
     """Turns for answers that are long to write."""
     salts: CacheSalts
     """Of cached pages."""
+    resumable: type[Stream] | None = None
+    """How streams are written whose clients ask that they can be resumed."""
 
     def answer(self, endpoint: str, job: Job, form: Format, arrival: float) -> Generation:
         """The answer to a request, in the shape of `form`, streamed or whole. `arrival` is `time.perf_counter()` when
-        the request came in."""
-        return (Stream if job.stream else Whole)(self, endpoint, job, form, arrival)
+        the request came in. 400 for a stream that cannot be resumed."""
+        made: type[Generation] = Stream if job.stream else Whole
+        if job.stream and job.draws.resume is not None and self.resumable is not None:
+            made = self.resumable
+        return made(self, endpoint, job, form, arrival)
 
 
 class Generation(Response):
@@ -135,6 +145,7 @@ class Generation(Response):
         """Whether the status line is out."""
         self.first_token_s: float | None = None
         self.trace: RequestTrace | None = None
+        self.journal: Journal | None = None
         self.admitted = Admitted()
         """Hears how the sequences go."""
         # What Starlette expects of a response.
@@ -151,6 +162,7 @@ class Generation(Response):
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
             with self.generator.admission.running(scope, prompt_tokens, self.choices) as self.admitted:
+                self.journal = opened(scope, self.job, self._ordinary())
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
         except ClientDisconnected:
@@ -172,6 +184,9 @@ class Generation(Response):
             record["finish"] = ",".join(sorted({choice.finish or "none" for choice in self.choices}))
             if self.first_token_s is not None:
                 record["first_token_s"] = round(self.first_token_s, 6)
+
+    def _ordinary(self) -> bool:
+        return self.job.stream and len(self.choices) == 1 and not self.choices[0].detailed
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         scope["latentserve.log"]["error"] = error.message
@@ -209,6 +224,8 @@ class Generation(Response):
         place = self.admitted.place(self.job.priority)
         salt = self.generator.salts.salt(place[1], self.job.cache_salt)
         request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place, salt=salt)
+        journal = self.journal
+        fed = None if journal is None else journal.feeder(choice.index)
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
@@ -218,7 +235,7 @@ class Generation(Response):
         reason = "error"
         first_tokens = 0
         queued: float | None = None
-        outputs, traced = self.generator.engine.generate(request), None
+        outputs, traced = self._outputs(request, choice.index), None
         if self.trace is not None:
             outputs = traced = self.trace.sequence(choice.index, outputs)
         metrics.request_started(self.endpoint, len(prompt))
@@ -226,6 +243,8 @@ class Generation(Response):
         try:
             async for output in outputs:
                 now = clock()
+                if fed is not None:
+                    fed(output)
                 text = feed(output)
                 if first:
                     intervals.append(now - last)
@@ -270,6 +289,14 @@ class Generation(Response):
                 traced.end(reason, len(prompt), choice.cached_tokens, choice.generated)
             self.admitted.finished(reason, choice.generated, queued)
 
+    def _outputs(self, request: Request, choice: int) -> AsyncIterator[RequestOutput]:
+        """What the engine says to a request, behind what was said to it when another front had it."""
+        engine, journal = self.generator.engine, self.journal
+        if journal is None or journal.age_s is None:
+            return engine.generate(request)
+        done = pack_tokens([token for output in journal.outputs(choice) for token in output.tokens])
+        return continued(journal, choice, engine, replace(request, done=done, age_s=journal.age_s))
+
     def _first(self, now: float) -> None:
         self.admitted.began()
         seconds = now - self.arrival
@@ -299,7 +326,12 @@ class Stream(Generation):
         finally:
             comments.cancel()
         await self._start(send)
-        await send({"type": "http.response.body", "body": self.form.closing(self.choices), "more_body": False})
+        last = self.ending(self.form.closing(self.choices))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def ending(self, body: bytes) -> bytes:
+        """Return what ends the stream, made of the events that do."""
+        return body
 
     async def _comment(self, send: Send) -> None:
         """Send a comment, which clients ignore, whenever a stream that has begun gets no token for a while. Where its
@@ -308,9 +340,7 @@ class Stream(Generation):
             made = sum(choice.generated for choice in self.choices)
             await asyncio.sleep(SILENCE_S)
             if self.started and made == sum(choice.generated for choice in self.choices):
-                await send(
-                    {"type": "http.response.body", "body": b": waiting for the next token\n\n", "more_body": True}
-                )
+                await send({"type": "http.response.body", "body": WAITING, "more_body": True})
 
     async def _start(self, send: Send) -> None:
         if not self.started:

@@ -15,15 +15,16 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from deploy.api.http.draws import Draws
 from deploy.api.http.errors import ApiError, invalid, not_valid
 from deploy.config.api import ApiConfig
 from deploy.text.lane import SMALL, Lanes, Worker
@@ -38,6 +39,8 @@ UNCOUNTED = 64 * 1024
 """Bytes of a body that need no room in the memory for large ones, so that ordinary requests always come in."""
 SLICE = 64 * 1024
 """Bytes that are looked at in one go, for at most a few milliseconds."""
+BODY: Final = "latentserve.body"
+"""Key of the body in a request's scope. It is kept there where the key is there already."""
 _STEPS = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -333,6 +336,8 @@ class Incoming:
     """Runs work that takes time in proportion to the body's size."""
     key: str = ""
     """Name of the API key that it came with."""
+    draws: Draws = field(default_factory=Draws)
+    """What its request draws."""
 
 
 class Intake:
@@ -350,10 +355,12 @@ class Intake:
         key = request.scope.get("latentserve.key", "")
         with self._budget.account(key) as account:
             raw = await read_body(request, self._config, account)
+            if BODY in request.scope:
+                request.scope[BODY] = raw
             async with self._lanes.turn(len(raw), key) as work:
                 if len(raw) > SMALL and await request.is_disconnected():
                     raise ClientDisconnected
-                yield Incoming(raw, work, key)
+                yield Incoming(raw, work, key, request.scope["latentserve.draws"])
 
     @asynccontextmanager
     async def with_more(self, incoming: Incoming, size: int) -> AsyncIterator[Incoming]:
@@ -362,4 +369,4 @@ class Intake:
             yield incoming
             return
         async with self._lanes.turn(len(incoming.raw) + size, incoming.key) as work:
-            yield Incoming(incoming.raw, work, incoming.key)
+            yield replace(incoming, work=work)

@@ -8,14 +8,15 @@ import logging
 import math
 import re
 import time
-import uuid
 from types import TracebackType
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.api.http.body import ClientDisconnected
+from deploy.api.http.draws import Draws
 from deploy.api.http.errors import ApiError, of_anthropic
+from deploy.api.http.resume import resume_of
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
 
@@ -26,12 +27,12 @@ QUIET = frozenset({"/health", "/metrics", "/live"})
 """Polled all the time: good answers of these are logged at debug level."""
 
 
-def request_id_of(scope: Scope) -> str:
-    """The client's x-request-id if it is a sensible one (it goes into headers and logs), else a new id."""
+def request_id_of(scope: Scope, draws: Draws) -> str:
+    """The client's x-request-id if it is a sensible one (it goes into headers and logs), else one that is drawn."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _GOOD_ID.fullmatch(value):
             return bytes(value).decode("ascii")
-    return uuid.uuid4().hex
+    return draws.hex("request")
 
 
 async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +40,7 @@ async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1000})
         return
-    request_id = request_id_of(scope)
+    request_id = request_id_of(scope, Draws())
     error = ApiError(
         400,
         "WebSockets are not supported by this server: send a POST with stream set to true and read server-sent events",
@@ -51,8 +52,9 @@ async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class AccessLayer:
-    """ASGI middleware. Leaves in the scope `latentserve.request_id`, and takes from it the fields that the routes left
-    in `latentserve.log` and the headers of the answer that they left in `latentserve.headers`."""
+    """ASGI middleware. Leaves in the scope `latentserve.request_id` and `latentserve.draws`, unless somebody did who
+    continues an answer, and takes from it the fields that the routes left in `latentserve.log` and the headers of the
+    answer that they left in `latentserve.headers`."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
         self._app = app
@@ -67,7 +69,11 @@ class AccessLayer:
             await self._app(scope, receive, send)
             return
         begin = time.perf_counter()
-        request_id = request_id_of(scope)
+        resume = resume_of(scope)
+        begun = Draws() if resume is None else Draws(resume.secret, resume.created)
+        draws = scope.setdefault("latentserve.draws", begun)
+        draws.resume = resume
+        request_id = request_id_of(scope, draws)
         record: dict[str, Any] = {}
         scope["latentserve.request_id"] = request_id
         scope["latentserve.log"] = record

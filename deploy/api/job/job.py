@@ -3,14 +3,14 @@ settings is checked here, before anything is queued."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from deploy.api.http.body import Incoming, parse_object, validate
+from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
@@ -89,6 +89,8 @@ class Job:
     """Parts of the tools' schemas that are left to the model, each as a path and a keyword."""
     reading: Reading | None = None
     """Rules for telling reasoning and tool calls from content; None: all is content."""
+    draws: Draws = field(default_factory=Draws)
+    """What the request draws."""
 
     @property
     def kept(self) -> frozenset[int]:
@@ -198,9 +200,11 @@ def build_job(
     config: ApiConfig,
     grammar: Grammar | None = None,
     most: int | None = None,
+    draws: Draws | None = None,
 ) -> Job:
     """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow. `most`:
-    the most tokens of an answer, where neither the request nor the settings say it."""
+    the most tokens of an answer, where neither the request nor the settings say it. `draws`: what the request draws."""
+    draws = draws or Draws()
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     wanted = most_asked(body)
@@ -229,7 +233,7 @@ def build_job(
             raise invalid(f"min_tokens: {body.min_tokens} is more than the {most} to generate", "min_tokens")
         # Equal prompts of a request without a seed must not give equal samples; with a seed they must.
         if body.seed is None:
-            seeds = [secrets.randbits(63) for _ in range(body.n)]
+            seeds = [draws.seed(number * body.n + choice) for choice in range(body.n)]
         else:
             seeds = sequence_seeds(body.seed, prompt.ids, body.n)
         for index, seed in enumerate(seeds, number * body.n):
@@ -256,6 +260,7 @@ def build_job(
         prompt_logprobs=asked,
         own_prompt_logprobs=-1 if isinstance(body, ChatBody) or body.prompt_logprobs is None else body.prompt_logprobs,
         silent=wanted == 0,
+        draws=draws,
     )
 
 
@@ -282,5 +287,6 @@ async def chat_job(body: ChatBody, incoming: Incoming, model: ServedModel, admis
     reading = model.reader.reading(body, text)
     constraint = await requested_grammar(body, tokenizer, info, reading) if body.constrained else UNCONSTRAINED
     most = model.sampling_defaults.get("max_tokens")
-    job = await incoming.work(build_job, body, [Prompt(ids, text)], info, tokenizer, config, constraint.grammar, most)
+    known = (info, tokenizer, config, constraint.grammar, most, incoming.draws)
+    job = await incoming.work(build_job, body, [Prompt(ids, text)], *known)
     return replace(job, reading=reading, not_enforced=constraint.not_enforced)

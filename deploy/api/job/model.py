@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,8 +156,8 @@ def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateF
 class Reading:
     """Rules for reading the answers to one request."""
 
-    parser: Callable[[], AnswerParser]
-    """Makes the parser of one answer."""
+    parser: Callable[[Callable[[], str]], AnswerParser]
+    """Makes the parser of one answer, which takes the ids of its tool calls from the function that it is given."""
     kept: frozenset[int]
     """Special tokens that the parser needs to see."""
     one_call: bool
@@ -173,7 +172,7 @@ class Reading:
     """Stop strings end the reasoning, too, not the answer after it alone."""
 
 
-PLAIN: Final = Reading(lambda: AnswerParser(None, None), frozenset(), one_call=False)
+PLAIN: Final = Reading(lambda _: AnswerParser(None, None), frozenset(), one_call=False)
 """Rules for answers of which all is content."""
 
 
@@ -233,8 +232,8 @@ class Reader:
         tools, schemas = self.tools if uses_tools else None, _schemas(body)
         free, form_or_calls = not _bound_behind_reasoning(body), body.formed and may_answer(body.tool_choice)
 
-        def parser() -> AnswerParser:
-            calls = None if tools is None else TOOL_PARSERS[tools](schemas, _call_id)
+        def parser(call_id: Callable[[], str]) -> AnswerParser:
+            calls = None if tools is None else TOOL_PARSERS[tools](schemas, call_id)
             return AnswerParser(None if form is None else ReasoningParser(form, where), calls, free, form_or_calls)
 
         kept = (self._kept_of_tools if uses_tools else frozenset()) | self._kept_of_reasoning
@@ -276,7 +275,3 @@ def _bound_behind_reasoning(body: ChatBody) -> bool:
     would not be bound, or be cut."""
     strict = any(tool["function"]["strict"] for tool in body.tools)
     return body.tool_choice != "auto" or strict or body.formed or body.max_reasoning_tokens is not None
-
-
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from contextvars import ContextVar
+from typing import Final, Protocol
 
 from starlette.types import Scope
 
@@ -20,6 +21,10 @@ PACE_OF = 64
 """Ends of sequences by which the next ones are foretold."""
 LONGEST_WAIT_S = 60.0
 """Longest wait, in seconds, that is predicted: nobody knows more about the time after it."""
+
+CONTINUED: Final[ContextVar[int | None]] = ContextVar("CONTINUED", default=None)
+"""Tokens that other fronts gave to the request of this task; None for a request that arrives now. One that goes on was
+let in where it began: no limit turns it away, and its key has paid for its prompt and for those tokens."""
 
 
 class Pace:
@@ -120,6 +125,8 @@ class Admission:
 
     def check_capacity(self, sequences: int) -> None:
         """429 for more sequences than the replica takes now."""
+        if CONTINUED.get() is not None:
+            return
         if self.in_flight + sequences > self._most() and not self._others_make_room(sequences):
             raise overloaded(
                 f"{self.in_flight} sequences run or wait, which leaves no room for {sequences} more; try again later",

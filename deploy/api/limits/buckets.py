@@ -122,10 +122,10 @@ class Meter:
     """One request while it runs: what it has generated is taken from its key's tokens before anybody looks at them, so
     that nothing is counted per token."""
 
-    def __init__(self, choices: Sequence[Counted], clock: Callable[[], float]) -> None:
-        """`clock`: seconds."""
+    def __init__(self, choices: Sequence[Counted], clock: Callable[[], float], counted: int = 0) -> None:
+        """`clock`: seconds. `counted`: tokens of it that are taken already."""
         self.choices = choices
-        self.counted = 0
+        self.counted = counted
         self._clock = clock
         self._began: float | None = None
         self._window: tuple[float, Sequence[int]] = (0.0, ())
@@ -140,7 +140,8 @@ class Meter:
 
     def new(self) -> int:
         """Tokens generated since the last call."""
-        before, self.counted = self.counted, sum(choice.generated for choice in self.choices)
+        generated = sum(choice.generated for choice in self.choices)
+        before, self.counted = self.counted, max(self.counted, generated)
         since, then = self._window
         if self._began is not None and (seconds := self._clock() - since) >= WINDOW_S:
             self._recent = self._fastest(then, seconds)

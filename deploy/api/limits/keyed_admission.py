@@ -11,7 +11,7 @@ from starlette.types import Scope
 from typing_extensions import override
 
 from deploy.api.http.errors import ApiError, invalid, over_limit
-from deploy.api.limits.admission import Admission, Admitted, Counted, whole_seconds
+from deploy.api.limits.admission import CONTINUED, Admission, Admitted, Counted, whole_seconds
 from deploy.api.limits.buckets import Meter
 from deploy.api.limits.keys import Key, KeyRing, OverLimit
 from deploy.observability.front_metrics import FrontMetrics
@@ -74,7 +74,7 @@ class KeyedAdmission(Admission):
     async def enter(self, request: HttpRequest) -> None:
         """Authorize a request that is to generate, and count it; 429 where its key has used up a limit."""
         self._authorize(request)
-        if (key := self._asking.get()) is not None:
+        if (key := self._asking.get()) is not None and CONTINUED.get() is None:
             with self._limits_of(key, request.scope):
                 key.enter()
 
@@ -85,12 +85,14 @@ class KeyedAdmission(Admission):
             with super().running(scope, prompt_tokens, sequences) as admitted:
                 yield admitted
             return
-        count, most = len(sequences), key.settings.max_sequences
+        count, most, done = len(sequences), key.settings.max_sequences, CONTINUED.get()
+        if done is not None:
+            most = None
         if most is not None and count > most:
             raise invalid(f"{count} sequences, prompts times n: this API key may have {most} at a time", "n")
         with self._limits_of(key, scope):
             self.check_capacity(count)
-            meter = key.start(prompt_tokens, sequences)
+            meter = key.start(prompt_tokens, sequences) if done is None else key.go_on(done, sequences)
         try:
             with self._counted(count):
                 yield KeyedRequest(self._keys, key, meter, self._metrics)

@@ -99,8 +99,13 @@ class Key:
             raise
         if self._tokens is not None:
             self._tokens.take(prompt_tokens)
+        return self.go_on(0, choices)
+
+    def go_on(self, done: int, choices: Sequence[Counted]) -> Meter:
+        """A request runs that has entered, at another front perhaps, where it was given and charged for `done`
+        tokens."""
         self.sequences += len(choices)
-        meter = Meter(choices, self._clock)
+        meter = Meter(choices, self._clock, done)
         self._meters.add(meter)
         return meter
 

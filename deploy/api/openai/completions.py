@@ -29,7 +29,8 @@ async def completion_job(body: CompletionBody, incoming: Incoming, model: Served
     body = with_defaults(body, model.sampling_defaults, info.vocab_size)
     constraint = await requested_grammar(body, tokenizer, info) if body.constrained else UNCONSTRAINED
     most = model.sampling_defaults.get("max_tokens")
-    return await incoming.work(build_job, body, prompts, info, tokenizer, config, constraint.grammar, most)
+    known = (info, tokenizer, config, constraint.grammar, most, incoming.draws)
+    return await incoming.work(build_job, body, prompts, *known)
 
 
 async def _prompts(body: CompletionBody, incoming: Incoming, model: ServedModel, admission: Admission) -> list[Prompt]:

@@ -5,7 +5,6 @@ A stream's ordinary event is prebuilt bytes around one JSON string, the new text
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -78,7 +77,7 @@ class AnswerFormat:
         self._head = {
             "id": f"{self.prefix}-{request_id}",
             "object": "",
-            "created": int(time.time()),
+            "created": int(job.draws.created),
             "model": job.model,
             "system_fingerprint": fingerprint,
         }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
@@ -12,6 +10,7 @@ from pydantic import ConfigDict
 
 from deploy.api.generation.choice import Choice, Piece, draft_counts
 from deploy.api.generation.generate import named_event
+from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
 from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Job
@@ -67,7 +66,7 @@ class ResponsesFormat:
         """`tools`: those of the body, taken apart. `name`: the response's id. `stored`: whether it can be gone on from.
         `on_end` gets the response once it is complete. 400 for what of `body` could not be written."""
         self._job, self._on_end = job, on_end
-        self._items = OutputWriter(tools.origins)
+        self._items = OutputWriter(tools.origins, job.draws)
         self._number = 0
         """Sequence number of the next event."""
         sampling = job.sequences[0].sampling
@@ -75,7 +74,7 @@ class ResponsesFormat:
         self._head: dict[str, Any] = {
             "id": name,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(job.draws.created),
             "model": job.model,
             "error": None,
             "instructions": body.instructions,
@@ -183,9 +182,9 @@ class OutputWriter:
     """Collects the output of one response, items of reasoning, text and calls, and tells of it in events. A call that
     breaks off is told of as incomplete, and is none of the output in the end."""
 
-    def __init__(self, origins: Mapping[str, Origin]) -> None:
-        """`origins`: the tools that functions stand for, by the functions' names."""
-        self._origins = origins
+    def __init__(self, origins: Mapping[str, Origin], draws: Draws) -> None:
+        """`origins`: the tools that functions stand for, by the functions' names. `draws`: of the request."""
+        self._origins, self._draws = origins, draws
         self.output: list[dict[str, Any]] = []
         """The items so far."""
         self._item: dict[str, Any] | None = None
@@ -261,10 +260,10 @@ class OutputWriter:
         return [*events, delta]
 
     def _begin(self, kind: str, fields: dict[str, Any]) -> Events:
-        name = f"{_PREFIX[kind]}_{uuid.uuid4().hex}"
+        self._index += 1
+        name = f"{_PREFIX[kind]}_{self._draws.hex(f'item {self._index}')}"
         self._item = {"id": name, "type": kind, "status": "in_progress", **fields}
         self._texts, self._input, self._told = [], InputStream(), []
-        self._index += 1
         self.output.append(self._item)
         added = {"type": "response.output_item.added", "output_index": self._index, "item": dict(self._item)}
         return [added]

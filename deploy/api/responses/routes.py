@@ -4,7 +4,6 @@ written in their own shape."""
 from __future__ import annotations
 
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +12,10 @@ from typing import Any
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
 from deploy.api.generation.generate import Generator
+from deploy.api.generation.journaling import CONVERSATION
 from deploy.api.http.body import Intake
 from deploy.api.http.errors import ApiError, invalid
 from deploy.api.http.ignored_tools import name_ignored_tools
@@ -114,6 +115,17 @@ def _conversation(before: bytes, body: ResponsesBody) -> Messages:
     return messages + messages_of(body.input)
 
 
+def _before(body: ResponsesBody, scope: Scope, store: ResponseStore) -> bytes:
+    """The messages that the answer goes on from, as JSON. A front that goes on with another one's answer has them in
+    the scope."""
+    if body.previous_response_id is None:
+        return b"[]"
+    before = scope.get(CONVERSATION)
+    if before is None:
+        before = scope[CONVERSATION] = store.conversation(body.previous_response_id)
+    return bytes(before)
+
+
 def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, generator: Generator) -> None:
     """/v1/responses, and the responses that are kept."""
     store = ResponseStore(model.config)
@@ -124,7 +136,7 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
         async with intake.reading(request) as incoming:
             body = await incoming.work(parse_response, incoming.raw)
             model.check_name(body.model)
-            before = b"[]" if body.previous_response_id is None else store.conversation(body.previous_response_id)
+            before = _before(body, request.scope, store)
             async with intake.with_more(incoming, len(before)) as whole:
                 messages = await whole.work(_conversation, before, body)
                 try:
@@ -133,7 +145,7 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
                     job = await chat_job(chat, whole, model, generator.admission)
                 except ApiError as error:
                     raise named_here(error) from None
-        name, stored = f"resp_{uuid.uuid4().hex}", store.on and body.store
+        name, stored = f"resp_{job.draws.hex('response')}", store.on and body.store
 
         def ended(response: dict[str, Any]) -> None:
             if stored:

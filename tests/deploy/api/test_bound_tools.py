@@ -174,7 +174,7 @@ def test_calls_in_the_reasoning_do_not_count_where_they_would_not_be_bound() -> 
         body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields})
         reading = reader.reading(body, "<think>")
         assert reading is not None
-        one = reading.parser()
+        one = reading.parser(lambda: "call_1")
         events = [*one.push(text), *one.finish()]
         assert sum(isinstance(event, CallEnd) for event in events) == calls
 

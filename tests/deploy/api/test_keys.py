@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
-from deploy.api.limits.admission import Pace, whole_seconds
+from deploy.api.limits.admission import CONTINUED, Pace, whole_seconds
 from deploy.api.limits.buckets import Bucket, duration
 from deploy.api.limits.keys import Key, KeyRing, OverLimit
 from deploy.config.api import ApiConfig
@@ -195,6 +195,37 @@ def test_tokens_of_running_streams_count_as_they_come() -> None:
         # It has been running for no time at all, so the 60 that it may still generate may come at once.
         lack = len(PROMPT) + 40 + 60 + 10 - 50
         assert refused.headers["retry-after"] == str(math.ceil(lack * 60 / 50))
+
+
+async def test_a_request_that_goes_on_is_let_in_and_pays_for_what_is_new_alone() -> None:
+    """It was let in, and paid for its prompt and what was generated, where it began."""
+    engine = FakeEngine(say(IDS))
+    engine.stats = EngineStats(slots=1, queue_limit=0)
+    limits = named("app", requests_per_minute=60, tokens_per_minute=60, max_sequences=1)
+    keys = KeyRing((limits,), lambda: 1000.0)
+    app = create_app(engine, tiny(), ApiConfig(api_keys=(limits,)), keys=keys)
+    key = keys.find(["secret-app"])
+    assert key is not None
+
+    def room() -> tuple[int, int]:
+        headers = dict(key.headers())
+        return tuple(int(headers[b"x-ratelimit-remaining-" + of]) for of in (b"requests", b"tokens"))
+
+    async def ask(done: int | None, **fields: Any) -> int:
+        CONTINUED.set(done)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            headers = {"x-api-key": "secret-app"}
+            return (await client.post("/v1/completions", json={**BODY, **fields}, headers=headers)).status_code
+
+    assert await ask(None) == 200
+    before = room()
+    assert before == (59, 60 - len(PROMPT) - len(IDS) - 1)
+    assert await ask(2) == 200
+    assert room() == (59, before[1] - (len(IDS) + 1 - 2))
+    assert await ask(None, n=2) == 400
+    assert await ask(0, prompt=["a"] * 300) == 400, "what a replica never takes is refused all the same"
+    assert await ask(None, prompt=[5] * 60, max_tokens=1) == 429
+    assert await ask(1, prompt=[5] * 60, max_tokens=1) == 200
 
 
 def test_sequences_at_a_time() -> None:

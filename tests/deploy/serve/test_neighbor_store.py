@@ -109,6 +109,30 @@ async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
         one.close()
 
 
+async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_the_same(store: Store) -> None:
+    written = ServeConfig.model_validate({"engine": {"model": "demo"}, "replicas": 3, "api": {"max_n": 3}})
+    there, changed = Place("another", "127.0.0.1"), b"of other weights"
+    stores = [
+        opened("a"),
+        opened("b"),
+        opened("c", config=written),
+        opened("d", place=there),
+        opened("e", root=changed),
+    ]
+    for one, name in zip(stores, "abcde", strict=True):
+        one.heir = f"/heir-of-{name}"
+    await until(lambda: sorted(stores[0].heirs()) == ["/heir-of-b", "/heir-of-c"])
+    await until(lambda: all(len(one.neighbors()) == 3 for one in stores[:4]))
+    assert [list(one.heirs()) for one in stores[3:]] == [[], []]
+    # Whoever writes answers otherwise is asked, and refuses.
+    names = [one.answers_as() for one in stores]
+    assert names[0] == names[1] == names[3]
+    assert len({*names}) == 3
+    for one in stores:
+        one.close()
+    assert not stores[0].heirs()
+
+
 async def test_replicas_of_other_nodes_are_reached_over_tcp_with_keys(store: Store) -> None:
     stores = [opened("a"), opened("b", place=Place("another", "127.0.0.1"))]
     await until(lambda: all(one.neighbors() for one in stores))

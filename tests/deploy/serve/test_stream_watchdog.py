@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.serve.stream_watchdog import _HOLD, _MESSAGE, WRITE_TIMEOUT_S, StreamWatchdog, end, keep
+from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.serve.watchdog_process import HOLD, MESSAGE, WRITE_TIMEOUT_S, end, keep
 from workers.channel.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,7 +216,8 @@ def test_a_front_that_hangs_is_ended() -> None:
 @pytest.mark.alone
 def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
     code = (
-        "import time; from deploy.serve.stream_watchdog import BEAT_S, StreamWatchdog\n"
+        "import time; from deploy.serve.stream_watchdog import StreamWatchdog\n"
+        "from deploy.serve.watchdog_process import BEAT_S\n"
         "watchdog = StreamWatchdog([b''], silence_s=0.1)\n"
         "print(flush=True)\n"
         "while True: watchdog.beat(); time.sleep(1.5 * BEAT_S)"  # a loop has other things to do, too
@@ -263,7 +265,7 @@ def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() 
         while stuck.send(b"x" * 65536):
             pass
     for number, (front, _) in enumerate(streams):
-        socket.send_fds(ours, [_MESSAGE.pack(_HOLD + number, number)], [front.fileno()])
+        socket.send_fds(ours, [MESSAGE.pack(HOLD + number, number)], [front.fileno()])
         front.close()
     ours.close()
     words = "data: ü\n\n".encode()

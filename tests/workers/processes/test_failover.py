@@ -19,7 +19,7 @@ from workers.processes.failover import MOST_DEATHS, FailoverEngine
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Cancel, Fault, FromWorker, Request, Requests, ToScheduler
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt, unpack_tokens
+from workers.protocol.prompt import Prompt, pack_tokens, unpack_tokens
 
 
 class World:
@@ -216,6 +216,20 @@ async def test_what_another_model_has_begun_is_not_continued() -> None:
         await made.serving(3)
         assert await made.continued() == [("b", [], 0.0)], "the same once more"
         await waiting.aclose()
+
+
+async def test_what_another_front_has_delivered_is_not_asked_for_again() -> None:
+    async with world() as made:
+        stream = made.engine.generate(asked("a", done=pack_tokens([5, 6]), age_s=3.0))
+        assert await made.continued() == [("a", [5, 6], 3.0)]
+        made.scheduler.output("a", 7, at=2)
+        await asyncio.sleep(0.05)
+        made.now += 1.0
+        made.kill()
+        await made.serving(2)
+        assert await made.continued() == [("a", [5, 6, 7], 4.0)]
+        made.scheduler.output("a.1", 8, at=3, finish="length")
+        assert await rest(stream) == [7, 8]
 
 
 async def test_who_leaves_meanwhile_is_not_asked_for() -> None:

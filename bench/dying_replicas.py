@@ -1,0 +1,396 @@
+"""Streams of all APIs under kills: what their clients have, compared with what they have when nobody dies.
+
+    python bench/dying_replicas.py --answers 300 --kills 12
+
+Two replicas of the demo model run on this machine's CPU without Ray: each has a front, a scheduler and a rank, and the
+two find each other as they do under Ray Serve. Clients ask for streams and whole answers of four APIs, with seeds, one
+after the other. Meanwhile a front, a scheduler or a rank is ended by SIGKILL, as soon as both replicas serve. Prints
+how many answers were lost, were different, or had tokens twice, and the longest gap between two pieces of the streams
+that ran when something died. A client whose connection ends before a byte of the answer came asks the other replica, as
+HAProxy does. Exits with 1 if an answer is not what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+NAMES = ("first", "second")
+START_S = 300.0
+LOSSES_S = 65.0
+ANSWER_S = 180.0
+
+
+def replica(name: str, folder: Path) -> None:
+    """Be a replica until the end of the process."""
+    import uvicorn
+
+    from deploy.api.app import create_app
+    from deploy.api.http.errors import FAILURES, engine_down
+    from deploy.config.application import ServeConfig
+    from deploy.routing.arrivals import Arrivals
+    from deploy.serve import neighbor_store, progress
+    from deploy.serve.heir import Heir
+    from deploy.serve.journals import Journals
+    from deploy.serve.neighbor_store import NeighborStore, Place
+    from deploy.serve.stream_watchdog import StreamWatchdog
+    from deploy.serve.under_serve import UnderServe
+    from deploy.serve.watchdog_process import BEAT_S
+    from deploy.text.tokenizer import Tokenizer
+    from workers.memory.keeper import WeightKeeper
+    from workers.processes.client import EngineClient
+    from workers.processes.failover import FailoverEngine
+    from workers.processes.launch import LocalReplica
+
+    def store(verb: str, key: bytes, value: bytes = b"", **options: Any) -> Any:
+        """Files in place of Ray's store."""
+        file = folder / key.hex()
+        if verb == "list":
+            return [bytes.fromhex(one.name) for one in folder.iterdir() if one.name.startswith(key.hex())]
+        if verb == "get":
+            return file.read_bytes() if file.exists() else None
+        if verb == "del":
+            return file.unlink(missing_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(value)
+        return fresh.replace(file)
+
+    progress.store = neighbor_store.store = store
+    engine_settings = {
+        "model": "demo", "device": "cpu", "max_rows": 16, "token_budget": 128, "invariant": True, "selftest": False,
+    }  # fmt: skip
+    config = ServeConfig.model_validate({"engine": engine_settings, "replicas": 2})
+    keeper = WeightKeeper() if config.engine.keeps_weights else None
+    told = folder / f"{name}.json"
+    current: list[LocalReplica] = []
+    watching: list[asyncio.Task[None]] = []
+
+    def tell(**more: Any) -> None:
+        pids = [process.pid for process in current[0].processes] if current else []
+        fresh = told.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"pid": os.getpid(), "engine": pids, **more}))
+        fresh.replace(told)
+
+    async def start() -> EngineClient:
+        if current:
+            watching[0].cancel()
+            current[0].kill()
+        current[:] = [LocalReplica(config.engine, None if keeper is None else keeper.path())]
+        client = EngineClient(config.engine, await asyncio.to_thread(current[0].connect), "demo")
+
+        async def watch(own: LocalReplica) -> None:
+            while not (dead := own.dead()):
+                await asyncio.sleep(0.05)
+            client.fail(dead)
+
+        watching[:] = [asyncio.create_task(watch(current[0]))]
+        await client.ready(START_S)
+        await client.health_check()
+        return client
+
+    async def main() -> None:
+        neighbors = NeighborStore("bench", f"{name}-{os.getpid()}", config, Place("node", "127.0.0.1"))
+        engine = FailoverEngine(await start(), start, 120.0, neighbors=neighbors.neighbors)
+        words = [engine_down("the replica's front died").event(path) for path in FAILURES]
+        watchdog, arrivals = StreamWatchdog(words, silence_s=10.0), Arrivals()
+        app = create_app(engine, Tokenizer.load(config.engine.folder), config.api)
+        neighbors.open(engine)
+        heir = Heir(app, watchdog, neighbors.answers_as, (b"x-latentserve-replica", name.encode()), arrivals)
+        neighbors.heir = heir.path
+        layer = UnderServe(
+            app, name, arrivals, watchdog, journals=Journals(watchdog, neighbors.answers_as)
+        )  # fmt: skip
+
+        class Wrapped:
+            """Object in which Ray Serve hands a request on."""
+
+            def __init__(self, receive: Any) -> None:
+                self._receive = receive
+
+            async def __call__(self) -> Any:
+                return await self._receive()
+
+        async def under_serve(scope: Any, receive: Any, send: Any) -> None:
+            await layer(scope, Wrapped(receive), send)
+
+        async def beat() -> None:
+            while True:
+                watchdog.beat(neighbors.heirs())
+                both = bool(neighbors.heirs()) and bool(neighbors.neighbors()) and not engine.down
+                tell(port=port, serves=both, down=bool(engine.down))
+                if engine.over:
+                    os._exit(1)
+                await asyncio.sleep(BEAT_S)
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        settings = uvicorn.Config(
+            under_serve, loop="none", http="httptools", access_log=False, lifespan="off", log_level="warning"
+        )
+        beating = asyncio.create_task(beat())
+        try:
+            await uvicorn.Server(settings).serve(sockets=[listener])
+        finally:
+            beating.cancel()
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(main())
+
+
+class Replicas:
+    """The replicas, which are started again when their fronts die."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes = {name: self._start(name) for name in NAMES}
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        (self._folder / f"{name}.json").unlink(missing_ok=True)
+        return subprocess.Popen([sys.executable, __file__, "--replica", name, str(self._folder)], cwd=ROOT)
+
+    def told(self, name: str) -> dict[str, Any]:
+        """What a replica says of itself; empty until it does."""
+        process, file = self._processes[name], self._folder / f"{name}.json"
+        if process.poll() is not None:
+            for pid in json.loads(file.read_text())["engine"] if file.exists() else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # as Ray ends the processes of a front that died
+            self._processes[name] = self._start(name)
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            found: dict[str, Any] = json.loads(file.read_text())
+            return found
+        return {}
+
+    async def serving(self) -> None:
+        """Wait until both serve and know each other."""
+        deadline = time.monotonic() + START_S
+        while not all(self.told(name).get("serves") for name in NAMES):
+            if time.monotonic() > deadline:
+                raise SystemExit("the replicas do not serve")
+            await asyncio.sleep(0.2)
+
+    def end(self) -> None:
+        """End them all."""
+        for name, process in self._processes.items():
+            pids = self.told(name).get("engine", []) if process.poll() is None else []
+            process.kill()
+            process.wait()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@dataclass
+class Answer:
+    """What a client has."""
+
+    raw: bytes = b""
+    pieces: list[float] = field(default_factory=list)
+    """When something came."""
+    replica: str = ""
+
+
+async def ask(replicas: Replicas, which: str, path: str, body: dict[str, Any]) -> Answer:
+    """Ask a replica, or the other one if nothing comes of it."""
+    raw = json.dumps({"model": "demo", **body}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    names, deadline = [which, *(name for name in NAMES if name != which)], time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline:
+        for name in names:
+            if (told := replicas.told(name)).get("down", True):
+                continue
+            answer = Answer(replica=name)
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", told["port"])
+                writer.write(head.encode() + raw)
+                answer.pieces.append(time.monotonic())
+                async with asyncio.timeout_at(deadline - time.monotonic() + asyncio.get_running_loop().time()):
+                    while not complete(answer.raw) and (part := await reader.read(65536)):
+                        answer.raw += part
+                        answer.pieces.append(time.monotonic())
+                writer.close()
+            except (OSError, TimeoutError):
+                pass
+            if answer.raw:
+                return answer
+        await asyncio.sleep(0.1)
+    return Answer()
+
+
+def complete(data: bytes) -> bool:
+    """Whether an answer is there to its end."""
+    head, _, rest = data.partition(b"\r\n\r\n")
+    if length := re.search(rb"content-length: (\d+)", head):
+        return len(rest) >= int(length[1])
+    return rest.endswith(b"\r\n0\r\n\r\n")
+
+
+_DRAWN = re.compile(rb'(chatcmpl-|cmpl-|msg_|resp_|call_|rs_|fc_|ctc_)[0-9a-f]+|"created(_at)?":\d+')
+
+
+def said(answer: Answer) -> tuple[int, bytes]:
+    """Status, and the text of an answer without what is drawn: all deltas of a stream in order, or the whole."""
+    head, _, rest = answer.raw.partition(b"\r\n\r\n")
+    status = int(head.split(b" ")[1]) if head else 0
+    if b"text/event-stream" not in head:
+        return status, _DRAWN.sub(b"", rest)
+    body = re.sub(rb"(?:^|(?<=\r\n))[0-9a-f]+\r\n|\r\n", b"", rest)
+    found: list[str] = []
+    for line in body.split(b"\n"):
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if event.get("error") or event.get("type") == "error":
+            found.append(f"ERROR {event}")
+        for choice in event.get("choices", ()):
+            found.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+            found.append(f"<{choice['finish_reason']}>" if choice["finish_reason"] else "")
+        delta = event.get("delta")
+        found.append(delta if isinstance(delta, str) else (delta or {}).get("text", ""))
+        if event.get("type") in ("message_stop", "response.completed", "response.incomplete"):
+            found.append(f"<{event['type']}>")
+        if event.get("usage"):
+            found.append(str({key: event["usage"][key] for key in event["usage"] if key.endswith("_tokens")}))
+    return status, "".join(found).encode() + (b"" if complete(answer.raw) else b"BROKEN")
+
+
+def requests(count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of four APIs, streamed and whole, sampled in various ways."""
+    made: list[tuple[str, dict[str, Any]]] = []
+    words = ["def read(path):", "class Stack:", "import os", "for line in lines:", "def test(", "try:"]
+    for number in range(count):
+        text, stream = words[number % len(words)] + " " * (number // len(words)), number % 3 != 2
+        sampling = {"temperature": 0.0 if number % 4 == 0 else 1.0, "top_p": 0.9, "stream": stream}
+        chat = [{"role": "user", "content": text}]
+        seeded = {"seed": number, "ignore_eos": True, "max_tokens": tokens}
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        made.append(
+            [
+                ("/v1/completions", {"prompt": text, **sampling, **seeded, **usage}),
+                ("/v1/chat/completions", {"messages": chat, "frequency_penalty": 0.3, **sampling, **seeded, **usage}),
+                ("/v1/messages", {"messages": chat, **sampling, "temperature": 0.0, "max_tokens": tokens}),
+                ("/v1/responses", {"input": text, **sampling, "temperature": 0.0, "max_output_tokens": tokens}),
+            ][number % 4]
+        )
+    return made
+
+
+def verdict(found: tuple[int, bytes], expected: tuple[int, bytes]) -> str:
+    """Name what is wrong with an answer; empty if nothing is."""
+    if found == expected:
+        return ""
+    if found[0] != expected[0] or b"BROKEN" in found[1] or b"ERROR" in found[1]:
+        return "lost"
+    return "tokens twice" if len(found[1]) > len(expected[1]) else "different"
+
+
+async def main(options: argparse.Namespace) -> int:
+    """Return the exit code."""
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="ls-") as place:
+        replicas = Replicas(Path(place))
+        try:
+            await replicas.serving()
+            asked = requests(24, options.tokens)
+            expected = []
+            for path, body in asked:
+                answers = [await ask(replicas, name, path, body) for name in NAMES]
+                told = [said(answer) for answer in answers]
+                if told[0] != told[1] or told[0][0] != 200:
+                    raise SystemExit(f"undisturbed answers differ: {path} {body} {told}")
+                expected.append(told[0])
+            deaths: list[tuple[float, str, str]] = []
+            wrong: Counter[str] = Counter()
+            gaps: dict[str, list[float]] = {"front": [], "rank": [], "scheduler": []}
+            usual: list[float] = []
+            left, done = iter(range(options.answers)), 0
+
+            async def client() -> None:
+                nonlocal done
+                for number in left:
+                    path, body = asked[number % len(asked)]
+                    answer = await ask(replicas, NAMES[number % 2], path, body)
+                    if problem := verdict(said(answer), expected[number % len(asked)]):
+                        wrong[problem] += 1
+                        print(f"{problem}: {path} {said(answer)} in place of {expected[number % len(asked)]}")
+                    done += 1
+                    times = answer.pieces
+                    if body["stream"] and not any(times[0] < died < times[-1] for died, _, _ in deaths if times):
+                        usual.append(max(after - before for before, after in pairwise(times)))
+                    for died, kind, victim in deaths:
+                        if victim == answer.replica and body["stream"] and times[0] < died < times[-1]:
+                            gaps[kind].append(max(after - before for before, after in pairwise(times)))
+
+            async def kill() -> None:
+                for number in range(options.kills):
+                    await replicas.serving()
+                    await asyncio.sleep(chance.uniform(0.2, 1.5))
+                    name, kind = chance.choice(NAMES), ("front", "rank", "front", "scheduler")[number % 4]
+                    lately = [at for at, what, who in deaths if what != "front" and who == name]
+                    if kind != "front" and len(lately) > 1 and time.monotonic() - lately[-2] < LOSSES_S:
+                        kind = "front"  # the third such death within a minute is meant to end a replica
+                    told = replicas.told(name)
+                    pid = told["pid"] if kind == "front" else told["engine"][kind == "rank"]
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    deaths.append((time.monotonic(), kind, name))
+                    print(f"{len(deaths)}: {kind} of the {name} replica killed, {done} answers so far", flush=True)
+                    await asyncio.sleep(1.0)
+
+            killing = asyncio.create_task(kill())
+            clients = [asyncio.create_task(client()) for _ in range(options.clients)]
+            await asyncio.gather(*clients)
+            killing.cancel()
+        finally:
+            replicas.end()
+    kinds = Counter(kind for _, kind, _ in deaths)
+    print(f"{options.answers} answers, {len(deaths)} kills ({', '.join(f'{n} {kind}s' for kind, n in kinds.items())}):")
+    print(", ".join(f"{wrong[problem]} {problem}" for problem in ("lost", "different", "tokens twice")))
+    gaps["front, rank or scheduler"] = [gap for some in gaps.values() for gap in some]
+    if usual:
+        usual.sort()
+        print(
+            f"{len(usual)} streams in whose time nothing died: longest gap p50 {usual[len(usual) // 2]:.2f} s, ", end=""
+        )
+        print(f"p99 {usual[int(len(usual) * 0.99)]:.2f} s")
+    for kind, found in gaps.items():
+        if found:
+            found.sort()
+            p50, p99 = found[len(found) // 2], found[min(int(len(found) * 0.99), len(found) - 1)]
+            print(f"{len(found)} streams ran at a replica whose {kind} died: longest gap p50 {p50:.2f} s, ", end="")
+            print(f"p99 {p99:.2f} s, longest {found[-1]:.2f} s")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=12, help="at most; there are fewer if the answers end before")
+    parser.add_argument("--clients", type=int, default=8, help="clients that ask at one time")
+    parser.add_argument("--tokens", type=int, default=60, help="tokens of each answer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replica", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.replica:
+        replica(chosen.replica[0], Path(chosen.replica[1]))
+    else:
+        sys.exit(asyncio.run(main(chosen)))

@@ -1,0 +1,97 @@
+"""Journals of the answers that a front writes, and what it holds for each: the connection under guard, and a transport
+that takes down what is written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.types import Scope
+
+from deploy.api.generation.journaling import CONVERSATION
+from deploy.api.http.body import BODY
+from deploy.api.http.draws import Draws
+from deploy.api.http.errors import failure_of
+from deploy.serve.journal import Began, Journal, JournalledTransport
+from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.serve.watchdog_process import given_to
+
+logger = logging.getLogger("latentserve.replica")
+
+MOST_BYTES: Final = 1 << 30
+"""Bytes of all journals together; answers that come beyond them have none."""
+CHECK_EVERY: Final = 16
+"""Journals that are begun between two looks at how much all of them take."""
+LINGER_S: Final = 0.05
+"""Seconds between two looks at what a slow client still has to read of an answer."""
+CLOSING_S: Final = 60.0
+"""Seconds for which it is looked at where the connection is being closed."""
+
+
+class Journals:
+    """Begins and ends the journals of a front's answers."""
+
+    def __init__(self, watchdog: StreamWatchdog, fingerprint: Callable[[], str], most_bytes: int = MOST_BYTES) -> None:
+        """`fingerprint`: what is served here, as `NeighborStore.answers_as` has it."""
+        self._watchdog, self._fingerprint, self._most_bytes = watchdog, fingerprint, most_bytes
+        self._begun, self._full = 0, False
+        self._held: dict[Journal, tuple[int | None, Any]] = {}
+
+    def begin(self, scope: Scope, cycle: Any, checksum: int, ordinary: bool) -> Journal | None:
+        """Begin the journal of the answer to a request of which nothing is written yet. `cycle`: uvicorn's object of
+        the request. `checksum`: of its prompts. `ordinary`: see `Began`. None where there is no room for one."""
+        transport = cycle.transport
+        connection, draws = transport.get_extra_info("socket"), scope["latentserve.draws"]
+        if not isinstance(draws, Draws) or connection is None or transport.get_write_buffer_size():
+            return None
+        began = Began(
+            self._fingerprint(),
+            scope["path"],
+            scope["query_string"],
+            [(bytes(name), bytes(value)) for name, value in scope["headers"]],
+            scope[BODY],
+            draws.secret,
+            draws.created,
+            checksum,
+            ordinary,
+            scope.get(CONVERSATION),
+        )
+        scope[BODY] = b""
+        if self._begun % CHECK_EVERY == 0:
+            self._full = sum(journal.size for journal in self._held) > self._most_bytes
+        self._begun += 1
+        if self._full:
+            return None
+        try:
+            with socket.socket(fileno=os.dup(connection.fileno())) as own:
+                given = given_to(own)
+            journal, memory = Journal.begin(began, given)
+        except OSError:  # no descriptors, no memory, no TCP
+            logger.warning("an answer has no journal", exc_info=True)
+            return None
+        try:
+            held = self._watchdog.hold(connection.fileno(), failure_of(scope["path"]), memory)
+        finally:
+            os.close(memory)
+        self._held[journal] = held, transport
+        cycle.transport = JournalledTransport(transport, journal)
+        return journal
+
+    def end(self, journal: Journal, cycle: Any) -> None:
+        """An answer is complete, or its client left. Its journal stays until the kernel has all of it."""
+        _, cycle.transport = self._held[journal]
+        self._release(journal, CLOSING_S)
+
+    def _release(self, journal: Journal, left_s: float) -> None:
+        held, transport = self._held[journal]
+        if transport.get_write_buffer_size() and left_s > 0:
+            left_s -= LINGER_S if transport.is_closing() else 0
+            asyncio.get_running_loop().call_later(LINGER_S, self._release, journal, left_s)
+            return
+        del self._held[journal]
+        self._watchdog.release(held)
+        journal.close()

@@ -1,0 +1,200 @@
+"""The process behind `deploy.serve.stream_watchdog`.
+
+It must outlive the front and weigh nothing: no imports but the standard library's, a few megabytes, no work per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MESSAGE = struct.Struct("<BQ")
+"""Kind and number. Descriptors come with some kinds, and the paths of sockets with `BEAT`."""
+FOLDER, RELEASE, BEAT, HOLD = 0, 1, 2, 3
+"""Kinds of messages. From `HOLD` on each number says which last words a connection gets."""
+MOST_BYTES = 64 * 1024
+"""Bytes of a message, at most."""
+ANSWER = struct.Struct("<QB")
+"""Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
+HEIR_S = 3.0
+"""Seconds in which a front that is handed answers says whether it takes the next one."""
+_UNDER_WAY = 32
+"""Answers that one front is handed before it has said anything."""
+_ACKNOWLEDGED = 120
+"""Place of `tcpi_bytes_acked` in Linux's `struct tcp_info`."""
+_TCP_INFO_BYTES = 128
+BEAT_S = 0.25
+"""Seconds between two signs of life of a front."""
+LEAST_SILENCE_S = 4 * BEAT_S
+"""However short the patience: a sign may come a little late."""
+WRITE_TIMEOUT_S = 1.0
+"""Seconds for all streams together; a client that reads slower than that sees its connection break."""
+
+
+class Held:
+    """A connection that is guarded."""
+
+    def __init__(self, connection: int, words: int, journal: int | None) -> None:
+        """Descriptors, which become this object's; `words`: which last words the connection gets."""
+        self.connection, self.words, self.journal = socket.socket(fileno=connection), words, journal
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.connection.close()
+        if self.journal is not None:
+            os.close(self.journal)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client has begun to get a stream."""
+        if self.journal is None:
+            return True
+        given_before, begun = struct.unpack("QQ", os.pread(self.journal, 16, 8))
+        return bool(begun) and given_to(self.connection) > given_before
+
+
+def given_to(connection: socket.socket) -> int:
+    """Bytes that the kernel was given to send over a TCP connection since it was made, whoever gave them."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    [acknowledged] = struct.unpack_from("Q", info, _ACKNOWLEDGED)
+    [queued] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    return int(acknowledged + queued)
+
+
+def keep(
+    channel: socket.socket,
+    silence_s: float = math.inf,
+    folders: list[str] | None = None,
+    heirs: list[str] | None = None,
+) -> list[Held]:
+    """The watchdog's life: keep connections while the front lives; returns those that are left. `folders` become those
+    that are to be removed then, `heirs` the sockets of fronts that take answers over."""
+    held: dict[int, Held] = {}
+    front, beats, quiet = os.getppid(), False, 0.0
+    while True:
+        # Counted, not measured: a machine that stood still for a while let nobody give a sign.
+        if not select.select([channel], [], [], BEAT_S)[0]:
+            quiet += BEAT_S
+            if beats and quiet >= max(silence_s, LEAST_SILENCE_S) and os.getppid() == front:
+                print(f"guardian: the front was silent for {quiet:g} s and is killed", file=sys.stderr, flush=True)
+                os.kill(front, signal.SIGKILL)
+            continue
+        quiet = 0.0
+        data, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, 2)
+        if not data:
+            return list(held.values())
+        kind, number = MESSAGE.unpack_from(data)
+        if kind >= HOLD and descriptors:
+            held[number] = Held(descriptors[0], kind - HOLD, descriptors[1] if descriptors[1:] else None)
+        elif kind == FOLDER and descriptors:
+            if folders is not None:
+                folders.append(os.readlink(f"/proc/self/fd/{descriptors[0]}"))
+            os.close(descriptors[0])
+        elif kind == RELEASE and number in held:
+            held.pop(number).close()
+        elif kind == BEAT and heirs is not None:
+            heirs[:] = map(os.fsdecode, data[MESSAGE.size :].split(b"\0") if data[MESSAGE.size :] else ())
+        beats |= kind == BEAT
+
+
+def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
+    """Hand answers that have a journal to fronts of other replicas, each to the next one; returns those that no front
+    goes on with."""
+    left, rest = [one for one in held if one.journal is not None], [one for one in held if one.journal is None]
+    for turn in range(len(heirs)):
+        lots: list[list[Held]] = [[] for _ in heirs]
+        for number, one in enumerate(left):
+            lots[(number + turn) % len(heirs)].append(one)
+        left = [one for heir, lot in zip(heirs, lots, strict=True) for one in _hand_to(heir, lot)]
+    return left + rest
+
+
+def _hand_to(heir: str, lot: list[Held]) -> list[Held]:
+    """Hand answers to one front; returns those that it did not say it takes, or that another has."""
+    given = dict(enumerate(lot))
+    waiting = list(given)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.settimeout(HEIR_S)
+            channel.connect(heir)
+            under_way = 0
+            while waiting or under_way:
+                if waiting and under_way < _UNDER_WAY:
+                    one = given[number := waiting.pop(0)]
+                    assert one.journal is not None
+                    socket.send_fds(channel, [MESSAGE.pack(one.words, number)], [one.connection.fileno(), one.journal])
+                    under_way += 1
+                    continue
+                data = channel.recv(ANSWER.size)
+                if len(data) != ANSWER.size:
+                    break
+                number, taken = ANSWER.unpack(data)
+                under_way -= 1
+                if taken:
+                    given.pop(number).close()
+    except OSError:
+        pass  # it has died, too, or hangs; who owns the journals says what it had taken
+    return list(given.values())
+
+
+def end(held: Sequence[Held], last_words: Sequence[bytes]) -> None:
+    """Write the last event and the end of the body to each stream, as far as it takes them; close what is no stream, or
+    has none of its answer: proxies ask another replica then."""
+    endings = [b"%x\r\n%s\r\n0\r\n\r\n" % (len(words), words) for words in last_words]
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
+    for one in held:
+        if one.streams:
+            _write(one.connection, endings[one.words], deadline)
+        one.close()
+
+
+def note(file: Path, text: str, since: float) -> None:
+    """Write `text` unless the file was written `since` (Unix time); nothing where its folder is gone."""
+    with contextlib.suppress(OSError):
+        if not file.exists() or file.stat().st_mtime < since:
+            file.write_text(text)
+
+
+def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
+    connection.setblocking(False)
+    while data:
+        try:
+            data = data[connection.send(data) :]
+        except BlockingIOError:
+            if not select.select([], [connection], [], max(deadline - time.monotonic(), 0))[1]:
+                return
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    # It ends after its front, and has most to do where somebody signals both.
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
+    # Nothing but the channel: an inherited descriptor could keep a port or a pipe of the front open.
+    number = int(sys.argv[1])
+    os.closerange(3, number)
+    os.closerange(number + 1, 1024)
+    folders = [sys.argv[4]] if sys.argv[4] else []
+    heirs: list[str] = []
+    left = keep(socket.socket(fileno=number), float(sys.argv[2]), folders, heirs)
+    if sys.argv[5:]:  # first, for clients that ask why their stream ended
+        note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
+    end(hand_over(left, heirs), [bytes.fromhex(words) for words in sys.argv[3].split(",")])
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
