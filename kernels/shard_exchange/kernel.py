@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.one_shot.words import EMPTY_WORD, SEND, numbers, packed, read_words, sendable, store_words
 
 _LN2 = tl.constexpr(0.6931471805599453)
+# The library's logarithm branches, and threads would come to the barrier behind it apart.
+_LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
 # As `SEND`, of one word, where the second operand is not 0. The three behind it stay empty: of four that are sent at
 # once, those might come after the first was taken.
 _SEND_SOME = tl.constexpr(
@@ -237,7 +239,8 @@ def merge_shards(
             more = tl.exp(logs[slot] - top)
             weights = weights + (more,)  # noqa: RUF005
             total += more
-        tl.store(out_lse + kept, top + tl.log2(total) * _LN2, mask=(column == 0) & (item < items))
+        log_total = tl.inline_asm_elementwise(_LOG2, "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1) * _LN2
+        tl.store(out_lse + kept, top + log_total, mask=(column == 0) & (item < items))
         divisor = tl.where(total == 0, 1.0, total)
         a = _merged(a, weight, words, 0, weights, divisor, SHARDS, FP32)
         b = _merged(b, weight, words, 1, weights, divisor, SHARDS, FP32)
