@@ -55,7 +55,7 @@ from kernels.mla_decode.fp8_tile import (
     weights_layout,
 )
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide_tile import next_share, share_of
+from kernels.mla_decode.wide_tile import at_length, next_share, share_of
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks"]
 
@@ -98,7 +98,7 @@ def fetch(
     stage = 0
     phase = 1
     while left > 0:
-        tokens = gl.load(share.length + row)
+        tokens = gl.load(at_length(row, share, SPLIT.own))
         take, _begin, _end, _units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
@@ -176,17 +176,16 @@ def fp8_memory(BLOCK: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr
 def fp8_cta(
     q, boxes, table, table_stride, share,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
-    OWN: gl.constexpr = False,
 ):  # fmt: skip
     """One CTA's `Share`: its units of one or several rows, for one block of query vectors. Waits, and lets the
-    kernel after start, where `OVERLAP.early`. OWN: see `first_entry`."""
+    kernel after start, where `OVERLAP.early`."""
     BLOCK: gl.constexpr = TILE_OF.queries
     fetched, queries, exchanged, messages = fp8_memory(BLOCK, OVERLAP.stages, 1)
     gl.warp_specialize(
         [
-            (scoring_group, (q, share, queries, fetched, exchanged, messages, BLOCK, SPLIT, OVERLAP, OWN)),
-            (summing_group, (share, fetched, exchanged, messages, 0, BLOCK, SPLIT, OVERLAP, OWN)),
-            (summing_group, (share, fetched, exchanged, messages, 1, BLOCK, SPLIT, OVERLAP, OWN)),
+            (scoring_group, (q, share, queries, fetched, exchanged, messages, BLOCK, SPLIT, OVERLAP)),
+            (summing_group, (share, fetched, exchanged, messages, 0, BLOCK, SPLIT, OVERLAP)),
+            (summing_group, (share, fetched, exchanged, messages, 1, BLOCK, SPLIT, OVERLAP)),
             (fetch, (boxes, table, table_stride, share, fetched, messages, ENTRY, SPLIT, OVERLAP)),
         ],
         [4, 4, 1],
@@ -196,22 +195,22 @@ def fp8_cta(
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_fp8(
-    q, pairs, rope, scales, table, length, seen, out, lse, partial, partial_lse, metadata, scale,
+    q, pairs, rope, scales, table, length, out, lse, partial, partial_lse, metadata, scale,
     first, table_stride, queries, drafts, heads, blocks,
-    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr,
+    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16, without
     invariant mode; four warps, the others come on top. Grid: CTAs times blocks.
 
-    `pairs`, `rope`, `scales`: TMA descriptors of the cache, see `fp8_boxes`. OWN: see `attend_wide`.
+    `pairs`, `rope`, `scales`: TMA descriptors of the cache, see `fp8_boxes`.
     """
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
     ctas = gl.num_programs(0) // blocks
     share = share_of(
-        length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
+        length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
         blocks,
     )  # fmt: skip
     boxes = Boxes(pairs=pairs, rope=rope, scales=scales)
-    fp8_cta(q, boxes, table, table_stride, share, ENTRY, SPLIT, TILE_OF, OVERLAP, OWN)
+    fp8_cta(q, boxes, table, table_stride, share, ENTRY, SPLIT, TILE_OF, OVERLAP)

@@ -30,7 +30,7 @@ from kernels.mla_decode.fp8_tile import (
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import CTA_FIELDS
-from kernels.mla_decode.wide_tile import first_entry, next_share
+from kernels.mla_decode.wide_tile import at_length, first_entry, next_share
 
 CTA = gl.constexpr(CTA_FIELDS)
 
@@ -70,9 +70,9 @@ def hand_weights(
 @gluon.jit
 def scoring_group(
     q, share, queries, fetched, exchanged, messages,
-    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Scores every tile, and hands its weights to the other groups. OWN: see `first_entry`."""
+    """Scores every tile, and hands its weights to the other groups."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.metadata + share.cta * CTA
@@ -87,13 +87,13 @@ def scoring_group(
     stage = 0
     phase = 0
     while left > 0:
-        tokens = gl.load(share.length + row, cache_modifier=".cg")
+        tokens = gl.load(at_length(row, share, SPLIT.own), cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
-            first = first_entry(row, share, OWN)
-            put_queries(q, row, tokens, share, queries, BLOCK, OWN)
+            first = first_entry(row, share, SPLIT.own)
+            put_queries(q, row, tokens, share, queries, BLOCK, SPLIT.own)
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
             mbarrier.wait(messages.full.index(stage), phase)
@@ -143,10 +143,9 @@ def scoring_group(
 @gluon.jit
 def summing_group(
     share, fetched, exchanged, messages, WHICH_HALF: gl.constexpr,
-    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Sums the values of two groups of features: the first two, or the last (`WHICH_HALF` 0 or 1). OWN: see
-    `first_entry`."""
+    """Sums the values of two groups of features: the first two, or the last (`WHICH_HALF` 0 or 1)."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
     MINE: gl.constexpr = 2 * WHICH_HALF
     SLOTS: gl.constexpr = slots_of(BLOCK)
@@ -161,12 +160,12 @@ def summing_group(
     rows = 0
     stage = 0
     while left > 0:
-        tokens = gl.load(share.length + row, cache_modifier=".cg")
+        tokens = gl.load(at_length(row, share, SPLIT.own), cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
-            first = first_entry(row, share, OWN)
+            first = first_entry(row, share, SPLIT.own)
             even0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             odd0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             even1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)

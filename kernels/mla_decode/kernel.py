@@ -154,7 +154,6 @@ def attend(
     heads,
     blocks,
     ctas,
-    OWN: tl.constexpr,
     FEATURES: tl.constexpr,
     ENTRY: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -163,8 +162,7 @@ def attend(
 ):
     """One CTA: its KV blocks of one or several rows, for one block of queries. `scale` includes log2(e), `drafts` is
     the tokens of a row less one. Results of rows that it has alone are those of `whole`, others `pieces` (`Results`).
-    `OWN`: the rows are a shard's own entries, of which `seen_by` (`OwnEntries.seen_RX`) says what each token sees, and
-    `first` is 0."""
+    `SPLIT.own`: `seen_by` says what each token sees, and `first` is 0."""
     BLOCK: tl.constexpr = TILE.queries
     TOKENS: tl.constexpr = TILE.tokens
     LATENT: tl.constexpr = FEATURES.latent
@@ -205,7 +203,7 @@ def attend(
             q_rope = tl.load(at_q + LATENT + r[None, :], mask=has_rope, other=0.0, cache_modifier=".cg")
             bound = tl.minimum(tokens - back, tokens)
             begin_entry = first
-            if OWN:
+            if SPLIT.own:
                 own = seen_by + row.to(tl.int64) * (drafts + 2)
                 bound = tl.load(own + m // heads, mask=inside, other=0)
                 begin_entry = tl.load(own + drafts + 1)

@@ -42,7 +42,7 @@ def schedule(
         page_RP.stride(0),
         tiling.short,
         tiling.parts(shape),
-        SPLIT=_split(shape, tiling),
+        SPLIT=_split(shape, tiling, False),
         LEAST=tiling.least,
         ROWS=max(16, triton.next_power_of_2(shape.rows)),
         CTAS=ctas,
@@ -71,7 +71,7 @@ def attend(
     one kernel, or two of which the plan says which works. `own`: see `mla_decode`."""
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
-    seen = length_R if own is None else own.seen_RX
+    lengths = length_R if own is None else own.seen_RX
     results = Results(out_RWHL, lse_RWH), Results(workspace.partial_SQL, workspace.partial_lse_SQ)
     where = (*results[0], *results[1], workspace.metadata)
     numbers = (
@@ -83,7 +83,11 @@ def attend(
         shape.heads,
     )
     entry = entry_of(cache_PKC, shape.latent, shape.rope, q_RWHC.dtype)
-    common: dict[str, Any] = {"SPLIT": _split(shape, tiling), "num_warps": tiling.warps, **_options(dependent)}
+    common: dict[str, Any] = {
+        "SPLIT": _split(shape, tiling, own is not None),
+        "num_warps": tiling.warps,
+        **_options(dependent),
+    }
     grid = (tiling.ctas * tiling.blocks(shape),)
     ways = tiling.ways()
     if own is not None and entry.fp8 and tiling.path == "wide":
@@ -102,10 +106,9 @@ def attend(
                 length_R,
                 *results,
                 workspace.metadata,
-                seen,
+                lengths,
                 *numbers,
                 *blocks_and_ctas,
-                OWN=own is not None,
                 FEATURES=_features(shape, q_RWHC.dtype),
                 ENTRY=entry,
                 TILE=tile,
@@ -119,13 +122,12 @@ def attend(
             attend_narrow[grid](
                 q_RWHC,
                 cache_PKC,
-                *(page_RP, length_R, seen, *where),
+                *(page_RP, lengths, *where),
                 *numbers,
                 *blocks_and_ctas,
                 ENTRY=entry,
                 TILE=tile,
                 OVERLAP=overlap,
-                OWN=own is not None,
                 **common,
             )
         elif way.path == "fp8":
@@ -134,13 +136,12 @@ def attend(
             attend_fp8[grid](
                 q_RWHC,
                 *fp8_boxes(cache_PKC),
-                *(page_RP, length_R, seen, *where),
+                *(page_RP, lengths, *where),
                 *numbers,
                 way.blocks(shape),
                 ENTRY=entry,
                 TILE_OF=tile,
                 OVERLAP=overlap,
-                OWN=own is not None,
                 **common,
             )
         elif way.path == "wide" and entry.fp8:
@@ -166,11 +167,10 @@ def attend(
                 cache_PKC,
                 *boxes(q_RWHC),
                 *boxes(cache_PKC),
-                *(page_RP, length_R, seen, *where),
+                *(page_RP, lengths, *where),
                 *numbers,
                 *blocks_and_ctas,
                 OVERLAP=overlap,
-                OWN=own is not None,
                 **common,
             )
 
@@ -228,9 +228,9 @@ def _check(
         raise ValueError(f"page_RP must be int32 {(shape.rows, shape.pages)} with contiguous rows: {page_RP.shape}")
 
 
-def _split(shape: DecodeShape, tiling: DecodeTiling) -> Split:
-    """Return how plan and attention count the rows' cache."""
-    return Split(unit=tiling.unit, page=PAGE_TOKENS, row_cost=tiling.row_cost, invariant=shape.invariant)
+def _split(shape: DecodeShape, tiling: DecodeTiling, own: bool) -> Split:
+    """Return how plan and attention count the rows' cache; to the plan a shard's `own` entries are as others."""
+    return Split(unit=tiling.unit, page=PAGE_TOKENS, row_cost=tiling.row_cost, invariant=shape.invariant, own=own)
 
 
 def _features(shape: DecodeShape, dtype: torch.dtype) -> Features:

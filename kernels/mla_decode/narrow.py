@@ -34,7 +34,7 @@ from kernels.mla_decode.narrow_tile import (
 )
 from kernels.mla_decode.records import Share
 from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
-from kernels.mla_decode.wide_tile import first_entry
+from kernels.mla_decode.wide_tile import at_length, first_entry
 
 _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
@@ -47,11 +47,10 @@ _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"
 @gluon.jit
 def narrow_cta(
     q, cache, table, table_stride, record, share,
-    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
+    ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One CTA's `Share`, whose record in the tile scheduler metadata is at `record`: its KV blocks of one or several
-    rows, for one block of queries. Waits, and lets the kernel after start, where `OVERLAP.early`. OWN: see
-    `first_entry`."""
+    rows, for one block of queries. Waits, and lets the kernel after start, where `OVERLAP.early`."""
     BLOCK: gl.constexpr = TILE.queries
     TOKENS: gl.constexpr = TILE.tokens
     PAGE: gl.constexpr = SPLIT.page
@@ -81,7 +80,7 @@ def narrow_cta(
             wait_for_kernel_before()
             let_kernel_after_start()
     while left > 0:
-        first = first_entry(row, share, OWN)
+        first = first_entry(row, share, SPLIT.own)
         units = gl.where(tokens > share.first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_split, 0)
         span = gl.where(units > 0, units + SPLIT.row_cost, 0)
         take = gl.minimum(left, span - at)
@@ -121,18 +120,17 @@ def narrow_cta(
         page = gl.load(pages + gl.minimum((start + AHEAD) * TOKENS // PAGE, last))
         # The next row, if this worker's share goes beyond this one, and whether it has entries there.
         goes_on = left > take
-        next_tokens = gl.load(share.length + row + 1, mask=goes_on, other=0)
+        next_tokens = gl.load(at_length(row + 1, share, SPLIT.own), mask=goes_on, other=0)
         next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + share.first // PAGE, mask=goes_on, other=0)
         next_first = share.first
-        if OWN:
-            at_first = share.seen + (row + 1).to(gl.int64) * (share.drafts + 2) + share.drafts + 1
-            next_first = gl.load(at_first, mask=goes_on, other=0)
+        if SPLIT.own:
+            next_first = gl.load(at_length(row + 1, share, True) + 1, mask=goes_on, other=0)
         follows = goes_on & (next_tokens > share.first) & (left - take > SPLIT.row_cost)
 
         # Tokens of the row after a query's; kept from row to row they would spill registers.
         token = (m + unknown_zero()) // share.heads
-        if OWN:
-            at_bound = share.seen + row.to(gl.int64) * (share.drafts + 2) + token
+        if SPLIT.own:
+            at_bound = share.length + row.to(gl.int64) * (share.drafts + 2) + token
             bound = gl.load(at_bound, mask=m < share.queries, other=0)
         else:
             bound = gl.minimum(tokens - (share.drafts - token), tokens)
@@ -209,7 +207,6 @@ def attend_narrow(
     cache,
     table,
     length,
-    seen,
     out,
     lse,
     partial,
@@ -227,11 +224,9 @@ def attend_narrow(
     SPLIT: gl.constexpr,
     TILE: gl.constexpr,
     OVERLAP: gl.constexpr,
-    OWN: gl.constexpr,
 ):
     """Variant of `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8
-    entries of them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short. OWN: see
-    `attend_wide`."""
+    entries of them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
     cta = gl.program_id(0) // blocks
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
@@ -244,7 +239,6 @@ def attend_narrow(
     if works:
         share = Share(
             length=length,
-            seen=seen,
             out=out,
             lse=lse,
             partial=partial,
@@ -259,7 +253,7 @@ def attend_narrow(
             cta=cta,
             block=gl.program_id(0) % blocks,
         )
-        narrow_cta(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP, OWN)
+        narrow_cta(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

@@ -30,6 +30,9 @@ class Split(NamedTuple):
     """Units that starting a row is counted as."""
     invariant: bool
     """Whether every KV block is a piece of its own."""
+    own: bool
+    """Whether the rows are a shard's own entries (`kernels.own_entries`). Then attention reads their lengths and what
+    each token sees from `OwnEntries.seen_RX`."""
 
 
 class Results(NamedTuple):
@@ -68,9 +71,7 @@ class Share(NamedTuple):
     """Share of a CTA, for one block of query vectors: values of a running kernel, most of them the launch's."""
 
     length: Any
-    """Tokens of every row, in memory."""
-    seen: Any
-    """What a shard's own entries have of every row and token (`OwnEntries.seen_RX`), in memory."""
+    """Tokens of every row, in memory; of a shard's own entries (`Split.own`) `OwnEntries.seen_RX`."""
     out: Any
     lse: Any
     """Log-sum-exp of whole rows, [rows, queries], beside their results in `out`, [rows, queries, latent]."""

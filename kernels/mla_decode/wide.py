@@ -45,6 +45,7 @@ from kernels.mla_decode.wide_tile import (
     Fetched,
     Messages,
     Ring,
+    at_length,
     next_share,
     share_of,
 )
@@ -100,7 +101,7 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
     tiles = 0
     rows = 0
     while left > 0:
-        tokens = gl.load(share.length + row)
+        tokens = gl.load(at_length(row, share, SPLIT.own))
         take, _begin, _end, _units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
         )
@@ -201,10 +202,10 @@ def wide_memory(ARRIVALS: gl.constexpr):
 @gluon.jit
 def wide_cta(
     cache, boxes, table, table_stride, share,
-    SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr = False,
+    SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One CTA's `Share`: its KV blocks of one or several rows, for one block of 64 queries. Waits, and lets the kernel
-    after start, where `OVERLAP.early`. OWN: see `first_entry`."""
+    after start, where `OVERLAP.early`."""
     fetched, exchanged, ring, messages = wide_memory(1)
     # Under a name Gluon makes values of the running kernel of these constants. The groups' registers were measured with
     # that.
@@ -214,11 +215,37 @@ def wide_cta(
         [
             (
                 left_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
+                (
+                    share,
+                    fetched,
+                    exchanged,
+                    ring,
+                    messages,
+                    unit,
+                    row_cost,
+                    invariant,
+                    dependent,
+                    early,
+                    False,
+                    SPLIT.own,
+                ),
             ),
             (
                 right_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
+                (
+                    share,
+                    fetched,
+                    exchanged,
+                    ring,
+                    messages,
+                    unit,
+                    row_cost,
+                    invariant,
+                    dependent,
+                    early,
+                    False,
+                    SPLIT.own,
+                ),
             ),
             (fetch, (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP)),
         ],
@@ -229,15 +256,14 @@ def wide_cta(
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_wide(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, seen, out, lse, partial, partial_lse, metadata,
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, metadata,
     scale, first, table_stride, queries, drafts, heads, blocks, ctas,
-    SPLIT: gl.constexpr, OVERLAP: gl.constexpr, OWN: gl.constexpr,
+    SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
 
     `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
-    with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short. OWN: the
-    rows are a shard's own entries, see `OwnEntries`.
+    with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short.
     """
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
@@ -247,11 +273,11 @@ def attend_wide(
         works = gl.load(metadata + gl.program_id(0) // blocks * CTA + _PARTS) == 1
     if works:
         share = share_of(
-            length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
+            length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
             blocks,
         )  # fmt: skip
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
-        wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP, OWN)
+        wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

@@ -155,7 +155,7 @@ class SplitPlans:
         """The reference plans nothing, so something that could be stale is put beside it."""
         honest = decode_rows.mla_decode
 
-        def deal(heads: Any, rows: DecodeBatch, width: int, first: int, *rest: Any) -> DecodeBatch:
+        def deal(heads: Any, rows: DecodeBatch, width: int, first: int, *rest: Any, **_: Any) -> DecodeBatch:
             made = self.memory((rows.length_R.shape, width, first), rows.length_R.clone)
             length_R = made if self.frozen else rows.length_R.clone()
             return replace(rows, workspace=Dealt(length_R))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.fit.cache_budget import refuse_shards
+from workers.models.attention import expanded
 from workers.parallel.group import Group
 from workers.protocol.plan import PageGrant, SamplingParams
 from workers.rank.runner import PlanError
@@ -60,8 +61,9 @@ def generated(folder: Path, group: Group, **settings: Any) -> dict[str, Any]:
     }
 
 
-def rank_main(rank: int, folder: Path, settings: dict[str, Any]) -> None:
+def rank_main(rank: int, folder: Path, settings: dict[str, Any], entries: int) -> None:
     torch.set_num_threads(1)
+    expanded.CONTEXT_ENTRIES = entries  # type: ignore[misc]
     made = config(folder / "v3", **settings)
     at = f"file://{folder}/rendezvous{made.cache_shards}"
     group = Group.connect(made.mesh(rank), at, CPU, timeout_s=120)
@@ -72,17 +74,20 @@ def rank_main(rank: int, folder: Path, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shards"),
-    [pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 2), (4, 2), (4, 4))],
+    ("ranks", "shards", "entries"),
+    [pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 2, 64), (4, 2, 4096), (4, 4, 64))],
 )
-def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(tmp_path: Path, ranks: int, shards: int) -> None:
-    """As many pages in all as one rank has, so that all is planned alike. Planted faults that this finds: the table of
-    a preempted row is kept; a rank writes another's pages; the null page is read."""
+def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
+    tmp_path: Path, ranks: int, shards: int, entries: int
+) -> None:
+    """As many pages in all as one rank has, so that all is planned alike; cached context in pieces of so many
+    `entries`. Planted faults that this finds: the table of a preempted row is kept; a rank writes another's pages; the
+    null page is read; every piece takes memory of its own."""
     folder = write_tiny(tmp_path / "v3", "v3", seed=3)
     pages = 8
     want = generated(folder, Group(), cache_pages=pages + 1)
     settings = {"tensor_parallel": ranks, "cache_shards": shards, "cache_pages": pages // shards + 1}
-    run_ranks(rank_main, ranks, tmp_path, settings)
+    run_ranks(rank_main, ranks, tmp_path, settings, entries)
     for rank in range(ranks):
         assert torch.load(tmp_path / f"rank{rank}.pt") == want
     assert want["preemptions"] > 0

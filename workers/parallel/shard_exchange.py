@@ -1,10 +1,6 @@
-"""Exchanges between ranks that share out one latent cache, over memory that all of them write (torch symmetric memory;
-see `symmetric` for what that needs)."""
+"""Exchanges between ranks that share out one latent cache, over memory that all of them write (`SymmetricMemory`)."""
 
 from __future__ import annotations
-
-import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +8,7 @@ import torch.distributed as dist
 from kernels.runtime.dependent import launches_dependently
 from kernels.shard_exchange import Inbox, gather_shards, merge_shards
 from workers.parallel.mesh import Mesh
+from workers.parallel.symmetric import SymmetricMemory
 
 
 class ShardExchange:
@@ -21,16 +18,10 @@ class ShardExchange:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         """All ranks of the world together; nobody exchanges before all of them are through. RuntimeError where the GPUs
         cannot map each other's memory."""
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        world, count = dist.group.WORLD, mesh.cache.size
-        assert world is not None
-        memory = symmetric_memory.empty(Inbox.nbytes(count), dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(memory, world.group_name)
-        first = mesh.world.rank - mesh.cache.rank
-        addresses = list(self._handle.buffer_ptrs)[first : first + count]
-        self._inbox = Inbox.of(memory, addresses, mesh.cache.rank)
+        count, first = mesh.cache.size, mesh.world.rank - mesh.cache.rank
+        self._memory = SymmetricMemory(Inbox.nbytes(count), device)
+        addresses = self._memory.addresses[first : first + count]
+        self._inbox = Inbox.of(self._memory.own, addresses, mesh.cache.rank)
         self._dependent = launches_dependently(device)
         torch.cuda.synchronize(device)  # the inbox is empty
         dist.barrier()

@@ -66,12 +66,12 @@ def fits(x: torch.Tensor, ranks: int) -> bool:
     return x.dtype in _DTYPES and x.is_contiguous() and 0 < x.nbytes <= most and aligned
 
 
-class SymmetricSum:
-    """The shared memory of one group. Calls are ordered by one stream, captured or not."""
+class SymmetricMemory:
+    """Memory of this rank, uint8, that every rank of the world maps, and where each rank's lies as this one reaches
+    it."""
 
-    def __init__(self, device: torch.device, most_bytes: int = MOST_BYTES) -> None:
-        """All ranks together; nobody sums before all of them are through. `most_bytes`: room for a part that is summed
-        in two shots. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """All ranks together. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
         # Its set-up is the one part of symmetric memory that can fail for the whole host, and nothing here needs it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         _PRIVATE.require()
@@ -79,11 +79,23 @@ class SymmetricSum:
 
         world = dist.group.WORLD
         assert world is not None
+        self.own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric_memory.rendezvous(self.own, world.group_name)
+        self.addresses: list[int] = list(self._handle.buffer_ptrs)
+
+
+class SymmetricSum:
+    """The shared memory of one group. Calls are ordered by one stream, captured or not."""
+
+    def __init__(self, device: torch.device, most_bytes: int = MOST_BYTES) -> None:
+        """All ranks together; nobody sums before all of them are through. `most_bytes`: room for a part that is summed
+        in two shots. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
+        world = dist.group.WORLD
+        assert world is not None
         self._name, self._one_shot_bytes = world.group_name, one_shot_bytes(world.size())
-        memory = symmetric_memory.empty(most_bytes + Inbox.nbytes(world.size()), dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(memory, self._name)
-        self._buffer, inbox = memory[:most_bytes], memory[most_bytes:]
-        self._inbox = Inbox.of(inbox, [begin + most_bytes for begin in self._handle.buffer_ptrs], world.rank())
+        self._memory = SymmetricMemory(most_bytes + Inbox.nbytes(world.size()), device)
+        self._buffer, inbox = self._memory.own[:most_bytes], self._memory.own[most_bytes:]
+        self._inbox = Inbox.of(inbox, [begin + most_bytes for begin in self._memory.addresses], world.rank())
         self._dependent = launches_dependently(device)
         torch.cuda.synchronize(device)  # the inbox is empty
 

@@ -10,7 +10,7 @@ from written_calls import CONTROL, WRITERS, Found, events_of, found, parser, wit
 
 from deploy.parsing.registry import TOOL_PARSERS
 
-FORMATS = sorted(WRITERS)
+FORMATS = sorted(KINDS)
 
 
 def read(drawn: Drawn, pieces: list[str]) -> Found:
@@ -49,7 +49,8 @@ def test_every_drawn_answer_is_read_as_it_was_meant(name: str) -> None:
 
 
 def test_every_parser_has_its_answers() -> None:
-    assert set(FORMATS) == set(KINDS) == set(TOOL_PARSERS)
+    """Those of Hy4 are GLM's, see below."""
+    assert {*FORMATS, "hy_v4"} == set(TOOL_PARSERS)
 
 
 @pytest.mark.parametrize("name", FORMATS)

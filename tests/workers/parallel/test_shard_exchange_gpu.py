@@ -11,6 +11,12 @@ from torch import Tensor, multiprocessing
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpus,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA devices"),
+]
+
 REPLAYS = 20
 SIZES = [(1, 64, 512), (3, 8, 512), (16, 64, 512), (300, 64, 512), (5, 3, 40), (700, 8, 256)]
 """Tokens, heads of a rank and latent features; the fourth needs several calls."""
@@ -93,8 +99,6 @@ def rank_main(rank: int, ranks: int, count: int, folder: Path) -> None:
     group.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.gpus
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 2), (4, 4), (8, 8)])
 def test_exchanges_of_several_gpus(ranks: int, count: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:

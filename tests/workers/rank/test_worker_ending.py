@@ -151,7 +151,7 @@ class PretendedRank:
         self.ready = Ready(group.mesh.world.rank, 2, 64, 100, 1, ())
         self.runner = self
         self.grammars = None
-        self.mover = None
+        self.mover = self.disk = None
         self.device = torch.device("cpu")
         self.stats = SimpleNamespace(figures=dict)
 

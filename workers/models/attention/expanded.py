@@ -165,6 +165,8 @@ class ExpandedChunks(Backend):
             # One piece's keys exist at a time.
             most = max(_rounded(piece.entries) for piece in pieces)
             context_SC = scratch.empty(most, latent_TC.shape[1], dtype=dtype)
+            if group is not None:
+                shared_memory = SharedContext.memory(group, most, latent_TC.shape[1], dtype, scratch)
             kv_SHF = scratch.empty(most, *kv_THF.shape[1:], dtype=dtype)
             sums = [
                 (
@@ -182,7 +184,8 @@ class ExpandedChunks(Backend):
             out_ZTHV, lse_ZTH = (of_T[: parts * tokens].view(parts, tokens, *of_T.shape[1:]) for of_T in sums[1])
             shared = None
             if group is not None:
-                shared = SharedContext.of(group, geometry.page_BP, piece.cu_k_B1, piece.begin, source_SC, scratch)
+                where = geometry.page_BP, piece.cu_k_B1, piece.begin, source_SC
+                shared = SharedContext.of(group, *where, shared_memory)
             context.append(
                 RecalledContext(
                     begin=piece.begin,

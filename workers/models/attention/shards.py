@@ -113,9 +113,19 @@ class SharedContext:
     """The parts of all ranks."""
 
     @staticmethod
-    def of(group: Group, page_BP: Tensor, cu_B1: Tensor, begin: int, out_SC: Tensor, scratch: Scratch) -> SharedContext:
+    def memory(
+        group: Group, entries: int, features: int, dtype: torch.dtype, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        """Take memory for pieces of at most so many entries, which follow one another, from `scratch`."""
+        of_all = entries, group.mesh.shards.count, features
+        return scratch.empty(entries, features, dtype=dtype), scratch.empty(*of_all, dtype=dtype)
+
+    @staticmethod
+    def of(
+        group: Group, page_BP: Tensor, cu_B1: Tensor, begin: int, out_SC: Tensor, memory: tuple[Tensor, Tensor]
+    ) -> SharedContext:
         """Make it for a call of `gather`. `page_BP`: page tables of global ids. `cu_B1`, `begin`: see `gather_context`.
-        Memory comes from `scratch`."""
+        `memory`: of `SharedContext.memory`."""
         shards = group.mesh.shards
         place_S = torch.arange(len(out_SC), dtype=cu_B1.dtype, device=cu_B1.device)
         # Bounded for those who ask how much memory it takes, without entries.
@@ -126,8 +136,8 @@ class SharedContext:
             group=group,
             page_BP=own_pages(page_BP, shards).to(torch.int32),
             owner_S11=((page_S.long() - 1) % shards.count).view(-1, 1, 1),
-            part_SC=scratch.empty(*out_SC.shape, dtype=out_SC.dtype),
-            part_SDC=scratch.empty(len(out_SC), shards.count, out_SC.shape[1], dtype=out_SC.dtype),
+            part_SC=memory[0][: len(out_SC)],
+            part_SDC=memory[1][: len(out_SC)],
         )
 
     def gather(self, cache_PKC: Tensor, cu_B1: Tensor, out_SC: Tensor, *, begin: int, latent: int) -> None:
