@@ -26,15 +26,15 @@ def no_host_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add_experts_of_all(
-    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, sum_TGE: Tensor
+    x_TE: Tensor, id_TK: Tensor, weight_TK: Tensor, gate_up_XFE: Tensor, down_XEI: Tensor, sum_TGE: Tensor, limit: float
 ) -> None:
-    """Add experts as the reference does; every expert computes every token."""
+    """Add experts as the reference does; every expert computes every token. `limit`: see `kernels.moe.experts`."""
     tokens, compute = x_TE.shape[0], torch.promote_types(x_TE.dtype, torch.float32)
     part_TKGE = torch.zeros(*id_TK.shape, *sum_TGE.shape[1:], dtype=compute)
     for expert, (gate_up_FE, down_EI) in enumerate(zip(gate_up_XFE, down_XEI, strict=True)):
         gate_up_TF = torch.empty(tokens, gate_up_FE.shape[0], dtype=compute)
         linear(x_TE.to(compute), gate_up_FE.to(compute), gate_up_TF, invariant=True)
-        gate_TI, up_TI = gate_up_TF.chunk(2, dim=-1)
+        gate_TI, up_TI = moe_reference.clamped(*gate_up_TF.chunk(2, dim=-1), limit)
         part_TGE = torch.empty(tokens, *sum_TGE.shape[1:], dtype=compute)
         grouped_linear((deterministic_math.silu(gate_TI) * up_TI).to(x_TE.dtype), down_EI, part_TGE)
         weighed_TKGE = part_TGE.unsqueeze(1) * weight_TK[..., None, None]
