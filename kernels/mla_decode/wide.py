@@ -200,10 +200,7 @@ def wide_memory(ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wide_cta(
-    cache, boxes, table, table_stride, share,
-    SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
+def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
     """One CTA's `Share`: its KV blocks of one or several rows, for one block of 64 queries. Waits, and lets the kernel
     after start, where `OVERLAP.early`."""
     fetched, exchanged, ring, messages = wide_memory(1)
@@ -211,41 +208,16 @@ def wide_cta(
     # that.
     unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
     dependent, early = OVERLAP.dependent, OVERLAP.early
+    OWN: gl.constexpr = SPLIT.own
     gl.warp_specialize(
         [
             (
                 left_group,
-                (
-                    share,
-                    fetched,
-                    exchanged,
-                    ring,
-                    messages,
-                    unit,
-                    row_cost,
-                    invariant,
-                    dependent,
-                    early,
-                    False,
-                    SPLIT.own,
-                ),
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
             ),
             (
                 right_group,
-                (
-                    share,
-                    fetched,
-                    exchanged,
-                    ring,
-                    messages,
-                    unit,
-                    row_cost,
-                    invariant,
-                    dependent,
-                    early,
-                    False,
-                    SPLIT.own,
-                ),
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
             ),
             (fetch, (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP)),
         ],
@@ -273,9 +245,8 @@ def attend_wide(
         works = gl.load(metadata + gl.program_id(0) // blocks * CTA + _PARTS) == 1
     if works:
         share = share_of(
-            length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
-            blocks,
-        )  # fmt: skip
+            length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+        )
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
         wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
     else:
