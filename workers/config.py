@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from workers.model_folder import config_file
-from workers.parallel.mesh import INVARIANT_RANKS, Mesh
+from workers.parallel.mesh import CACHE_SHARDS, INVARIANT_RANKS, Mesh
 
 AUTO_WIDTH: Final = 4
 """Most tokens that a decode row feeds where the width is chosen from step to step."""
@@ -186,16 +186,17 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _shards_can_be_served(self) -> Self:
         shards = self.cache_shards
-        if self.tensor_parallel % shards:
-            fit = [str(count) for count in range(1, self.tensor_parallel + 1) if self.tensor_parallel % count == 0]
+        if self.tensor_parallel % shards or shards not in CACHE_SHARDS:
+            fit = [str(count) for count in CACHE_SHARDS if self.tensor_parallel % count == 0]
             raise ValueError(
-                f"cache_shards = {shards} does not divide tensor_parallel = {self.tensor_parallel}, whose ranks are to "
-                f"share out the cache: give {' or '.join(fit)}"
+                f"cache_shards = {shards} of tensor_parallel = {self.tensor_parallel} ranks: a cache is shared out "
+                f"over 1, 2, 4 or 8 ranks, by a number that divides theirs: give {' or '.join(fit)}"
             )
         if shards == 1:
             return self
         lacking = {
             "invariant mode": self.invariant,
+            "dtype float16": self.dtype == "float16",
             "a draft model": self.draft_model is not None and self.most_width > 1,
             "host_cache_bytes": self.host_cache_bytes > 0,
         }

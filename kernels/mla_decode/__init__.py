@@ -73,7 +73,7 @@ def mla_decode(
     - `invariant`: a token's result is bitwise the same in any call. A workspace is planned for it, or not.
     - `own`: this shard's part of the rows, where ranks share out the cache. `page_RP` and `length_R` are those of this
       part, of which token j of a row sees the entries first_R <= i < bound_RW[row, j]; `first` is 0. ValueError in
-      invariant mode, and for a workspace that was not planned for it.
+      invariant mode, and for one of Hopper's workspaces for wide blocks of FP8 entries, which are not planned for it.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what

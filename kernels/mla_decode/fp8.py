@@ -55,9 +55,9 @@ from kernels.mla_decode.fp8_tile import (
     weights_layout,
 )
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide_tile import at_length, next_share, share_of
+from kernels.mla_decode.wide_tile import next_share, share_of
 
-_INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks"]
+_INTS = ["first", "table_stride", "queries", "drafts", "heads"]
 
 
 class Boxes(NamedTuple):
@@ -98,7 +98,7 @@ def fetch(
     stage = 0
     phase = 1
     while left > 0:
-        tokens = gl.load(at_length(row, share, SPLIT.own))
+        tokens = gl.load(share.length + row)
         take, _begin, _end, _units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
@@ -195,8 +195,8 @@ def fp8_cta(
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_fp8(
-    q, pairs, rope, scales, table, length, out, lse, partial, partial_lse, metadata, scale,
-    first, table_stride, queries, drafts, heads, blocks,
+    q, pairs, rope, scales, table, length, seen, out, lse, partial, partial_lse, metadata, scale,
+    first, table_stride, queries, drafts, heads,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16, without
@@ -207,10 +207,10 @@ def attend_fp8(
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
+    blocks = (queries + TILE_OF.queries - 1) // TILE_OF.queries
     ctas = gl.num_programs(0) // blocks
     share = share_of(
-        length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas,
-        blocks,
-    )  # fmt: skip
+        length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+    )
     boxes = Boxes(pairs=pairs, rope=rope, scales=scales)
     fp8_cta(q, boxes, table, table_stride, share, ENTRY, SPLIT, TILE_OF, OVERLAP)

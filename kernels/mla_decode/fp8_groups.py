@@ -30,7 +30,7 @@ from kernels.mla_decode.fp8_tile import (
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import CTA_FIELDS
-from kernels.mla_decode.wide_tile import at_length, first_entry, next_share
+from kernels.mla_decode.wide_tile import first_in_tile, next_share
 
 CTA = gl.constexpr(CTA_FIELDS)
 
@@ -44,7 +44,8 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def hand_weights(
-    score, scales, top, total, tile, tiles, first, tokens, share, queries, exchanged, messages, BLOCK: gl.constexpr
+    score, scales, top, total, tile, tiles, row, tokens, share, queries, exchanged, messages,
+    BLOCK: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Hand the weights of the scores of a tile, the scoring group's number `tiles`, to the other groups. Returns the
     maximum so far, and the sums of weights so far, which every thread has of its entries."""
@@ -52,6 +53,7 @@ def hand_weights(
     low = tile * TILE
     SLOTS: gl.constexpr = slots_of(BLOCK)
     slot = tiles % SLOTS
+    first = first_in_tile(row, low, share, OWN)
     there, exponent = units_of(scales, low, first, tokens, BLOCK)
     unit = queries.unit.load(gl.SliceLayout(0, SUMS))
     weight, top, shrink = weigh(score, exponent, top, unit, queries.back, low, first, tokens, share, BLOCK)
@@ -87,12 +89,11 @@ def scoring_group(
     stage = 0
     phase = 0
     while left > 0:
-        tokens = gl.load(at_length(row, share, SPLIT.own), cache_modifier=".cg")
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
-            first = first_entry(row, share, SPLIT.own)
             put_queries(q, row, tokens, share, queries, BLOCK, SPLIT.own)
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
@@ -107,7 +108,20 @@ def scoring_group(
                 mbarrier.wait(messages.full.index(stage), phase)
                 begun = begin_scores(queries, fetched, stage, BLOCK)
                 top, total = hand_weights(
-                    score, scales, top, total, tile, tiles, first, tokens, share, queries, exchanged, messages, BLOCK
+                    score,
+                    scales,
+                    top,
+                    total,
+                    tile,
+                    tiles,
+                    row,
+                    tokens,
+                    share,
+                    queries,
+                    exchanged,
+                    messages,
+                    BLOCK,
+                    SPLIT.own,
                 )
                 score, scales = end_scores(begun, fetched, stage, BLOCK)
                 tiles += 1
@@ -115,7 +129,20 @@ def scoring_group(
             mbarrier.arrive(messages.empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, OVERLAP.stages)
             top, total = hand_weights(
-                score, scales, top, total, stop - 1, tiles, first, tokens, share, queries, exchanged, messages, BLOCK
+                score,
+                scales,
+                top,
+                total,
+                stop - 1,
+                tiles,
+                row,
+                tokens,
+                share,
+                queries,
+                exchanged,
+                messages,
+                BLOCK,
+                SPLIT.own,
             )
             tiles += 1
             whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), per_query)
@@ -160,12 +187,11 @@ def summing_group(
     rows = 0
     stage = 0
     while left > 0:
-        tokens = gl.load(at_length(row, share, SPLIT.own), cache_modifier=".cg")
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
-            first = first_entry(row, share, SPLIT.own)
             even0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             odd0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             even1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
@@ -174,6 +200,7 @@ def summing_group(
                 low = tile * TILE
                 slot = tiles % SLOTS
                 mbarrier.wait(messages.weights_full.index(slot), (tiles // SLOTS) & 1)
+                first = first_in_tile(row, low, share, SPLIT.own)
                 if (low + TILE > tokens) | (low < first):
                     without_outside(fetched.latent.index(stage * GROUPS + MINE), low, first, tokens)
                     without_outside(fetched.latent.index(stage * GROUPS + MINE + 1), low, first, tokens)

@@ -44,7 +44,7 @@ def put_queries(q, row, tokens, share, queries, BLOCK: gl.constexpr, OWN: gl.con
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK, gl.SliceLayout(1, layout)) + (share.block * BLOCK + unknown_zero())
     if OWN:
-        at_bound = share.length + row.to(gl.int64) * (share.drafts + 2) + m // share.heads
+        at_bound = share.seen + row.to(gl.int64) * (share.drafts + 2) + m // share.heads
         back = tokens - gl.load(at_bound, mask=m < share.queries, other=0, cache_modifier=".cg")
     else:
         back = gl.maximum(share.drafts - m // share.heads, 0)

@@ -71,7 +71,7 @@ def attend(
     one kernel, or two of which the plan says which works. `own`: see `mla_decode`."""
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
-    lengths = length_R if own is None else own.seen_RX
+    seen = length_R if own is None else own.seen_RX
     results = Results(out_RWHL, lse_RWH), Results(workspace.partial_SQL, workspace.partial_lse_SQ)
     where = (*results[0], *results[1], workspace.metadata)
     numbers = (
@@ -106,7 +106,7 @@ def attend(
                 length_R,
                 *results,
                 workspace.metadata,
-                lengths,
+                seen,
                 *numbers,
                 *blocks_and_ctas,
                 FEATURES=_features(shape, q_RWHC.dtype),
@@ -122,7 +122,7 @@ def attend(
             attend_narrow[grid](
                 q_RWHC,
                 cache_PKC,
-                *(page_RP, lengths, *where),
+                *(page_RP, length_R, seen, *where),
                 *numbers,
                 *blocks_and_ctas,
                 ENTRY=entry,
@@ -136,9 +136,8 @@ def attend(
             attend_fp8[grid](
                 q_RWHC,
                 *fp8_boxes(cache_PKC),
-                *(page_RP, lengths, *where),
+                *(page_RP, length_R, seen, *where),
                 *numbers,
-                way.blocks(shape),
                 ENTRY=entry,
                 TILE_OF=tile,
                 OVERLAP=overlap,
@@ -167,9 +166,9 @@ def attend(
                 cache_PKC,
                 *boxes(q_RWHC),
                 *boxes(cache_PKC),
-                *(page_RP, lengths, *where),
+                *(page_RP, length_R, seen, *where),
                 *numbers,
-                *blocks_and_ctas,
+                way.blocks(shape),
                 OVERLAP=overlap,
                 **common,
             )

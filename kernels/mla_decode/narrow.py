@@ -34,7 +34,7 @@ from kernels.mla_decode.narrow_tile import (
 )
 from kernels.mla_decode.records import Share
 from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
-from kernels.mla_decode.wide_tile import at_length, first_entry
+from kernels.mla_decode.wide_tile import first_entry
 
 _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
@@ -120,17 +120,18 @@ def narrow_cta(
         page = gl.load(pages + gl.minimum((start + AHEAD) * TOKENS // PAGE, last))
         # The next row, if this worker's share goes beyond this one, and whether it has entries there.
         goes_on = left > take
-        next_tokens = gl.load(at_length(row + 1, share, SPLIT.own), mask=goes_on, other=0)
+        next_tokens = gl.load(share.length + row + 1, mask=goes_on, other=0)
         next_page = gl.load(table + (row + 1).to(gl.int64) * table_stride + share.first // PAGE, mask=goes_on, other=0)
         next_first = share.first
         if SPLIT.own:
-            next_first = gl.load(at_length(row + 1, share, True) + 1, mask=goes_on, other=0)
+            at_first = share.seen + (row + 1).to(gl.int64) * (share.drafts + 2) + share.drafts + 1
+            next_first = gl.load(at_first, mask=goes_on, other=0)
         follows = goes_on & (next_tokens > share.first) & (left - take > SPLIT.row_cost)
 
         # Tokens of the row after a query's; kept from row to row they would spill registers.
         token = (m + unknown_zero()) // share.heads
         if SPLIT.own:
-            at_bound = share.length + row.to(gl.int64) * (share.drafts + 2) + token
+            at_bound = share.seen + row.to(gl.int64) * (share.drafts + 2) + token
             bound = gl.load(at_bound, mask=m < share.queries, other=0)
         else:
             bound = gl.minimum(tokens - (share.drafts - token), tokens)
@@ -207,6 +208,7 @@ def attend_narrow(
     cache,
     table,
     length,
+    seen,
     out,
     lse,
     partial,
@@ -239,6 +241,7 @@ def attend_narrow(
     if works:
         share = Share(
             length=length,
+            seen=seen,
             out=out,
             lse=lse,
             partial=partial,

@@ -31,8 +31,7 @@ class Split(NamedTuple):
     invariant: bool
     """Whether every KV block is a piece of its own."""
     own: bool
-    """Whether the rows are a shard's own entries (`kernels.own_entries`). Then attention reads their lengths and what
-    each token sees from `OwnEntries.seen_RX`."""
+    """Whether the rows are a shard's own entries (`kernels.own_entries`)."""
 
 
 class Results(NamedTuple):
@@ -71,7 +70,9 @@ class Share(NamedTuple):
     """Share of a CTA, for one block of query vectors: values of a running kernel, most of them the launch's."""
 
     length: Any
-    """Tokens of every row, in memory; of a shard's own entries (`Split.own`) `OwnEntries.seen_RX`."""
+    """Tokens of every row, in memory."""
+    seen: Any
+    """`OwnEntries.seen_RX` in memory, where the rows are a shard's own entries (`Split.own`)."""
     out: Any
     lse: Any
     """Log-sum-exp of whole rows, [rows, queries], beside their results in `out`, [rows, queries, latent]."""

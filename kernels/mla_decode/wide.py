@@ -45,7 +45,6 @@ from kernels.mla_decode.wide_tile import (
     Fetched,
     Messages,
     Ring,
-    at_length,
     next_share,
     share_of,
 )
@@ -101,7 +100,7 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
     tiles = 0
     rows = 0
     while left > 0:
-        tokens = gl.load(at_length(row, share, SPLIT.own))
+        tokens = gl.load(share.length + row)
         take, _begin, _end, _units, start, stop, done = next_share(
             tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
         )
@@ -228,8 +227,8 @@ def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVER
 
 @gluon.jit(do_not_specialize=_INTS)
 def attend_wide(
-    cache, q_half, q_rope, kv_half, kv_rope, table, length, out, lse, partial, partial_lse, metadata,
-    scale, first, table_stride, queries, drafts, heads, blocks, ctas,
+    cache, q_half, q_rope, kv_half, kv_rope, table, length, seen, out, lse, partial, partial_lse, metadata,
+    scale, first, table_stride, queries, drafts, heads, blocks,
     SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
@@ -244,8 +243,9 @@ def attend_wide(
     if OVERLAP.either:
         works = gl.load(metadata + gl.program_id(0) // blocks * CTA + _PARTS) == 1
     if works:
+        ctas = gl.num_programs(0) // blocks
         share = share_of(
-            length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+            length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
         )
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
         wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)

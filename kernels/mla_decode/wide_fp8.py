@@ -117,7 +117,7 @@ def attend_wide_fp8(
     # Not negative, which the compiler is to know: it would keep the sign in a register for every division.
     first &= 0x7FFFFFFF
     share = share_of(
-        length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+        length, length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
     )
     fetched, exchanged, ring, messages = wide_memory(2)
     unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant

@@ -23,7 +23,6 @@ from kernels.mla_decode.wide_tile import (
     SCORES,
     TILE,
     as_left_operand,
-    at_length,
     begin_scores,
     begins_or_ends_in,
     next_share,
@@ -59,7 +58,7 @@ def left_group(
     rows = 0
     seconds = 0
     while left > 0:
-        tokens = gl.load(at_length(row, share, OWN), cache_modifier=".cg")
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, unit, row_cost, invariant
         )
@@ -164,7 +163,7 @@ def right_group(
     rows = 0
     firsts = 0
     while left > 0:
-        tokens = gl.load(at_length(row, share, OWN), cache_modifier=".cg")
+        tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
             tokens, at, left, share.first, unit, row_cost, invariant
         )

@@ -89,11 +89,12 @@ class Messages(NamedTuple):
 
 @gluon.jit
 def share_of(
-    length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
+    length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
 ):  # fmt: skip
     """The `Share` of a program: a CTA has as many programs as a row has blocks of query vectors."""
     return Share(
         length=length,
+        seen=seen,
         out=out,
         lse=lse,
         partial=partial,
@@ -129,20 +130,22 @@ def next_share(tokens, at, left, first, unit, row_cost, invariant):
 
 
 @gluon.jit
-def at_length(row, share, OWN: gl.constexpr):
-    """Return where the length of a row lies. OWN: `Split.own`; the last of a row's tokens sees all of its entries."""
-    at = share.length + row
-    if OWN:
-        at = share.length + row.to(gl.int64) * (share.drafts + 2) + share.drafts
-    return at
-
-
-@gluon.jit
 def first_entry(row, share, OWN: gl.constexpr):
     """Return the first entry of a row that is attended to. OWN: `Split.own`."""
     first = share.first
     if OWN:
-        first = gl.load(at_length(row, share, OWN) + 1, cache_modifier=".cg")
+        first = gl.load(share.seen + row.to(gl.int64) * (share.drafts + 2) + share.drafts + 1, cache_modifier=".cg")
+    return first
+
+
+@gluon.jit
+def first_in_tile(row, low, share, OWN: gl.constexpr):
+    """`first_entry`, as far as it says what a tile begins with: a shard's own entries begin inside their first tile.
+    Loaded for each tile, it takes no register."""
+    first = share.first
+    if OWN:
+        at = share.seen + row.to(gl.int64) * (share.drafts + 2) + share.drafts + 1
+        first = gl.load(at, mask=low == 0, other=0, cache_modifier=".cg")
     return first
 
 
@@ -158,7 +161,7 @@ def seen_entries(tokens, share):
 def seen_own_entries(row, share):
     """`seen_entries` of a shard's own. They are loaded where they are needed: a register more would spill."""
     query = share.block * BLOCK + unknown_zero() + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
-    at = share.length + row.to(gl.int64) * (share.drafts + 2) + query // share.heads
+    at = share.seen + row.to(gl.int64) * (share.drafts + 2) + query // share.heads
     return gl.load(at, mask=query < share.queries, other=0, cache_modifier=".cg")
 
 

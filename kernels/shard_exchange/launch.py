@@ -15,7 +15,7 @@ from kernels.shard_exchange import kernel
 PIECE_BYTES: Final = 16
 """Bytes that a thread handles at a time."""
 LANES: Final = 128
-"""Most programs: so many that all of them run at once on any GPU."""
+"""Most programs. Each waits for those of its own index alone, so all go on where not all run at once."""
 FEW_THREADS, MANY_THREADS = 128, 512
 """Threads of a program: few, so that little is shared by many programs, and many, so that much takes few steps."""
 

@@ -34,7 +34,7 @@ def single_layout(width):
 def share_of_part(length, out, lse, partial, partial_lse, metadata, scale, heads, blocks):
     """The `Share` of a program: a block of heads of one part of a token's entries, as `places.find_places` has
     planned. Each part has one place for its results, the CTA's own, and no query vector belongs to a draft."""
-    return share_of(length, out, lse, partial, partial_lse, metadata, scale, 0, heads, 0, heads, 0, blocks)
+    return share_of(length, length, out, lse, partial, partial_lse, metadata, scale, 0, heads, 0, heads, 0, blocks)
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ class HYV4(GlmMoeDsa):
         "routed_scaling_factor": 2.827,
         "n_shared_experts": 1,
         "rms_norm_eps": 1e-5,
-        "index_n_heads": 32,
+        "index_n_heads": 16,
         "index_topk_freq": 4,
         "index_skip_topk_offset": 2,
         "num_nextn_predict_layers": 1,

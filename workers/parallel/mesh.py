@@ -15,6 +15,8 @@ from kernels.page import Shards
 
 AxisName = Literal["world", "experts", "heads", "cache"]
 
+CACHE_SHARDS: Final = (1, 2, 4, 8)
+"""Numbers of ranks that may share out a cache. An exchange on GPUs has as much room for each of them."""
 INVARIANT_RANKS: Final = (1, 2, 4, 8)
 """Numbers of ranks, along any axis, on which invariant mode computes the same bits."""
 
