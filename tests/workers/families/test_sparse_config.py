@@ -119,7 +119,7 @@ def test_reads_hy4(tmp_path: Path) -> None:
     assert (config.rope.theta, config.rope.interleaved, config.num_heads) == (1e7, True, 64)
     assert not config.indexing.is_shared(78)  # the layer that drafts has an indexer
     own = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps", "swiglu_limit")
-    own += ("index_n_heads", "index_head_dim", "index_topk", "hc_mult", "hc_magnitude", "hc_eps", "norm_topk_prob")
+    own += ("index_head_dim", "index_topk", "hc_mult", "hc_magnitude", "hc_eps", "norm_topk_prob")
     own += ("num_nextn_predict_layers",)
     assert parse_config({name: value for name, value in HY4.items() if name not in own}) == config
     HYV4Config(**HY4).save_pretrained(tmp_path)
