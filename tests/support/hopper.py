@@ -58,8 +58,8 @@ class Resources:
     """Whether it lets the kernel after it begin."""
 
     def check(self, registers: int = 255, stack: int = 0) -> None:
-        """AssertionError when the kernel spills more than `stack` bytes of a thread, or needs more shared memory than a block may have or more than
-        `registers`."""
+        """AssertionError when the kernel spills more than `stack` bytes of a thread, or needs more shared memory than a
+        block may have or more than `registers`."""
         assert self.stack <= stack, f"{self.name} spills: {self}"
         assert self.shared <= SHARED_MEMORY_LIMIT, f"{self.name} needs too much shared memory: {self}"
         assert self.registers <= registers, f"{self.name} needs too many registers: {self}"
