@@ -185,7 +185,7 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
     length_R = torch.zeros(rows, dtype=torch.int32, device=device)
     decode = DecodeBatch(length_R, length_R.new_zeros(rows, pages)) if rows else None
     layout = BatchLayout(parts.width, rows, (stage.tokens - rows * parts.width,), (True,))
-    batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None)
+    batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None, group=parts.group.sharing)
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
         with stage.scratch.scope(), stage.inner.scope():
             planned, rotation_PO = attention.plan(batch, stage.scratch), parts.model.rotation_PO
@@ -205,7 +205,7 @@ def reserve_decode(parts: StepParts, rows: int, scratch: Scratch) -> None:
         length_R = torch.zeros(rows, dtype=torch.int32, device=device)
         slot_T = torch.zeros(layout.tokens, dtype=torch.int64, device=device)
         decode = DecodeBatch(length_R, length_R.new_zeros(rows, parts.state.pages_per_row))
-        batch = Batch(layout, slot_T, slot_T, decode, None)
+        batch = Batch(layout, slot_T, slot_T, decode, None, group=parts.group.sharing)
         planned, geometry = attention.plan(batch, scratch), attention.geometry(batch)
         outputs = buffers.projected, buffers.attended_THV
         attention.backends(*outputs, planned, geometry, parts.model.rotation_PO, scratch)

@@ -298,7 +298,7 @@ class _Attention:
         counted = replace(
             self._batch,
             out_of_bounds_count_1=self._cache.out_of_bounds_count_1,
-            group=group if group.mesh.cache.size > 1 else None,
+            group=group.sharing,
         )
         planned = attention.plan(counted, self._scratch).noting(buffers.ops.choices)
         with nullcontext() if inner is None else inner.scope():

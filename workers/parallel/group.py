@@ -62,6 +62,11 @@ class Group:
     """Exchange between them, where they are GPUs."""
 
     @property
+    def sharing(self) -> Group | None:
+        """This group, if ranks of it share out the cache."""
+        return self if self.mesh.cache.size > 1 else None
+
+    @property
     def summed(self) -> Axis:
         """The axis along which the parts of a sum are added up. Attention has sums over `heads`, the feed-forward part
         over `experts`: one group serves both while these are the same ranks. ValueError where they are not."""
