@@ -219,6 +219,8 @@ class ExpandedChunks(Backend):
     @override
     def reserve(self, heads: Heads) -> None:
         for piece in self.context:
+            if piece.shared is not None:
+                piece.shared.reserve()
             for count in range(EXPANDED, piece.latent_XL.shape[0] + 1, EXPANDED):
                 heads.expand(piece.latent_XL[:count], piece.kv_XF[:count])
 

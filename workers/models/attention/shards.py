@@ -140,6 +140,12 @@ class SharedContext:
             part_SDC=memory[1][: len(out_SC)],
         )
 
+    def reserve(self) -> None:
+        """Exchange nothing of use once, of one entry and of all: kernels for few and for many are compiled then. All
+        ranks together."""
+        for count in (1, len(self.part_SC)):
+            self.group.gather_shards(self.part_SC[:count], self.part_SDC[:count])
+
     def gather(self, cache_PKC: Tensor, cu_B1: Tensor, out_SC: Tensor, *, begin: int, latent: int) -> None:
         """`gather_context`, from the caches of all ranks."""
         gather_context(cache_PKC, self.page_BP, cu_B1, self.part_SC, begin=begin, latent=latent)
