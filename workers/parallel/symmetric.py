@@ -90,6 +90,7 @@ class SymmetricSum:
     def __init__(self, device: torch.device, most_bytes: int = MOST_BYTES) -> None:
         """All ranks together; nobody sums before all of them are through. `most_bytes`: room for a part that is summed
         in two shots. RuntimeError where the GPUs cannot map each other's memory, or torch has no way to."""
+        _PRIVATE.require()
         world = dist.group.WORLD
         assert world is not None
         self._name, self._one_shot_bytes = world.group_name, one_shot_bytes(world.size())
