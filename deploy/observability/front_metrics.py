@@ -66,6 +66,7 @@ HISTOGRAMS: dict[str, str] = {
     "step_seconds": "Seconds that a step took on rank 0, by kind: decode, prefill or mixed.",
     "step_decode_rows": "Decode rows of a step that has any, by kind.",
     "step_prefill_tokens": "Prefill tokens of a step that has any, by kind.",
+    "step_context": "Tokens that each token of a step had before it, on average, by kind.",
 }
 WORKER_GAUGES: dict[str, str] = {
     "graph_capture_seconds": "Seconds that capturing the graphs took.",

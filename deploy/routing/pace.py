@@ -1,7 +1,8 @@
 """How fast a replica computes, compared with others: a hot GPU or a noisy neighbor makes one several times slower.
 
-Steps of different sizes take different times, so times are kept by kind and size, each size up to twice the one before.
-A replica measures its own; a router compares what several replicas report.
+Steps of different sizes take different times, and so do those whose tokens have more or fewer tokens before them: times
+are kept by kind, context and size, each context and size up to twice the one before. A replica measures its own; a
+router compares what several replicas report.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ KEPT_S: Final = 30.0
 """Seconds for which a measured time counts. A replica that gets no requests because it was slow is tried again then."""
 SLOWER: Final = 2.0
 """A replica that is less than this many times slower counts as equally fast: its queue tells, and steps of one size
-differ by what their requests have before them."""
+and context still differ by a little less than that."""
+LEAST_CONTEXT: Final = 2048
+"""Tokens before each token of a step up to which a step takes about as long as without any."""
 _WINDOWS: Final = 5
-"""Times kept of each kind and size. Their median is what counts: one step that was held up says nothing."""
+"""Times kept of each kind, context and size. Their median is what counts: one step that was held up says nothing."""
 
 R = TypeVar("R", bound=Hashable)
 StepTimes = Mapping[str, float]
-"""Seconds of a step by its kind and size, as `decode 3`: decode rows alone that feed 8 to 15 tokens."""
+"""Seconds of a step by its kind, context and size, as `decode@12 3`: decode rows alone that feed 8 to 15 tokens, which
+have 4,096 to 8,191 tokens before them each. Replicas of earlier versions say `decode 3`, whatever the context."""
 
 
 class StepClock:
@@ -34,7 +38,7 @@ class StepClock:
         self._clock = clock
         self._before = EngineStats()
         self._times: dict[str, deque[tuple[float, float]]] = {}
-        """By kind and size: when it was measured, and the seconds of a step."""
+        """By kind, context and size: when it was measured, and the seconds of a step."""
 
     def add(self, stats: EngineStats) -> None:
         """Take what the scheduler's figures say of the steps since those before."""
@@ -48,7 +52,7 @@ class StepClock:
                 continue
             seconds = times.total - (old.total if old is not None else 0.0)
             tokens = _tokens(kind, stats) - _tokens(kind, before)
-            size = f"{kind} {max(round(tokens / steps), 1).bit_length() - 1}"
+            size = f"{kind}{_context(kind, stats, before)} {max(round(tokens / steps), 1).bit_length() - 1}"
             self._times.setdefault(size, deque(maxlen=_WINDOWS)).append((self._clock(), seconds / steps))
 
     def times(self) -> StepTimes:
@@ -59,11 +63,20 @@ class StepClock:
 
 
 def _tokens(kind: str, stats: EngineStats) -> float:
-    """Tokens that the steps of a kind were given: those of prompts where they have any."""
+    """Tokens that the steps of a kind were given; of rows that decode beside prompts one each."""
     if kind == "decode":
         return stats.decode_fed
-    found = stats.step_prefill_tokens.get(kind)
-    return found.total if found is not None else 0.0
+    return sum(found[kind].total for found in (stats.step_prefill_tokens, stats.step_decode_rows) if kind in found)
+
+
+def _context(kind: str, stats: EngineStats, before: EngineStats) -> str:
+    """How a name says what the tokens of the newest steps have before them on average; empty where nobody counted."""
+    found, old = stats.step_context.get(kind), before.step_context.get(kind)
+    steps = 0 if found is None else found.count - (old.count if old is not None else 0)
+    if found is None or steps <= 0:
+        return ""
+    tokens = (found.total - (old.total if old is not None else 0.0)) / steps
+    return f"@{max(round(tokens), LEAST_CONTEXT).bit_length() - 1}"
 
 
 def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
@@ -71,18 +84,22 @@ def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
     than `SLOWER`, and where no other measured steps of the kind.
 
     Where the others' steps had other sizes, a smaller step than theirs would have taken them no longer, and a larger
-    one no longer than in proportion.
+    one no longer than in proportion. Only steps of about the same context are compared: between one with a long context
+    and one without any nothing tells how long either should take.
     """
-    known: dict[str, list[tuple[int, float, R]]] = {}
+    known: dict[str, list[tuple[int, int, float, R]]] = {}
     for replica, own in times.items():
         for name, seconds in own.items():
-            kind, _, number = name.partition(" ")
-            known.setdefault(kind, []).append((int(number), seconds, replica))
+            of, _, number = name.partition(" ")
+            kind, mark, context = of.partition("@")
+            known.setdefault(kind + mark, []).append((int(number), int(context or 0), seconds, replica))
     ratios: dict[R, list[float]] = {replica: [] for replica in times}
     for steps in known.values():
-        for size, seconds, replica in steps:
+        for size, context, seconds, replica in steps:
             others = [
-                taken * 2 ** max(size - theirs, 0) for theirs, taken, other in steps if other != replica and taken > 0
+                taken * 2 ** (max(size - theirs, 0) + max(context - behind, 0))
+                for theirs, behind, taken, other in steps
+                if other != replica and taken > 0 and abs(context - behind) <= 1
             ]
             if others:
                 ratios[replica].append(seconds / min(others))

@@ -155,9 +155,10 @@ class Group:
             return [payload]
         size_1 = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         sizes = self.all_gather(size_1, size_1.new_empty(ranks, 1)).flatten().tolist()
-        padded = bytearray(payload.ljust(max(sizes), b"\0"))
+        width = max(*sizes, 1)  # no collective takes an empty buffer
+        padded = bytearray(payload.ljust(width, b"\0"))
         own_B = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-        all_GB = self.all_gather(own_B, own_B.new_empty(ranks, max(sizes))).cpu()
+        all_GB = self.all_gather(own_B, own_B.new_empty(ranks, width)).cpu()
         return [row_B.numpy().tobytes()[:size] for row_B, size in zip(all_GB, sizes, strict=True)]
 
     def ordered_sum(self, part_TE: torch.Tensor, part_RTE: torch.Tensor, out_TE: torch.Tensor) -> None:

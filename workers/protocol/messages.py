@@ -181,6 +181,7 @@ class Distribution(msgspec.Struct, frozen=True, array_like=True):
 STEP_BUCKETS: Final = {
     "step_seconds": (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
     "step_decode_rows": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    "step_context": (256, 1024, 4096, 16384, 65536, 262144, 1048576),
     "step_prefill_tokens": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 }
 """Upper bounds of the buckets, by field of `EngineStats`."""
@@ -205,6 +206,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Decode rows of the steps that have any, by kind."""
     step_prefill_tokens: dict[str, Distribution] = {}
     """Prompt tokens of the steps that have any, by kind."""
+    step_context: dict[str, Distribution] = {}
+    """Tokens that each token of a step had before it, on average, by kind of step."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0

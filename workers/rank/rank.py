@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -43,11 +44,13 @@ from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
 from workers.step.sampling import SamplingState
-from workers.tiers.disk_files import DiskFiles
+from workers.tiers.disk_files import DiskFailedError, DiskFiles
 from workers.tiers.disk_mover import DiskMover
 from workers.tiers.host_memory import HostMemory
 from workers.tiers.mover import PageMover, Staging, batch_of, record_layout
 from workers.weights.kept import KeptWeights
+
+logger = logging.getLogger("latentserve.tiers")
 
 
 def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
@@ -219,9 +222,14 @@ class Rank:
             self.ready = replace(self.ready, host_pages=memory.slots, **sizes)
         if memory is not None and config.disk_cache_dir is not None:
             base, size = Path(config.disk_cache_dir), config.disk_cache_bytes
-            files = DiskFiles.open(base, size, record_bytes, root, group, device)
-            self.disk = DiskMover(files, memory, group.mesh.world.rank, on_moved)
-            self.ready = replace(self.ready, disk_pages=files.slots, disk_serial=files.serial)
+            try:
+                files = DiskFiles.open(base, size, record_bytes, root, group, device)
+            except DiskFailedError as error:
+                if group.mesh.world.first:
+                    logger.warning("the disk of cached pages has failed, and is not used: %s", error)
+            else:
+                self.disk = DiskMover(files, memory, group.mesh.world.rank, on_moved)
+                self.ready = replace(self.ready, disk_pages=files.slots, disk_serial=files.serial)
             times.end("disk")
         self.model: Model = model
         if progress:

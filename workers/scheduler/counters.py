@@ -42,6 +42,7 @@ class Counters:
     step_prefill_tokens: Histogram = field(
         default_factory=lambda: Histogram("step_prefill_tokens", ("prefill", "mixed"))
     )
+    step_context: Histogram = field(default_factory=lambda: Histogram("step_context", ("decode", "prefill", "mixed")))
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0

@@ -6,7 +6,8 @@
 - **Loads.** Where a prompt goes on further on disk than in host memory, the request leaves the queue until its pages
   are in host memory, and comes back at its old place. A load holds slots of host memory and no page of the device.
 - **Deadlines.** A load begins only if it will take less time than computing its tokens would, by what both took so
-  far. A request waits no longer than that. If the disk is late, the request is computed; the load goes on by itself.
+  far, and with no more pages than come long before the disk counts as failed. A request waits no longer than computing
+  would take. If the disk is late, the request is computed; the load goes on by itself.
 - **Failures.** Every page that comes back was compared with its checksum, tokens and keys. What does not agree is
   forgotten, with all that continues it, and erased. If a disk fails, its rank says so, and nothing is copied any more.
 
@@ -49,8 +50,13 @@ FIRST_S: Final = 0.005
 TOKEN_S: Final = 1e-4
 """Seconds that computing a token of a prompt takes, as far as nothing was measured."""
 LONGEST_S: Final = 30.0
-"""A request waits for the disk no longer than this, however long computing would take. A disk that does not answer for
-so long has failed."""
+"""A request waits for the disk no longer than this, however long computing would take. A disk of which a rank hears
+nothing for so long has failed."""
+MARGIN: Final = 2.0
+"""A load begins with no more pages than should come within `LONGEST_S`, divided by this: a rank answers when it has all
+of its pages, and a disk that is a little slower than thought has not failed."""
+FIRST_MARGIN: Final = 16.0
+"""The same as long as nothing was measured. A disk that is many times slower than it is taken for is found out so."""
 FORGETS_S: Final = 60.0
 """After so many seconds without a load half of what is known of their pace is forgotten: a disk that was slow once is
 tried again."""
@@ -71,6 +77,8 @@ class DiskTicket:
     loads: bool = False
     bad: set[int] = field(default_factory=set)
     """Slots on disk whose pages are not to be used."""
+    unread: set[int] = field(default_factory=set)
+    """Slots whose pages a rank that has given up its disk did not read: they are as good as they were."""
     seconds: float = 0.0
     """That the slowest rank took."""
     waiting: dict[Row, float] = field(default_factory=dict)
@@ -118,7 +126,9 @@ class DiskTier:
         """Nothing is copied any more."""
         self._host, self._ranks, self._budget, self._clock = host, ranks, budget, clock
         self._least, self._page_s, self._token_s = least, page_s, token_s
-        self._prior_s, self._measured_at = page_s, clock()
+        self._prior_s, self._measured_at, self._measured = page_s, clock(), False
+        self._heard: dict[tuple[int, bool], float] = {}
+        """When a rank last answered, by its number and whether that was a load."""
         self._numbers, self._serials = count(1), count(serial)
         self._tickets: dict[int, DiskTicket] = {}
         self._writes = 0
@@ -171,6 +181,8 @@ class DiskTier:
             self._offer(self._again, copy)
 
     def _offer(self, offered: deque[Copy], copy: Copy) -> None:
+        if self.failed or self._budget.none:  # nobody would take it, and it keeps all pages before it in memory
+            return
         self.counters.dropped += len(offered) == MOST_OFFERED
         offered.append(copy)
 
@@ -286,10 +298,11 @@ class DiskTier:
             until = now + min(LONGEST_S, self._computing_s(most - max(device, len(here))))
             self._wait(row, coming, until)
             return True
-        under_way = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
-        under_way += sum(map(len, self._kept.values()))
+        reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
+        under_way = reading + sum(map(len, self._kept.values()))
         # One load may take all of host memory; several leave half of it to what is saved meanwhile.
         room = self._host.slots if not under_way else self._host.slots // 2 - under_way
+        room = min(room, self._most_at_once(now) - reading)
         slots = self.index.find(row.tokens, row.keys, min(most, len(here) + room))
         gained = len(slots) - max(device, len(here))
         if gained < self._least:
@@ -318,6 +331,15 @@ class DiskTier:
         kept = math.exp2((self._measured_at - now) / FORGETS_S)
         return kept * self._page_s + (1 - kept) * self._prior_s
 
+    def _most_at_once(self, now: float) -> int:
+        """Pages of all loads under way that come long before the disk counts as failed, also if it is as slow as it
+        was last."""
+        page_s = max(self._pace(now), self._page_s)
+        if page_s <= 0:
+            return self.index.slots
+        within = LONGEST_S / (MARGIN if self._measured else FIRST_MARGIN)
+        return max(int((within - FIRST_S) / page_s), self._least)
+
     def _coming(self, key: bytes) -> DiskTicket | None:
         """The load under way that brings this page."""
         slot = self.index.slot(key)
@@ -345,15 +367,33 @@ class DiskTier:
         for row in late:
             self.leave(row)
         self.counters.late += len(late)
-        oldest = next(iter(self._tickets.values()))
-        if now - oldest.begun > LONGEST_S and not self.failed:
+        silent = 0.0 if self.failed else self._silent_s(now)
+        if silent > LONGEST_S:
             logger.warning(
                 "the disk behind host memory has not answered for %.0f s: it is not used any more, and prompts that "
                 "are on it are computed",
-                now - oldest.begun,
+                silent,
             )
-            self.failed = True
+            self._fail()
         return late
+
+    def _silent_s(self, now: float) -> float:
+        """Seconds for which a rank owes answers and has given none, the longest of them. Reads and writes count apart:
+        a disk may do one and not the other."""
+        silent = 0.0
+        for ticket in self._tickets.values():
+            if now - ticket.begun <= max(silent, LONGEST_S):
+                break  # as all that follow have begun later
+            for rank in ticket.missing:
+                heard = self._heard.get((rank, ticket.loads), ticket.begun)
+                silent = max(silent, now - max(heard, ticket.begun))
+        return silent
+
+    def _fail(self) -> None:
+        """Copy nothing any more, and keep nothing for it."""
+        self.failed = True
+        self._again.clear()
+        self._new.clear()
 
     @property
     def patience_s(self) -> float | None:
@@ -376,9 +416,11 @@ class DiskTier:
         ticket = self._tickets.get(message.ticket)
         if ticket is None or message.rank not in ticket.missing:
             raise RuntimeError(f"rank {message.rank} answers disk ticket {message.ticket}, which does not wait for it")
-        self.failed |= message.off
+        self._heard[message.rank, ticket.loads] = self._clock()
+        if message.off:
+            self._fail()
         ticket.missing.remove(message.rank)
-        ticket.bad.update(message.bad)
+        (ticket.unread if message.off and ticket.loads else ticket.bad).update(message.bad)
         ticket.seconds = max(ticket.seconds, message.seconds)
         if ticket.missing:
             return []
@@ -414,7 +456,8 @@ class DiskTier:
         self.index.free(ticket.slots)
 
     def _loaded(self, ticket: DiskTicket) -> None:
-        bad = [copy for slot, copy in zip(ticket.slots, ticket.copies, strict=True) if slot in ticket.bad]
+        unusable = ticket.bad | ticket.unread
+        bad = [copy for slot, copy in zip(ticket.slots, ticket.copies, strict=True) if slot in unusable]
         good = len(ticket.slots) - len(bad)
         self._host.received(ticket.copies, bad)
         self._drop(ticket.bad)
@@ -423,7 +466,7 @@ class DiskTier:
         self.counters.load_seconds += ticket.seconds
         if good:
             self._page_s = (self._pace(self._clock()) + ticket.seconds / good) / 2
-            self._measured_at = self._clock()
+            self._measured_at, self._measured = self._clock(), True
 
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and

@@ -41,7 +41,8 @@ class Results:
         nonfinite, dead_ends = self._nonfinite_rows(flight, result), self._dead_end_rows(flight, result)
         over = nonfinite.keys() | dead_ends.keys()
         # Before the step's own tokens are added.
-        context = 0 if plan.prefill else sum([sequence.tokens.length for sequence in flight.decode])
+        context = sum([sequence.tokens.length for sequence in flight.decode])
+        self._counters.step_context.add(*_mean_context(flight, context))
         offered = accepted = 0
         rows, ended = zip(flight.decode, result.tokens, strict=False), Phase.ENDED
         accepted_drafts: list[tuple[Sequence, int]] = []
@@ -218,3 +219,13 @@ def _first(entry: TopLogprobs, count: int) -> TopLogprobs:
     if len(entry.ids) <= count:
         return entry
     return TopLogprobs(entry.chosen, entry.ids[:count], entry.logprobs[:count], entry.named)
+
+
+def _mean_context(flight: Flight, decoding: int) -> tuple[str, float]:
+    """The kind of a step, and how many tokens its tokens have before them on average. `decoding`: those that its decode
+    rows have, all together."""
+    width, prefill = flight.plan.width, flight.plan.prefill
+    tokens = width * len(flight.decode) + sum([len(row.tokens) for row in prefill])
+    pairs = width * decoding + sum([len(row.tokens) * (row.start + (len(row.tokens) - 1) / 2) for row in prefill])
+    kind = "decode" if not prefill else "mixed" if flight.decode else "prefill"
+    return kind, pairs / max(tokens, 1)

@@ -15,6 +15,11 @@ class WriteBudget:
         self._left, self._at = most, clock()
 
     @property
+    def none(self) -> bool:
+        """Whether no page may ever be written."""
+        return self._most < 1
+
+    @property
     def left(self) -> int:
         """Pages that may be written."""
         return self._whole(self._now())

@@ -12,7 +12,8 @@ A slot holds one page of all caches of a rank, as a slot of host memory does, an
 Every rank writes and reads the slots whose number modulo the ranks of the node is its own. The folder of a replica is a
 numbered one in the folder that was given; a lock on it lasts as long as any rank, so two replicas of a node, or two
 runs of a replica that overlap, never have the same. A start takes the free folder whose pages have its root, so that it
-finds them again; else any other free one, whose pages it overwrites in time. Folders and files are their owner's alone:
+finds them again, and waits some seconds for one that others have locked; else any other free one, whose pages it
+overwrites in time. Folders and files are their owner's alone:
 cached latents are prompts.
 """
 
@@ -51,7 +52,13 @@ HEADER_BYTES: Final = 512
 BLOCK_BYTES: Final = 1 << 16
 """Of contents, for one checksum: it notices every error in a single place of them."""
 LOCK_WAIT_S: Final = 15.0
-"""Seconds for the processes of a replica that has just ended to be gone, where there is no room for another folder."""
+"""Seconds for the processes of a replica that has just ended to be gone, where they have the only folder with pages of
+the same root, or there is no room for another one."""
+_SETTINGS: Final = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES}
+    | {errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.EOPNOTSUPP}
+)
+"""Errors of a disk that works, and of which another thing was asked than it can do. All others are its own."""
 _MAGIC: Final = b"lspages1"
 """Begins a header; another format has another number."""
 _NAMED: Final = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIIQ{PAGE_BYTES}s")
@@ -72,6 +79,10 @@ assert _NAMED.size + _DIGEST_BYTES <= HEADER_BYTES
 _SCANNED: Final = 1 << 17
 """Headers that are looked at together."""
 _PRIVATE: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class DiskFailedError(Exception):
+    """The disk has failed before anything was read from it; raised on all ranks alike."""
 
 
 @dataclass
@@ -100,7 +111,7 @@ class DiskFiles:
     @staticmethod
     def open(base: Path, size: int, record_bytes: int, root: bytes, group: Group, device: torch.device) -> DiskFiles:
         """`size` bytes in a folder of `base` for pages of `record_bytes`, keyed from `root`; all ranks together.
-        RuntimeError where that is not to be had."""
+        RuntimeError where that is not to be had, DiskFailedError where any rank's disk does not work."""
         slots = slots_within(size, record_bytes)
         if slots == 0:
             raise RuntimeError(
@@ -110,22 +121,36 @@ class DiskFiles:
         nodes = group.gather_bytes(node_name().encode(), device)
         own = group.mesh.world.rank
         peers = [rank for rank, node in enumerate(nodes) if node == nodes[own]]
-        path, locks = "", list[int]()
+        place = peers.index(own), len(peers)
+        path, locks, trouble = "", list[int](), ""
+        files, entries_E = None, np.empty(0, _ENTRIES)
         if own == peers[0]:
             try:
                 folder, locks = _prepared(base, slots, record_bytes, root)
+                files = DiskFiles(folder, record_bytes, slots, root, locks, *place)
+                entries_E = files._scan()
+                path = str(folder)
             except OSError as error:
-                raise RuntimeError(
-                    f"disk_cache_dir: {error.filename or base} cannot be used ({error.strerror}): give a folder on a "
-                    "local disk in which this user may write, or disk_cache_bytes 0"
-                ) from None
-            path = str(folder)
-        folder = Path(group.gather_bytes(path.encode(), device)[peers[0]].decode())
-        if own != peers[0]:
-            locks = [_lock(folder / "ranks", fcntl.LOCK_SH)]
-        files = DiskFiles(folder, record_bytes, slots, root, locks, peers.index(own), len(peers))
-        leads = own == peers[0]
-        entries_E = files._scan() if leads else np.empty(0, _ENTRIES)
+                if _is_setting(error, base):
+                    raise RuntimeError(
+                        f"disk_cache_dir: {error.filename or base} cannot be used ({error.strerror}): give a folder on "
+                        "a local disk in which this user may write, or disk_cache_bytes 0"
+                    ) from None
+                trouble = f"{error.filename or base}: {error.strerror}"
+        path = group.gather_bytes(path.encode(), device)[peers[0]].decode()
+        if own != peers[0] and path:
+            try:
+                locks = [_lock(Path(path) / "ranks", fcntl.LOCK_SH)]
+                files = DiskFiles(Path(path), record_bytes, slots, root, locks, *place)
+            except OSError as error:
+                trouble = f"{error.filename or path}: {error.strerror}"
+        troubles = [part.decode() for part in group.gather_bytes(trouble.encode(), device) if part]
+        if troubles or files is None:
+            if files is not None:
+                files.close()
+            else:
+                _release(locks)
+            raise DiskFailedError(troubles[0])
         if len(set(nodes)) > 1:  # each node has a disk of its own: only what all of them have counts
             parts = group.gather_bytes(entries_E.tobytes(), device)
             leaders = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
@@ -182,8 +207,7 @@ class DiskFiles:
     def close(self) -> None:
         """Let others have the folder."""
         os.close(self._headers)
-        for descriptor in self.locks:
-            os.close(descriptor)
+        _release(self.locks)
 
     def _at(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
@@ -278,13 +302,16 @@ def _prepared(base: Path, slots: int, record_bytes: int, root: bytes) -> tuple[P
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         chosen = _existing(base, root)
+        late = time.monotonic() >= deadline
+        known = chosen is not None and _root_of(chosen[0]) == root
         short = _short_of(base if chosen is None else chosen[0], slots, record_bytes)
-        if not short:
+        # Others may have a folder with pages of this root, or one that takes the room: perhaps a run whose last process
+        # is about to end.
+        waits = not known and not late and _has_root(base, root)
+        if not short and not waits:
             break
-        # What takes the room may be the folder of a run whose last process is about to end.
-        for lock in [] if chosen is None else chosen[1]:
-            os.close(lock)
-        if chosen is not None or time.monotonic() > deadline:
+        _release([] if chosen is None else chosen[1])
+        if late or (chosen is not None and not waits):
             raise RuntimeError(short)
         time.sleep(0.2)
     folder, locks = chosen or _new(base)
@@ -296,19 +323,42 @@ def _prepared(base: Path, slots: int, record_bytes: int, root: bytes) -> tuple[P
         with os.fdopen(descriptor, "w") as file:
             json.dump(about, file)
     except BaseException:
-        for lock in locks:
-            os.close(lock)
+        _release(locks)
         raise
     return folder, locks
 
 
 def _existing(base: Path, root: bytes) -> tuple[Path, list[int]] | None:
     """A folder that is there and that no process uses, locked: best one with pages of this root."""
-    numbers = sorted(int(path.name) for path in base.iterdir() if re.fullmatch(r"0|[1-9]\d{0,5}", path.name))
-    for number in sorted(numbers, key=lambda number: (_root_of(base / str(number)) != root, number)):
+    for number in sorted(_numbers(base), key=lambda number: (_root_of(base / str(number)) != root, number)):
         if locks := _locked(base / str(number)):
             return base / str(number), locks
     return None
+
+
+def _numbers(base: Path) -> list[int]:
+    """Of the folders that are there."""
+    return [int(path.name) for path in base.iterdir() if re.fullmatch(r"0|[1-9]\d{0,5}", path.name)]
+
+
+def _has_root(base: Path, root: bytes) -> bool:
+    """Whether any folder has pages of this root."""
+    return any(_root_of(base / str(number)) == root for number in _numbers(base))
+
+
+def _is_setting(error: OSError, base: Path) -> bool:
+    """Whether the user is to mend this, as it can never have worked so; else the disk has failed."""
+    if error.errno != errno.EROFS:
+        return error.errno in _SETTINGS
+    try:
+        return not _numbers(base)  # a disk that was written to became read-only when it failed
+    except OSError:
+        return False
+
+
+def _release(locks: list[int]) -> None:
+    for descriptor in locks:
+        os.close(descriptor)
 
 
 def _new(base: Path) -> tuple[Path, list[int]]:
@@ -342,10 +392,11 @@ def _locked(folder: Path) -> list[int]:
         # Ranks of an earlier run may be there still though the one that led them is gone.
         locks.append(_lock(folder / "ranks", fcntl.LOCK_EX))
         fcntl.flock(locks[1], fcntl.LOCK_SH)
-    except BlockingIOError:
-        for descriptor in locks:
-            os.close(descriptor)
-        return []
+    except OSError as error:
+        _release(locks)
+        if isinstance(error, BlockingIOError):
+            return []
+        raise
     return locks
 
 

@@ -14,11 +14,15 @@ from deploy.routing.pace import KEPT_S, StepClock, paces
 from deploy.routing.policy import InFlightAccounting, Load, choose
 from deploy.routing.request_features import RequestFeatures
 from workers.protocol.messages import Distribution, EngineStats
+from workers.protocol.prompt import Prompt
 
 PROMPT_TOKENS, PROMPT_TOKENS_PER_S = 500, 20_000
 OUTPUT_S, STEP_S = 1.0, 0.02
 SLOWER = 10
+CONTEXT = 250
+"""Tokens before each token, on average."""
 REPORT_PERIOD_S = 0.2
+ROOT = b"root of sixteen."
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Replica:
         self.reported = now
         return EngineStats(
             step_seconds={kind: Distribution((count[0],), count[1]) for kind, count in self.counts.items()},
+            step_context={kind: Distribution((count[0],), count[0] * CONTEXT) for kind, count in self.counts.items()},
             step_prefill_tokens={"mixed": Distribution((1,), self.counts.get("mixed", (0, 0.0, 0))[2])},
             decode_fed=self.counts.get("decode", (0, 0.0, 0))[2],
         )
@@ -142,6 +147,48 @@ def test_steps_are_compared_by_their_size() -> None:
     assert paces({"a": slow}) == {"a": 1}
     assert paces({"a": {"decode 0": 0.0}, "b": slow}) == {"a": 1, "b": 1}
     assert paces({"a": {"mixed 9": 1.0}, "b": slow}) == {"a": 1, "b": 1}
+
+
+def test_steps_are_compared_with_those_of_like_context() -> None:
+    """2,048 tokens behind 100,000 take several times as long as behind none."""
+    long = {"prefill@16 11": 0.5, "mixed@16 11": 0.6, "decode@16 3": 0.05}
+    short = {"prefill@11 11": 0.1, "mixed@11 11": 0.12, "decode@11 3": 0.01}
+    assert paces({"long": long, "short": short}) == {"long": 1, "short": 1}
+    slow = {name: 10 * seconds for name, seconds in short.items()}
+    assert paces({"long": long, "short": short, "slow": slow}) == {"long": 1, "short": 1, "slow": pytest.approx(10)}
+    # A context up to twice as long takes no longer than in proportion.
+    assert paces({"a": {"decode@12 3": 0.07}, "b": {"decode@11 3": 0.01}}) == {"a": pytest.approx(3.5), "b": 1}
+    assert paces({"a": {"decode@11 3": 0.07}, "b": {"decode@12 3": 0.01}}) == {"a": pytest.approx(7), "b": 1}
+    # Replicas of an earlier version say nothing of contexts, and are compared with their like.
+    assert paces({"long": {"mixed 11": 0.6}, "short": short}) == {"long": 1, "short": 1}
+
+
+def chunks(count: int, seconds: float, context: int) -> EngineStats:
+    """Figures after so many steps of 2,048 prompt tokens behind as many as `context`."""
+    return EngineStats(
+        step_seconds={"prefill": Distribution((count,), count * seconds)},
+        step_prefill_tokens={"prefill": Distribution((count,), count * 2048.0)},
+        step_context={"prefill": Distribution((count,), count * float(context))},
+    )
+
+
+def test_a_session_with_a_long_context_returns_to_the_replica_that_has_it() -> None:
+    prompt = Prompt.of(range(6400))
+    features = RequestFeatures(7000, prompt)
+    loads: dict[str, Load] = {}
+    for name, seconds, context in (("long", 0.5, 100_000), ("short", 0.1, 0)):
+        clock = StepClock()
+        clock.add(chunks(4, seconds, context))
+        keys = frozenset(features.keys(ROOT)) if name == "long" else frozenset[bytes]()
+        load = Load(backlog=1000, rows=40, root=ROOT, keys=keys, step_times=clock.times())
+        report = load_to_report(load)
+        loads[name] = load_from_report(report)
+        for said in loads[name].step_times:  # as routers of earlier versions read it
+            kind, _, number = said.partition(" ")
+            assert kind.startswith("prefill")
+            assert int(number) == 11
+    accounting: InFlightAccounting[str] = InFlightAccounting("router", row_tokens=32.0)
+    assert choose(accounting, loads, features, 0.0)[0] == "long"
 
 
 def test_one_step_that_was_held_up_is_forgotten_and_so_is_what_is_old() -> None:

@@ -37,6 +37,7 @@ def deserted_rank(rank: int, folder: Path, timeout_s: float, silent: bool) -> No
     group = Group.connect(Mesh.of(rank, 2), f"file://{folder}/rendezvous", CPU, timeout_s)
     for call in collectives(group):
         call()
+    assert group.gather_bytes(b"", CPU) == [b"", b""]
     if rank == 0:
         for call in collectives(group):
             with pytest.raises(PeerLost):

@@ -215,6 +215,97 @@ def test_a_disk_that_does_not_answer_is_given_up_and_its_slots_stay_pinned(caplo
     replica.check_pages()
 
 
+def late_and_answered(replica: Replica) -> None:
+    """Two loads are under way, and 20 seconds later one of them is answered."""
+    asked = filled(replica)
+    for name, prompt in zip("cd", asked, strict=False):
+        assert replica.add(name, prompt, max_tokens=2) is None
+    while replica.plan() is not None:
+        pass
+    replica.move()
+    _, second = (ticket.number for ticket in disk_of(replica)._tickets.values() if ticket.loads)
+    replica.now += 20
+    replica.disk_answers = [answer for answer in replica.disk_answers if answer.ticket == second]
+
+
+def test_a_disk_from_which_pages_come_has_not_failed_however_long_all_of_them_take() -> None:
+    replica = tiered()
+    late_and_answered(replica)
+    replica.answer_of_disk()
+    replica.now += LONGEST_S - 1
+    replica.scheduler.expire()
+    assert not disk_of(replica).failed
+    replica.now += 2
+    replica.scheduler.expire()
+    assert disk_of(replica).failed
+
+
+def test_a_rank_whose_disk_hangs_is_noticed_beside_one_that_answers() -> None:
+    replica = tiered(ranks=2)
+    late_and_answered(replica)
+    replica.disk_answers = [answer for answer in replica.disk_answers if answer.rank == 0]
+    replica.scheduler.disk_moved(replica.disk_answers.pop())
+    replica.now += LONGEST_S - 19
+    replica.scheduler.expire()
+    assert disk_of(replica).failed
+
+
+@pytest.mark.parametrize("margin", ["FIRST_MARGIN", "MARGIN"])
+def test_no_more_is_read_at_once_than_comes_long_before_a_disk_counts_as_failed(
+    monkeypatch: pytest.MonkeyPatch, margin: str
+) -> None:
+    replica = tiered(disk_page_s=1e-4)
+    first = filled(replica)[0]
+    disk_of(replica)._measured = margin == "MARGIN"
+    monkeypatch.setattr(disk_tier, margin, LONGEST_S / 4.5e-4)
+    assert served(replica, "again", first) == 4 * PAGE_TOKENS
+    assert replica.scheduler.stats().disk_loaded_pages == 4
+
+
+def offered(replica: Replica) -> int:
+    """Pages that wait to be saved."""
+    return len(disk_of(replica)._new) + len(disk_of(replica)._again)
+
+
+def test_pages_do_not_wait_for_a_disk_to_which_nothing_is_ever_written() -> None:
+    replica = tiered(disk_writes_per_s=0.0, disk_writes_saved_up=0.0)
+    asked = filled(replica)
+    served(replica, "again", asked[3])
+    assert offered(replica) == 0
+
+
+def test_pages_do_not_wait_for_a_disk_that_has_failed() -> None:
+    replica = tiered(disk_writes_per_s=1.0, disk_writes_saved_up=20.0)
+    filled(replica)
+    assert offered(replica) > 0
+    (ticket,) = [disk_of(replica)._begin([], [])]
+    replica.scheduler.disk_moved(DiskMoved(0, ticket.number, off=True))
+    assert offered(replica) == 0
+    served(replica, "more", tokens(600, seed=9))
+    served(replica, "more again", tokens(600, seed=9))
+    assert offered(replica) == 0
+
+
+def test_pages_that_a_rank_did_not_look_at_are_found_by_another_start() -> None:
+    replica = tiered(ranks=2)
+    first = waiting(replica)
+    replica.move()
+    number = replica.disk_answers[0].ticket
+    slots = disk_of(replica)._tickets[number].slots
+    replica.disk_answers.clear()
+    del replica.bad[number]
+    replica.worker.moved_on_disk(number, set(slots))
+    replica.scheduler.disk_moved(DiskMoved(1, number, tuple(slots[::2]), off=True))
+    replica.scheduler.disk_moved(DiskMoved(0, number, (slots[7],)))
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+    assert replica.outputs["c"][0].cached_tokens == 0
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert served(again, "again", first) == 7 * PAGE_TOKENS, "the eighth was not as it was written"
+
+
 def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
     replica = tiered(disk_page_s=1.0)
     first = filled(replica)[0]
@@ -226,7 +317,7 @@ def test_a_disk_that_was_slow_is_tried_again_later() -> None:
     replica = tiered()
     asked = filled(replica)
     disk = disk_of(replica)
-    disk._page_s, disk._measured_at = 1.0, replica.now
+    disk._page_s, disk._measured_at, disk._measured = 1.0, replica.now, True
     assert served(replica, "again", asked[0]) == 0
     replica.now += 30 * disk_tier.FORGETS_S
     served(replica, "another", tokens(600, seed=9))

@@ -404,4 +404,23 @@ def test_steps_are_counted_by_kind_and_size() -> None:
     assert stats.decode_fed == sum(plan.layout.tokens for plan in alone_steps)
     rows = stats.step_decode_rows["decode"].total
     assert 130 * rows < stats.decode_context < 151 * rows
+    contexts = stats.step_context
+    assert {kind: part.count for kind, part in contexts.items()} == {
+        kind: part.count for kind, part in stats.step_seconds.items()
+    }
+    assert 130 * contexts["decode"].count < contexts["decode"].total < 151 * contexts["decode"].count
+    before = [
+        [row.start + at for row in plan.prefill for at in range(len(row.tokens))]
+        for plan in replica.plans
+        if not plan.decode_slots
+    ]
+    assert contexts["prefill"].total == pytest.approx(sum(sum(step) / len(step) for step in before))
+    least = most = 0.0
+    for plan in replica.plans:
+        if plan.decode_slots and plan.prefill:
+            of_prompts = [row.start + at for row in plan.prefill for at in range(len(row.tokens))]
+            fed = plan.width * len(plan.decode_slots)
+            least += (sum(of_prompts) + 130 * fed) / (len(of_prompts) + fed)
+            most += (sum(of_prompts) + 151 * fed) / (len(of_prompts) + fed)
+    assert 0 < least < contexts["mixed"].total < most
     assert alone(replica.requests["a"], 1000)[0] == replica.tokens["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.plan import SamplingParams
 from workers.scheduler import disk_tier
 from workers.scheduler.disk_tier import DiskTier
+from workers.tiers import disk_files
 from workers.tiers.disk_files import HEADER_BYTES, DiskFiles, segment_name
 from workers.tiers.mover import record_layout
 
@@ -182,6 +184,27 @@ def test_what_a_replica_tells_of_its_disk(tmp_path: Path) -> None:
     none = scheduler_config(EngineConfig(model="demo", disk_write_bytes_per_day=0, **given), ready)
     assert none.disk_writes_per_s == none.disk_writes_saved_up == 0
     disk.close()
+
+
+def test_a_replica_whose_disk_has_failed_starts_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny(tmp_path, "v3", seed=3)
+    replica = tiered(folder, tmp_path / "disk", 1 << 16)
+    expected = sessions(replica, turns=1)
+    ended(replica)
+
+    def chmod(*args: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(disk_files.os, "chmod", chmod)
+    again = tiered(folder, tmp_path / "disk", 1 << 16)
+    assert again.replica.disk is None
+    assert again.scheduler.stats().disk_pages_total == again.replica.ready.disk_pages == 0
+    assert sessions(again, turns=1) == expected
+    assert [record.message for record in caplog.records if "disk" in record.message] == [
+        f"the disk of cached pages has failed, and is not used: {tmp_path / 'disk'}: Read-only file system"
+    ]
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

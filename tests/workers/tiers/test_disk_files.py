@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from workers.parallel.group import Group
 from workers.protocol.prompt import chain_keys, pack_tokens
 from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskPage
 from workers.tiers import disk_files
-from workers.tiers.disk_files import HEADER_BYTES, DiskFiles, segment_name, slots_within
+from workers.tiers.disk_files import HEADER_BYTES, DiskFailedError, DiskFiles, segment_name, slots_within
 from workers.tiers.disk_mover import MOST_BAD_READS, DiskMover
 from workers.tiers.host_memory import HostMemory
 
@@ -34,6 +36,11 @@ SIZE = SLOTS * (RECORD + HEADER_BYTES)
 ROOT = b"root of sixteen."
 TEXT = [pack_tokens([100 * number + at for at in range(PAGE_TOKENS)]) for number in range(SLOTS)]
 KEYS = chain_keys(ROOT, b"".join(TEXT))
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_files, "LOCK_WAIT_S", 0.0)
 
 
 def opened(base: Path, size: int = SIZE, root: bytes = ROOT, record: int = RECORD) -> DiskFiles:
@@ -234,7 +241,6 @@ def test_folders_of_others_and_links_are_left_alone(tmp_path: Path, monkeypatch:
 def test_a_disk_says_what_is_too_much_and_what_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"disk_cache_bytes = 999 is less than one page .* takes 12800"):
         opened(tmp_path, size=999)
-    monkeypatch.setattr(disk_files, "LOCK_WAIT_S", 0.0)
     with pytest.raises(
         RuntimeError, match=r"disk_cache_bytes takes \d+ bytes of .*, where only \d+ are free: give less"
     ):
@@ -259,12 +265,115 @@ def test_room_that_a_dying_replica_still_has_is_waited_for(tmp_path: Path, monke
         waited.append(seconds)
         files.close()
 
+    monkeypatch.setattr(disk_files, "LOCK_WAIT_S", 60.0)
     monkeypatch.setattr(disk_files.os, "statvfs", lambda path: Full)
     monkeypatch.setattr(disk_files.time, "sleep", sleep)
     again = opened(tmp_path)
     assert len(waited) == 1
     assert again.folder == files.folder
     assert len(entries(again)) == 5
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_folder_of_a_dying_replica_is_waited_for_though_there_is_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: bool
+) -> None:
+    files = written(tmp_path)
+    if free:
+        opened(tmp_path, root=b"another root, so").close()
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        files.close()
+
+    monkeypatch.setattr(disk_files, "LOCK_WAIT_S", 60.0)
+    monkeypatch.setattr(disk_files.time, "sleep", sleep)
+    other = opened(tmp_path, root=b"a third root, so")
+    assert waited == [], "nobody has pages of this root"
+    again = opened(tmp_path)
+    assert len(waited) == 1
+    assert again.folder == files.folder
+    assert len(entries(again)) == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert other.folder.name == "1"
+
+
+def fails_with(code: int) -> Any:
+    def fails(*args: Any, **named: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fails
+
+
+@pytest.mark.parametrize("name", ["pread", "chmod", "open"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_disk_that_has_failed_before_a_start_is_no_error_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    written(tmp_path).close()
+    with monkeypatch.context() as broken:
+        broken.setattr(disk_files.os, name, fails_with(code))
+        with pytest.raises(DiskFailedError, match=os.strerror(code)):
+            opened(tmp_path)
+    assert len(entries(opened(tmp_path))) == 5, "the folder is free"
+
+
+def test_a_folder_that_can_never_have_been_written_to_is_an_error_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code in (errno.EROFS, errno.EACCES, errno.ENOSPC):
+        with monkeypatch.context() as broken:
+            broken.setattr(disk_files.Path, "mkdir", fails_with(code))
+            with pytest.raises(RuntimeError, match=r"cannot be used \(.*\): give a folder"):
+                opened(tmp_path)
+
+
+class Gathering:
+    """Ranks of one node, a thread each, which gather bytes and do nothing else together."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, parts: list[bytes]) -> None:
+        self.mesh = SimpleNamespace(world=SimpleNamespace(rank=rank))
+        self._barrier, self._parts = barrier, parts
+
+    def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
+        self._parts[self.mesh.world.rank] = payload
+        self._barrier.wait(60)
+        found = [*self._parts]
+        self._barrier.wait(60)
+        return found
+
+
+@pytest.mark.parametrize("fails", [None, 0, 1])
+def test_all_ranks_start_without_a_disk_that_fails_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int | None
+) -> None:
+    written(tmp_path).close()
+    honest = disk_files._lock
+
+    def lock(path: Path, how: int) -> int:
+        if fails is not None and (how == fcntl.LOCK_EX) == (fails == 0):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return honest(path, how)
+
+    monkeypatch.setattr(disk_files, "_lock", lock)
+    barrier, parts = threading.Barrier(2), [b"", b""]
+
+    def start(rank: int) -> str:
+        try:
+            group: Any = Gathering(rank, barrier, parts)
+            files = DiskFiles.open(tmp_path, SIZE, RECORD, ROOT, group, CPU)
+        except DiskFailedError as error:
+            return str(error)
+        files.close()
+        return "started"
+
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = list(threads.map(start, range(2)))
+    named = {None: "started", 0: f"{tmp_path}/0/lock: Input/output error", 1: f"{tmp_path}/0/ranks: Input/output error"}
+    assert outcomes == [named[fails]] * 2
+    monkeypatch.undo()
+    assert opened(tmp_path).folder.name == "0", "nobody has locked it"
 
 
 def test_only_what_all_nodes_have_counts() -> None:
