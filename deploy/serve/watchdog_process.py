@@ -33,6 +33,8 @@ ANSWER = struct.Struct("<QB")
 """Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
 HEIR_S = 3.0
 """Seconds in which a front that is handed answers says whether it takes the next one."""
+RELEASED_S = 1.0
+"""Seconds in which the kernel releases the locks of a front that died, at the most; it takes some milliseconds."""
 _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
 _ACKNOWLEDGED = 120
@@ -116,12 +118,49 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
     """Hand answers that have a journal to fronts of other replicas, each to the next one; returns those that no front
     goes on with."""
     left, rest = [one for one in held if one.journal is not None], [one for one in held if one.journal is None]
+    _wait_until_released(left)
     for turn in range(len(heirs)):
         lots: list[list[Held]] = [[] for _ in heirs]
         for number, one in enumerate(left):
             lots[(number + turn) % len(heirs)].append(one)
         left = [one for heir, lot in zip(heirs, lots, strict=True) for one in _hand_to(heir, lot)]
+        _wait_until_released(left)
     return left + rest
+
+
+def _owned(journal: int) -> int | None:
+    """Own a journal until the descriptor that is returned is closed; None where another process owns it."""
+    try:
+        # A lock belongs to an open file description, and the descriptor that is handed around shares one with others.
+        own = os.open(f"/proc/self/fd/{journal}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(own)
+        return None
+    return own
+
+
+def _wait_until_released(held: Sequence[Held]) -> None:
+    """Wait until no process owns the journals, `RELEASED_S` at the most.
+
+    The channel of a front that died may close before its locks are released. A front that was handed an answer in
+    between would find its journal taken, and nobody would go on with it."""
+    waiting, deadline = list(held), time.monotonic() + RELEASED_S
+    while True:
+        taken = []
+        for one in waiting:
+            assert one.journal is not None
+            if (own := _owned(one.journal)) is None:
+                taken.append(one)
+            else:
+                os.close(own)
+        waiting = taken
+        if not waiting or time.monotonic() >= deadline:
+            return
+        time.sleep(0.001)
 
 
 def _hand_to(heir: str, lot: list[Held]) -> list[Held]:

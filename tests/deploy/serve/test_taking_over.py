@@ -1,0 +1,81 @@
+"""What a stream watchdog, the kernel's locks and a journal do between the end of one front and the beginning of the
+next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from deploy.serve import watchdog_process
+from deploy.serve.journal import Began, Journal, JournalTaken
+from deploy.serve.watchdog_process import ANSWER, MESSAGE, Held, hand_over
+from workers.channel.ports import socket_folder
+
+BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 0, ordinary=True)
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A front's end of a TCP connection, and its client's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as client:
+            client.settimeout(20)
+            front, _ = listener.accept()
+            with front:
+                yield front, client
+
+
+def begun(front: socket.socket) -> tuple[Journal, Held]:
+    """Begin a stream as a front does, and what its watchdog holds of it."""
+    journal, memory = Journal.begin(BEGAN, 0)
+    journal.wrote(HEAD)
+    front.sendall(HEAD)
+    return journal, Held(os.dup(front.fileno()), 0, memory)
+
+
+def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[bool] = []
+    folder = socket_folder(len("heir") + 1)
+    path = str(folder / "heir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, connected() as (front, _):
+        listener.bind(path)
+        listener.listen()
+
+        def be_heir() -> None:
+            channel, _ = listener.accept()
+            with channel:
+                data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+                try:
+                    Journal(descriptors[1]).close()
+                    found.append(True)
+                except JournalTaken:
+                    found.append(False)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
+
+        heir = threading.Thread(target=be_heir)
+        heir.start()
+        journal, held = begun(front)
+        sleep = time.sleep
+
+        def release(seconds: float) -> None:
+            if not found:
+                monkeypatch.setattr(watchdog_process.time, "sleep", sleep)
+                journal.close()
+
+        monkeypatch.setattr(watchdog_process.time, "sleep", release)  # the kernel is later than the watchdog's look
+        assert hand_over([held], [path]) == []
+        heir.join(20)
+    shutil.rmtree(folder)
+    assert found == [True]
