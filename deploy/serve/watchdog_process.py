@@ -72,10 +72,19 @@ class Held:
 
 def given_to(connection: socket.socket) -> int:
     """Bytes that the kernel was given to send over a TCP connection since it was made, whoever gave them."""
+    before, now = -1, _acknowledged(connection)
+    while now != before:  # what is acknowledged between the two looks would be in neither of them
+        before = now
+        [queued] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+        now = _acknowledged(connection)
+    return now + int(queued)
+
+
+def _acknowledged(connection: socket.socket) -> int:
+    """Bytes of a TCP connection that the other end has acknowledged."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     [acknowledged] = struct.unpack_from("Q", info, _ACKNOWLEDGED)
-    [queued] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    return int(acknowledged + queued)
+    return int(acknowledged)
 
 
 def keep(

@@ -3,19 +3,23 @@ next."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from deploy.serve import watchdog_process
 from deploy.serve.journal import Began, Journal, JournalTaken
-from deploy.serve.watchdog_process import ANSWER, MESSAGE, Held, hand_over
+from deploy.serve.watchdog_process import ANSWER, MESSAGE, Held, given_to, hand_over
 from workers.channel.ports import socket_folder
 
 BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 0, ordinary=True)
@@ -25,12 +29,13 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     """A front's end of a TCP connection, and its client's."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname()) as client:
-            client.settimeout(20)
-            front, _ = listener.accept()
-            with front:
-                yield front, client
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as front,
+    ):
+        client.settimeout(20)
+        yield front, client
 
 
 def begun(front: socket.socket) -> tuple[Journal, Held]:
@@ -79,3 +84,29 @@ def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_releas
         heir.join(20)
     shutil.rmtree(folder)
     assert found == [True]
+
+
+def test_bytes_that_are_acknowledged_while_they_are_counted_are_counted_once() -> None:
+    class Acknowledged(socket.socket):
+        """A connection whose client reads all that it was sent between two looks of the one that counts."""
+
+        def getsockopt(self, *what: Any) -> Any:
+            found = super().getsockopt(*what)
+            left = sent - len(had)
+            while left:
+                had.extend(part := client.recv(left))
+                left -= len(part)
+            while struct.unpack("i", fcntl.ioctl(self, termios.TIOCOUTQ, bytes(4)))[0]:
+                assert time.monotonic() < deadline
+            return found
+
+    deadline = time.monotonic() + 20
+    with connected() as (front, client), Acknowledged(fileno=os.dup(front.fileno())) as looked_at:
+        front.setblocking(False)
+        had, sent = bytearray(), 0
+        try:
+            while True:
+                sent += front.send(bytes(1 << 16))
+        except BlockingIOError:
+            assert given_to(front) == sent
+        assert given_to(looked_at) == sent == len(had)
