@@ -202,12 +202,18 @@ def _hand_to(heir: str, lot: list[Held]) -> list[Held]:
 
 def end(held: Sequence[Held], last_words: Sequence[bytes]) -> None:
     """Write the last event and the end of the body to each stream, as far as it takes them; close what is no stream, or
-    has none of its answer: proxies ask another replica then."""
+    has none of its answer: proxies ask another replica then. Where a front owns the journal, only that one writes."""
     endings = [b"%x\r\n%s\r\n0\r\n\r\n" % (len(words), words) for words in last_words]
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     for one in held:
-        if one.streams:
+        own = None if one.journal is None else _owned(one.journal)
+        if (one.journal is None or own is not None) and one.streams:
+            if own is not None:
+                # A front that hung may still have the message: it finds nothing to go on with.
+                os.pwrite(own, bytes(8), 0)
             _write(one.connection, endings[one.words], deadline)
+        if own is not None:
+            os.close(own)
         one.close()
 
 

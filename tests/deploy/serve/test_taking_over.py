@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from deploy.serve import watchdog_process
 from deploy.serve.journal import Began, Journal, JournalTaken
-from deploy.serve.watchdog_process import ANSWER, MESSAGE, Held, given_to, hand_over
+from deploy.serve.watchdog_process import ANSWER, MESSAGE, Held, end, given_to, hand_over
 from workers.channel.ports import socket_folder
 
 BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 0, ordinary=True)
@@ -110,3 +111,22 @@ def test_bytes_that_are_acknowledged_while_they_are_counted_are_counted_once() -
         except BlockingIOError:
             assert given_to(front) == sent
         assert given_to(looked_at) == sent == len(had)
+
+
+def test_last_words_are_written_by_the_owner_of_the_journal_only_and_nobody_goes_on_behind_them() -> None:
+    with connected() as (front, client), connected() as (other, other_client):
+        taken, held = begun(front)
+        left, alone = begun(other)
+        left.close()
+        journal = os.dup(alone.journal or 0)
+        front.close()
+        other.close()
+        end([held, alone], [b"words"])
+        assert client.makefile("rb").read() == HEAD
+        assert other_client.makefile("rb").read() == HEAD + b"5\r\nwords\r\n0\r\n\r\n"
+        taken.close()
+        late = Journal(journal)  # a front that hung has the message still
+        with pytest.raises(msgspec.ValidationError, match="no request"):
+            late.read()
+        late.close()
+        os.close(journal)
