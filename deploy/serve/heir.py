@@ -105,6 +105,8 @@ class Heir:
                 words, number = MESSAGE.unpack(data)
                 channel.send(ANSWER.pack(number, self._take_over(words, *descriptors)))
                 return
+            for descriptor in descriptors:  # the kernel leaves out what a process has no numbers for
+                os.close(descriptor)
         except BlockingIOError:
             return
         except OSError:

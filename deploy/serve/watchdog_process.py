@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 MESSAGE = struct.Struct("<BQ")
 """Kind and number. Descriptors come with some kinds, and the paths of sockets with `BEAT`."""
-FOLDER, RELEASE, BEAT, HOLD = 0, 1, 2, 3
-"""Kinds of messages. From `HOLD` on each number says which last words a connection gets."""
+FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
+"""Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
+says which last words a connection gets."""
 MOST_BYTES = 64 * 1024
 """Bytes of a message, at most."""
 ANSWER = struct.Struct("<QB")
@@ -110,8 +111,13 @@ def keep(
         if not data:
             return list(held.values())
         kind, number = MESSAGE.unpack_from(data)
-        if kind >= HOLD and descriptors:
-            held[number] = Held(descriptors[0], kind - HOLD, descriptors[1] if descriptors[1:] else None)
+        if kind >= HOLD_JOURNAL and len(descriptors) == 2:
+            held[number] = Held(descriptors[0], kind - HOLD_JOURNAL, descriptors[1])
+        elif HOLD <= kind < HOLD_JOURNAL and len(descriptors) == 1:
+            held[number] = Held(descriptors[0], kind - HOLD, None)
+        elif kind >= HOLD:  # the kernel leaves out what a process has no numbers for
+            for descriptor in descriptors:
+                os.close(descriptor)
         elif kind == FOLDER and descriptors:
             if folders is not None:
                 folders.append(os.readlink(f"/proc/self/fd/{descriptors[0]}"))

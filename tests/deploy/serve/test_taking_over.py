@@ -20,7 +20,7 @@ import pytest
 
 from deploy.serve import watchdog_process
 from deploy.serve.journal import Began, Journal, JournalTaken
-from deploy.serve.watchdog_process import ANSWER, MESSAGE, Held, end, given_to, hand_over
+from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, end, given_to, hand_over, keep
 from workers.channel.ports import socket_folder
 
 BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 0, ordinary=True)
@@ -130,3 +130,13 @@ def test_last_words_are_written_by_the_owner_of_the_journal_only_and_nobody_goes
             late.read()
         late.close()
         os.close(journal)
+
+
+def test_a_connection_whose_journal_did_not_arrive_is_not_guarded() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, connected() as (front, client):
+        socket.send_fds(ours, [MESSAGE.pack(HOLD_JOURNAL, 1)], [front.fileno()])
+        front.close()
+        ours.close()
+        assert keep(theirs) == []
+        assert client.recv(1) == b""
