@@ -124,6 +124,10 @@ class Heir:
             except JournalTaken:
                 client.close()
                 return True
+            except (OSError, ValueError) as error:  # no memory, no descriptors
+                logger.warning("an answer cannot be taken over: %s", error)
+                client.close()
+                return False
             try:
                 if journal.owners > MOST_FRONTS:
                     raise ValueError(f"{MOST_FRONTS} fronts have died while they wrote it")

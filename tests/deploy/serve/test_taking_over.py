@@ -4,7 +4,9 @@ next."""
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -19,9 +21,10 @@ import msgspec
 import pytest
 
 from deploy.serve import watchdog_process
-from deploy.serve.journal import Began, Journal, JournalTaken
+from deploy.serve.journal import Began, Journal, JournalTaken, checksum
 from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, end, given_to, hand_over, keep
 from workers.channel.ports import socket_folder
+from workers.protocol.messages import RequestOutput
 
 BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 0, ordinary=True)
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -140,3 +143,41 @@ def test_a_connection_whose_journal_did_not_arrive_is_not_guarded() -> None:
         ours.close()
         assert keep(theirs) == []
         assert client.recv(1) == b""
+
+
+def test_a_journal_that_could_not_grow_says_nothing_more() -> None:
+    """Behind a gap, however small what follows: an heir would take it for all there is."""
+    journal, memory = Journal.begin(BEGAN, 0)
+    sent: list[bytes] = []
+    feed, write = journal.feeder(0), journal.writer(sent.append)
+    write(HEAD)
+    feed(RequestOutput("", (5,), at=0))
+    write(b"one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size, limits[1]))
+    try:
+        feed(RequestOutput("", tuple(range(1, 1 + journal.size)), at=1))
+        write(b"large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    feed(RequestOutput("", (6,), at=1 + journal.size))
+    write(b"two")
+    journal.close()
+    assert sent == [HEAD, b"one", b"large", b"two"]
+    found = Journal(memory).read()
+    assert (found.head, found.written, found.tokens) == (HEAD, [(3, checksum(b"one"))], 1)
+    os.close(memory)
+
+
+def test_a_journal_that_cannot_be_mapped_is_not_owned() -> None:
+    memory = os.memfd_create("empty")
+    with pytest.raises(ValueError, match="empty"):
+        Journal(memory)
+    os.ftruncate(memory, mmap.PAGESIZE)
+    Journal(memory).close()
+    os.close(memory)
+
+
+def test_pieces_of_equal_length_that_differ_in_a_few_digits_have_other_checksums() -> None:
+    numbers = [b"%03d" % number for number in range(1000)]
+    assert len({checksum(b'data: {"text":"' + number + b'"}\n\n') for number in numbers}) == len(numbers)
