@@ -210,8 +210,8 @@ class _Answer:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the request arrived."""
-        return max(time.time() - self._recorded.began.created, 0.0)
+        """Seconds since the request arrived; a stream that was resumed may have been created long before."""
+        return max(time.time() - self._recorded.began.arrived, 0.0)
 
     def outputs(self, choice: int) -> Sequence[RequestOutput]:
         """See `Journal`."""

@@ -58,8 +58,9 @@ class Began(msgspec.Struct):
     headers: list[tuple[bytes, bytes]]
     body: bytes
     secret: bytes
-    """As `deploy.api.http.draws.Draws` has it, like `created`."""
+    """As `deploy.api.http.draws.Draws` has it, like `created` and `arrived`."""
     created: float
+    arrived: float
     checksum: int
     """Of its prompts."""
     ordinary: bool

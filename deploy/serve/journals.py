@@ -56,6 +56,7 @@ class Journals:
             scope[BODY],
             draws.secret,
             draws.created,
+            draws.arrived,
             checksum,
             ordinary,
             scope.get(CONVERSATION),

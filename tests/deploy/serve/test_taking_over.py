@@ -26,7 +26,7 @@ from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, e
 from workers.channel.ports import socket_folder
 from workers.protocol.messages import RequestOutput
 
-BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 0, ordinary=True)
+BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 1.0, 0, ordinary=True)
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
