@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from starlette.types import Scope
 
 from deploy.api.http.body import BODY
 from deploy.api.http.draws import Draws
+from deploy.serve import journals
 from deploy.serve.heir import _Answer
 from deploy.serve.journals import Journals
 from deploy.serve.splice import Splice
@@ -64,3 +66,22 @@ async def test_the_age_of_a_stream_that_was_resumed_counts_from_the_request_that
         assert at_heir.age_s is not None
         assert at_heir.age_s <= time.time() - before
         kept.end(journal, cycle)
+
+
+async def test_a_journal_is_released_before_the_next_answer_of_its_connection_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journals, "LINGER_S", 3600.0)
+    async with connected() as (kept, transport, client):
+        cycle = cycle_of(transport)
+        first = kept.begin(asked(), cycle, 0, True)
+        assert first is not None
+        cycle.transport.write(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 24))
+        assert transport.get_write_buffer_size()
+        kept.end(first, cycle)
+        assert list(kept._held) == [first]  # the client lacks some of it
+        while transport.get_write_buffer_size():
+            await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+        second = kept.begin(asked(), cycle_of(transport), 0, True)
+        assert second is not None
+        assert list(kept._held) == [second]
