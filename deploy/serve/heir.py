@@ -105,6 +105,8 @@ class Heir:
                 words, number = MESSAGE.unpack(data)
                 channel.send(ANSWER.pack(number, self._take_over(words, *descriptors)))
                 return
+            for descriptor in descriptors:  # the kernel leaves out what a process has no numbers for
+                os.close(descriptor)
         except BlockingIOError:
             return
         except OSError:
@@ -122,6 +124,10 @@ class Heir:
             except JournalTaken:
                 client.close()
                 return True
+            except (OSError, ValueError) as error:  # no memory, no descriptors
+                logger.warning("an answer cannot be taken over: %s", error)
+                client.close()
+                return False
             try:
                 if journal.owners > MOST_FRONTS:
                     raise ValueError(f"{MOST_FRONTS} fronts have died while they wrote it")
@@ -204,8 +210,8 @@ class _Answer:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the request arrived."""
-        return max(time.time() - self._recorded.began.created, 0.0)
+        """Seconds since the request arrived; a stream that was resumed may have been created long before."""
+        return max(time.time() - self._recorded.began.arrived, 0.0)
 
     def outputs(self, choice: int) -> Sequence[RequestOutput]:
         """See `Journal`."""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-from zlib import adler32
+from zlib import crc32
 
 import msgspec
 
@@ -58,8 +58,9 @@ class Began(msgspec.Struct):
     headers: list[tuple[bytes, bytes]]
     body: bytes
     secret: bytes
-    """As `deploy.api.http.draws.Draws` has it, like `created`."""
+    """As `deploy.api.http.draws.Draws` has it, like `created` and `arrived`."""
     created: float
+    arrived: float
     checksum: int
     """Of its prompts."""
     ordinary: bool
@@ -68,13 +69,10 @@ class Began(msgspec.Struct):
     """What the front kept of earlier answers and this one goes on from."""
 
 
-_NOTHING: Final = Began("", "", b"", [], b"", b"", 0.0, 0, ordinary=False)
-
-
 def checksum(piece: bytes) -> int:
-    """Checksum of a piece that is written: it tells apart the pieces of one answer, which are of equal length often,
-    and takes half the time of a CRC."""
-    return adler32(piece)
+    """Checksum of a piece that is written. Pieces of one answer are of equal length often and differ in a few bytes,
+    such as `101` and `020`: a CRC tells them apart, a sum (Adler-32) may not."""
+    return crc32(piece)
 
 
 @dataclass
@@ -103,27 +101,31 @@ class Journal:
     """A journal that this process owns. `deploy.api.generation.journaling.Journal` of an answer that begins here."""
 
     age_s: float | None = None
-    __slots__ = ("_began", "_end", "_file", "_full", "_head_out", "_map", "_pending", "_size", "_words")
+    __slots__ = ("_end", "_file", "_full", "_head_out", "_map", "_ordinary", "_pending", "_size", "_words")
 
     def __init__(self, memory: int) -> None:
-        """Own the journal in a memfd, which stays the caller's. JournalTaken where another process does."""
+        """Own the journal in a memfd, which stays the caller's. JournalTaken where another process does; OSError or
+        ValueError where its memory cannot be mapped."""
         # A lock belongs to an open file description, and the descriptor that is handed around shares one with others.
         self._file = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise JournalTaken from None
+            self._size = os.fstat(self._file).st_size
+            # Page by page, as they are written, the kernel would take several times as long.
+            self._map = mmap.mmap(self._file, self._size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
             os.close(self._file)
-            raise JournalTaken from None
-        self._size = os.fstat(self._file).st_size
-        # Page by page, as they are written, the kernel would take several times as long.
-        self._map = mmap.mmap(self._file, self._size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            raise
         self._words = memoryview(self._map)[:BEGIN].cast("Q")
         self._end = self._words[0]
         self._words[3] += 1
         self._head_out = self._full = False
         self._pending: list[RequestOutput] = []
         """Outputs that are not taken down yet. Nothing was written since they came."""
-        self._began = _NOTHING
+        self._ordinary = False
 
     @staticmethod
     def begin(began: Began, given: int) -> tuple[Journal, int]:
@@ -139,7 +141,7 @@ class Journal:
             raise
         journal._end = BEGIN
         journal._words[1] = given
-        journal._began = began
+        journal._ordinary = began.ordinary
         journal._take_down(_RECORD.pack(_REQUEST, len(record), 0) + record)
         return journal, memory
 
@@ -168,7 +170,7 @@ class Journal:
     def feeder(self, choice: int) -> Callable[[RequestOutput], object]:
         """See `deploy.api.generation.journaling.Journal`."""
         # The only choice of a stream writes next, and it is taken down then: in the least time, for every token.
-        return self._pending.append if self._began.ordinary else partial(self.fed, choice)
+        return self._pending.append if self._ordinary else partial(self.fed, choice)
 
     def fed(self, choice: int, output: RequestOutput) -> None:
         """Take down an output that a choice is about to be given."""
@@ -195,8 +197,9 @@ class Journal:
             if len(pending) == 1 and self._head_out:
                 output, begin = pending.pop(), self._end
                 tokens, end = output.tokens, begin + size
-                if len(tokens) == 1 and end <= self._size and not (output.finish or output.cached_tokens):
-                    _pack_token(self._map, begin, _TOKEN_WRITTEN, len(data), adler32(data), tokens[0])
+                ordinary = len(tokens) == 1 and not (output.finish or output.cached_tokens)
+                if ordinary and end <= self._size and not self._full:
+                    _pack_token(self._map, begin, _TOKEN_WRITTEN, len(data), crc32(data), tokens[0])
                     self._words[0] = self._end = end
                     write(data)
                     return
@@ -246,7 +249,6 @@ class Journal:
             at += length
             if kind == _REQUEST:
                 found = Recorded(msgspec.msgpack.decode(record, type=Began))
-                self._began = found.began
             elif found is not None and kind == _HEAD:
                 found.head, self._head_out = record, True
             elif found is not None and kind == _FED:

@@ -40,6 +40,13 @@ class Journals:
         self._watchdog, self._fingerprint, self._most_bytes = watchdog, fingerprint, most_bytes
         self._begun, self._full = 0, False
         self._held: dict[Journal, tuple[int | None, Any]] = {}
+        self._lingering: dict[Any, Journal] = {}
+        """By transport: of answers that are complete, and that the kernel did not have all of."""
+
+    @property
+    def lingering(self) -> bool:
+        """Whether there are journals of answers that are complete."""
+        return bool(self._lingering)
 
     def begin(self, scope: Scope, cycle: Any, checksum: int, ordinary: bool) -> Journal | None:
         """Begin the journal of the answer to a request of which nothing is written yet. `cycle`: uvicorn's object of
@@ -48,6 +55,7 @@ class Journals:
         connection, draws = transport.get_extra_info("socket"), scope["latentserve.draws"]
         if not isinstance(draws, Draws) or connection is None or transport.get_write_buffer_size():
             return None
+        self.release_before(transport)
         began = Began(
             self._fingerprint(),
             scope["path"],
@@ -56,6 +64,7 @@ class Journals:
             scope[BODY],
             draws.secret,
             draws.created,
+            draws.arrived,
             checksum,
             ordinary,
             scope.get(CONVERSATION),
@@ -86,12 +95,25 @@ class Journals:
         _, cycle.transport = self._held[journal]
         self._release(journal, CLOSING_S)
 
+    def release_before(self, transport: Any) -> None:
+        """The next answer of a connection is about to begin: release the journal of the one before where the kernel has
+        all of it. If this front died, the last words of that one would go into the next one."""
+        if not transport.get_write_buffer_size() and (journal := self._lingering.get(transport)) is not None:
+            self._let_go(journal)
+
     def _release(self, journal: Journal, left_s: float) -> None:
-        held, transport = self._held[journal]
+        if journal not in self._held:
+            return  # the next answer has begun
+        _, transport = self._held[journal]
         if transport.get_write_buffer_size() and left_s > 0:
             left_s -= LINGER_S if transport.is_closing() else 0
+            self._lingering[transport] = journal
             asyncio.get_running_loop().call_later(LINGER_S, self._release, journal, left_s)
             return
-        del self._held[journal]
+        self._let_go(journal)
+
+    def _let_go(self, journal: Journal) -> None:
+        held, transport = self._held.pop(journal)
+        self._lingering.pop(transport, None)
         self._watchdog.release(held)
         journal.close()

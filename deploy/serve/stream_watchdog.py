@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.serve import watchdog_process
-from deploy.serve.watchdog_process import BEAT, FOLDER, HOLD, MESSAGE, MOST_BYTES, RELEASE
+from deploy.serve.watchdog_process import BEAT, FOLDER, HOLD, HOLD_JOURNAL, MESSAGE, MOST_BYTES, RELEASE
 
 
 class StreamWatchdog:
@@ -77,8 +77,10 @@ class StreamWatchdog:
         None when it cannot be guarded: then nothing is lost but the last words.
         """
         self._next += 1
-        descriptors = (connection,) if journal is None else (connection, journal)
-        if self._unsent or not self._send(HOLD + words, self._next, descriptors):
+        kind, descriptors = HOLD + words, [connection]
+        if journal is not None:
+            kind, descriptors = HOLD_JOURNAL + words, [connection, journal]
+        if self._unsent or not self._send(kind, self._next, descriptors):
             kept: list[int] = []
             try:
                 for descriptor in descriptors:  # it may be closed, and its number another's, by then
@@ -87,7 +89,7 @@ class StreamWatchdog:
                 for descriptor in kept:
                     os.close(descriptor)
                 return None
-            self._keep(self._next, HOLD + words, kept)
+            self._keep(self._next, kind, kept)
         return self._next
 
     def release(self, held: int | None) -> None:

@@ -63,6 +63,8 @@ class UnderServe:
         async def watched(message: Message) -> None:
             nonlocal held
             if message["type"] == "http.response.start":
+                if under_guard is not None:
+                    under_guard.begins()
                 # Serve adds the request id itself; two of them would reach clients as one wrong one.
                 headers = [header for header in message.get("headers", ()) if header[0] != b"x-request-id"]
                 await send({**message, "headers": [*headers, self._replica]})
@@ -99,6 +101,11 @@ class _Answer:
             None if self._cycle is None else self._journals.begin(self._scope, self._cycle, checksum, ordinary)
         )
         return self.journal
+
+    def begins(self) -> None:
+        """The answer begins to be written, with a journal or without."""
+        if self.journal is None and self._journals.lingering and (cycle := cycle_of(self._receive)) is not None:
+            self._journals.release_before(cycle.transport)
 
     def end(self) -> None:
         """The answer is complete, or its client left."""

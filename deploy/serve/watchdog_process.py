@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 MESSAGE = struct.Struct("<BQ")
 """Kind and number. Descriptors come with some kinds, and the paths of sockets with `BEAT`."""
-FOLDER, RELEASE, BEAT, HOLD = 0, 1, 2, 3
-"""Kinds of messages. From `HOLD` on each number says which last words a connection gets."""
+FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
+"""Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
+says which last words a connection gets."""
 MOST_BYTES = 64 * 1024
 """Bytes of a message, at most."""
 ANSWER = struct.Struct("<QB")
 """Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
 HEIR_S = 3.0
 """Seconds in which a front that is handed answers says whether it takes the next one."""
+RELEASED_S = 1.0
+"""Seconds in which the kernel releases the locks of a front that died, at the most; it takes some milliseconds."""
 _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
 _ACKNOWLEDGED = 120
@@ -70,10 +73,19 @@ class Held:
 
 def given_to(connection: socket.socket) -> int:
     """Bytes that the kernel was given to send over a TCP connection since it was made, whoever gave them."""
+    before, now = -1, _acknowledged(connection)
+    while now != before:  # what is acknowledged between the two looks would be in neither of them
+        before = now
+        [queued] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+        now = _acknowledged(connection)
+    return now + int(queued)
+
+
+def _acknowledged(connection: socket.socket) -> int:
+    """Bytes of a TCP connection that the other end has acknowledged."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     [acknowledged] = struct.unpack_from("Q", info, _ACKNOWLEDGED)
-    [queued] = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    return int(acknowledged + queued)
+    return int(acknowledged)
 
 
 def keep(
@@ -99,8 +111,13 @@ def keep(
         if not data:
             return list(held.values())
         kind, number = MESSAGE.unpack_from(data)
-        if kind >= HOLD and descriptors:
-            held[number] = Held(descriptors[0], kind - HOLD, descriptors[1] if descriptors[1:] else None)
+        if kind >= HOLD_JOURNAL and len(descriptors) == 2:
+            held[number] = Held(descriptors[0], kind - HOLD_JOURNAL, descriptors[1])
+        elif HOLD <= kind < HOLD_JOURNAL and len(descriptors) == 1:
+            held[number] = Held(descriptors[0], kind - HOLD, None)
+        elif kind >= HOLD:  # the kernel leaves out what a process has no numbers for
+            for descriptor in descriptors:
+                os.close(descriptor)
         elif kind == FOLDER and descriptors:
             if folders is not None:
                 folders.append(os.readlink(f"/proc/self/fd/{descriptors[0]}"))
@@ -116,12 +133,49 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
     """Hand answers that have a journal to fronts of other replicas, each to the next one; returns those that no front
     goes on with."""
     left, rest = [one for one in held if one.journal is not None], [one for one in held if one.journal is None]
+    _wait_until_released(left)
     for turn in range(len(heirs)):
         lots: list[list[Held]] = [[] for _ in heirs]
         for number, one in enumerate(left):
             lots[(number + turn) % len(heirs)].append(one)
         left = [one for heir, lot in zip(heirs, lots, strict=True) for one in _hand_to(heir, lot)]
+        _wait_until_released(left)
     return left + rest
+
+
+def _owned(journal: int) -> int | None:
+    """Own a journal until the descriptor that is returned is closed; None where another process owns it."""
+    try:
+        # A lock belongs to an open file description, and the descriptor that is handed around shares one with others.
+        own = os.open(f"/proc/self/fd/{journal}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(own)
+        return None
+    return own
+
+
+def _wait_until_released(held: Sequence[Held]) -> None:
+    """Wait until no process owns the journals, `RELEASED_S` at the most.
+
+    The channel of a front that died may close before its locks are released. A front that was handed an answer in
+    between would find its journal taken, and nobody would go on with it."""
+    waiting, deadline = list(held), time.monotonic() + RELEASED_S
+    while True:
+        taken = []
+        for one in waiting:
+            assert one.journal is not None
+            if (own := _owned(one.journal)) is None:
+                taken.append(one)
+            else:
+                os.close(own)
+        waiting = taken
+        if not waiting or time.monotonic() >= deadline:
+            return
+        time.sleep(0.001)
 
 
 def _hand_to(heir: str, lot: list[Held]) -> list[Held]:
@@ -154,12 +208,18 @@ def _hand_to(heir: str, lot: list[Held]) -> list[Held]:
 
 def end(held: Sequence[Held], last_words: Sequence[bytes]) -> None:
     """Write the last event and the end of the body to each stream, as far as it takes them; close what is no stream, or
-    has none of its answer: proxies ask another replica then."""
+    has none of its answer: proxies ask another replica then. Where a front owns the journal, only that one writes."""
     endings = [b"%x\r\n%s\r\n0\r\n\r\n" % (len(words), words) for words in last_words]
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     for one in held:
-        if one.streams:
+        own = None if one.journal is None else _owned(one.journal)
+        if (one.journal is None or own is not None) and one.streams:
+            if own is not None:
+                # A front that hung may still have the message: it finds nothing to go on with.
+                os.pwrite(own, bytes(8), 0)
             _write(one.connection, endings[one.words], deadline)
+        if own is not None:
+            os.close(own)
         one.close()
 
 

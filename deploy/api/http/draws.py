@@ -20,13 +20,15 @@ from deploy.api.http.resume import SECRET_BYTES, Resume
 class Draws:
     """What one request draws."""
 
-    __slots__ = ("created", "resume", "secret")
+    __slots__ = ("arrived", "created", "resume", "secret")
 
     def __init__(self, secret: bytes | None = None, created: float | None = None) -> None:
-        """`secret`: that of the front that began the answer, `created`: Unix time at which it did, seconds. By default
-        a request that arrives now."""
+        """`secret`: that of the front that began the answer, `created`: Unix time at which it did, seconds; both may be
+        what a client says that resumes a stream. By default a request that arrives now."""
+        self.arrived = time.time()
+        """Unix time at which the request arrived at this front, whatever its client says."""
         self.secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
-        self.created = time.time() if created is None else created
+        self.created = self.arrived if created is None else created
         self.resume: Resume | None = None
         """What its client asks that may resume the stream; None for all others."""
 

@@ -1,0 +1,183 @@
+"""What a stream watchdog, the kernel's locks and a journal do between the end of one front and the beginning of the
+next."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import shutil
+import socket
+import struct
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from deploy.serve import watchdog_process
+from deploy.serve.journal import Began, Journal, JournalTaken, checksum
+from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, end, given_to, hand_over, keep
+from workers.channel.ports import socket_folder
+from workers.protocol.messages import RequestOutput
+
+BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 1.0, 0, ordinary=True)
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A front's end of a TCP connection, and its client's."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as front,
+    ):
+        client.settimeout(20)
+        yield front, client
+
+
+def begun(front: socket.socket) -> tuple[Journal, Held]:
+    """Begin a stream as a front does, and what its watchdog holds of it."""
+    journal, memory = Journal.begin(BEGAN, 0)
+    journal.wrote(HEAD)
+    front.sendall(HEAD)
+    return journal, Held(os.dup(front.fileno()), 0, memory)
+
+
+def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[bool] = []
+    folder = socket_folder(len("heir") + 1)
+    path = str(folder / "heir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, connected() as (front, _):
+        listener.bind(path)
+        listener.listen()
+
+        def be_heir() -> None:
+            channel, _ = listener.accept()
+            with channel:
+                data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+                try:
+                    Journal(descriptors[1]).close()
+                    found.append(True)
+                except JournalTaken:
+                    found.append(False)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
+
+        heir = threading.Thread(target=be_heir)
+        heir.start()
+        journal, held = begun(front)
+        sleep = time.sleep
+
+        def release(seconds: float) -> None:
+            if not found:
+                monkeypatch.setattr(watchdog_process.time, "sleep", sleep)
+                journal.close()
+
+        monkeypatch.setattr(watchdog_process.time, "sleep", release)  # the kernel is later than the watchdog's look
+        assert hand_over([held], [path]) == []
+        heir.join(20)
+    shutil.rmtree(folder)
+    assert found == [True]
+
+
+def test_bytes_that_are_acknowledged_while_they_are_counted_are_counted_once() -> None:
+    class Acknowledged(socket.socket):
+        """A connection whose client reads all that it was sent between two looks of the one that counts."""
+
+        def getsockopt(self, *what: Any) -> Any:
+            found = super().getsockopt(*what)
+            left = sent - len(had)
+            while left:
+                had.extend(part := client.recv(left))
+                left -= len(part)
+            while struct.unpack("i", fcntl.ioctl(self, termios.TIOCOUTQ, bytes(4)))[0]:
+                assert time.monotonic() < deadline
+            return found
+
+    deadline = time.monotonic() + 20
+    with connected() as (front, client), Acknowledged(fileno=os.dup(front.fileno())) as looked_at:
+        front.setblocking(False)
+        had, sent = bytearray(), 0
+        try:
+            while True:
+                sent += front.send(bytes(1 << 16))
+        except BlockingIOError:
+            assert given_to(front) == sent
+        assert given_to(looked_at) == sent == len(had)
+
+
+def test_last_words_are_written_by_the_owner_of_the_journal_only_and_nobody_goes_on_behind_them() -> None:
+    with connected() as (front, client), connected() as (other, other_client):
+        taken, held = begun(front)
+        left, alone = begun(other)
+        left.close()
+        journal = os.dup(alone.journal or 0)
+        front.close()
+        other.close()
+        end([held, alone], [b"words"])
+        assert client.makefile("rb").read() == HEAD
+        assert other_client.makefile("rb").read() == HEAD + b"5\r\nwords\r\n0\r\n\r\n"
+        taken.close()
+        late = Journal(journal)  # a front that hung has the message still
+        with pytest.raises(msgspec.ValidationError, match="no request"):
+            late.read()
+        late.close()
+        os.close(journal)
+
+
+def test_a_connection_whose_journal_did_not_arrive_is_not_guarded() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, connected() as (front, client):
+        socket.send_fds(ours, [MESSAGE.pack(HOLD_JOURNAL, 1)], [front.fileno()])
+        front.close()
+        ours.close()
+        assert keep(theirs) == []
+        assert client.recv(1) == b""
+
+
+def test_a_journal_that_could_not_grow_says_nothing_more() -> None:
+    """Behind a gap, however small what follows: an heir would take it for all there is."""
+    journal, memory = Journal.begin(BEGAN, 0)
+    sent: list[bytes] = []
+    feed, write = journal.feeder(0), journal.writer(sent.append)
+    write(HEAD)
+    feed(RequestOutput("", (5,), at=0))
+    write(b"one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size, limits[1]))
+    try:
+        feed(RequestOutput("", tuple(range(1, 1 + journal.size)), at=1))
+        write(b"large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    feed(RequestOutput("", (6,), at=1 + journal.size))
+    write(b"two")
+    journal.close()
+    assert sent == [HEAD, b"one", b"large", b"two"]
+    found = Journal(memory).read()
+    assert (found.head, found.written, found.tokens) == (HEAD, [(3, checksum(b"one"))], 1)
+    os.close(memory)
+
+
+def test_a_journal_that_cannot_be_mapped_is_not_owned() -> None:
+    memory = os.memfd_create("empty")
+    with pytest.raises(ValueError, match="empty"):
+        Journal(memory)
+    os.ftruncate(memory, mmap.PAGESIZE)
+    Journal(memory).close()
+    os.close(memory)
+
+
+def test_pieces_of_equal_length_that_differ_in_a_few_digits_have_other_checksums() -> None:
+    numbers = [b"%03d" % number for number in range(1000)]
+    assert len({checksum(b'data: {"text":"' + number + b'"}\n\n') for number in numbers}) == len(numbers)
