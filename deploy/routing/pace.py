@@ -91,15 +91,15 @@ def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
     for replica, own in times.items():
         for name, seconds in own.items():
             of, _, number = name.partition(" ")
-            kind, mark, context = of.partition("@")
-            known.setdefault(kind + mark, []).append((int(number), int(context or 0), seconds, replica))
+            kind, mark, behind = of.partition("@")
+            known.setdefault(kind + mark, []).append((int(number), int(behind or 0), seconds, replica))
     ratios: dict[R, list[float]] = {replica: [] for replica in times}
     for steps in known.values():
         for size, context, seconds, replica in steps:
             others = [
-                taken * 2 ** (max(size - theirs, 0) + max(context - behind, 0))
-                for theirs, behind, taken, other in steps
-                if other != replica and taken > 0 and abs(context - behind) <= 1
+                taken * 2 ** (max(size - its_size, 0) + max(context - its_context, 0))
+                for its_size, its_context, taken, other in steps
+                if other != replica and taken > 0 and abs(context - its_context) <= 1
             ]
             if others:
                 ratios[replica].append(seconds / min(others))

@@ -53,6 +53,7 @@ def measured() -> tuple[RayFrontMetrics, Arrivals]:
     steps = {"decode": Distribution(tuple(range(1, len(STEP_BUCKETS["step_seconds"]) + 2)), 4.5)}
     rows = {"decode": Distribution((1,) * (len(STEP_BUCKETS["step_decode_rows"]) + 1), 9.0)}
     tokens = {"mixed": Distribution((2,) * (len(STEP_BUCKETS["step_prefill_tokens"]) + 1), 7.0)}
+    contexts = {"mixed": Distribution((3,) * (len(STEP_BUCKETS["step_context"]) + 1), 8.0)}
     stats = EngineStats(
         running=3,
         generated_tokens=25,
@@ -62,6 +63,7 @@ def measured() -> tuple[RayFrontMetrics, Arrivals]:
         step_seconds=steps,
         step_decode_rows=rows,
         step_prefill_tokens=tokens,
+        step_context=contexts,
         worker=graphs.figures(),
     )
     metrics.watch_engine(lambda: stats)
