@@ -17,9 +17,12 @@ from workers.protocol.messages import EngineStats
 
 KEPT_S: Final = 30.0
 """Seconds for which a measured time counts. A replica that gets no requests because it was slow is tried again then."""
-SLOWER: Final = 2.0
-"""A replica that is less than this many times slower counts as equally fast: its queue tells, and steps of one size
-and context still differ by a little less than that."""
+SLOWER: Final = 4.0
+"""A replica that is less than this many times slower counts as equally fast: its queue tells. Steps of one size and
+context differ by up to twice, and on cores that others use now and then by more."""
+NOTICEABLE_S: Final = 0.01
+"""A step that takes less than so much longer than others' says nothing of a replica: a host that is busy for a moment
+does that."""
 LEAST_CONTEXT: Final = 2048
 """Tokens before each token of a step up to which a step takes about as long as without any."""
 _WINDOWS: Final = 5
@@ -81,7 +84,7 @@ def _context(kind: str, stats: EngineStats, before: EngineStats) -> str:
 
 def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
     """How many times longer than the fastest replica each one takes for equal steps, at the least; 1 where that is less
-    than `SLOWER`, and where no other measured steps of the kind.
+    than `SLOWER` or less than `NOTICEABLE_S` longer, and where no other measured steps of the kind.
 
     Where the others' steps had other sizes, a smaller step than theirs would have taken them no longer, and a larger
     one no longer than in proportion. Only steps of about the same context are compared: between one with a long context
@@ -102,6 +105,7 @@ def paces(times: Mapping[R, StepTimes]) -> dict[R, float]:
                 if other != replica and taken > 0 and abs(context - its_context) <= 1
             ]
             if others:
-                ratios[replica].append(seconds / min(others))
+                noticeable = seconds - min(others) >= NOTICEABLE_S
+                ratios[replica].append(seconds / min(others) if noticeable else 1.0)
     found = {replica: median(own) if own else 1.0 for replica, own in ratios.items()}
     return {replica: pace if pace >= SLOWER else 1.0 for replica, pace in found.items()}
