@@ -32,9 +32,9 @@ def schedule_decode(
 ) -> Workspace | None:
     """Deal the rows' cache to the GPU's multiprocessors, from the lengths on the device: once for all layers of a pass.
 
-    `dtype` is the queries', `fp8` says whether the cache has FP8 entries, and `own` whether
-    the rows are a shard's own entries (`kernels.own_entries`). `empty` gives a uint8 tensor of so many
-    bytes, which must live as long as the workspace is used. None where there is nothing to plan, on a CPU.
+    `dtype` is the queries', `fp8` says whether the cache has FP8 entries, and `own` whether the rows are a shard's own
+    entries (`kernels.own_entries`). `empty` gives a uint8 tensor of so many bytes, which must live as long as the
+    workspace is used. None where there is nothing to plan, on a CPU.
     """
     if not length_R.is_cuda:
         return None

@@ -108,42 +108,18 @@ def scoring_group(
                 mbarrier.wait(messages.full.index(stage), phase)
                 begun = begin_scores(queries, fetched, stage, BLOCK)
                 top, total = hand_weights(
-                    score,
-                    scales,
-                    top,
-                    total,
-                    tile,
-                    tiles,
-                    row,
-                    tokens,
-                    share,
-                    queries,
-                    exchanged,
-                    messages,
-                    BLOCK,
-                    SPLIT.own,
-                )
+                    score, scales, top, total, tile, tiles, row, tokens, share, queries, exchanged, messages,
+                    BLOCK, SPLIT.own,
+                )  # fmt: skip
                 score, scales = end_scores(begun, fetched, stage, BLOCK)
                 tiles += 1
             gl.thread_barrier()
             mbarrier.arrive(messages.empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, OVERLAP.stages)
             top, total = hand_weights(
-                score,
-                scales,
-                top,
-                total,
-                stop - 1,
-                tiles,
-                row,
-                tokens,
-                share,
-                queries,
-                exchanged,
-                messages,
-                BLOCK,
-                SPLIT.own,
-            )
+                score, scales, top, total, stop - 1, tiles, row, tokens, share, queries, exchanged, messages,
+                BLOCK, SPLIT.own,
+            )  # fmt: skip
             tiles += 1
             whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), per_query)
             divisor = gl.where(whole > 0, whole, 1.0)

@@ -41,7 +41,7 @@ class Inbox:
     """Number of this shard."""
 
     @property
-    def fields(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    def fields(self) -> launch.Fields:
         """Fields in their order, and the bytes of a slot."""
         return self.own, self.address_D, self.turn_L, self.index, MOST_BYTES // len(self.address_D)
 

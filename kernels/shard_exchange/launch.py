@@ -45,9 +45,7 @@ def calls(tokens: int, pieces: int, lane_bytes: int, *, items: int = 0) -> Itera
         yield slice(begin, min(begin + most, tokens))
 
 
-def gather(
-    part_TY: Tensor, inbox: tuple[Tensor, Tensor, Tensor, int, int], out_TDY: Tensor, *, dependent: bool
-) -> None:
+def gather(part_TY: Tensor, inbox: Fields, out_TDY: Tensor, *, dependent: bool) -> None:
     """`kernel.gather_shards`, in one call. `inbox`: the fields of an `Inbox`."""
     row = part_TY.shape[1] * part_TY.itemsize // PIECE_BYTES
     pieces = part_TY.shape[0] * row

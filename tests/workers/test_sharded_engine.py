@@ -82,7 +82,7 @@ def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
 ) -> None:
     """As many pages in all as one rank has, so that all is planned alike; cached context in pieces of so many
     `entries`. Planted faults that this finds: the table of a preempted row is kept; a rank writes another's pages; the
-    null page is read; every piece takes memory of its own."""
+    null page is read."""
     folder = write_tiny(tmp_path / "v3", "v3", seed=3)
     pages = 8
     want = generated(folder, Group(), cache_pages=pages + 1)

@@ -14,6 +14,8 @@ from tiny_models import VOCAB, write_tiny
 
 from kernels.shard_exchange.reference import merge_parts
 from workers.families import load_model
+from workers.memory.scratch import Scratch
+from workers.models.attention.expanded import ContextPiece, ExpandedChunks, PrefillGeometry
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
@@ -52,6 +54,22 @@ def test_empty_shards_count_for_nothing() -> None:
                 torch.testing.assert_close(into[t, h].double(), want, atol=1e-6, rtol=1e-6)
     merge_parts(out[:1], lse[:1], alone)
     torch.testing.assert_close(alone, out[0])
+
+
+@pytest.mark.parametrize("group", [Group(), Group(Mesh.of(0, 2, cache=2))], ids=["whole", "shared"])
+def test_pieces_of_context_share_their_memory(group: Group) -> None:
+    """What is reserved is one piece's. A planted fault: each takes what it exchanges for itself."""
+
+    def taken(count: int) -> int:
+        cu_B1 = torch.tensor([0, 128], dtype=torch.int32)
+        pieces = tuple(ContextPiece(128 * index, cu_B1, 128, 128) for index in range(count))
+        pages_BP = torch.arange(1, 1 + 2 * count, dtype=torch.int32).unsqueeze(0)
+        geometry = PrefillGeometry(torch.tensor([0, 8], dtype=torch.int32), 8, pages_BP, pieces)
+        scratch, sizes = Scratch(torch.device("meta")), ((8, 2, 24), (8, 24), (8, 2, 32), (8, 2, 16))
+        ExpandedChunks.of(*map(torch.empty, sizes), geometry, 16, scratch, group.sharing)
+        return scratch.peak
+
+    assert taken(1) == taken(3) > 0
 
 
 SEQUENCES = [random_tokens(count, count, VOCAB) for count in (1, 63, 64, 65, 127, 129, 300)]
