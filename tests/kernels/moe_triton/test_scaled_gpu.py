@@ -11,7 +11,7 @@ from experts_case import Experts, Format
 from replayed import check_replayed
 
 from kernels import moe
-from kernels.matrix import BlockScaled, GroupScaled, Matrix
+from kernels.matrix import BlockScaled, GroupScaled, Matrix, MicroScaled
 from kernels.moe import schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -121,7 +121,7 @@ def _last_of(experts: int, matrix: Matrix) -> Matrix:
     )
     data[-1].view(torch.uint8).copy_(matrix.data[0].view(torch.uint8))
     scales[-1] = matrix.scales[0]
-    if isinstance(matrix, GroupScaled):
-        return GroupScaled(data, scales)
+    if isinstance(matrix, (GroupScaled, MicroScaled)):
+        return type(matrix)(data, scales)
     assert isinstance(matrix, BlockScaled)
     return BlockScaled(data, scales, matrix.rows, matrix.features)
