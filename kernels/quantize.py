@@ -9,6 +9,7 @@ Shape legend: T tokens, K features, G = K / 128 groups of neighbouring features,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -25,10 +26,26 @@ GROUP: Final = 128
 MOST: Final = 448.0
 """The largest number of e4m3."""
 LEAST_SCALE: Final = 2.0**-120
+_MOST, _LEAST_SCALE = tl.constexpr(MOST), tl.constexpr(LEAST_SCALE)
 GROUPS: Final = 8
 """Groups of a program."""
 WARPS: Final = 2
 """Warps of a program. With them a thread has two pieces of 16 bytes in flight."""
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Activations as `quantize` leaves them, with rows behind the last token, to a multiple that products want: these
+    hold whatever is there."""
+
+    number_RK: Tensor
+    """float8_e4m3fn, contiguous."""
+    scale_RG: Tensor
+    """fp32, whose columns are contiguous and lie side by side."""
+
+    def of(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The numbers [T, K] and scales [T, G] of the tokens."""
+        return self.number_RK[:tokens], self.scale_RG[:tokens]
 
 
 def quantize(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
@@ -109,8 +126,6 @@ def launch_quantize(
         GATED=gated,
         GROUP=GROUP,
         GROUPS=groups,
-        MOST=MOST,
-        LEAST_SCALE=LEAST_SCALE,
         DEPENDENT=dependent,
         num_warps=WARPS,
         **({"launch_pdl": True} if dependent else {}),
@@ -129,8 +144,6 @@ def quantize_kernel(
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    MOST: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A token's GROUPS neighbouring groups of features. Scales lie `scale_row` and `scale_column` elements apart.
@@ -146,9 +159,14 @@ def quantize_kernel(
     if GATED:
         up = tl.load(at + FEATURES, mask=k < FEATURES, other=0.0, cache_modifier=".cg").to(tl.float32)
         number = number * tl.sigmoid(number) * up
-    size = tl.where(number == number, tl.abs(number), 0.0)
-    scale = tl.maximum(tl.div_rn(tl.max(size, 1), MOST), LEAST_SCALE)
-    number = number * tl.div_rn(1.0, scale)[:, None]
-    tl.store(out + row * FEATURES + k, number.to(out.dtype.element_ty), mask=k < FEATURES)
     to = row * scale_row + group.to(tl.int64) * scale_column
-    tl.store(scale_out + to, scale, mask=group * GROUP < FEATURES)
+    store_rounded(number, out + row * FEATURES + k, scale_out + to, k < FEATURES, group * GROUP < FEATURES)
+
+
+@triton.jit
+def store_rounded(x, number, scale, inside, group_inside):
+    """Round groups of features, fp32 [G, 128], as `quantize` does, into memory at `number` [G, 128] and `scale` [G]."""
+    size = tl.where(x == x, tl.abs(x), 0.0)
+    factor = tl.maximum(tl.div_rn(tl.max(size, 1), _MOST), _LEAST_SCALE)
+    tl.store(number, (x * tl.div_rn(1.0, factor)[:, None]).to(number.dtype.element_ty), mask=inside)
+    tl.store(scale, factor, mask=group_inside)

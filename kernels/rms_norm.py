@@ -78,6 +78,28 @@ def add_rms_norm(
         add_rms_norm_reference(x_TE, residual_TE, weight_E, out_TE, eps)
 
 
+def enter_rms_norm(
+    rows_YE: Tensor,
+    id_T: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    out_TE: Tensor,
+    *,
+    eps: float,
+    dependent: bool = False,
+) -> None:
+    """residual = rows `id_T` (int64, each below Y) of `rows_YE`, or without ids `rows_YE` itself; out =
+    rms_norm(residual). `residual_TE` and `out_TE` are contiguous and share no memory with anything else."""
+    if rows_YE.is_cuda:
+        launch_enter_rms_norm(rows_YE, id_T, residual_TE, weight_E, out_TE, eps, dependent=dependent)
+    elif id_T is None:
+        residual_TE.copy_(rows_YE)
+        rms_norm_reference(residual_TE, weight_E, out_TE, eps)
+    else:
+        torch.index_select(rows_YE, 0, id_T, out=residual_TE)
+        rms_norm_reference(residual_TE, weight_E, out_TE, eps)
+
+
 def rms_norm_reference(
     x_TE: Tensor, weight_E: Tensor, out_TE: Tensor, eps: float, scale_T: Tensor | None = None
 ) -> None:
@@ -115,6 +137,20 @@ def launch_add_rms_norm(
     _launch(x_TE, residual_TE, weight_E, out_TE, eps, dependent)
 
 
+def launch_enter_rms_norm(
+    rows_YE: Tensor,
+    id_T: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    out_TE: Tensor,
+    eps: float,
+    *,
+    dependent: bool = False,
+) -> None:
+    """`enter_rms_norm` as a Triton kernel."""
+    _launch(rows_YE, residual_TE, weight_E, out_TE, eps, dependent, id_T=id_T, enter=True)
+
+
 def _launch(
     x_TE: Tensor,
     residual_TE: Tensor | None,
@@ -123,8 +159,12 @@ def _launch(
     eps: float,
     dependent: bool,
     scale_T: Tensor | None = None,
+    *,
+    id_T: Tensor | None = None,
+    enter: bool = False,
 ) -> None:
-    tokens, *parts, features = x_TE.shape
+    _, *parts, features = x_TE.shape
+    tokens = out_TE.shape[0]
     if not tokens:
         return
     block = triton.next_power_of_2(features)
@@ -137,6 +177,7 @@ def _launch(
         weight_E,
         out_TE,
         weight_E if scale_T is None else scale_T,
+        out_TE if id_T is None else id_T,
         eps,
         X_STRIDE=x_TE.stride(0),
         X_PART=x_TE.stride(1) if parts else 0,
@@ -145,8 +186,10 @@ def _launch(
         OUT_STRIDE=out_TE.stride(0),
         FEATURES=features,
         BLOCK=block,
-        ADD=residual_TE is not None,
+        ADD=residual_TE is not None and not enter,
         SCALED=scale_T is not None,
+        ENTER=enter,
+        BY_ID=id_T is not None,
         DEPENDENT=dependent,
         num_warps=warps,
         **({"launch_pdl": True} if dependent else {}),
@@ -160,6 +203,7 @@ def rms_norm_kernel(
     weight,
     out,
     row_scale,
+    ids,
     eps,
     X_STRIDE: tl.constexpr,
     X_PART: tl.constexpr,
@@ -170,11 +214,14 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
+    ENTER: tl.constexpr,
+    BY_ID: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A whole row, so that the order of the sum depends on the row's length alone. With ADD: residual += x first,
     rounded to its dtype, and the norm is of the rounded sum. With PARTS x is as many parts, whose sum is rounded
-    before. Then the residual is read before the wait. With SCALED a row is multiplied by its `row_scale`."""
+    before. Then the residual is read before the wait. With SCALED a row is multiplied by its `row_scale`. With ENTER:
+    residual = x, and BY_ID x is the row of that id."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     inside = e < FEATURES
@@ -189,7 +236,12 @@ def rms_norm_kernel(
     if PARTS:
         value = sum_of_parts(x + row * X_STRIDE + e, inside, X_PART, PARTS).to(residual.dtype.element_ty).to(tl.float32)
     else:
-        value = tl.load(x + row * X_STRIDE + e, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        source = tl.load(ids + row, cache_modifier=".cg") if BY_ID else row
+        value = tl.load(x + source * X_STRIDE + e, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if ENTER:
+        tl.store(
+            at, value.to(residual.dtype.element_ty), mask=inside, eviction_policy="evict_last" if DEPENDENT else ""
+        )
     if ADD:
         if not PARTS:
             before = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)

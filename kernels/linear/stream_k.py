@@ -4,8 +4,8 @@ through the chip.
 The work is cut into steps, of 128 weight rows and 128 input features each, and every program takes equally many that
 follow one another ("Stream-K", arXiv:2301.03598): no multiprocessor waits for others, whatever the number of rows is. A
 program's share begins and ends in the middle of a block of rows: then it leaves a piece of the block's sums in fp32,
-and `add_pieces` adds the pieces up in their order. Which program does what follows from the sizes alone, so a token's
-result does not depend on what the others hold.
+and the kernel behind adds the pieces up in their order (`pieces`). Which program does what follows from the sizes
+alone, so a token's result does not depend on what the others hold.
 
 The copy engine fetches weights and tokens into a ring of stages. A step's weights are the left operand of wgmma and the
 tokens its columns. 128 features are also a group of the tokens' scales and a block of the weights': the tensor cores,
@@ -18,8 +18,6 @@ ended (programmatic dependent launch).
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 
@@ -75,7 +72,7 @@ def multiply(
     `x_box` and `weight_box` describe float8_e4m3fn in rows of K input features, with boxes of COLUMNS and of 128 rows.
     `x_scale`: fp32, of group g and token t at g * `scale_stride` + t. `weight_scale`: fp32 [ROWS / 128, K / 128].
     `out`: bf16 [tokens, ROWS], written where one program makes all of a block's sums. `pieces`: fp32
-    [programs + blocks, 128, COLUMNS]; that of a program p and a block b lies at p + b.
+    [programs + blocks, COLUMNS, 128]; that of a program p and a block b lies at p + b.
     """
     steps: gl.constexpr = K // STEP
     blocks: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK
@@ -143,34 +140,4 @@ def multiply(
         else:
             r = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
             c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-            gl.store(pieces + ((program + block) * BLOCK + r[:, None]) * COLUMNS + c[None, :], total)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def add_pieces(
-    pieces, out, tokens,
-    ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """out[t] = the sum of its pieces, where `multiply` left any. Grid: blocks of 128 rows, WIDE tokens at a time."""
-    steps: tl.constexpr = K // 128
-    total: tl.constexpr = steps * ((ROWS + 127) // 128)
-    block = tl.program_id(0)
-    if DEPENDENT:
-        gdc_launch_dependents()
-    # The program that has step s is the last one that begins at s or before.
-    first = ((block * steps + 1) * PROGRAMS - 1) // total
-    last = ((block + 1) * steps * PROGRAMS - 1) // total
-    if DEPENDENT:
-        gdc_wait()
-    if first == last:
-        return
-    r = tl.arange(0, 128)
-    t = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    at = pieces + r[:, None] * COLUMNS + t[None, :]
-    sum = tl.load(at + (first + block) * (128 * COLUMNS), cache_modifier=".cg")
-    for program in range(first + 1, last + 1):
-        sum += tl.load(at + (program + block) * (128 * COLUMNS), cache_modifier=".cg")
-    f = block * 128 + r
-    inside = (f < ROWS)[:, None] & (t < tokens)[None, :]
-    tl.store(out + t.to(tl.int64)[None, :] * ROWS + f[:, None], sum.to(out.dtype.element_ty), mask=inside)
+            gl.store(pieces + ((program + block) * COLUMNS + c[None, :]) * BLOCK + r[:, None], total)

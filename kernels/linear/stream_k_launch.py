@@ -11,8 +11,10 @@ from typing import Final
 import triton
 from torch import Tensor
 
+from kernels.linear import pieces as adding
 from kernels.linear.launch import options
 from kernels.matrix import BlockScaled
+from kernels.quantize import Fp8Rows
 from kernels.runtime.hopper import multiprocessors
 
 MOST_TOKENS: Final = 64
@@ -44,7 +46,7 @@ def columns(tokens: int) -> int:
 def pieces(tokens: int, weight_FE: BlockScaled, programs: int | None = None) -> tuple[int, int, int]:
     """Sizes of the fp32 memory that a product needs."""
     blocks = -(-weight_FE.shape[0] // BLOCK)
-    return blocks + (programs or _programs(weight_FE)), BLOCK, columns(tokens)
+    return blocks + (programs or _programs(weight_FE)), columns(tokens), BLOCK
 
 
 def stream_k(
@@ -52,43 +54,105 @@ def stream_k(
     scale_TG: Tensor,
     weight_FE: BlockScaled,
     out_TF: Tensor,
-    piece_PBT: Tensor,
+    piece_PTB: Tensor,
     *,
     programs: int | None = None,
     stages: int = STAGES,
     dependent: bool = False,
 ) -> None:
     """out = x · weight^T. `x_TE` and `scale_TG` may have more rows than `out_TF`, which nobody reads."""
+    programs = programs or _programs(weight_FE)
+    _multiply(x_TE, scale_TG, weight_FE, out_TF, piece_PTB, programs, stages, dependent)
+    (tokens, rows), wide = out_TF.shape, columns(out_TF.shape[0])
+    adding.add_pieces[(triton.cdiv(rows, BLOCK), wide // WIDE)](
+        piece_PTB,
+        out_TF,
+        tokens,
+        WIDE=WIDE,
+        **_pieces(weight_FE, wide, programs),
+        DEPENDENT=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
+
+
+def stream_k_norm(
+    x_TE: Tensor,
+    scale_TG: Tensor,
+    weight_FE: BlockScaled,
+    out_TF: Tensor,
+    piece_PTB: Tensor,
+    norm_A: Tensor,
+    normed_TA: Tensor,
+    rounded: Fp8Rows,
+    eps: float,
+    scale_T: Tensor | None = None,
+    *,
+    programs: int | None = None,
+    stages: int = STAGES,
+    dependent: bool = False,
+) -> None:
+    """`stream_k`, and `kernels.rounded_norm.rounded_norm` of the first A columns of what it makes, by the kernel that
+    adds up the pieces."""
+    programs = programs or _programs(weight_FE)
+    _multiply(x_TE, scale_TG, weight_FE, out_TF, piece_PTB, programs, stages, dependent)
+    (tokens, rows), features = out_TF.shape, norm_A.shape[0]
+    blocks = triton.next_power_of_2(triton.cdiv(rows, BLOCK))
+    adding.pieces_norm[(tokens,)](
+        piece_PTB,
+        out_TF,
+        norm_A,
+        norm_A if scale_T is None else scale_T,
+        normed_TA,
+        rounded.number_RK,
+        rounded.scale_RG,
+        eps,
+        rounded.scale_RG.stride(1),
+        FEATURES=features,
+        BLOCKS=blocks,
+        **_pieces(weight_FE, columns(tokens), programs),
+        SCALED=scale_T is not None,
+        DEPENDENT=dependent,
+        num_warps=min(max(blocks // 2, 1), 16),
+        **options(dependent),
+    )
+
+
+def _pieces(weight_FE: BlockScaled, wide: int, programs: int) -> dict[str, int]:
+    """Options of the kernels that add pieces up: with 8 or 16 numbers of a thread's at once 8 pieces fit into its
+    registers."""
+    rows, features = weight_FE.shape
+    most = adding.most_pieces(rows, features, programs)
+    return {"ROWS": rows, "K": features, "COLUMNS": wide, "PROGRAMS": programs, "MOST": most, "BATCH": min(most, 8)}
+
+
+def _multiply(
+    x_TE: Tensor,
+    scale_TG: Tensor,
+    weight_FE: BlockScaled,
+    out_TF: Tensor,
+    piece_PTB: Tensor,
+    programs: int,
+    stages: int,
+    dependent: bool,
+) -> None:
+    """The product, where one program has a whole block of it, and pieces of the others."""
     from kernels.linear import stream_k as kernels  # a machine without Hopper GPUs need not have Gluon
 
-    (tokens, rows), features = out_TF.shape, weight_FE.shape[1]
-    programs, wide = programs or _programs(weight_FE), columns(tokens)
+    (tokens, rows), features, wide = out_TF.shape, weight_FE.shape[1], columns(out_TF.shape[0])
     kernels.multiply[(programs,)](
         kernels.box(x_TE, wide),
         scale_TG,
         kernels.box(weight_FE.data, BLOCK),
         weight_FE.scales,
         out_TF,
-        piece_PBT,
+        piece_PTB,
         tokens,
         scale_TG.stride(1),
         ROWS=rows,
         K=features,
         COLUMNS=wide,
         STAGES=stages,
-        DEPENDENT=dependent,
-        num_warps=4,
-        **options(dependent),
-    )
-    kernels.add_pieces[(triton.cdiv(rows, BLOCK), wide // WIDE)](
-        piece_PBT,
-        out_TF,
-        tokens,
-        ROWS=rows,
-        K=features,
-        COLUMNS=wide,
-        PROGRAMS=programs,
-        WIDE=WIDE,
         DEPENDENT=dependent,
         num_warps=4,
         **options(dependent),

@@ -106,7 +106,7 @@ def w8a8_linear(
         padded[:, : scales.shape[1]].copy_(scales)
         scales = padded
     if not x_TE.is_cuda:
-        _reference(x_TE, scale_TG, weight_FE, out_TF)
+        w8a8_reference(x_TE, scale_TG, weight_FE, out_TF)
         return
     torch.ops.aten._scaled_mm_v2.out(
         x_TE,
@@ -123,7 +123,8 @@ def w8a8_linear(
     )
 
 
-def _reference(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor) -> None:
+def w8a8_reference(x_TE: Tensor, scale_TG: Tensor, weight_FE: BlockScaled, out_TF: Tensor) -> None:
+    """`w8a8_linear` in plain torch."""
     sum_TF = torch.zeros(out_TF.shape)
     scale_FG = weight_FE.scales.repeat_interleave(BLOCK, 0)[: weight_FE.shape[0]]
     for group in range(scale_TG.shape[1]):
@@ -141,7 +142,7 @@ def _right(device: torch.device) -> bool:
     x_TE, weight_FE = (torch.randn(n, features, generator=random).to(torch.float8_e4m3fn) for n in (tokens, rows))
     scale_GT, scale_BG = (torch.rand(sizes, generator=random) + 0.5 for sizes in ((5, tokens), (3, 5)))
     want_TF = torch.empty(tokens, rows, dtype=torch.bfloat16)
-    _reference(x_TE, scale_GT.t(), BlockScaled(weight_FE, scale_BG), want_TF)
+    w8a8_reference(x_TE, scale_GT.t(), BlockScaled(weight_FE, scale_BG), want_TF)
     out_TF, padded = torch.zeros_like(want_TF, device=device), torch.empty(3, 8, device=device)
     weight = BlockScaled(weight_FE.to(device), scale_BG.to(device))
     try:

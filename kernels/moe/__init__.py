@@ -21,6 +21,7 @@ from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
+from kernels.quantize import Fp8Rows
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
 from kernels.runtime.hopper import is_hopper, multiprocessors
@@ -88,6 +89,7 @@ def experts(
     add_norm: AddNorm | None = None,
     workspace: Tensor | None = None,
     quantize_activations: bool = False,
+    rounded: Fp8Rows | None = None,
     limit: float = 0.0,
     dependent: bool = False,
 ) -> None:
@@ -112,6 +114,7 @@ def experts(
     - `quantize_activations`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many
       tokens in bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
       `kernels.quantize` says. Sums of 128 products are then scaled and added up in fp32.
+    - `rounded`: what `kernels.quantize` has made of `x_TE`, if it has: then the call need not.
     - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit), of all experts that
       are not in INT4: of those ValueError on a GPU.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
@@ -124,7 +127,8 @@ def experts(
             add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
         return
     shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, quantize_activations=quantize_activations, limit=limit)
-    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE), shape, workspace, dependent, add_norm)
+    tensors = x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE
+    _launch(tensors, shape, workspace, dependent, add_norm, rounded)
 
 
 def add_experts(
@@ -158,13 +162,14 @@ def _launch(
     workspace: Tensor | None,
     dependent: bool = False,
     add_norm: AddNorm | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> None:
     tiling = schedule.tiling(shape, (stored(tensors[3]), stored(tensors[4])))
     if workspace is None:
         device = tensors[0].device
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
-    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm).run()
+    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm, rounded).run()
 
 
 def experts_shape(

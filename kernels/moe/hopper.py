@@ -82,9 +82,9 @@ def work_item(table, tiles, settled, item, BLOCKS: gl.constexpr, GROUP: gl.const
     size = gl.maximum(gl.minimum(gl.where(is_spread, spread, settled) - begin, GROUP), 1)
     place = index % (GROUP * BLOCKS)
     record = table + 4 * (gl.where(is_spread, settled, 0) + begin + place % size + 1)
-    expert = gl.load(record, mask=exists, other=0)
-    first = gl.load(record + 1, mask=exists, other=0)
-    pairs = gl.load(record + 2, mask=exists, other=0)
+    expert = gl.load(record, mask=exists, other=0, cache_modifier=".cg")
+    first = gl.load(record + 1, mask=exists, other=0, cache_modifier=".cg")
+    pairs = gl.load(record + 2, mask=exists, other=0, cache_modifier=".cg")
     return expert, first, pairs, gl.where(exists, place // size, -1)
 
 
@@ -146,16 +146,17 @@ def fetch_weights(
 def fetch_sorted(
     act_box, weight_box, table, a_s, b_s, work_s, full, empty, announced,
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CLAIMED: gl.constexpr = True,
 ):  # fmt: skip
     """The fetching partition of `down`: everything through the copy engine, a tile's pairs in halves, for whom they are
-    meant."""
+    meant. CLAIMED: the program claims its next item; otherwise it takes every so many-th, and need not ask for it: of
+    items that are short and equal that is the faster."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     STEP: gl.constexpr = weight_box.block_type.shape[1]
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
-    tiles = gl.load(table)
-    settled = gl.load(table + 1)
+    tiles = gl.load(table, cache_modifier=".cg")
+    settled = gl.load(table + 1, cache_modifier=".cg")
     step = 0
     turn = 0
     item = gl.program_id(0)
@@ -181,8 +182,11 @@ def fetch_sorted(
             fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, False, FEATURES, WIDTH)
             step += 1
             if i == claimed_at:
-                item = claim(table + 3, tiles * BLOCKS)
-            if i == min(claimed_at + 1, steps - 1):
+                if CLAIMED:
+                    item = claim(table + 3, tiles * BLOCKS)
+                else:
+                    item += gl.num_programs(0)
+            if i == (min(claimed_at + 1, steps - 1) if CLAIMED else claimed_at):
                 next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
         expert = next_expert
         first = next_first
@@ -216,13 +220,13 @@ def fetch_gathered(
     lag: gl.constexpr = STAGES - 2
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
-    tiles = gl.load(table)
-    settled = gl.load(table + 1)
+    tiles = gl.load(table, cache_modifier=".cg")
+    settled = gl.load(table + 1, cache_modifier=".cg")
     step = 0
     turn = 0
     item = gl.program_id(0)
     expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0)
+    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
     next_expert = expert
     next_first = first
     next_pairs = pairs
@@ -253,7 +257,7 @@ def fetch_gathered(
             if i == min(claimed_at + 1, steps - 1):
                 next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
             if i == min(claimed_at + 3, steps - 1):
-                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0)
+                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0, cache_modifier=".cg")
         expert = next_expert
         first = next_first
         pairs = next_pairs

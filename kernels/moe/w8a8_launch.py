@@ -14,23 +14,32 @@ from torch import Tensor
 from kernels.matrix import BlockScaled
 from kernels.moe.records import stored
 from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspace
-from kernels.quantize import launch_quantize
+from kernels.quantize import Fp8Rows, launch_quantize
 
 
-def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
+def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape, dependent: bool) -> None:
     """Round the tokens to FP8."""
-    launch_quantize(x_TE, *tokens(scratch, shape))
+    launch_quantize(x_TE, *tokens(scratch, shape), dependent=dependent)
 
 
-def gate_up(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:
-    """Gate and up of the sorted pairs, rounded to FP8."""
-    _product(matrix, tokens(scratch, shape), inputs(scratch, shape), None, scratch, shape, tiling)
+def gate_up(
+    matrix: BlockScaled,
+    rounded: Fp8Rows | None,
+    scratch: Workspace,
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+    dependent: bool,
+) -> None:
+    """Gate and up of the sorted pairs, rounded to FP8, of the tokens as they are `rounded`, or as `quantize` has left
+    them."""
+    read = tokens(scratch, shape) if rounded is None else rounded.of(shape.tokens)
+    _product(matrix, read, inputs(scratch, shape), None, scratch, shape, tiling, dependent)
 
 
-def down(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:
+def down(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling, dependent: bool) -> None:
     """Down of the sorted pairs."""
     read = inputs(scratch, shape)
-    _product(matrix, read, read, scratch.partial_YGE, scratch, shape, tiling)
+    _product(matrix, read, read, scratch.partial_YGE, scratch, shape, tiling, dependent)
 
 
 def tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
@@ -58,6 +67,7 @@ def _product(
     scratch: Workspace,
     shape: ExpertsShape,
     tiling: ExpertTiling,
+    dependent: bool,
 ) -> None:
     from kernels.moe import w8a8  # a machine without Hopper GPUs need not have Gluon
 
@@ -68,6 +78,7 @@ def _product(
     features = shape.intermediate if gate else shape.hidden
     w8a8.product[(tiling.programs,)](
         *read,
+        *read[1].stride(),
         w8a8.box(inputs_of_down[0], tiling.rows // 2),
         w8a8.box(matrix.data.flatten(0, 1), W8A8_BLOCK),
         matrix.scales,
@@ -83,5 +94,7 @@ def _product(
         GROUP=product.group,
         STAGES=product.stages,
         LIMIT=shape.limit,
+        DEPENDENT=dependent,
         num_warps=product.warps,
+        **({"launch_pdl": True} if dependent else {}),
     )

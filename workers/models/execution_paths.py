@@ -41,16 +41,18 @@ class ExecutionPaths:
         FP8 where weights are stored so; invariant mode never does."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
-        self.any: GeneralOps = (
-            DeterministicOps(group) if invariant else GeneralOps(group, quantize_activations=quantize_activations)
-        )
+        rounding: dict[str, bool] = {
+            "quantize_activations": quantize_activations,
+            "rounds_norms": formats is not None and any(format.w8a8 for format in formats.all),
+        }
+        self.any: GeneralOps = DeterministicOps(group) if invariant else GeneralOps(group, **rounding)
         """The path that any pass may take."""
         self.group = group
         """Group through which passes reach the other ranks."""
         self._config, self._formats = config, formats or Formats()
         self._quantize_activations = quantize_activations and not invariant
         self._decode, self._few = (
-            DecodeOps(group, quantize_activations=quantize_activations),
+            DecodeOps(group, **rounding),
             SmallBatchOps(group, dependent=True),
         )
 

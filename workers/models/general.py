@@ -8,7 +8,8 @@ features of a norm, G groups of features that share a scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeGuard
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from typing_extensions import override
 from kernels import moe
 from kernels.dequantize import dequantize
 from kernels.linear import (
-    MOST_STREAMED,
     PIECE,
     fits_w8a8,
     grouped_linear,
@@ -30,9 +30,10 @@ from kernels.linear import (
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
-from kernels.quantize import GROUP, quantize, silu_mul_quantize
+from kernels.quantize import GROUP, Fp8Rows, quantize, silu_mul_quantize
 from kernels.residual_streams import add_to_streams
-from kernels.rms_norm import AddNorm, add_rms_norm, rms_norm
+from kernels.rms_norm import AddNorm, add_rms_norm, enter_rms_norm, rms_norm
+from kernels.rounded_norm import rounded_norm, w8a8_latent
 from kernels.runtime.dependent import launches_dependently
 from kernels.sigmoid_mul import sigmoid_mul
 from kernels.silu_mul import silu_mul
@@ -44,15 +45,38 @@ from workers.weights.weight import Weight
 
 MOST_DEPENDENT: Final = 512
 """Most tokens whose kernels of ours are launched dependently."""
+MIN_TOKENS_PARTS: Final = 9
+"""Fewest tokens whose router's sums are spread; the weights of fewer are streamed. Of 9 to 16 cuBLAS's kernels take
+5.3 + 2.0 us where these take 4.6 (256 x 7168 weights on one H200, in `bench/share.py --layers 8 --timeline`)."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
 MIN_TOKENS_W8A8: Final = 9
 """Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: the fewest behind the
 small-batch path (`workers.weights.formats.fp8_blocks.MOST_FP8`), so that no number of tokens between has kernels of its
 own. Of 12 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
+MOST_ROUNDED_BEFORE: Final = 256
+"""Most tokens whose experts read what was rounded with the norm. Its scales lie as products of torch want them, token
+beside token; experts of many tokens, which gather them, want those of a token side by side."""
 MIN_TOKENS_W8A8_EXPERTS: Final = 9
 """The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
 long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """A norm, and what products with FP8 weights read of it: whoever makes the norm rounds it in the same launch."""
+
+    x_TE: Tensor
+    fp8: Fp8Rows
+
+
+Rows: TypeAlias = Tensor | RoundedRows
+"""A norm as this path keeps it, [T, E]."""
+
+
+def tensor_of(x: Rows) -> Tensor:
+    """The norm in the model's dtype."""
+    return x.x_TE if isinstance(x, RoundedRows) else x
 
 
 def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
@@ -77,49 +101,72 @@ def _widened(x_TE: Tensor, weight_FE: Weight, scratch: Scratch) -> Tensor:
     return scratch.empty(*x_TE.shape, dtype=torch.float32).copy_(x_TE)
 
 
-class GeneralOps(LayerOps[Tensor]):
-    """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream."""
+class GeneralOps(LayerOps[Rows]):
+    """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream; where
+    products read it in FP8, it is kept so, too."""
 
-    def __init__(self, group: Group, *, quantize_activations: bool = False) -> None:
+    def __init__(self, group: Group, *, quantize_activations: bool = False, rounds_norms: bool = False) -> None:
         """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
-        weights."""
-        self.group, self.quantize_activations = group, quantize_activations
+        weights. `rounds_norms`: whether those are most weights, so that norms are rounded as they are made."""
+        self.group, self.quantize_activations, self._rounds_norms = group, quantize_activations, rounds_norms
 
     @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         return scratch.empty(tokens, hidden, dtype=dtype)
 
     @override
-    def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Tensor:
-        return scratch.empty(tokens, hidden, dtype=dtype)
+    def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Rows:
+        x_TE = scratch.empty(tokens, hidden, dtype=dtype)
+        few = tokens < MIN_TOKENS_W8A8 or hidden % GROUP or dtype != torch.bfloat16
+        if few or not (self._rounds_norms and self.quantize_activations and supports_w8a8(x_TE.device)):
+            return x_TE
+        return RoundedRows(x_TE, self._allocate_fp8(tokens, hidden, scratch))
+
+    @staticmethod
+    def _allocate_fp8(tokens: int, features: int, scratch: Scratch) -> Fp8Rows:
+        rows = -(-tokens // PIECE) * PIECE
+        number_RK = scratch.empty(rows, features, dtype=torch.float8_e4m3fn)
+        return Fp8Rows(number_RK, scratch.empty(features // GROUP, rows, dtype=torch.float32).t())
 
     @override
-    def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: Tensor) -> None:
+    def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: Rows) -> None:
+        out_TE = tensor_of(out)
+        if norm.memory is None:
+            into = norm.residual_TE, norm.weight_E, out_TE
+            enter_rms_norm(rows_YE, id_T, *into, eps=norm.eps, dependent=dependent(out_TE))
+            self._round(out)
+            return
         norm.residual_TE.zero_()
-        if norm.memory is not None:
-            norm.memory.open_TS.fill_(1.0)
+        norm.memory.open_TS.fill_(1.0)
         if id_T is not None:
-            torch.index_select(rows_YE, 0, id_T, out=out)
-        self.add_norm(rows_YE if id_T is None else out, norm, out)
+            torch.index_select(rows_YE, 0, id_T, out=out_TE)
+        self.add_norm(rows_YE if id_T is None else out_TE, norm, out)
+
+    @staticmethod
+    def _round(x: Rows) -> None:
+        """Round a norm that its maker has not."""
+        if isinstance(x, RoundedRows):
+            quantize(x.x_TE, *x.fp8.of(x.x_TE.shape[0]), dependent=dependent(x.x_TE))
 
     @override
-    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+    def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        x_TE = tensor_of(x)
         if out_TF.dim() == 3:  # of `parts`
-            part_linear(x, weight_FE.plain, out_TF, dependent=dependent(x))
+            part_linear(x_TE, weight_FE.plain, out_TF, dependent=dependent(x_TE))
             return
         with scratch.scope():
             weight = weight_FE.matrix
-            if self._quantizes_for(weight, out_TF) and x.dtype == torch.bfloat16:
-                self._w8a8_linear(quantize, x, weight, out_TF, scratch)
+            if self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
+                self._w8a8_linear(self._in_fp8(x, scratch), weight, out_TF, scratch)
             else:
                 # A matrix that is dequantized in the launch before must not be read early.
-                early = isinstance(weight, Tensor) and dependent(x)
-                linear(x, plain(weight_FE, x.dtype, scratch), out_TF, dependent=early)
+                early = isinstance(weight, Tensor) and dependent(x_TE)
+                linear(x_TE, plain(weight_FE, x_TE.dtype, scratch), out_TF, dependent=early)
 
     @override
-    def narrow_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+    def narrow_linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """See `LayerOps`; the weight may be in fp32 in a model that is not."""
-        self.wide_linear(x, weight_FE, out_TF, scratch)
+        self.wide_linear(tensor_of(x), weight_FE, out_TF, scratch)
 
     def wide_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """`linear` with a plain weight, which may be in fp32 in a model that is not; out in fp32."""
@@ -137,120 +184,162 @@ class GeneralOps(LayerOps[Tensor]):
             and fits_w8a8(weight)
         )
 
+    @classmethod
+    def _in_fp8(cls, x: Rows, scratch: Scratch, rounding: Callable[..., None] = quantize) -> Fp8Rows:
+        """What `rounding` makes of `x`, unless it has been rounded already. Rows behind the last token hold whatever is
+        there."""
+        if isinstance(x, RoundedRows):
+            return x.fp8
+        tokens, features = x.shape
+        fp8 = cls._allocate_fp8(tokens, features // (1 if rounding is quantize else 2), scratch)
+        rounding(x, *fp8.of(tokens), dependent=dependent(x))
+        return fp8
+
     @staticmethod
-    def _w8a8_linear(
-        rounding: Callable[..., None], x: Tensor, weight_FE: BlockScaled, out_TF: Tensor, scratch: Scratch
-    ) -> None:
-        """out = what `rounding` makes of `x` · weight^T. Rows behind the last token hold whatever is there."""
-        (tokens, outputs), features = out_TF.shape, weight_FE.shape[1]
-        rows = -(-tokens // PIECE) * PIECE
-        number_RE = scratch.empty(rows, features, dtype=torch.float8_e4m3fn)
-        scale_RG = scratch.empty(features // GROUP, rows, dtype=torch.float32).t()
-        rounding(x, number_RE[:tokens], scale_RG[:tokens], dependent=dependent(x))
+    def _w8a8_linear(x: Fp8Rows, weight_FE: BlockScaled, out_TF: Tensor, scratch: Scratch) -> None:
+        """out = x · weight^T."""
+        (tokens, outputs), rows = out_TF.shape, x.number_RK.shape[0]
         pieces = w8a8_pieces(tokens, weight_FE)
         if pieces is not None:
-            piece_PBT = scratch.empty(*pieces, dtype=torch.float32)
-            w8a8_linear(number_RE, scale_RG, weight_FE, out_TF, pieces=piece_PBT, dependent=dependent(x))
+            piece_PTB, early = scratch.empty(*pieces, dtype=torch.float32), dependent(out_TF)
+            w8a8_linear(x.number_RK, x.scale_RG, weight_FE, out_TF, pieces=piece_PTB, dependent=early)
             return
         sizes = padded_scales(weight_FE)
         padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
         out_RF = out_TF if rows == tokens else scratch.empty(rows, outputs, dtype=out_TF.dtype)
-        w8a8_linear(number_RE, scale_RG, weight_FE, out_RF, padded)
+        w8a8_linear(x.number_RK, x.scale_RG, weight_FE, out_RF, padded)
         if rows > tokens:
             out_TF.copy_(out_RF[:tokens])
 
     @override
     def latent_linear(
         self,
-        x: Tensor,
+        x: Rows,
         weight_FE: Weight,
         norm_A: Tensor,
         eps: float,
         out_TF: Tensor,
         scratch: Scratch,
         scale_T: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Rows:
+        (tokens, _), features, weight = out_TF.shape, norm_A.shape[0], weight_FE.matrix
+        out, early = self.allocate_normed(tokens, features, out_TF.dtype, eps, scratch), dependent(out_TF)
+        if isinstance(out, RoundedRows) and self._quantizes_for(weight, out_TF):
+            pieces = w8a8_pieces(tokens, weight)
+            if pieces is not None:
+                with scratch.scope():
+                    fp8, piece_PTB = self._in_fp8(x, scratch), scratch.empty(*pieces, dtype=torch.float32)
+                    w8a8_latent(
+                        fp8,
+                        weight,
+                        out_TF,
+                        norm_A,
+                        out.x_TE,
+                        out.fp8,
+                        pieces=piece_PTB,
+                        eps=eps,
+                        scale_T=scale_T,
+                        dependent=early,
+                    )
+                return out
         self.linear(x, weight_FE, out_TF, scratch)
-        out_TA = scratch.empty(x.shape[0], norm_A.shape[0], dtype=x.dtype)
-        rms_norm(out_TF[:, : norm_A.shape[0]], norm_A, out_TA, eps=eps, scale_T=scale_T, dependent=dependent(x))
-        return out_TA
+        if isinstance(out, RoundedRows):
+            into = out_TF[:, :features], norm_A, out.x_TE, out.fp8
+            rounded_norm(*into, eps=eps, scale_T=scale_T, dependent=early)
+        else:
+            rms_norm(out_TF[:, :features], norm_A, out, eps=eps, scale_T=scale_T, dependent=early)
+        return out
 
     @override
-    def gate(self, x: Tensor, gate: NormGate, scratch: Scratch) -> None:
+    def gate(self, x: Rows, gate: NormGate, scratch: Scratch) -> None:
+        x_TE = tensor_of(x)
         with scratch.scope():
-            low_TR = scratch.empty(x.shape[0], gate.down_RE.shape[0], dtype=x.dtype)
-            self.linear(x, gate.down_RE, low_TR, scratch)
-            low_T1R, x_T1E = low_TR.unsqueeze(1), x.unsqueeze(1)
-            sigmoid_mul(low_T1R, low_T1R, low_T1R, dependent=dependent(x))  # SiLU
-            gate_TE = scratch.empty(*x.shape, dtype=x.dtype)
+            low_TR = scratch.empty(x_TE.shape[0], gate.down_RE.shape[0], dtype=x_TE.dtype)
+            self.linear(x_TE, gate.down_RE, low_TR, scratch)
+            low_T1R, x_T1E = low_TR.unsqueeze(1), x_TE.unsqueeze(1)
+            sigmoid_mul(low_T1R, low_T1R, low_T1R, dependent=dependent(x_TE))  # SiLU
+            gate_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
             self.linear(low_TR, gate.up_ER, gate_TE, scratch)
-            sigmoid_mul(x_T1E, gate_TE.unsqueeze(1), x_T1E, dependent=dependent(x))
+            sigmoid_mul(x_T1E, gate_TE.unsqueeze(1), x_T1E, dependent=dependent(x_TE))
+        self._round(x)
 
     @override
-    def beside(self, normed: Tensor, x_TA: Tensor, scratch: Scratch) -> Tensor:
-        (tokens, features), out_dtype = normed.shape, normed.dtype
+    def beside(self, normed: Rows, x_TA: Tensor, scratch: Scratch) -> Tensor:
+        normed_TA = tensor_of(normed)
+        (tokens, features), out_dtype = normed_TA.shape, normed_TA.dtype
         both_TF = scratch.empty(tokens, 2 * features, dtype=out_dtype)
-        return torch.cat([normed, x_TA], 1, out=both_TF)
+        return torch.cat([normed_TA, x_TA], 1, out=both_TF)
 
     @override
-    def gated(self, x: Tensor, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
-        tokens, features = x.shape[0], gate_up_FE.shape[0]
-        gate_up_TF = scratch.empty(tokens, features, dtype=x.dtype)
+    def gated(self, x: Rows, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
+        x_TE = tensor_of(x)
+        tokens, features = x_TE.shape[0], gate_up_FE.shape[0]
+        gate_up_TF = scratch.empty(tokens, features, dtype=x_TE.dtype)
         self.linear(x, gate_up_FE, gate_up_TF, scratch)
-        act_TI = scratch.empty(tokens, features // 2, dtype=x.dtype)
-        silu_mul(gate_up_TF, act_TI, dependent=dependent(x))
+        act_TI = scratch.empty(tokens, features // 2, dtype=x_TE.dtype)
+        silu_mul(gate_up_TF, act_TI, dependent=dependent(x_TE))
         return act_TI
 
     @override
-    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        part_TE = self.group.part(out)
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
+        out_TE = tensor_of(out)
+        part_TE = self.group.part(out_TE)
         self.linear(x_TF, weight_EF, part_TE, scratch)
-        self.group.all_reduce(part_TE, out)
-        self.add_norm(out, norm, out)
+        self.group.all_reduce(part_TE, out_TE)
+        self.add_norm(out_TE, norm, out)
 
     @override
     def add_gated(
-        self, x: Tensor, gate_up_FE: Weight, down_EI: Weight, norm: AddNorm, out: Tensor, scratch: Scratch
+        self, x: Rows, gate_up_FE: Weight, down_EI: Weight, norm: AddNorm, out: Rows, scratch: Scratch
     ) -> None:
         """Add a gated feed-forward part. Where `down` takes activations in FP8, the gate rounds them at once."""
-        part_TE, down = self.group.part(out), down_EI.matrix
-        if x.dtype != torch.bfloat16 or not self._quantizes_for(down, part_TE):
+        x_TE, out_TE, down = tensor_of(x), tensor_of(out), down_EI.matrix
+        part_TE = self.group.part(out_TE)
+        if x_TE.dtype != torch.bfloat16 or not self._quantizes_for(down, part_TE):
             super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
             return
         with scratch.scope():
-            gate_up_TF = scratch.empty(x.shape[0], gate_up_FE.shape[0], dtype=x.dtype)
+            gate_up_TF = scratch.empty(x_TE.shape[0], gate_up_FE.shape[0], dtype=x_TE.dtype)
             self.linear(x, gate_up_FE, gate_up_TF, scratch)
-            self._w8a8_linear(silu_mul_quantize, gate_up_TF, down, part_TE, scratch)
-        self.group.all_reduce(part_TE, out)
-        self.add_norm(out, norm, out)
+            self._w8a8_linear(self._in_fp8(gate_up_TF, scratch, silu_mul_quantize), down, part_TE, scratch)
+        self.group.all_reduce(part_TE, out_TE)
+        self.add_norm(out_TE, norm, out)
 
-    def add_norm(self, x_TE: Tensor, norm: AddNorm, out_TE: Tensor) -> None:
-        """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out_TE` may be
+    def add_norm(self, x_TE: Tensor, norm: AddNorm, out: Rows) -> None:
+        """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out` may be
         `x_TE`. Where there are several residual streams see `add_to_streams`; of a sum alone."""
+        out_TE = tensor_of(out)
         if norm.memory is not None:
             into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
             add_to_streams(x_TE, *into, eps=norm.eps)
+            self._round(out)
             return
         # Behind a collective of others it is a plain launch.
         early = dependent(x_TE) and (self.group.summed.size == 1 or self.group.sums_by_kernel(x_TE))
+        if isinstance(out, RoundedRows) and x_TE.dim() == 2:
+            residual_TE = norm.residual_TE
+            rounded_norm(x_TE, norm.weight_E, out_TE, out.fp8, eps=norm.eps, residual_TE=residual_TE, dependent=early)
+            return
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
+        self._round(out)
 
     @override
     def add_experts(
-        self, x: Tensor, mixture: Mixture, norm: AddNorm, out: Tensor, scratch: Scratch, live_R: Tensor | None
+        self, x: Rows, mixture: Mixture, norm: AddNorm, out: Rows, scratch: Scratch, live_R: Tensor | None
     ) -> None:
         own_TE = None if mixture.shared is None else self.shared_experts(x, mixture.shared, norm, out, scratch)
-        id_TK, weight_TK = self.route(x, mixture, scratch, live_R)
+        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
 
-    def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> Tensor | None:
+    def shared_experts(self, x: Rows, shared: Gated, norm: AddNorm, out: Rows, scratch: Scratch) -> Tensor | None:
         """Add the output of shared experts that are a network of their own. With one rank it is then in the residual,
         and the result is None. With several the result is this rank's part, which is summed over ranks together with
         the other experts'."""
         if self.group.summed.size == 1:  # the norm of the sum so far is written over
             self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
             return None
-        own_TE = scratch.empty(*out.shape, dtype=out.dtype)
+        out_TE = tensor_of(out)
+        own_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
         with scratch.scope():
             self.linear(self.gated(x, shared.gate_up_FE, scratch), shared.down_EI, own_TE, scratch)
         return own_TE
@@ -267,7 +356,7 @@ class GeneralOps(LayerOps[Tensor]):
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
         (tokens, hidden), experts = x_TE.shape, weight_XE.shape[0]
         if (
-            MOST_STREAMED < tokens <= MOST_DEPENDENT
+            MIN_TOKENS_PARTS <= tokens <= MOST_DEPENDENT
             and x_TE.is_cuda
             and x_TE.dtype.itemsize == 2
             and hidden % (16 * ROUTER_PARTS) == 0
@@ -282,18 +371,19 @@ class GeneralOps(LayerOps[Tensor]):
 
     def experts(
         self,
-        x_TE: Tensor,
+        x: Rows,
         id_TK: Tensor,
         weight_TK: Tensor,
         mixture: Mixture,
         norm: AddNorm,
-        out_TE: Tensor,
+        out: Rows,
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
         """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks, or its
         norm where the mixture has one; out = rms_norm(residual)."""
-        part_TE, workspace = self.group.part(out_TE), None
+        x_TE, out_TE, workspace = tensor_of(x), tensor_of(out), None
+        part_TE = self.group.part(out_TE)
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shared = mixture.routing.shared_experts
         if x_TE.is_cuda:
@@ -311,28 +401,32 @@ class GeneralOps(LayerOps[Tensor]):
             add_norm=norm if alone else None,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
+            rounded=x.fp8 if isinstance(x, RoundedRows) and x_TE.shape[0] <= MOST_ROUNDED_BEFORE else None,
             limit=mixture.routing.limit,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )
-        if not alone:
-            if own_TE is not None:
-                part_TE += own_TE
-            self.group.all_reduce(part_TE, out_TE)
-            self.add_experts_sum(out_TE, mixture, norm)
+        if alone:
+            self._round(out)
+            return
+        if own_TE is not None:
+            part_TE += own_TE
+        self.group.all_reduce(part_TE, out_TE)
+        self.add_experts_sum(out, mixture, norm)
 
-    def add_experts_sum(self, out_TE: Tensor, mixture: Mixture, norm: AddNorm) -> None:
-        """residual += `out_TE`, or its norm where the mixture has one; `out_TE` = rms_norm(residual)."""
+    def add_experts_sum(self, out: Rows, mixture: Mixture, norm: AddNorm) -> None:
+        """residual += what `out` has, or its norm where the mixture has one; `out` = rms_norm(residual)."""
+        out_TE = tensor_of(out)
         if mixture.norm_E is not None:  # launched plainly, whatever has summed
             rms_norm(out_TE, mixture.norm_E, out_TE, eps=norm.eps)
-        self.add_norm(out_TE, norm, out_TE)
+        self.add_norm(out_TE, norm, out)
 
     @override
-    def last(self, normed: Tensor, out_TE: Tensor) -> Tensor:
+    def last(self, normed: Rows, out_TE: Tensor) -> Rows:
         return out_TE
 
     @override
-    def leave(self, norm: AddNorm, last: Tensor, out_TE: Tensor) -> None:
+    def leave(self, norm: AddNorm, last: Rows, out_TE: Tensor) -> None:
         """Leave the result, which is there already."""
 
 
@@ -350,8 +444,8 @@ class DecodeOps(GeneralOps):
         return parts_of(tokens, weight_FE.plain)
 
     @override
-    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
-        tokens, hidden = out.shape
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
+        tokens, hidden = tensor_of(out).shape
         parts = self.parts(tokens, weight_EF)
         if not parts or norm.memory is not None:
             super().add(x_TF, weight_EF, norm, out, scratch)

@@ -17,7 +17,7 @@ from kernels.linear import grouped_linear, linear
 from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
-from workers.models.general import GeneralOps, dependent, plain
+from workers.models.general import GeneralOps, Rows, dependent, plain, tensor_of
 from workers.models.layer_ops import Gated, Mixture
 from workers.parallel.group import Group
 from workers.parallel.mesh import INVARIANT_RANKS
@@ -46,10 +46,11 @@ class DeterministicOps(GeneralOps):
         super().__init__(group)
 
     @override
-    def linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+    def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        x_TE = tensor_of(x)
         with scratch.scope():
             # Also of what is dequantized in the launch before: this product reads its weights after its wait.
-            linear(x, plain(weight_FE, x.dtype, scratch), out_TF, invariant=True, dependent=dependent(x))
+            linear(x_TE, plain(weight_FE, x_TE.dtype, scratch), out_TF, invariant=True, dependent=dependent(x_TE))
 
     @override
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
@@ -58,34 +59,35 @@ class DeterministicOps(GeneralOps):
         return logit_TX
 
     @override
-    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
+    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
+        out_TE = tensor_of(out)
         with scratch.scope():
-            part_TGE = self._parts(x_TF.shape[0], self._groups(x_TF.shape[1]), out.shape[1], scratch)
+            part_TGE = self._parts(x_TF.shape[0], self._groups(x_TF.shape[1]), out_TE.shape[1], scratch)
             grouped_linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TGE)
-            self._sum(part_TGE, out, scratch)
-        self.add_norm(out, norm, out)
+            self._sum(part_TGE, out_TE, scratch)
+        self.add_norm(out_TE, norm, out)
 
     @override
-    def shared_experts(self, x: Tensor, shared: Gated, norm: AddNorm, out: Tensor, scratch: Scratch) -> None:
+    def shared_experts(self, x: Rows, shared: Gated, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
         """Add the output of shared experts, which have a sum over ranks of their own, in its order."""
         self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
 
     @override
     def experts(
         self,
-        x_TE: Tensor,
+        x: Rows,
         id_TK: Tensor,
         weight_TK: Tensor,
         mixture: Mixture,
         norm: AddNorm,
-        out_TE: Tensor,
+        out: Rows,
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
         """See `GeneralOps`, without `own_TE`; a group's sum has the token's experts in the order of its choice, the
         shared ones last."""
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
-        limit = mixture.routing.limit
+        x_TE, out_TE, limit = tensor_of(x), tensor_of(out), mixture.routing.limit
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape
         step = max(1, PART_BYTES // (id_TK.shape[1] * groups * hidden * 4))
         for begin in range(0, tokens, step):
@@ -99,7 +101,7 @@ class DeterministicOps(GeneralOps):
                 part_TGE.zero_()
                 moe.add_experts(x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE, workspace=workspace, limit=limit)
                 self._sum(part_TGE, out_TE[turn], scratch)
-        self.add_experts_sum(out_TE, mixture, norm)
+        self.add_experts_sum(out, mixture, norm)
 
     def _groups(self, features: int) -> int:
         """Groups of this rank, which has `features` of the input features."""

@@ -6,6 +6,9 @@ from w8a8_case import case, check
 
 from kernels.linear import stream_k_launch
 from tests.support.ptx import emulated
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.order import Unordered
+from tests.support.rounded_norm_case import check_norm, memory_of
 
 pytestmark = pytest.mark.long
 
@@ -33,3 +36,48 @@ def test_shares_that_end_in_the_middle_of_blocks(programs: int) -> None:
 
 def test_a_block_of_many_pieces() -> None:
     run(12, 768, 128, 6)
+
+
+def run_norm(
+    tokens: int, features: int, outputs: int, normed: int, programs: int, *, scaled: bool = False, **options: object
+) -> None:
+    """A product, the norm of its first columns, and that in FP8."""
+    number, scale, weight = case(tokens, features, outputs, "cpu")
+    out = torch.full((tokens, outputs), torch.nan, dtype=torch.bfloat16)
+    pieces = torch.full(stream_k_launch.pieces(tokens, weight, programs), torch.nan)
+    norm_A = torch.rand(normed).bfloat16() + 0.5
+    scale_T = torch.rand(tokens) + 0.5 if scaled else None
+    normed_TA, rounded = memory_of(tokens, normed, "cpu")
+    with emulated(tokens, consecutive=True, **options) as launches:  # type: ignore[arg-type]
+        product = number, scale, weight, out, pieces
+        into = norm_A, normed_TA, rounded
+        stream_k_launch.stream_k_norm(*product, *into, 1e-6, scale_T, programs=programs, stages=2, dependent=True)
+    assert launches == ["multiply", "pieces_norm"]
+    check(number, scale, weight, out)
+    check_norm(out[:, :normed], norm_A, normed_TA, rounded, scale_T)
+
+
+@pytest.mark.parametrize(
+    ("features", "outputs", "normed", "programs"),
+    [
+        pytest.param(384, 304, 256, 1, id="one program has all"),
+        pytest.param(384, 304, 128, 2, id="whole blocks and blocks in pieces"),
+        pytest.param(384, 304, 256, 9, id="a program for each step"),
+        pytest.param(1280, 128, 128, 10, id="more pieces than a batch"),
+    ],
+)
+def test_the_norm_behind(features: int, outputs: int, normed: int, programs: int) -> None:
+    run_norm(10, features, outputs, normed, programs)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64])
+def test_the_norm_of_any_number_of_tokens(tokens: int) -> None:
+    run_norm(tokens, 256, 256, 128, 3, scaled=True)
+
+
+def test_without_its_wait_the_norm_would_be_noticed() -> None:
+    def broken(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if "pieces_norm" in ptx else ptx
+
+    with pytest.raises((AssertionError, Fault, Unordered)):
+        run_norm(10, 384, 304, 256, 9, edit=broken)

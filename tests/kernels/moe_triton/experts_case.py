@@ -14,6 +14,7 @@ from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from kernels.quantize import Fp8Rows
 from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
@@ -193,16 +194,27 @@ class Experts:
         torch.testing.assert_close(self.tensors["out"].double(), normed, atol=1e-6, rtol=rtol)
 
     def call(
-        self, tiling: ExpertTiling, workspace: Tensor, dependent: bool = False, norm: AddNorm | None = None
+        self,
+        tiling: ExpertTiling,
+        workspace: Tensor,
+        dependent: bool = False,
+        norm: AddNorm | None = None,
+        rounded: Fp8Rows | None = None,
     ) -> launch.ExpertLaunches:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
         tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
-        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm)
+        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm, rounded)
 
-    def run(self, tiling: ExpertTiling | None = None, dependent: bool = False, norm: AddNorm | None = None) -> Tensor:
+    def run(
+        self,
+        tiling: ExpertTiling | None = None,
+        dependent: bool = False,
+        norm: AddNorm | None = None,
+        rounded: Fp8Rows | None = None,
+    ) -> Tensor:
         tiling = tiling or schedule.tiling(self.shape, self.stored)
-        self.call(tiling, self.workspace(tiling), dependent, norm).run()
+        self.call(tiling, self.workspace(tiling), dependent, norm, rounded).run()
         return self.tensors["out"]
 
     def expected(self) -> Tensor:

@@ -9,9 +9,11 @@ from experts_case import Experts
 from w8a8_stages import BLOCKS, IN_FP32, Stages, tiled
 
 from kernels.moe import schedule
+from kernels.quantize import Fp8Rows, quantize_reference
 from kernels.rms_norm import AddNorm
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
+from tests.support.ptx.order import Unordered
 
 pytestmark = pytest.mark.long
 
@@ -69,6 +71,46 @@ def test_a_whole_call() -> None:
         norm: AddNorm = found.norm()
         found.run(tiled(found, 3), norm=norm)
     found.check_norm(norm, want)
+
+
+def rounded_before(case: Experts) -> Fp8Rows:
+    """The tokens in FP8 as a norm leaves them: scales token beside token, and rows behind the last one."""
+    x = case.tensors["x"]
+    (tokens, features), rows = x.shape, -(-len(x) // 4) * 4
+    number = torch.full((rows, features), torch.nan).to(torch.float8_e4m3fn)
+    found = Fp8Rows(number, torch.full((features // 128, rows), torch.nan).t())
+    quantize_reference(x, *found.of(tokens))
+    return found
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_few_tokens_are_launched_dependently(before: bool) -> None:
+    """The same bits, whoever rounds the tokens, and whether programs claim their items or not."""
+    found = case(18, 3, 5, sizes=(640, 256), holes=True, shared=1)
+    with emulated():
+        want = found.run(tiled(found, 3)).clone()
+    found.refill()
+    rounded = rounded_before(found) if before else None
+    with emulated(2, consecutive=True) as launches:
+        found.run(tiled(found, 3), dependent=True, rounded=rounded)
+    assert torch.equal(found.tensors["out"], want)
+    assert ("quantize_kernel" in launches) is not before
+
+
+@pytest.mark.parametrize("kernel", ["quantize_kernel", "product", "combine"])
+def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
+    found = case(18, 3, 5, sizes=(640, 256))
+    with emulated():
+        want = found.run(tiled(found, 3)).clone()
+    found.refill()
+
+    def broken(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if f".entry {kernel}" in ptx else ptx
+
+    with pytest.raises((AssertionError, Fault, Unordered)):  # noqa: PT012
+        with emulated(3, consecutive=True, edit=broken):
+            found.run(tiled(found, 3), dependent=True)
+        assert torch.equal(found.tensors["out"], want)
 
 
 def test_what_it_does_not_take() -> None:

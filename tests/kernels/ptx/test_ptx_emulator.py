@@ -181,6 +181,13 @@ def test_pairs_of_narrow_floats(
     torch.testing.assert_close(got, want(a.float(), b.float()).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("name", "want"), [("add", np.add), ("sub", np.subtract)])
+def test_pairs_of_short_integers(name: str, want: Callable[[Any, Any], Any]) -> None:
+    """They wrap, each for itself."""
+    got = ran(f"{name}.s16x2 %r4, %r2, %r3;", *WORDS)
+    np.testing.assert_array_equal(got.view(np.uint16), want(*(np.array(x).view(np.uint16) for x in WORDS)))
+
+
 def test_every_logic_of_three() -> None:
     """Each of the eight combinations of bits gives the bit that the table has there."""
     bits = {"a": 0xF0, "b": 0xCC, "c": 0xAA}

@@ -58,11 +58,14 @@ COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
 _ROUNDING = "rn ftz approx full"
 
 
-@executes("add sub and or xor neg abs not ex2 lg2 sqrt rcp", _ROUNDING + " f16x2")
+@executes("add sub and or xor neg abs not ex2 lg2 sqrt rcp", _ROUNDING + " f16x2 s16x2")
 def _simple(step: Step) -> None:
     name, narrow_floats = step.parts[0], step.parts[-1] in ("bf16", "bf16x2", "f16", "f16x2")
     if name in ("add", "sub") and step.parts[-1] == "bf16x2":
         step.write(bf16_pairs(_TWO[name], *_operands(step)))
+    elif name in ("add", "sub") and step.parts[-1] == "s16x2":
+        a, b = (step.read(i, np.uint32).view(np.uint16) for i in (1, 2))
+        step.write(_TWO[name](a, b).view(np.uint32))
     elif name in ("add", "sub") and step.parts[-1] == "f16x2":
         step.write(half_pairs(_TWO[name], *_operands(step)))
     elif name == "abs" and step.parts[-1] == "bf16":

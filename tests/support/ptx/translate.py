@@ -289,7 +289,7 @@ def _number(kind: Type) -> str:
 
 def _kind(parts: tuple[str, ...]) -> Type:
     """The type that an opcode ends with, which is no narrow float."""
-    if parts[-1] not in TYPES or parts[-1] in ("f16", "bf16", "f16x2", "bf16x2"):
+    if parts[-1] not in TYPES or parts[-1] in ("f16", "bf16", "f16x2", "bf16x2", "s16x2"):
         raise _Unknown
     return TYPES[parts[-1]]
 

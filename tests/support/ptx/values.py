@@ -20,6 +20,7 @@ TYPES: dict[str, Type] = {
     "bf16": np.uint16,  # its bits: see `widen` and `narrow`
     "bf16x2": np.uint32,
     "f16x2": np.uint32,
+    "s16x2": np.uint32,
     "f32": np.float32,
     **{f"{kind}{bits}": np.dtype(f"u{bits // 8}").type for kind in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},

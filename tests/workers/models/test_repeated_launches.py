@@ -35,6 +35,8 @@ def plainly(value: Any) -> Any:
     """Return what a device would see of an argument."""
     if isinstance(value, Tensor):
         return value.data_ptr()
+    if isinstance(value, tuple):
+        return tuple(map(plainly, value))
     if hasattr(value, "base"):
         return value.base.data_ptr(), tuple(value.shape), tuple(value.strides), value.padding
     return value

@@ -150,6 +150,38 @@ def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(out, x.double() @ matrix.dequantized(torch.bfloat16).double().t()) < 2**-8
 
 
+@pytest.mark.parametrize("count", [9, TOKENS])
+def test_norms_that_are_rounded_as_they_are_made(count: int) -> None:
+    """The same bits as where each product rounds what it reads: the norm of a pass's first rows, of a latent, behind
+    attention and behind a network. What is rounded is rounded once."""
+    rows, ids = tokens(200), torch.arange(count) * 3 % 200
+    down, up, out, gate_up = weight(384, 512), weight(512, 256), weight(512, 512), weight(1024, 512)
+    results = []
+    for rounds_norms in (False, True):
+        ops, scratch = GeneralOps(Group(), quantize_activations=True, rounds_norms=rounds_norms), Scratch(rows.device)
+        norm = AddNorm(torch.empty(count, 512, dtype=torch.bfloat16), torch.rand(512).add_(0.5).bfloat16(), 1e-6)
+        norm.weight_E.copy_(torch.linspace(0.5, 1.5, 512))
+        x, other = (ops.allocate_normed(count, 512, torch.bfloat16, 1e-6, scratch) for _ in range(2))
+        assert isinstance(x, general.RoundedRows) is rounds_norms
+        ops.enter(rows, ids, norm, x)
+        down_TF, q_TF = (torch.empty(count, size, dtype=torch.bfloat16) for size in (384, 512))
+        latent = ops.latent_linear(x, down, torch.ones(256).bfloat16(), 1e-6, down_TF, scratch)
+        assert isinstance(latent, general.RoundedRows) is rounds_norms
+        ops.linear(latent, up, q_TF, scratch)
+        ops.add(q_TF, out, norm, other, scratch)
+        ops.add_gated(other, gate_up, out, norm, x, scratch)
+        ops.linear(x, out, q_TF, scratch)
+        results.append((down_TF, q_TF, norm.residual_TE, general.tensor_of(x)))
+    for plain, rounded_ in zip(*results, strict=True):
+        assert torch.equal(plain, rounded_)
+
+
+def test_few_tokens_and_odd_sizes_are_not_rounded() -> None:
+    ops, scratch = GeneralOps(Group(), quantize_activations=True, rounds_norms=True), Scratch(torch.device("cpu"))
+    for count, features, dtype in ((8, 512, torch.bfloat16), (9, 576, torch.bfloat16), (9, 512, torch.float32)):
+        assert isinstance(ops.allocate_normed(count, features, dtype, 1e-6, scratch), Tensor)
+
+
 def ways(
     monkeypatch: pytest.MonkeyPatch,
     *,
