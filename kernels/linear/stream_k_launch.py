@@ -71,7 +71,7 @@ def stream_k(
         WIDE=WIDE,
         **_pieces(weight_FE, wide, programs),
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=8,
         **options(dependent),
     )
 
@@ -119,11 +119,17 @@ def stream_k_norm(
 
 
 def _pieces(weight_FE: BlockScaled, wide: int, programs: int) -> dict[str, int]:
-    """Options of the kernels that add pieces up: with 8 or 16 numbers of a thread's at once 8 pieces fit into its
-    registers."""
+    """Options of the kernels that add pieces up. A thread has 8 numbers of a piece: of 12 they fit into registers."""
     rows, features = weight_FE.shape
     most = adding.most_pieces(rows, features, programs)
-    return {"ROWS": rows, "K": features, "COLUMNS": wide, "PROGRAMS": programs, "MOST": most, "BATCH": min(most, 8)}
+    return {
+        "ROWS": rows,
+        "K": features,
+        "COLUMNS": wide,
+        "PROGRAMS": programs,
+        "MOST": most,
+        "BATCH": -(-most // -(-most // 12)),
+    }
 
 
 def _multiply(

@@ -49,6 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.gluon.dependent import let_kernel_after_start
 from kernels.linear.hopper import STEP, TILED
 
 ROWS = gl.constexpr(128)
@@ -150,7 +151,8 @@ def fetch_sorted(
 ):  # fmt: skip
     """The fetching partition of `down`: everything through the copy engine, a tile's pairs in halves, for whom they are
     meant. CLAIMED: the program claims its next item; otherwise it takes every so many-th, and need not ask for it: of
-    items that are short and equal that is the faster."""
+    items that are short and equal that is the faster. Then it lets the kernel after start when it has asked for all:
+    of an earlier start all programs would stand on the few multiprocessors that end first."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     STEP: gl.constexpr = weight_box.block_type.shape[1]
     steps: gl.constexpr = (K + STEP - 1) // STEP
@@ -193,6 +195,8 @@ def fetch_sorted(
         pairs = next_pairs
         block = next_block
     announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+    if not CLAIMED:
+        let_kernel_after_start()
 
 
 @gluon.jit

@@ -100,6 +100,7 @@ def multiply(
             left_at = weight_scale + weight_row.to(gl.int64) * steps
             right_at = left_at + (blocks if GATE else 1) * steps
             x_factor = gl.load(x_at, mask=r < pairs, other=0.0, cache_modifier=cached)
+            x_next = gl.load(x_at + min(1, steps - 1) * scale_column, mask=r < pairs, other=0.0, cache_modifier=cached)
             left_factor = gl.load(left_at)
             right_factor = gl.load(right_at)
             left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
@@ -109,9 +110,12 @@ def multiply(
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
                 a = a_s.index(2 * stage + WHICH)
                 part = warpgroup_mma(a, b_s.index(2 * stage).permute((1, 0)), part, use_acc=False, is_async=True)
-                # Nobody copies scales ahead: those of the next step are asked for a step before.
+                # Nobody copies scales ahead: those of the weights are asked for a step before, those of the tokens,
+                # which may come from L2, two.
                 next = gl.minimum(i + 1, steps - 1)
-                x_next = gl.load(x_at + next * scale_column, mask=r < pairs, other=0.0, cache_modifier=cached)
+                x_after = gl.load(
+                    x_at + gl.minimum(i + 2, steps - 1) * scale_column, mask=r < pairs, other=0.0, cache_modifier=cached
+                )
                 left_next = gl.load(left_at + next)
                 right_next = gl.load(right_at + next)
                 part = warpgroup_mma_wait(0, deps=(part,))
@@ -122,6 +126,7 @@ def multiply(
                 mbarrier.arrive(empty.index(stage), count=1)
                 right += part * (x_factor * right_factor)[:, None]
                 x_factor = x_next
+                x_next = x_after
                 left_factor = left_next
                 right_factor = right_next
                 step += 1
@@ -179,7 +184,8 @@ def product(
     fence_async_shared()
     if DEPENDENT:
         # Nothing can be fetched before it is known which experts have tokens.
-        let_kernel_after_start()
+        if GATE:
+            let_kernel_after_start()
         wait_for_kernel_before()
     gl.thread_barrier()
     a_half_tiles = a_s._reinterpret(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)

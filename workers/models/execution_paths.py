@@ -41,18 +41,19 @@ class ExecutionPaths:
         FP8 where weights are stored so; invariant mode never does."""
         self.invariant = invariant
         """Whether a token's bits are the same in any batch, at any width and on any number of ranks."""
-        rounding: dict[str, bool] = {
-            "quantize_activations": quantize_activations,
-            "rounds_norms": formats is not None and any(format.w8a8 for format in formats.all),
-        }
-        self.any: GeneralOps = DeterministicOps(group) if invariant else GeneralOps(group, **rounding)
+        self._formats = formats or Formats()
+        self.any: GeneralOps = (
+            DeterministicOps(group)
+            if invariant
+            else GeneralOps(group, quantize_activations=quantize_activations, formats=self._formats)
+        )
         """The path that any pass may take."""
         self.group = group
         """Group through which passes reach the other ranks."""
-        self._config, self._formats = config, formats or Formats()
+        self._config = config
         self._quantize_activations = quantize_activations and not invariant
         self._decode, self._few = (
-            DecodeOps(group, **rounding),
+            DecodeOps(group, quantize_activations=quantize_activations, formats=self._formats),
             SmallBatchOps(group, dependent=True),
         )
 

@@ -41,7 +41,7 @@ from workers.memory.scratch import Scratch
 from workers.models.layer_ops import Gated, LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
-from workers.weights.weight import Weight
+from workers.weights.weight import Formats, Weight
 
 MOST_DEPENDENT: Final = 512
 """Most tokens whose kernels of ours are launched dependently."""
@@ -105,10 +105,11 @@ class GeneralOps(LayerOps[Rows]):
     """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream; where
     products read it in FP8, it is kept so, too."""
 
-    def __init__(self, group: Group, *, quantize_activations: bool = False, rounds_norms: bool = False) -> None:
+    def __init__(self, group: Group, *, quantize_activations: bool = False, formats: Formats | None = None) -> None:
         """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
-        weights. `rounds_norms`: whether those are most weights, so that norms are rounded as they are made."""
-        self.group, self.quantize_activations, self._rounds_norms = group, quantize_activations, rounds_norms
+        weights. `formats`: those of the model's matrices; where such weights are among them, norms are rounded as they
+        are made."""
+        self.group, self.quantize_activations, self._formats = group, quantize_activations, formats or Formats()
 
     @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
@@ -118,7 +119,8 @@ class GeneralOps(LayerOps[Rows]):
     def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Rows:
         x_TE = scratch.empty(tokens, hidden, dtype=dtype)
         few = tokens < MIN_TOKENS_W8A8 or hidden % GROUP or dtype != torch.bfloat16
-        if few or not (self._rounds_norms and self.quantize_activations and supports_w8a8(x_TE.device)):
+        read = self.quantize_activations and any(format.w8a8 for format in self._formats.all)
+        if few or not read or not supports_w8a8(x_TE.device):
             return x_TE
         return RoundedRows(x_TE, self._allocate_fp8(tokens, hidden, scratch))
 

@@ -158,7 +158,9 @@ def test_norms_that_are_rounded_as_they_are_made(count: int) -> None:
     down, up, out, gate_up = weight(384, 512), weight(512, 256), weight(512, 512), weight(1024, 512)
     results = []
     for rounds_norms in (False, True):
-        ops, scratch = GeneralOps(Group(), quantize_activations=True, rounds_norms=rounds_norms), Scratch(rows.device)
+        formats, scratch = Formats(), Scratch(rows.device)
+        ops = GeneralOps(Group(), quantize_activations=True, formats=formats)
+        formats.others.update([FP8_BLOCKS] if rounds_norms else [])  # as a model is built
         norm = AddNorm(torch.empty(count, 512, dtype=torch.bfloat16), torch.rand(512).add_(0.5).bfloat16(), 1e-6)
         norm.weight_E.copy_(torch.linspace(0.5, 1.5, 512))
         x, other = (ops.allocate_normed(count, 512, torch.bfloat16, 1e-6, scratch) for _ in range(2))
@@ -177,7 +179,8 @@ def test_norms_that_are_rounded_as_they_are_made(count: int) -> None:
 
 
 def test_few_tokens_and_odd_sizes_are_not_rounded() -> None:
-    ops, scratch = GeneralOps(Group(), quantize_activations=True, rounds_norms=True), Scratch(torch.device("cpu"))
+    formats, scratch = Formats(experts={FP8_BLOCKS}), Scratch(torch.device("cpu"))
+    ops = GeneralOps(Group(), quantize_activations=True, formats=formats)
     for count, features, dtype in ((8, 512, torch.bfloat16), (9, 576, torch.bfloat16), (9, 512, torch.float32)):
         assert isinstance(ops.allocate_normed(count, features, dtype, 1e-6, scratch), Tensor)
 
