@@ -42,13 +42,22 @@ class Fp8Rows:
     """float8_e4m3fn, contiguous."""
     scale_RG: Tensor
     """fp32, whose columns are contiguous and lie side by side."""
+    by_token_TG: Tensor | None = None
+    """The tokens' scales once more, contiguous, for those who gather tokens."""
 
     def of(self, tokens: int) -> tuple[Tensor, Tensor]:
         """The numbers [T, K] and scales [T, G] of the tokens."""
         return self.number_RK[:tokens], self.scale_RG[:tokens]
 
 
-def quantize(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
+def quantize(
+    x_TK: Tensor,
+    out_TK: Tensor,
+    scale_TG: Tensor,
+    *,
+    by_token_TG: Tensor | None = None,
+    dependent: bool = False,
+) -> None:
     """x[t, k] is about out[t, k] * scale[t, k // 128], where the largest number of a group becomes 448, the largest of
     e4m3.
 
@@ -59,15 +68,18 @@ def quantize(x_TK: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool 
 
     - `x_TK`: floats whose rows may be strided. `out_TK`: float8_e4m3fn, contiguous.
     - `scale_TG`: fp32, of any strides: products of torch want its columns contiguous.
+    - `by_token_TG`: fp32, contiguous: gets the scales, too.
     - `dependent`: programmatic dependent launch (compute capability 9.0 and above), which is always safe.
 
     ValueError where shapes or dtypes do not fit.
     """
     _check(x_TK, x_TK.shape[1], out_TK, scale_TG)
     if x_TK.is_cuda:
-        launch_quantize(x_TK, out_TK, scale_TG, dependent=dependent)
-    else:
-        quantize_reference(x_TK, out_TK, scale_TG)
+        launch_quantize(x_TK, out_TK, scale_TG, by_token_TG, dependent=dependent)
+        return
+    quantize_reference(x_TK, out_TK, scale_TG)
+    if by_token_TG is not None:
+        by_token_TG.copy_(scale_TG)
 
 
 def silu_mul_quantize(gate_up_TF: Tensor, out_TK: Tensor, scale_TG: Tensor, *, dependent: bool = False) -> None:
@@ -108,7 +120,13 @@ def silu_mul_quantize_reference(gate_up_TF: Tensor, out_TK: Tensor, scale_TG: Te
 
 
 def launch_quantize(
-    x: Tensor, out_TK: Tensor, scale_TG: Tensor, *, gated: bool = False, dependent: bool = False
+    x: Tensor,
+    out_TK: Tensor,
+    scale_TG: Tensor,
+    by_token_TG: Tensor | None = None,
+    *,
+    gated: bool = False,
+    dependent: bool = False,
 ) -> None:
     """`quantize` as a Triton kernel, or `silu_mul_quantize` where `gated`."""
     tokens, features = out_TK.shape
@@ -119,6 +137,7 @@ def launch_quantize(
         x,
         out_TK,
         scale_TG,
+        scale_TG if by_token_TG is None else by_token_TG,
         scale_TG.stride(0),
         scale_TG.stride(1),
         X_STRIDE=x.stride(0),
@@ -126,6 +145,7 @@ def launch_quantize(
         GATED=gated,
         GROUP=GROUP,
         GROUPS=groups,
+        TWICE=by_token_TG is not None,
         DEPENDENT=dependent,
         num_warps=WARPS,
         **({"launch_pdl": True} if dependent else {}),
@@ -137,6 +157,7 @@ def quantize_kernel(
     x,
     out,
     scale_out,
+    by_token,
     scale_row,
     scale_column,
     X_STRIDE: tl.constexpr,
@@ -144,10 +165,12 @@ def quantize_kernel(
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    TWICE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A token's GROUPS neighbouring groups of features. Scales lie `scale_row` and `scale_column` elements apart.
-    GATED: `x` holds FEATURES of a gate, then as many of up, and what is rounded is silu(gate) * up."""
+    """A token's GROUPS neighbouring groups of features. Scales lie `scale_row` and `scale_column` elements apart; TWICE
+    also row by row in `by_token`. GATED: `x` holds FEATURES of a gate, then as many of up, and what is rounded is
+    silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -160,13 +183,18 @@ def quantize_kernel(
         up = tl.load(at + FEATURES, mask=k < FEATURES, other=0.0, cache_modifier=".cg").to(tl.float32)
         number = number * tl.sigmoid(number) * up
     to = row * scale_row + group.to(tl.int64) * scale_column
-    store_rounded(number, out + row * FEATURES + k, scale_out + to, k < FEATURES, group * GROUP < FEATURES)
+    there = group * GROUP < FEATURES
+    scale = store_rounded(number, out + row * FEATURES + k, scale_out + to, k < FEATURES, there)
+    if TWICE:
+        tl.store(by_token + row * ((FEATURES + GROUP - 1) // GROUP) + group, scale, mask=there)
 
 
 @triton.jit
 def store_rounded(x, number, scale, inside, group_inside):
-    """Round groups of features, fp32 [G, 128], as `quantize` does, into memory at `number` [G, 128] and `scale` [G]."""
+    """Round groups of features, fp32 [G, 128], as `quantize` does, into memory at `number` [G, 128] and `scale` [G].
+    Returned are the scales."""
     size = tl.where(x == x, tl.abs(x), 0.0)
     factor = tl.maximum(tl.div_rn(tl.max(size, 1), _MOST), _LEAST_SCALE)
     tl.store(number, (x * tl.div_rn(1.0, factor)[:, None]).to(number.dtype.element_ty), mask=inside)
     tl.store(scale, factor, mask=group_inside)
+    return factor

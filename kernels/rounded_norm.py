@@ -50,6 +50,8 @@ def rounded_norm(
         else:
             add_rms_norm_reference(x_TE, residual_TE, weight_E, out_TE, eps)
         quantize_reference(out_TE, *rounded.of(tokens))
+        if rounded.by_token_TG is not None:
+            rounded.by_token_TG.copy_(rounded.scale_RG[:tokens])
         return
     launch_rounded_norm(x_TE, weight_E, out_TE, rounded, eps, residual_TE, scale_T, dependent=dependent)
 
@@ -103,6 +105,7 @@ def launch_rounded_norm(
         out_TE,
         rounded.number_RK,
         rounded.scale_RG,
+        rounded.scale_RG if rounded.by_token_TG is None else rounded.by_token_TG,
         eps,
         rounded.scale_RG.stride(1),
         X_STRIDE=x_TE.stride(0),
@@ -112,20 +115,22 @@ def launch_rounded_norm(
         GROUPS=groups,
         ADD=residual_TE is not None,
         SCALED=scale_T is not None,
+        TWICE=rounded.by_token_TG is not None,
         DEPENDENT=dependent,
-        num_warps=min(max(groups // 4, 1), 8),
+        num_warps=min(max(groups // 4, 1), 16),
         **({"launch_pdl": True} if dependent else {}),
     )
 
 
 @triton.jit(do_not_specialize=["scale_column"])
 def rounded_norm_kernel(
-    x, residual, weight, row_scale, out, number, scale, eps, scale_column,
+    x, residual, weight, row_scale, out, number, scale, by_token, eps, scale_column,
     X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, FEATURES: tl.constexpr,
-    GROUPS: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUPS: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, TWICE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A whole row. With ADD: residual += x first, rounded to its dtype, and the norm is of the rounded sum. With SCALED
-    a row is multiplied by its `row_scale`. The scale of a token's group lies at token + group * `scale_column`."""
+    a row is multiplied by its `row_scale`. The scale of a token's group lies at token + group * `scale_column`; TWICE
+    also at token * groups + group of `by_token`."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     e = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
@@ -148,4 +153,7 @@ def rounded_norm_kernel(
     normed = (value * factor * w).to(out.dtype.element_ty)
     tl.store(out + row * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
     to = scale + row + group.to(tl.int64) * scale_column
-    store_rounded(normed.to(tl.float32), number + row * FEATURES + e, to, inside, group * _GROUP < FEATURES)
+    there = group * _GROUP < FEATURES
+    factor = store_rounded(normed.to(tl.float32), number + row * FEATURES + e, to, inside, there)
+    if TWICE:
+        tl.store(by_token + row * (FEATURES // _GROUP) + group, factor, mask=there)

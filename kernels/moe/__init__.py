@@ -21,7 +21,6 @@ from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
-from kernels.quantize import Fp8Rows
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
 from kernels.runtime.hopper import is_hopper, multiprocessors
@@ -89,7 +88,7 @@ def experts(
     add_norm: AddNorm | None = None,
     workspace: Tensor | None = None,
     quantize_activations: bool = False,
-    rounded: Fp8Rows | None = None,
+    rounded: tuple[Tensor, Tensor] | None = None,
     limit: float = 0.0,
     dependent: bool = False,
 ) -> None:
@@ -114,7 +113,8 @@ def experts(
     - `quantize_activations`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many
       tokens in bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
       `kernels.quantize` says. Sums of 128 products are then scaled and added up in fp32.
-    - `rounded`: what `kernels.quantize` has made of `x_TE`, if it has: then the call need not.
+    - `rounded`: the numbers and scales that `kernels.quantize` has made of `x_TE`, if it has, both contiguous: then the
+      call need not.
     - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit), of all experts that
       are not in INT4: of those ValueError on a GPU.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
@@ -162,7 +162,7 @@ def _launch(
     workspace: Tensor | None,
     dependent: bool = False,
     add_norm: AddNorm | None = None,
-    rounded: Fp8Rows | None = None,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     tiling = schedule.tiling(shape, (stored(tensors[3]), stored(tensors[4])))
     if workspace is None:

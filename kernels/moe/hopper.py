@@ -49,7 +49,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.gluon.dependent import let_kernel_after_start
 from kernels.linear.hopper import STEP, TILED
 
 ROWS = gl.constexpr(128)
@@ -83,9 +82,9 @@ def work_item(table, tiles, settled, item, BLOCKS: gl.constexpr, GROUP: gl.const
     size = gl.maximum(gl.minimum(gl.where(is_spread, spread, settled) - begin, GROUP), 1)
     place = index % (GROUP * BLOCKS)
     record = table + 4 * (gl.where(is_spread, settled, 0) + begin + place % size + 1)
-    expert = gl.load(record, mask=exists, other=0, cache_modifier=".cg")
-    first = gl.load(record + 1, mask=exists, other=0, cache_modifier=".cg")
-    pairs = gl.load(record + 2, mask=exists, other=0, cache_modifier=".cg")
+    expert = gl.load(record, mask=exists, other=0)
+    first = gl.load(record + 1, mask=exists, other=0)
+    pairs = gl.load(record + 2, mask=exists, other=0)
     return expert, first, pairs, gl.where(exists, place // size, -1)
 
 
@@ -151,14 +150,13 @@ def fetch_sorted(
 ):  # fmt: skip
     """The fetching partition of `down`: everything through the copy engine, a tile's pairs in halves, for whom they are
     meant. CLAIMED: the program claims its next item; otherwise it takes every so many-th, and need not ask for it: of
-    items that are short and equal that is the faster. Then it lets the kernel after start when it has asked for all:
-    of an earlier start all programs would stand on the few multiprocessors that end first."""
+    items that are short and equal that is the faster."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     STEP: gl.constexpr = weight_box.block_type.shape[1]
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
-    tiles = gl.load(table, cache_modifier=".cg")
-    settled = gl.load(table + 1, cache_modifier=".cg")
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
     turn = 0
     item = gl.program_id(0)
@@ -195,8 +193,6 @@ def fetch_sorted(
         pairs = next_pairs
         block = next_block
     announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
-    if not CLAIMED:
-        let_kernel_after_start()
 
 
 @gluon.jit
@@ -224,13 +220,13 @@ def fetch_gathered(
     lag: gl.constexpr = STAGES - 2
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
-    tiles = gl.load(table, cache_modifier=".cg")
-    settled = gl.load(table + 1, cache_modifier=".cg")
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
     turn = 0
     item = gl.program_id(0)
     expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
+    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0)
     next_expert = expert
     next_first = first
     next_pairs = pairs
@@ -261,7 +257,7 @@ def fetch_gathered(
             if i == min(claimed_at + 1, steps - 1):
                 next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
             if i == min(claimed_at + 3, steps - 1):
-                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0, cache_modifier=".cg")
+                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0)
         expert = next_expert
         first = next_first
         pairs = next_pairs

@@ -174,8 +174,8 @@ def fetch(
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
     counter: gl.constexpr = 2 if GATE else 3
     bytes: gl.constexpr = 2 * (w_box.block_type.nbytes + s_box.block_type.nbytes)
-    tiles = gl.load(table, cache_modifier=".cg")
-    settled = gl.load(table + 1, cache_modifier=".cg")
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
     turn = 0
     item = gl.program_id(0)

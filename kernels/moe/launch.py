@@ -8,7 +8,7 @@ every kernel before waits for its own predecessor, as all kernels here do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
@@ -28,16 +28,12 @@ from kernels.moe.schedule import (
     Product,
     Workspace,
 )
-from kernels.quantize import Fp8Rows
 from kernels.rms_norm import AddNorm, launch_add_rms_norm
 from kernels.routing_rule import RoutingRule
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
 """Most experts that routing chooses for a token."""
-MOST_DEPENDENT: Final = 256
-"""Most tokens whose kernels for FP8 activations are launched dependently, though their tiles are tall: so few fill
-only a part of them, and what counts is how soon the weights are under way."""
 
 
 def route(
@@ -105,17 +101,16 @@ class ExpertLaunches:
     shape: ExpertsShape
     tiling: ExpertTiling
     dependent: bool = False
-    """Whether launches are dependent. For tall tiles of many tokens only the sort of few is: a launch costs nothing
-    beside their products, and early starts disturb those."""
+    """Whether launches are dependent. For tall tiles only the sort of few tokens is: a launch costs nothing beside
+    their products, and early starts disturb those."""
     add_norm: AddNorm | None = None
     """Norm after the sum; None: `out_TE` gets the sum itself."""
-    rounded: Fp8Rows | None = None
-    """The tokens in FP8, where they have been rounded before; looked at where the kernels are those for such."""
+    rounded: tuple[Tensor, Tensor] | None = None
+    """The tokens in FP8 and their scales, where they have been rounded before; see `kernels.moe.experts`."""
 
     @property
     def _dependent(self) -> bool:
-        few = self.tiling.rows < 128 or (self.tiling.w8a8 and self.shape.tokens <= MOST_DEPENDENT)
-        return self.dependent and few
+        return self.dependent and self.tiling.rows < 128
 
     def run(self) -> None:
         """Launch everything."""
@@ -200,7 +195,7 @@ class ExpertLaunches:
 
     def quantize(self) -> None:
         """Round the tokens to FP8."""
-        w8a8_launch.quantize(self.x_TE, self.scratch, self.shape, self._dependent)
+        w8a8_launch.quantize(self.x_TE, self.scratch, self.shape)
 
     def rearrange(self) -> None:
         """Bring the tokens' features into the order of Hopper's kernels for many tokens with INT4 weights."""
@@ -210,7 +205,7 @@ class ExpertLaunches:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
-            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, scratch, shape, self.tiling, self._dependent)
+            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, GroupScaled):
             call = (shape, self.tiling, self._dependent)
@@ -250,7 +245,7 @@ class ExpertLaunches:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.down_XEI, BlockScaled):
-            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)
+            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.down_XEI, GroupScaled):
             call = (shape, self.tiling, self._dependent)

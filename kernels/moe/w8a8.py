@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.moe.hopper import HALF_TILE, ROWS, block_start, clamped, fetch_gathered, fetch_sorted, store_rows
 from kernels.quantize import LEAST_SCALE, MOST
 
@@ -64,14 +63,11 @@ def announcement(work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def multiply(
-    sorted_pair, x_scale, scale_row, scale_column, weight_scale, out, out_scale, a_s, b_s, work_s, full, empty,
-    announced,
+    sorted_pair, x_scale, weight_scale, out, out_scale, a_s, b_s, work_s, full, empty, announced,
     WHICH: gl.constexpr, GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    STAGES: gl.constexpr, LIMIT: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first 64 pairs of every tile, or the others."""
-    # A dependent launch may find lines of an earlier kernel in L1. In others it keeps scales for the steps that follow.
-    cached: gl.constexpr = ".cg" if DEPENDENT else ""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     per: gl.constexpr = 16 if GATE else 8
     lanes: gl.constexpr = gl.BlockedLayout([1, per], [per // 4, 128 // per], [4, 1], [1, 0])
@@ -90,17 +86,16 @@ def multiply(
             row = first + m
             scaled = first + r
             if GATE:
-                x_row = gl.load(sorted_pair + scaled, mask=r < pairs, other=0, cache_modifier=cached) // COLUMNS
+                x_row = gl.load(sorted_pair + scaled, mask=r < pairs, other=0) // COLUMNS
                 weight_row = expert * (2 * blocks) + block
             else:
                 x_row = scaled
-                row = gl.load(sorted_pair + row, mask=m < pairs, other=0, cache_modifier=cached)
+                row = gl.load(sorted_pair + row, mask=m < pairs, other=0)
                 weight_row = expert * blocks + block_start(block, FEATURES, 2 * BLOCK) // BLOCK
-            x_at = x_scale + x_row.to(gl.int64) * scale_row
+            x_at = x_scale + x_row.to(gl.int64) * steps
             left_at = weight_scale + weight_row.to(gl.int64) * steps
             right_at = left_at + (blocks if GATE else 1) * steps
-            x_factor = gl.load(x_at, mask=r < pairs, other=0.0, cache_modifier=cached)
-            x_next = gl.load(x_at + min(1, steps - 1) * scale_column, mask=r < pairs, other=0.0, cache_modifier=cached)
+            x_factor = gl.load(x_at, mask=r < pairs, other=0.0)
             left_factor = gl.load(left_at)
             right_factor = gl.load(right_at)
             left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
@@ -110,12 +105,9 @@ def multiply(
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
                 a = a_s.index(2 * stage + WHICH)
                 part = warpgroup_mma(a, b_s.index(2 * stage).permute((1, 0)), part, use_acc=False, is_async=True)
-                # Nobody copies scales ahead: those of the weights are asked for a step before, those of the tokens,
-                # which may come from L2, two.
+                # Nobody copies scales ahead: those of the next step are asked for a step before.
                 next = gl.minimum(i + 1, steps - 1)
-                x_after = gl.load(
-                    x_at + gl.minimum(i + 2, steps - 1) * scale_column, mask=r < pairs, other=0.0, cache_modifier=cached
-                )
+                x_next = gl.load(x_at + next, mask=r < pairs, other=0.0)
                 left_next = gl.load(left_at + next)
                 right_next = gl.load(right_at + next)
                 part = warpgroup_mma_wait(0, deps=(part,))
@@ -126,7 +118,6 @@ def multiply(
                 mbarrier.arrive(empty.index(stage), count=1)
                 right += part * (x_factor * right_factor)[:, None]
                 x_factor = x_next
-                x_next = x_after
                 left_factor = left_next
                 right_factor = right_next
                 step += 1
@@ -154,22 +145,21 @@ def multiply(
         expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
 
 
-@gluon.jit(do_not_specialize=["scale_row", "scale_column"])
+@gluon.jit
 def product(
-    x, x_scale, scale_row, scale_column, act_box, weight_box, weight_scale, sorted_pair, table, out, out_scale,
+    x, x_scale, act_box, weight_box, weight_scale, sorted_pair, table, out, out_scale,
     GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, DEPENDENT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, CLAIMED: gl.constexpr,
 ):  # fmt: skip
     """`kernel.gate_up` of the tokens `x` (GATE), or `kernel.down` of `act_box`; four warps, the others come on top.
 
     `x`: float8_e4m3fn [T, K], `x_scale`: fp32 [T, K / 128] (GATE), or of the sorted pairs, whose numbers `act_box`
-    describes (boxes of 64 rows); of a row and a group at row * `scale_row` + group * `scale_column`. `weight_box`
-    describes the experts' rows, laid end to end (boxes of 128 rows); `weight_scale`: theirs, fp32. GATE: `out` and
-    `out_scale` get FP8 of the sorted pairs; otherwise `out` gets the pairs' results, and `out_scale` is not looked at.
-    FEATURES: of the output (GATE: of gate, and as many of up). LIMIT: see `activation`.
+    describes (boxes of 64 rows). `weight_box` describes the experts' rows, laid end to end (boxes of 128 rows);
+    `weight_scale`: theirs, fp32. GATE: `out` and `out_scale` get FP8 of the sorted pairs; otherwise `out` gets the
+    pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate, and as many of up). LIMIT:
+    see `activation`. CLAIMED: see `fetch_sorted`.
     """
     dtype: gl.constexpr = weight_box.dtype
-    CLAIMED: gl.constexpr = not DEPENDENT
     a_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], TILED)
     b_s = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK, STEP], TILED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -182,23 +172,16 @@ def product(
         mbarrier.init(full.index(stage), count=2 if GATE else 1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    if DEPENDENT:
-        # Nothing can be fetched before it is known which experts have tokens.
-        if GATE:
-            let_kernel_after_start()
-        wait_for_kernel_before()
     gl.thread_barrier()
     a_half_tiles = a_s._reinterpret(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     if GATE:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, x_scale, scale_row, scale_column, weight_scale, out, out_scale, a_half_tiles,
-                            b_s, work_s, full, empty, announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT,
-                            DEPENDENT)),
-                (multiply, (sorted_pair, x_scale, scale_row, scale_column, weight_scale, out, out_scale, a_half_tiles,
-                            b_s, work_s, full, empty, announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT,
-                            DEPENDENT)),
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
+                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
+                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
                 (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
                                   K, COLUMNS, K, FEATURES, BLOCK, BLOCKS, GROUP, STAGES)),
             ],
@@ -208,12 +191,10 @@ def product(
     else:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, x_scale, scale_row, scale_column, weight_scale, out, out_scale, a_half_tiles,
-                            b_s, work_s, full, empty, announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT,
-                            DEPENDENT)),
-                (multiply, (sorted_pair, x_scale, scale_row, scale_column, weight_scale, out, out_scale, a_half_tiles,
-                            b_s, work_s, full, empty, announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT,
-                            DEPENDENT)),
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
+                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
+                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
                 (fetch_sorted, (act_box, weight_box, table, a_half_tiles, b_s, work_s, full, empty, announced,
                                 K, FEATURES, BLOCK, BLOCKS, GROUP, STAGES, CLAIMED)),
             ],

@@ -8,38 +8,43 @@ Shape legend: T tokens, E features, Y sorted pairs, I intermediate features of o
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from kernels.matrix import BlockScaled
 from kernels.moe.records import stored
 from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspace
-from kernels.quantize import Fp8Rows, launch_quantize
+from kernels.quantize import launch_quantize
+
+MOST_UNCLAIMED: Final = 256
+"""Most tokens whose programs do not claim items of `down`. Of an eighth of DeepSeek-V3 and 16 tokens it takes 53 us so,
+and 58 with claims; of 64 tokens 113 and 123 (one H200, `bench/share.py --layers 8 --timeline`)."""
 
 
-def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape, dependent: bool) -> None:
+def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
     """Round the tokens to FP8."""
-    launch_quantize(x_TE, *tokens(scratch, shape), dependent=dependent)
+    launch_quantize(x_TE, *tokens(scratch, shape))
 
 
 def gate_up(
     matrix: BlockScaled,
-    rounded: Fp8Rows | None,
+    rounded: tuple[Tensor, Tensor] | None,
     scratch: Workspace,
     shape: ExpertsShape,
     tiling: ExpertTiling,
-    dependent: bool,
 ) -> None:
     """Gate and up of the sorted pairs, rounded to FP8, of the tokens as they are `rounded`, or as `quantize` has left
     them."""
-    read = tokens(scratch, shape) if rounded is None else rounded.of(shape.tokens)
-    _product(matrix, read, inputs(scratch, shape), None, scratch, shape, tiling, dependent)
+    read = rounded or tokens(scratch, shape)
+    _product(matrix, read, inputs(scratch, shape), None, scratch, shape, tiling)
 
 
-def down(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling, dependent: bool) -> None:
+def down(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:
     """Down of the sorted pairs."""
     read = inputs(scratch, shape)
-    _product(matrix, read, read, scratch.partial_YGE, scratch, shape, tiling, dependent)
+    _product(matrix, read, read, scratch.partial_YGE, scratch, shape, tiling)
 
 
 def tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
@@ -67,7 +72,6 @@ def _product(
     scratch: Workspace,
     shape: ExpertsShape,
     tiling: ExpertTiling,
-    dependent: bool,
 ) -> None:
     from kernels.moe import w8a8  # a machine without Hopper GPUs need not have Gluon
 
@@ -78,7 +82,6 @@ def _product(
     features = shape.intermediate if gate else shape.hidden
     w8a8.product[(tiling.programs,)](
         *read,
-        *read[1].stride(),
         w8a8.box(inputs_of_down[0], tiling.rows // 2),
         w8a8.box(matrix.data.flatten(0, 1), W8A8_BLOCK),
         matrix.scales,
@@ -94,7 +97,6 @@ def _product(
         GROUP=product.group,
         STAGES=product.stages,
         LIMIT=shape.limit,
-        DEPENDENT=dependent,
+        CLAIMED=gate or shape.tokens > MOST_UNCLAIMED,
         num_warps=product.warps,
-        **({"launch_pdl": True} if dependent else {}),
     )

@@ -21,12 +21,21 @@ def memory_of(tokens: int, features: int, device: str) -> tuple[Tensor, Fp8Rows]
     rows = -(-tokens // 4) * 4
     number = torch.full((rows, features), torch.nan, device=device).to(torch.float8_e4m3fn)
     scale = torch.full((features // GROUP, rows), torch.nan, device=device).t()
-    return torch.full((tokens, features), torch.nan, device=device).bfloat16(), Fp8Rows(number, scale)
+    by_token = torch.full((tokens, features // GROUP), torch.nan, device=device) if tokens % 2 else None
+    return torch.full((tokens, features), torch.nan, device=device).bfloat16(), Fp8Rows(number, scale, by_token)
 
 
-def check_norm(x: Tensor, weight: Tensor, normed: Tensor, rounded: Fp8Rows, scale_T: Tensor | None = None) -> None:
+def check_norm(
+    x: Tensor,
+    weight: Tensor,
+    normed: Tensor,
+    rounded: Fp8Rows,
+    scale_T: Tensor | None = None,
+    *,
+    behind_a_product: bool = False,
+) -> None:
     """The norm is within one rounding of bf16 of what fp64 makes, and what is rounded to FP8 is that very norm, to the
-    bit; rows behind the tokens are left alone."""
+    bit; rows behind the tokens are left alone. `behind_a_product`: scales are not kept twice."""
     x, weight, normed = x.cpu().double(), weight.cpu().double(), normed.cpu()
     want = x / (x.square().mean(1, keepdim=True) + EPS).sqrt() * weight
     if scale_T is not None:
@@ -38,6 +47,8 @@ def check_norm(x: Tensor, weight: Tensor, normed: Tensor, rounded: Fp8Rows, scal
     quantize_reference(normed, numbers, scales)
     assert torch.equal(number[:tokens].view(torch.uint8), numbers.view(torch.uint8))
     assert torch.equal(scale[:tokens], scales)
+    if rounded.by_token_TG is not None and not behind_a_product:
+        assert torch.equal(rounded.by_token_TG.cpu(), scales)
     assert bool(scale[tokens:].isnan().all())
     assert bool(number[tokens:].float().isnan().all())
 

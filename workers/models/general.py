@@ -8,7 +8,7 @@ features of a norm, G groups of features that share a scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, TypeGuard
 
 import torch
@@ -55,8 +55,8 @@ MIN_TOKENS_W8A8: Final = 9
 small-batch path (`workers.weights.formats.fp8_blocks.MOST_FP8`), so that no number of tokens between has kernels of its
 own. Of 12 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
 MOST_ROUNDED_BEFORE: Final = 256
-"""Most tokens whose experts read what was rounded with the norm. Its scales lie as products of torch want them, token
-beside token; experts of many tokens, which gather them, want those of a token side by side."""
+"""Most tokens whose scales are kept once more, for experts, which want those of a token side by side; of more, experts
+round the tokens again."""
 MIN_TOKENS_W8A8_EXPERTS: Final = 9
 """The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
 long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
@@ -122,7 +122,10 @@ class GeneralOps(LayerOps[Rows]):
         read = self.quantize_activations and any(format.w8a8 for format in self._formats.all)
         if few or not read or not supports_w8a8(x_TE.device):
             return x_TE
-        return RoundedRows(x_TE, self._allocate_fp8(tokens, hidden, scratch))
+        fp8 = self._allocate_fp8(tokens, hidden, scratch)
+        if tokens <= MOST_ROUNDED_BEFORE:
+            fp8 = replace(fp8, by_token_TG=scratch.empty(tokens, hidden // GROUP, dtype=torch.float32))
+        return RoundedRows(x_TE, fp8)
 
     @staticmethod
     def _allocate_fp8(tokens: int, features: int, scratch: Scratch) -> Fp8Rows:
@@ -148,7 +151,8 @@ class GeneralOps(LayerOps[Rows]):
     def _round(x: Rows) -> None:
         """Round a norm that its maker has not."""
         if isinstance(x, RoundedRows):
-            quantize(x.x_TE, *x.fp8.of(x.x_TE.shape[0]), dependent=dependent(x.x_TE))
+            into = x.fp8.of(x.x_TE.shape[0])
+            quantize(x.x_TE, *into, by_token_TG=x.fp8.by_token_TG, dependent=dependent(x.x_TE))
 
     @override
     def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
@@ -403,7 +407,7 @@ class GeneralOps(LayerOps[Rows]):
             add_norm=norm if alone else None,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
-            rounded=x.fp8 if isinstance(x, RoundedRows) and x_TE.shape[0] <= MOST_ROUNDED_BEFORE else None,
+            rounded=self._gathered(x),
             limit=mixture.routing.limit,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
@@ -415,6 +419,13 @@ class GeneralOps(LayerOps[Rows]):
             part_TE += own_TE
         self.group.all_reduce(part_TE, out_TE)
         self.add_experts_sum(out, mixture, norm)
+
+    @staticmethod
+    def _gathered(x: Rows) -> tuple[Tensor, Tensor] | None:
+        """What experts gather of tokens that have been rounded; None where they round them themselves."""
+        if not isinstance(x, RoundedRows) or x.fp8.by_token_TG is None:
+            return None
+        return x.fp8.of(x.x_TE.shape[0])[0], x.fp8.by_token_TG
 
     def add_experts_sum(self, out: Rows, mixture: Mixture, norm: AddNorm) -> None:
         """residual += what `out` has, or its norm where the mixture has one; `out` = rms_norm(residual)."""

@@ -54,7 +54,7 @@ def run_norm(
         stream_k_launch.stream_k_norm(*product, *into, 1e-6, scale_T, programs=programs, stages=2, dependent=True)
     assert launches == ["multiply", "pieces_norm"]
     check(number, scale, weight, out)
-    check_norm(out[:, :normed], norm_A, normed_TA, rounded, scale_T)
+    check_norm(out[:, :normed], norm_A, normed_TA, rounded, scale_T, behind_a_product=True)
 
 
 @pytest.mark.parametrize(

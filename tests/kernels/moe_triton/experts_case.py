@@ -14,7 +14,6 @@ from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
-from kernels.quantize import Fp8Rows
 from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
@@ -199,7 +198,7 @@ class Experts:
         workspace: Tensor,
         dependent: bool = False,
         norm: AddNorm | None = None,
-        rounded: Fp8Rows | None = None,
+        rounded: tuple[Tensor, Tensor] | None = None,
     ) -> launch.ExpertLaunches:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
@@ -211,7 +210,7 @@ class Experts:
         tiling: ExpertTiling | None = None,
         dependent: bool = False,
         norm: AddNorm | None = None,
-        rounded: Fp8Rows | None = None,
+        rounded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         tiling = tiling or schedule.tiling(self.shape, self.stored)
         self.call(tiling, self.workspace(tiling), dependent, norm, rounded).run()

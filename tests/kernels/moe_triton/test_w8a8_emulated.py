@@ -8,12 +8,11 @@ import torch
 from experts_case import Experts
 from w8a8_stages import BLOCKS, IN_FP32, Stages, tiled
 
-from kernels.moe import schedule
-from kernels.quantize import Fp8Rows, quantize_reference
+from kernels.moe import schedule, w8a8_launch
+from kernels.quantize import quantize_reference
 from kernels.rms_norm import AddNorm
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
-from tests.support.ptx.order import Unordered
 
 pytestmark = pytest.mark.long
 
@@ -73,44 +72,22 @@ def test_a_whole_call() -> None:
     found.check_norm(norm, want)
 
 
-def rounded_before(case: Experts) -> Fp8Rows:
-    """The tokens in FP8 as a norm leaves them: scales token beside token, and rows behind the last one."""
-    x = case.tensors["x"]
-    (tokens, features), rows = x.shape, -(-len(x) // 4) * 4
-    number = torch.full((rows, features), torch.nan).to(torch.float8_e4m3fn)
-    found = Fp8Rows(number, torch.full((features // 128, rows), torch.nan).t())
-    quantize_reference(x, *found.of(tokens))
-    return found
-
-
 @pytest.mark.parametrize("before", [False, True])
-def test_few_tokens_are_launched_dependently(before: bool) -> None:
-    """The same bits, whoever rounds the tokens, and whether programs claim their items or not."""
-    found = case(18, 3, 5, sizes=(640, 256), holes=True, shared=1)
-    with emulated():
+def test_few_tokens_claim_nothing(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, whether programs claim the items of `down` or not, and whoever rounds the tokens."""
+    found = case(18, 3, 5, sizes=(640, 384), holes=True, shared=1)
+    with emulated(1), monkeypatch.context() as patch:
+        patch.setattr(w8a8_launch, "MOST_UNCLAIMED", 0)
         want = found.run(tiled(found, 3)).clone()
     found.refill()
-    rounded = rounded_before(found) if before else None
-    with emulated(2, consecutive=True) as launches:
-        found.run(tiled(found, 3), dependent=True, rounded=rounded)
+    x, rounded = found.tensors["x"], None
+    if before:
+        rounded = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x), x.shape[1] // 128)
+        quantize_reference(x, *rounded)
+    with emulated(2) as launches:
+        found.run(tiled(found, 3), rounded=rounded)
     assert torch.equal(found.tensors["out"], want)
     assert ("quantize_kernel" in launches) is not before
-
-
-@pytest.mark.parametrize("kernel", ["quantize_kernel", "product", "combine"])
-def test_without_its_wait_it_would_be_noticed(kernel: str) -> None:
-    found = case(18, 3, 5, sizes=(640, 256))
-    with emulated():
-        want = found.run(tiled(found, 3)).clone()
-    found.refill()
-
-    def broken(ptx: str) -> str:
-        return ptx.replace("griddepcontrol.wait;", "") if f".entry {kernel}" in ptx else ptx
-
-    with pytest.raises((AssertionError, Fault, Unordered)):  # noqa: PT012
-        with emulated(3, consecutive=True, edit=broken):
-            found.run(tiled(found, 3), dependent=True)
-        assert torch.equal(found.tensors["out"], want)
 
 
 def test_what_it_does_not_take() -> None:

@@ -70,8 +70,8 @@ def test_a_shorter_ring() -> None:
 
 
 def test_tokens_compile_no_more() -> None:
-    """Every number of tokens runs the same machine code."""
+    """Every number of tokens runs the same machine code, but for `down`, which few do not claim their items of."""
     hashes = {
         kernel.hash for tokens in (1, 7, 16, 300, 1000) for kernel in products(ExpertsShape(tokens, 2, 8, 256, 128))
     }
-    assert len(hashes) == 2
+    assert len(hashes) == 3
