@@ -17,6 +17,7 @@ import torch
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.shard_exchange import Inbox
 from workers.cache.paged import PagedCache
+from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
@@ -144,7 +145,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     shards = group.mesh.shards
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
-    page_bytes = sum(spec.page_bytes for spec in model.caches)
+    page_bytes = bytes_of_page(model.caches, shards)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
     sizes = config.max_rows, context, width, shards.count
     own_pages = config.cache_pages or pages_within(max(0, room), page_bytes, *sizes)

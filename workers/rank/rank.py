@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
+from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
@@ -148,7 +149,7 @@ class Rank:
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
         width = choose_drafter(model, config)
-        page_bytes = sum(spec.page_bytes for spec in model.caches)
+        page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
@@ -163,7 +164,7 @@ class Rank:
                 self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int) -> Runner:
-            cache = PagedCache.allocate(model.caches, pages, device)
+            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
