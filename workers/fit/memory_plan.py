@@ -28,6 +28,7 @@ from workers.fit.cache_budget import (
     gpu_cache_budget,
     longest_request,
     pages_within,
+    refuse_host_memory,
     refuse_shards,
     rows_at,
 )
@@ -145,6 +146,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     shards = group.mesh.shards
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
+    refuse_host_memory(config, model.caches)
     page_bytes = bytes_of_page(model.caches, shards)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
     sizes = config.max_rows, context, width, shards.count

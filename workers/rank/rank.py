@@ -27,6 +27,7 @@ from workers.fit.cache_budget import (
     in_words,
     longest_request,
     pages_within,
+    refuse_host_memory,
     refuse_shards,
     rows_at,
 )
@@ -149,6 +150,7 @@ class Rank:
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
         width = choose_drafter(model, config)
+        refuse_host_memory(config, model.caches)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
