@@ -15,10 +15,13 @@ from kernels.page import NULL_PAGE
 from tests.rank_processes import run_ranks
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
+from tests.workers.processes.test_replica_processes import collect
+from tests.workers.processes.test_replica_processes import config as processes_config
 from workers.config import EngineConfig
 from workers.fit.cache_budget import refuse_shards
 from workers.models.attention import expanded
 from workers.parallel.group import Group
+from workers.processes.launch import local_engine
 from workers.protocol.plan import PageGrant, SamplingParams
 from workers.rank.runner import PlanError
 
@@ -116,3 +119,20 @@ def test_sparse_attention_is_refused_where_it_is_found(tmp_path: Path) -> None:
         refuse_shards(made, sparse=True)
     refuse_shards(made, sparse=False)
     refuse_shards(config(tmp_path), sparse=True)
+
+
+@pytest.mark.long
+async def test_ranks_choose_how_many_share(tmp_path: Path) -> None:
+    """A cache of 6 pages on each rank, for requests of 8: two ranks share it, and say why. A planted fault: the
+    scheduler takes the settings' number for it."""
+    folder, lines = write_tiny(tmp_path / "v3", "v3", seed=3), list[str]()
+    made = processes_config(folder, max_rows=2, max_context=450, selftest=False, tensor_parallel=2, width=1)
+    page_bytes = 64 * 4 * 40 * 3
+    made = made.model_copy(update={"cache_shards": "auto", "cache_pages": None, "cpu_cache_bytes": 7 * page_bytes})
+    async with local_engine(made, lines.append) as client:
+        got = await collect(client, "r0", list(range(100)) * 4, SamplingParams(8, temperature=0.0))
+        assert client.stats.cache_shards == 2
+        assert client.stats.pages_total == 2 * 6
+    assert len(got) == 8
+    said = [line for line in lines if "cache_shards = 2 (auto): the smallest number with which the cache holds" in line]
+    assert len(said) == 1

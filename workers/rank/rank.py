@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 from msgspec.structs import replace
 
@@ -42,6 +41,7 @@ from workers.protocol.tiers import DiskMoved, Moved
 from workers.rank.inherited_proof import InheritedProof
 from workers.rank.root import cache_root
 from workers.rank.runner import Runner
+from workers.rank.sharing import cpu_cache_bytes
 from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -124,6 +124,8 @@ class Rank:
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
+        if config.cache_shards == "auto":
+            config = config.shared_out(group.mesh.shards.count)
         refuse_shards(config, sparse=load_config(config.folder).indexing is not None)
         times = StartTimes()
         dtype = pick_dtype(config, device)
@@ -216,7 +218,7 @@ class Rank:
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
         root = cache_root(config, model, dtype, device)
-        self.ready = replace(self.ready, root=root)
+        self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count)
         times.end("identity")
         self.disk: DiskMover | None = None
         """Where there is a disk behind host memory."""
@@ -287,8 +289,8 @@ class Rank:
                 "more ranks, or end what else uses it"
             )
         else:
-            room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
-        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.cache_shards)
+            room = cpu_cache_bytes(config)
+        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.mesh().shards.count)
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"
