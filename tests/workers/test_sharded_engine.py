@@ -121,14 +121,18 @@ def test_sparse_attention_is_refused_where_it_is_found(tmp_path: Path) -> None:
     refuse_shards(config(tmp_path), sparse=True)
 
 
+PAGE_BYTES = 64 * 4 * 40 * 3
+"""Of the model below: 3 layers of 40 features in fp32."""
+
+
 @pytest.mark.long
-async def test_ranks_choose_how_many_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [{"cpu_cache_bytes": 7 * PAGE_BYTES}, {"cache_pages": 7}], ids=["bytes", "pages"])
+async def test_ranks_choose_how_many_share(tmp_path: Path, size: dict[str, int]) -> None:
     """A cache of 6 pages on each rank, for requests of 8: two ranks share it, and say why. A planted fault: the
     scheduler takes the settings' number for it."""
     folder, lines = write_tiny(tmp_path / "v3", "v3", seed=3), list[str]()
     made = processes_config(folder, max_rows=2, max_context=450, selftest=False, tensor_parallel=2, width=1)
-    page_bytes = 64 * 4 * 40 * 3
-    made = made.model_copy(update={"cache_shards": "auto", "cache_pages": None, "cpu_cache_bytes": 7 * page_bytes})
+    made = made.model_copy(update={"cache_shards": "auto", "cache_pages": None, **size})
     async with local_engine(made, lines.append) as client:
         got = await collect(client, "r0", list(range(100)) * 4, SamplingParams(8, temperature=0.0))
         assert client.stats.cache_shards == 2
