@@ -63,12 +63,13 @@ class PagedCache:
 
     def zero_fill(self, pages: Sequence[int]) -> None:
         """Fill these pages, by their global ids, with zeros in every layer, as far as this rank has them."""
+        if not pages:  # as in nearly every step
+            return
         filled: dict[bool, Tensor] = {}
         for layer, spec in zip(self.layers, self.specs, strict=True):
             if spec.sharded not in filled:
                 filled[spec.sharded] = on_device(self.places(pages, spec)[1], torch.int64, layer.device)
-            if len(filled[spec.sharded]):
-                layer.index_fill_(0, filled[spec.sharded], 0.0)
+            layer.index_fill_(0, filled[spec.sharded], 0.0)
 
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
         """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
