@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hyv4_layout import published
 from safetensors.torch import load_file, save_file
+
+from tests.hyv4_layout import published
 
 VOCAB = 131
 

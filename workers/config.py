@@ -59,13 +59,17 @@ class EngineConfig(BaseModel):
     """Folder with config.json and safetensors, or demo: the model shipped with the project."""
     tensor_parallel: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
     """Ranks (GPUs) of a replica, which share every layer."""
-    cache_shards: Annotated[int, Field(ge=1), Flag(everywhere=True)] = 1
-    """Ranks that share out one latent cache, so that it holds as many times the tokens (docs/tune.md).
+    cache_shards: Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], Flag(everywhere=True)] = 1
+    """Ranks that share out one latent cache, so that it holds as many times the tokens (docs/tune.md). auto: by need.
 
-    It divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
-    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Draft
-    models, sparse attention, invariant mode and host memory are still to come: a start that has one of these beside
-    more than one shard is refused."""
+    auto takes the smallest number with which the cache holds one request of `max_context`, and `max_rows` of an eighth
+    of it; the largest where none does, and 1 where the ranks cannot share. It goes by memory alone, so `latentserve
+    fit` knows it, and a start says what it is.
+
+    A number divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
+    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Sparse
+    attention and invariant mode are still to come: a start that has one of these beside more than one shard is
+    refused."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 
@@ -186,6 +190,8 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _shards_can_be_served(self) -> Self:
         shards = self.cache_shards
+        if shards == "auto":
+            return self
         if self.tensor_parallel % shards or shards not in CACHE_SHARDS:
             fit = [str(count) for count in CACHE_SHARDS if self.tensor_parallel % count == 0]
             raise ValueError(
@@ -197,8 +203,6 @@ class EngineConfig(BaseModel):
         lacking = {
             "invariant mode": self.invariant,
             "dtype float16": self.dtype == "float16",
-            "a draft model": self.draft_model is not None and self.most_width > 1,
-            "host_cache_bytes": self.host_cache_bytes > 0,
         }
         if found := [name for name, asked in lacking.items() if asked]:
             raise ValueError(
@@ -261,8 +265,12 @@ class EngineConfig(BaseModel):
 
     def mesh(self, rank: int = 0) -> Mesh:
         """The mesh of rank `rank` of the replica: all ranks share heads and experts, and `cache_shards` neighbours a
-        cache. ValueError for a rank that there is not."""
-        return Mesh.of(rank, self.tensor_parallel, cache=self.cache_shards)
+        cache; none does before a number of them is chosen. ValueError for a rank that there is not."""
+        return Mesh.of(rank, self.tensor_parallel, cache=1 if self.cache_shards == "auto" else self.cache_shards)
+
+    def shared_out(self, shards: int) -> EngineConfig:
+        """These settings with so many `cache_shards`. pydantic's ValidationError where they do not go with that."""
+        return EngineConfig.model_validate({**self.model_dump(), "cache_shards": shards})
 
     @property
     def draft_folder(self) -> Path | None:

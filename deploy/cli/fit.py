@@ -54,6 +54,7 @@ def fit(
         total = _memory(gpu)
         config = engine_config(**given, max_context=context)
         check_interrupt()
+        config, chosen = _shared_out(config, total)
         plans, change = _plans(config, total)
         plan = plans[_asked(config)]
         with result_stream() as stdout:
@@ -63,7 +64,7 @@ def fit(
                 json.dump(_json(config, plans, change), stdout)
                 stdout.write("\n")
             else:
-                stdout.write("\n".join(_lines(config, gpu, plans, change)) + "\n")
+                stdout.write("\n".join(_lines(config, gpu, plans, change, chosen)) + "\n")
         if not plan.fits:
             raise typer.Exit(FAILURE)
 
@@ -79,6 +80,19 @@ def _memory(gpu: str) -> int:
 def _asked(config: EngineConfig) -> str:
     """Return the key of the plan, of two, that the settings ask for."""
     return "fp8" if config.kv_cache_dtype == "fp8" else "plain"
+
+
+def _shared_out(config: EngineConfig, total: int) -> tuple[EngineConfig, str]:
+    """Settings with the number of `cache_shards` that a start chooses, where they leave it open, and why it does."""
+    from workers.fit.shard_choice import choose_shards
+
+    if config.cache_shards != "auto":
+        return config, ""
+    try:
+        choice = choose_shards(config, total)
+    except ValueError as error:
+        raise UsageMistake(str(error)) from None
+    return config.shared_out(choice.shards), choice.words
 
 
 def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Change | None]:
@@ -99,7 +113,9 @@ def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Cha
         raise UsageMistake(str(error)) from None
 
 
-def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None) -> list[str]:
+def _lines(
+    config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None, chosen: str
+) -> list[str]:
     from workers.fit.cache_budget import in_words
 
     def gib(size: int) -> str:
@@ -123,7 +139,8 @@ def _lines(config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change:
         f"cache     {cache('plain')}",
         f"or        {cache('fp8')}",
     ]
-    if config.cache_shards > 1:
+    lines += [chosen] if chosen else []
+    if config.mesh().cache.size > 1:
         lines.append(f"pages and tokens are of {config.cache_shards} GPUs, which share out one cache (--cache-shards)")
     if config.host_cache_bytes:
         held = f"{plan.host_pages:,} pages, {plan.host_tokens:,} tokens"

@@ -28,6 +28,7 @@ GAUGES: dict[str, str] = {
     "prefill_backlog": "Prompt tokens still to be computed.",
     "prefill_backlog_seconds": "Seconds that they take at the pace of all steps with prompt tokens so far.",
     "pages_total": "Pages of latent cache.",
+    "cache_shards": "Ranks that share out the pages of the latent cache; 1: each has all of them.",
     "pages_free": "Free pages, those that only the prefix cache holds included.",
     "host_pages_total": "Pages that host memory holds behind the latent cache.",
     "host_pages": "Of these, pages in use.",

@@ -56,7 +56,7 @@ MEMORY_FREED_S = 30.0
 """Seconds in which killed processes give the memory of GPUs and node back: the driver needs some for a full GPU."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
-NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
+NUMERIC = {"tensor_parallel", "cache_shards", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
 """Settings of the engine that decide how it rounds."""
 FRONT_DIED = "the replica's front died"
 

@@ -15,10 +15,13 @@ from kernels.page import NULL_PAGE
 from tests.rank_processes import run_ranks
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
+from tests.workers.processes.test_replica_processes import collect
+from tests.workers.processes.test_replica_processes import config as processes_config
 from workers.config import EngineConfig
 from workers.fit.cache_budget import refuse_shards
 from workers.models.attention import expanded
 from workers.parallel.group import Group
+from workers.processes.launch import local_engine
 from workers.protocol.plan import PageGrant, SamplingParams
 from workers.rank.runner import PlanError
 
@@ -103,8 +106,6 @@ def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
         ({"tensor_parallel": 3, "cache_shards": 3}, "over 1, 2, 4 or 8 ranks, .*: give 1 "),
         ({"tensor_parallel": 2, "cache_shards": 2, "dtype": "float16"}, "does not go with dtype float16 yet"),
         ({"tensor_parallel": 2, "cache_shards": 2, "invariant": True}, "does not go with invariant mode yet"),
-        ({"tensor_parallel": 2, "cache_shards": 2, "host_cache_bytes": 1}, "does not go with host_cache_bytes yet"),
-        ({"tensor_parallel": 2, "cache_shards": 2, "draft_model": "demo-eagle3"}, "does not go with a draft model yet"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -118,3 +119,24 @@ def test_sparse_attention_is_refused_where_it_is_found(tmp_path: Path) -> None:
         refuse_shards(made, sparse=True)
     refuse_shards(made, sparse=False)
     refuse_shards(config(tmp_path), sparse=True)
+
+
+PAGE_BYTES = 64 * 4 * 40 * 3
+"""Of the model below: 3 layers of 40 features in fp32."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [{"cpu_cache_bytes": 7 * PAGE_BYTES}, {"cache_pages": 7}], ids=["bytes", "pages"])
+async def test_ranks_choose_how_many_share(tmp_path: Path, size: dict[str, int]) -> None:
+    """A cache of 6 pages on each rank, for requests of 8: two ranks share it, and say why. A planted fault: the
+    scheduler takes the settings' number for it."""
+    folder, lines = write_tiny(tmp_path / "v3", "v3", seed=3), list[str]()
+    made = processes_config(folder, max_rows=2, max_context=450, selftest=False, tensor_parallel=2, width=1)
+    made = made.model_copy(update={"cache_shards": "auto", "cache_pages": None, **size})
+    async with local_engine(made, lines.append) as client:
+        got = await collect(client, "r0", list(range(100)) * 4, SamplingParams(8, temperature=0.0))
+        assert client.stats.cache_shards == 2
+        assert client.stats.pages_total == 2 * 6
+    assert len(got) == 8
+    said = [line for line in lines if "cache_shards = 2 (auto): the smallest number with which the cache holds" in line]
+    assert len(said) == 1

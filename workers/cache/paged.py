@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kernels.page import NULL_PAGE, WHOLE, Shards
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 
@@ -32,6 +33,8 @@ class PagedCache:
     layers: list[Tensor]
     """Cache tensors, each as its spec allocates it."""
     specs: Sequence[CacheSpec]
+    shards: Shards = WHOLE
+    """This rank's share of the pages; a layer whose spec is not `sharded` has all of them."""
     out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
 
@@ -41,21 +44,32 @@ class PagedCache:
         )
 
     @staticmethod
-    def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device) -> PagedCache:
-        """A cache of so many pages, the null page included, with a layer per spec."""
-        return PagedCache([spec.allocate(pages, device) for spec in specs], specs)
+    def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device, shards: Shards = WHOLE) -> PagedCache:
+        """A cache with a layer per spec. `pages`: that this rank has, the null page included."""
+        layers = [spec.allocate(pages if spec.sharded else shards.pages(pages), device) for spec in specs]
+        return PagedCache(layers, specs, shards)
 
     @property
     def pages(self) -> int:
-        """Pages of every layer, the null page included."""
+        """Pages that this rank has of the model's layers, the null page included."""
         return self.layers[0].shape[0]
 
+    def places(self, pages: Sequence[int], spec: CacheSpec) -> tuple[list[int], list[int]]:
+        """Of these pages, by their global ids, those that this rank has in layers of `spec`: their indices in `pages`
+        and in the layer. Every rank has the null page."""
+        whole = not spec.sharded
+        here = [index for index, page in enumerate(pages) if whole or page == NULL_PAGE or self.shards.owns(page)]
+        return here, [pages[index] if whole else self.shards.local(pages[index]) for index in here]
+
     def zero_fill(self, pages: Sequence[int]) -> None:
-        """Fill these pages of every layer with zeros."""
-        if pages:
-            page_P = on_device(pages, torch.int64, self.layers[0].device)
-            for layer in self.layers:
-                layer.index_fill_(0, page_P, 0.0)
+        """Fill these pages, by their global ids, with zeros in every layer, as far as this rank has them."""
+        if not pages:  # as in nearly every step
+            return
+        filled: dict[bool, Tensor] = {}
+        for layer, spec in zip(self.layers, self.specs, strict=True):
+            if spec.sharded not in filled:
+                filled[spec.sharded] = on_device(self.places(pages, spec)[1], torch.int64, layer.device)
+            layer.index_fill_(0, filled[spec.sharded], 0.0)
 
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
         """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.page import NULL_PAGE, WHOLE, Shards
 from workers.cache.paged import PagedCache
+from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 
 
@@ -19,21 +19,25 @@ class RandomPages:
     """Random contents of some pages of every layer: a copy, on the cache's device, from which the pages are restored
     and with which they are compared."""
 
-    def __init__(
-        self, cache: PagedCache, pages: Sequence[int], generator: torch.Generator, shards: Shards = WHOLE
-    ) -> None:
+    def __init__(self, cache: PagedCache, pages: Sequence[int], generator: torch.Generator) -> None:
         """Contents for the pages of these global ids, drawn layer by layer; equal generators draw the same on every
         rank. The cache gets those that are this rank's with `restore`, and the null page."""
-        self._cache, device = cache, cache.layers[0].device
-        own = [index for index, page in enumerate(pages) if page == NULL_PAGE or shards.owns(page)]
-        self.own_P = on_device(own, torch.int64, device)
-        """int64: which of the pages are this rank's; below, P counts these alone, in `poison` all."""
-        self._page_P = on_device([shards.local(pages[index]) for index in own], torch.int64, device)
+        self._cache, self._pages, device = cache, pages, cache.layers[0].device
+        self._places: dict[bool, tuple[Tensor, Tensor]] = {}
         self._contents = [spec.random(len(pages), device, generator) for spec in cache.specs]
 
-    def _own(self, content: Tensor) -> Tensor:
-        """This rank's part of some contents, which without other shards is all of them."""
-        return content if len(self.own_P) == len(content) else content.index_select(0, self.own_P)
+    def _placed(self, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+        """Which of the pages this rank has in layers of `spec`, and where; int64."""
+        if spec.sharded not in self._places:
+            here, there = self._cache.places(self._pages, spec)
+            device = self._cache.layers[0].device
+            self._places[spec.sharded] = on_device(here, torch.int64, device), on_device(there, torch.int64, device)
+        return self._places[spec.sharded]
+
+    def own(self, layer: int, x_PK: Tensor) -> Tensor:
+        """This rank's part of something that there is of every page, which without other shards is all of it."""
+        own_P, _ = self._placed(self._cache.specs[layer])
+        return x_PK if len(own_P) == len(x_PK) else x_PK.index_select(0, own_P)
 
     def poison(self, layer: int, chosen_PK: Tensor) -> None:
         """Let the chosen entries (bool) be such that whatever is computed from one of them is NaN."""
@@ -41,8 +45,9 @@ class RandomPages:
 
     def restore(self) -> None:
         """Write the contents to the pages of the cache."""
-        for layer, content in zip(self._cache.layers, self._contents, strict=True):
-            layer.index_copy_(0, self._page_P, self._own(content))
+        for index, (layer, content) in enumerate(zip(self._cache.layers, self._contents, strict=True)):
+            _, page_P = self._placed(self._cache.specs[index])
+            layer.index_copy_(0, page_P, self.own(index, content))
 
     def whole(self) -> PagedCache:
         """Copy all contents, those of other ranks, too, to a cache in which the pages lie in the order of their ids
@@ -50,6 +55,7 @@ class RandomPages:
         return PagedCache([content.clone() for content in self._contents], self._cache.specs)
 
     def changed(self, layer: int) -> Tensor:
-        """bool [P, K]: the entries of the cache of which any bit is another one than here."""
-        spec, now = self._cache.specs[layer], self._cache.layers[layer].index_select(0, self._page_P)
-        return (spec.bits(now) != spec.bits(self._own(self._contents[layer]))).any(-1)
+        """bool [P, K]: the entries of the cache of which any bit is another one than here; of this rank's pages."""
+        spec = self._cache.specs[layer]
+        now = self._cache.layers[layer].index_select(0, self._placed(spec)[1])
+        return (spec.bits(now) != spec.bits(self.own(layer, self._contents[layer]))).any(-1)

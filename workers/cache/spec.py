@@ -10,7 +10,9 @@ of a scale.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,12 +21,16 @@ from typing_extensions import override
 from kernels.index_entry import SCALE_BYTES, parts
 from kernels.index_entry import encode as encode_keys
 from kernels.latent_entry import encode, fp8_entry
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, WHOLE, Shards
 from workers.memory.bits import bits
 
 
 class CacheSpec(ABC):
     """The entries of one layer."""
+
+    sharded: ClassVar[bool] = True
+    """Whether ranks that share out one cache (`kernels.page.Shards`) have a part of its pages each. Otherwise every
+    rank has all pages, by their global ids."""
 
     @property
     @abstractmethod
@@ -186,3 +192,8 @@ def index_spec(features: int, dtype: torch.dtype, *, int8: bool) -> CacheSpec:
 def latent_spec(latent: int, rope: int, dtype: torch.dtype, *, fp8: bool) -> CacheSpec:
     """Return the spec of the latent cache of a model in `dtype`."""
     return Fp8LatentSpec(latent, rope, dtype) if fp8 else LatentSpec(latent + rope, dtype)
+
+
+def page_bytes(specs: Iterable[CacheSpec], shards: Shards = WHOLE) -> int:
+    """Bytes that a rank needs for each page of its own: of a cache that is not shared out it has the pages of all."""
+    return sum(spec.page_bytes * (1 if spec.sharded else shards.count) for spec in specs)

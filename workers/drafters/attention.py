@@ -8,7 +8,8 @@ per page, C features of an entry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
 from workers.models.general import GeneralOps
+from workers.parallel.group import Group
 from workers.weights.part import Part, RopeRows, Shard
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
@@ -49,8 +51,9 @@ class DraftAttention(ABC):
 class DraftLatentAttention(DraftAttention):
     """Multi-head latent attention, as in the model's layers."""
 
-    def __init__(self, attention: LatentAttention) -> None:
-        self._attention = attention
+    def __init__(self, attention: LatentAttention, group: Group | None) -> None:
+        """`group`: see `Batch`."""
+        self._attention, self._group = attention, group
         self.cache, self.out_EF = attention.cache, attention.out_EF
 
     @override
@@ -68,7 +71,7 @@ class DraftLatentAttention(DraftAttention):
         projected = attention.allocate_projected(ops, tokens, scratch)
         rotation_TO = _rotations(rotation_PO, batch, scratch)
         attention.project(ops, x_TF, rotation_TO, batch.cache_slot_T, cache_PKC, projected, scratch)
-        planned = attention.plan(batch, scratch)
+        planned = attention.plan(replace(batch, group=self._group), scratch)
         geometry = attention.geometry(batch)
         backends = attention.backends(projected, attended_THV, planned, geometry, rotation_PO, scratch)
         attention.attend(backends, cache_PKC)
@@ -77,7 +80,12 @@ class DraftLatentAttention(DraftAttention):
 
 @dataclass(frozen=True)
 class KeyValueSpec(LatentSpec):
-    """Keys, then values, of this rank's key heads, as they are: `width` features."""
+    """Keys, then values, of this rank's key heads, as they are: `width` features.
+
+    Its pages are not shared out: ranks share the heads, so all of them together hold each key once as it is.
+    """
+
+    sharded: ClassVar[bool] = False
 
 
 class GroupedAttention(DraftAttention):

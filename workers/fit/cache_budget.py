@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 import torch
 
 from kernels.page import PAGE_TOKENS
+from workers.cache.spec import CacheSpec
 from workers.config import EngineConfig
 from workers.scheduler import max_entries_per_row, max_pages_per_row
+
+SHORT: Final = 8
+"""By this the context is divided that all rows at once are to have room for, where ranks choose how many share out a
+cache."""
 
 
 def fp8_cache(config: EngineConfig, dtype: torch.dtype, device: torch.device | None = None) -> bool:
@@ -41,16 +49,32 @@ def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width:
 
 def refuse_shards(config: EngineConfig, *, sparse: bool) -> None:
     """ValueError where ranks are to share out a cache and attention is `sparse`."""
-    if config.cache_shards > 1 and sparse:
+    if config.mesh().cache.size > 1 and sparse:
         raise ValueError(
             f"cache_shards = {config.cache_shards}, but this model's sparse attention reads a whole cache on every "
             "rank: give 1"
         )
 
 
+def refuse_host_memory(config: EngineConfig, specs: Iterable[CacheSpec]) -> None:
+    """ValueError where host memory is to keep pages that ranks share out, of caches of which every rank has its own
+    numbers: what the owner of a page has serves nobody else."""
+    if config.mesh().cache.size > 1 and config.host_cache_bytes and not all(spec.sharded for spec in specs):
+        raise ValueError(
+            f"cache_shards = {config.cache_shards} and host_cache_bytes = {config.host_cache_bytes}: keys and values "
+            "of this draft model lie on the ranks of their heads, and host memory keeps what the owner of a page has: "
+            "give host_cache_bytes 0, cache_shards 1, or another drafter"
+        )
+
+
 def longest_request(pages: int, context: int, width: int) -> int:
     """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included."""
     return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+
+
+def wanted_pages(context: int, max_rows: int, width: int) -> int:
+    """Pages of one request of `context` tokens, or of `max_rows` of an eighth of it: whichever takes more."""
+    return max(max_pages_per_row(context, width), max_rows * max_pages_per_row(-(-context // SHORT), width))
 
 
 def in_words(form: str, pages: int, rows: int, context: int) -> str:

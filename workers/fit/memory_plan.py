@@ -17,6 +17,7 @@ import torch
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.shard_exchange import Inbox
 from workers.cache.paged import PagedCache
+from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
@@ -27,8 +28,10 @@ from workers.fit.cache_budget import (
     gpu_cache_budget,
     longest_request,
     pages_within,
+    refuse_host_memory,
     refuse_shards,
     rows_at,
+    wanted_pages,
 )
 from workers.fit.graph_memory import estimate
 from workers.model_folder import config_values
@@ -69,6 +72,9 @@ class MemoryPlan:
     context: int
     """Tokens of the longest request."""
     asked_context: int
+    wanted_pages: int
+    """Pages of one request of `asked_context` tokens, or of as many as may run of an eighth of it: whichever takes
+    more."""
     rows: int
     """Requests of `asked_context` tokens at once."""
     host_pages: int
@@ -98,8 +104,9 @@ class MemoryPlan:
 
 
 @torch.inference_mode()
-def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
+def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = None) -> MemoryPlan:
     """The plan of a start on GPUs of `total` bytes; `config.max_context` or the model's own context is asked for.
+    `cache_bytes`: room for the cache, where that is known.
 
     Whether a draft layer's embedding and head repeat the model's, only their numbers say, which are not read here: the
     plan counts none, as DeepSeek's repeat them. A start compares them, counts those that are others, and says so.
@@ -144,8 +151,11 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     shards = group.mesh.shards
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
-    page_bytes = sum(spec.page_bytes for spec in model.caches)
+    refuse_host_memory(config, model.caches)
+    page_bytes = bytes_of_page(model.caches, shards)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
+    if cache_bytes is not None:
+        room = cache_bytes
     sizes = config.max_rows, context, width, shards.count
     own_pages = config.cache_pages or pages_within(max(0, room), page_bytes, *sizes)
     if room < own_pages * page_bytes:
@@ -163,6 +173,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
         pages=pages,
         context=max(0, longest_request(pages, context, width)),
         asked_context=context,
+        wanted_pages=wanted_pages(context, config.max_rows, width),
         rows=rows_at(pages, config.max_rows, context, width),
         host_pages=config.host_cache_bytes // record_layout(model.caches)[-1],
         disk_pages=slots_within(config.disk_cache_bytes, record_layout(model.caches)[-1]),

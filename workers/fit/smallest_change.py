@@ -11,7 +11,7 @@ from workers.config import EngineConfig
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.fit.settings import SHARED
 from workers.model_folder import config_values
-from workers.parallel.mesh import INVARIANT_RANKS
+from workers.parallel.mesh import CACHE_SHARDS, INVARIANT_RANKS
 
 LEAST_CONTEXT: Final = 2048
 """Tokens: who gets fewer is told of other changes instead."""
@@ -27,12 +27,14 @@ class Change:
 
 
 def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, int]) -> Change | None:
-    """The first that fits: a cache in FP8, a shorter context, fewer rows and tokens per step, more ranks, another GPU
-    (`larger`: bytes by name). None: none does."""
+    """The first that fits: a cache in FP8, one that more ranks share out, a shorter context, fewer rows and tokens per
+    step, more ranks, another GPU (`larger`: bytes by name). None: none does."""
     if config.kv_cache_dtype != "fp8":
         tried = memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), plan.total)
         if tried.fits:
             return Change("--kv-cache-dtype fp8", tried)
+    if plan.pages and (shared := _shared_out(config, plan.total)) is not None:
+        return shared
     if plan.context >= LEAST_CONTEXT:
         return Change(f"--context {plan.context}", plan)
     if plan.room > -plan.graphs:
@@ -47,6 +49,20 @@ def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, in
     for name, size in sorted(larger.items(), key=lambda item: item[1]):
         if size > plan.total and (tried := memory_plan(config, size)).fits:
             return Change(f"--gpu {name}", tried)
+    return None
+
+
+def _shared_out(config: EngineConfig, total: int) -> Change | None:
+    """The smallest number of ranks that hold enough where they share out one cache."""
+    mesh = config.mesh()
+    for shards in CACHE_SHARDS:
+        if shards > mesh.cache.size and mesh.heads.size % shards == 0:
+            try:
+                tried = memory_plan(config.shared_out(shards), total)
+            except ValueError:  # what is served, or how, does not go with that
+                return None
+            if tried.fits:
+                return Change(f"--cache-shards {shards}", tried)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -198,7 +198,7 @@ class Group:
         go over one process group, which has every rank. And where GPUs are to share out a cache and cannot write each
         other's memory.
         """
-        rank, size, symmetric, shards, exchange = mesh.world.rank, mesh.world.size, None, None, None
+        rank, size, symmetric = mesh.world.rank, mesh.world.size, None
         if not mesh.heads.size == mesh.experts.size == size:
             raise ValueError(
                 f"all {size} ranks communicate as one group: they cannot share heads by {mesh.heads.size} and experts "
@@ -215,20 +215,27 @@ class Group:
                     device_id=device if device.type == "cuda" else None,
                 )
                 symmetric = connect_symmetric(rank, size, device) if device.type == "cuda" else None
-                count = mesh.cache.size
-                if count > 1 and device.type == "cuda":
-                    if symmetric is None:
-                        raise ValueError(
-                            f"cache_shards = {count}, but these ranks cannot write each other's memory, over which "
-                            "they would exchange queries: give 1"
-                        )
-                    exchange = ShardExchange(mesh, device)
-                elif count > 1:
-                    neighbours = [list(range(begin, begin + count)) for begin in range(0, size, count)]
-                    # Everybody makes all of these groups, in one order.
-                    groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in neighbours]
-                    shards = groups[rank // count]
-        return Group(mesh, symmetric, shards, exchange)
+        return Group(replace(mesh, cache=Axis("cache")), symmetric).sharing_out(mesh.cache.size, device, timeout_s)
+
+    def sharing_out(self, shards: int, device: torch.device, timeout_s: float) -> Group:
+        """This group, in which nobody shares out a cache yet, with so many neighbours that do. All ranks together.
+        ValueError where GPUs cannot write each other's memory."""
+        rank, size = self.mesh.world.rank, self.mesh.world.size
+        if shards == 1:
+            return self
+        mesh = replace(self.mesh, cache=Axis("cache", rank % shards, shards))
+        with _peers():
+            if device.type == "cuda":
+                if self.symmetric is None:
+                    raise ValueError(
+                        f"cache_shards = {shards}, but these ranks cannot write each other's memory, over which they "
+                        "would exchange queries: give 1"
+                    )
+                return replace(self, mesh=mesh, exchange=ShardExchange(mesh, device))
+            neighbours = [list(range(begin, begin + shards)) for begin in range(0, size, shards)]
+            # Everybody makes all of these groups, in one order.
+            groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in neighbours]
+        return replace(self, mesh=mesh, shards=groups[rank // shards])
 
     @staticmethod
     def close(abort: bool = False) -> None:

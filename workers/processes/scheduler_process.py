@@ -329,7 +329,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         reads_tokens=ready.reads_tokens,
         host_pages=ready.host_pages,
         save_batch=ready.save_batch,
-        cache_shards=config.cache_shards,
+        cache_shards=ready.cache_shards,
         ranks=config.mesh().world.size,
         root=ready.root,
         **_disk(config, ready),

@@ -86,8 +86,7 @@ class FixturePool:
         parts, tensors = self._parts, self._parts.state.tensors
         for field in fields(tensors):
             getattr(tensors, field.name).zero_()
-        shards = parts.state.shards
-        parts.cache.zero_fill([NULL_PAGE, *(shards.local(page) for page in self._pool if shards.owns(page))])
+        parts.cache.zero_fill([NULL_PAGE, *self._pool])
         parts.cache.out_of_bounds_count_1.zero_()
         if parts.sampling is not None:
             greedy = SamplingParams(1, temperature=0.0)

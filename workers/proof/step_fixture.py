@@ -93,13 +93,13 @@ class StepFixture:
     def _set_cache(self, unowned: Sequence[int], noise: torch.Generator) -> None:
         """Fill the pages in play, and note which of their entries the step may write and which must stay."""
         rows, cache, device = self.rows, self.parts.cache, self.parts.device
-        shards = self.parts.state.shards
+        shards, drafted = self.parts.state.shards, self.parts.draft_shards
         self._entries = [target_entries(rows, unowned, shards).to(device)] * len(cache.layers)
         if self.parts.width > 1:
             drafter = slice(len(self.parts.model.cache), None)
-            self._entries[drafter] = [draft_entries(rows, unowned, shards).to(device)] * len(self.parts.drafter.cache)
+            self._entries[drafter] = [draft_entries(rows, unowned, drafted).to(device)] * len(self.parts.drafter.cache)
         self._in_play = pages_in_play(rows, unowned)
-        self._pages = RandomPages(cache, self._in_play, noise, shards)
+        self._pages = RandomPages(cache, self._in_play, noise)
         for layer, entries in enumerate(self._entries):
             self._pages.poison(layer, entries.poison_PK)
 
@@ -152,7 +152,7 @@ class StepFixture:
         assert output.logits_NV is not None
         own, outside, unwritten = [], [], []
         for layer, entries in enumerate(self._entries):
-            changed_PK, kept_PK = self._pages.changed(layer), entries.kept_PK.index_select(0, self._pages.own_P)
+            changed_PK, kept_PK = self._pages.changed(layer), self._pages.own(layer, entries.kept_PK)
             outside.append((changed_PK & kept_PK).any())
             if layer < len(self.parts.model.cache):  # the null page, which comes first, is nobody's
                 unwritten.append((~changed_PK & ~kept_PK)[1:].any())

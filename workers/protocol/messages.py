@@ -197,6 +197,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pages_total: int = 0
     pages_free: int = 0
     """Free pages, those that only the prefix cache holds included."""
+    cache_shards: int = 1
+    """Ranks that share out the pages."""
     slots: int = 0
     queue_limit: int = 0
     """Requests that may wait beyond the slots."""
@@ -316,6 +318,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     root: bytes = NO_ROOT
     """Root of the keys of pages: a hash of all that decides what is cached (`workers.rank.root`); all ranks agree on
     it."""
+    cache_shards: int = 1
+    """Ranks that share out the pages; all agree on it."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

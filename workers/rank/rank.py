@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 from msgspec.structs import replace
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
+from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
@@ -26,6 +26,7 @@ from workers.fit.cache_budget import (
     in_words,
     longest_request,
     pages_within,
+    refuse_host_memory,
     refuse_shards,
     rows_at,
 )
@@ -40,6 +41,7 @@ from workers.protocol.tiers import DiskMoved, Moved
 from workers.rank.inherited_proof import InheritedProof
 from workers.rank.root import cache_root
 from workers.rank.runner import Runner
+from workers.rank.sharing import cpu_cache_bytes
 from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -122,6 +124,8 @@ class Rank:
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
+        if config.cache_shards == "auto":
+            config = config.shared_out(group.mesh.shards.count)
         refuse_shards(config, sparse=load_config(config.folder).indexing is not None)
         times = StartTimes()
         dtype = pick_dtype(config, device)
@@ -148,7 +152,8 @@ class Rank:
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
         width = choose_drafter(model, config)
-        page_bytes = sum(spec.page_bytes for spec in model.caches)
+        refuse_host_memory(config, model.caches)
+        page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
@@ -163,7 +168,7 @@ class Rank:
                 self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int) -> Runner:
-            cache = PagedCache.allocate(model.caches, pages, device)
+            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
@@ -213,7 +218,7 @@ class Rank:
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
         root = cache_root(config, model, dtype, device)
-        self.ready = replace(self.ready, root=root)
+        self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count)
         times.end("identity")
         self.disk: DiskMover | None = None
         """Where there is a disk behind host memory."""
@@ -284,8 +289,8 @@ class Rank:
                 "more ranks, or end what else uses it"
             )
         else:
-            room = min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
-        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.cache_shards)
+            room = cpu_cache_bytes(config)
+        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.mesh().shards.count)
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"

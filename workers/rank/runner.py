@@ -181,8 +181,7 @@ class Runner:
         self._steps = plan.step
         parts = self.parts
         before = self._mark()
-        shards = parts.state.shards
-        parts.cache.zero_fill([shards.local(page) for page in plan.zero_fill if shards.owns(page)])
+        parts.cache.zero_fill(plan.zero_fill)
         parts.state.admit(plan.admissions)
         parts.state.grant(plan.grants)
         if parts.sampling is not None:

@@ -31,6 +31,7 @@ from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
+from workers.rank.sharing import share_out
 from workers.tiers.disk_mover import DiskMover
 from workers.tiers.mover import PageMover
 
@@ -202,6 +203,7 @@ def run_worker(
         mesh = config.mesh(rank)
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
+        group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress)
         built = Rank(config, group, device, progress, results.send, news, news.progress, news.moved, keeper)
         loading = False
         runner = built.runner

@@ -282,6 +282,7 @@ class Scheduler:
             + sum(s.tokens.length for s in loading)
             + sum(s.goal - s.cursor for s in rows.prefilling),
             pages_total=rows.pool.total,
+            cache_shards=self.config.cache_shards,
             pages_free=rows.cache.available,
             slots=self.config.slots,
             queue_limit=self.config.queue_limit,

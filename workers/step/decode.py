@@ -115,7 +115,7 @@ class DecodeStep:
             fed.cache_slot_RW,
             fed.length_R,
             newest_R,
-            parts.state.shards,
+            parts.draft_shards,
         )
         if parts.width > 1:
             # Behind the accepted tokens the target's are any valid ids: those queries' outputs are not read, and their

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels import decode_state
+from kernels.page import Shards
 from kernels.sampling import TokenMasks
 from kernels.verify import accept_drafts
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
@@ -136,12 +137,13 @@ class MixedStep:
                 rows.page_DP,
                 parts.state.shards,
             )
-        self._place(stage, split, stage.write_slot_T)
+        self._place(stage, split, stage.write_slot_T, parts.state.shards)
         return rows
 
-    def _place(self, stage: Stage, split: int, slot_T: torch.Tensor) -> None:
+    def _place(self, stage: Stage, split: int, slot_T: torch.Tensor, shards: Shards) -> None:
         """Cache indices of the tokens from `split` on, padding included: nobody's slot, -1, has null pages."""
-        stage.cache_slot_T[split:] = self._parts.state.cache_slots(slot_T[split:], stage.position_T[split:])
+        where = slot_T[split:], stage.position_T[split:]
+        stage.cache_slot_T[split:] = self._parts.state.cache_slots(*where, shards)
 
     def _batch(self, rows: _Rows, stage: Stage, first: int) -> Batch:
         """The target pass (first 0), or the draft layer's over the same layout, whose entries lie one further."""
@@ -210,7 +212,7 @@ class MixedStep:
                 rows.cache_slot_DW,
                 rows.length_D,
                 newest_R[:decode],
-                self._parts.state.shards,
+                self._parts.draft_shards,
             )
         if layout.sampled_rows > decode:
             newest_R[decode:] = rows.end_F
@@ -254,5 +256,5 @@ class MixedStep:
         stage.token_T[split:] = stage.next_T[split:]
         stage.token_T.index_copy_(0, rows.end_F, decided_N[layout.final_slice])
         stage.position_T[split:] += 1
-        self._place(stage, split, stage.slot_T)
+        self._place(stage, split, stage.slot_T, self._parts.draft_shards)
         return stage.catch_up(replace(self._batch(rows, stage, first=1), kept_TS=kept_TS), newest_R)

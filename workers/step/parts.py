@@ -13,7 +13,7 @@ import torch
 
 from kernels import decode_state
 from kernels.decode_state import SlotTensors
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, WHOLE, Shards
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, DecodeBatch
@@ -54,6 +54,12 @@ class StepParts:
         if self.model.drafter is None:
             raise ValueError("this model has no drafter")
         return self.model.drafter
+
+    @property
+    def draft_shards(self) -> Shards:
+        """This rank's share of the pages in the drafter's layers."""
+        drafter = self.model.drafter
+        return self.state.shards if drafter is None or all(spec.sharded for spec in drafter.cache) else WHOLE
 
     @property
     def passes(self) -> list[Segments]:
@@ -168,7 +174,7 @@ class _Drafted:
         rows, scratch = self.slot_R.shape[0], self.scratch
         self.position_R = scratch.empty(rows, dtype=torch.int64)
         cache_slot_R = scratch.empty(rows, dtype=torch.int64)
-        into = self.position_R, cache_slot_R, self.length_R, self.parts.state.shards
+        into = self.position_R, cache_slot_R, self.length_R, self.parts.draft_shards
         decode_state.feed_draft(self.parts.state.tensors, self.slot_R, token_R, index, *into)
         decode = DecodeBatch(self.length_R, self.page_RP)
         where = BatchLayout(1, rows), self.position_R, cache_slot_R

@@ -78,10 +78,10 @@ class SlotState:
         grant_3G = on_device([slots, indices, pages], torch.int64, page_SP.device)
         page_SP[grant_3G[0], grant_3G[1]] = grant_3G[2].to(torch.int32)
 
-    def cache_slots(self, slot_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
+    def cache_slots(self, slot_T: torch.Tensor, position_T: torch.Tensor, shards: Shards | None = None) -> torch.Tensor:
         """Flat cache index [T] of each (slot, position): page * 64 + offset; in the null page where none is granted, or
-        where the page is not this rank's."""
-        return reference.cache_slots(self.tensors.page_SP, slot_T, position_T, self.shards)
+        where the page is not this rank's. `shards`: this rank's share in some layers, where that is another one."""
+        return reference.cache_slots(self.tensors.page_SP, slot_T, position_T, shards or self.shards)
 
 
 def unpacked(packed: bytes) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Host memory for pages of the latent cache, which the ranks of a node share.
 
-A slot holds one page of all caches of a rank. All ranks have the same pages, as heads share latents: so one copy serves
-all ranks of a node, each of which writes its part of the slots and reads any. The memory is that of an anonymous file
+A slot holds one page of all caches of a rank. All ranks that have a page have the same bits of it, as heads share
+latents: so one copy serves all ranks of a node. Each writes its part of the slots and reads any. Where ranks share out
+the pages of one cache, a slot is written and read by those that have its page. The memory is that of an anonymous file
 (`memfd_create`), which no limit of `/dev/shm` concerns, and which is gone when the last process that has it is.
 """
 
@@ -31,7 +32,8 @@ class HostMemory:
     slot_SB: Tensor
     """uint8 [slots, bytes of a page of all caches]."""
     rank: int = 0
-    ranks: int = 1
+    shard_N: tuple[int, ...] = (0,)
+    """Of every rank that shares it, this one among them, the number of its shard of the cache."""
 
     @property
     def slots(self) -> int:
@@ -39,8 +41,9 @@ class HostMemory:
         return self.slot_SB.shape[0]
 
     def writes(self, slot: int) -> bool:
-        """Whether this rank, of those that share the memory, is the one to write this slot."""
-        return slot % self.ranks == self.rank
+        """Whether this rank, of those that share the memory and have its page, is the one to write this slot."""
+        alike = [rank for rank, shard in enumerate(self.shard_N) if shard == self.shard_N[self.rank]]
+        return alike[slot % len(alike)] == self.rank
 
     @staticmethod
     def shared(size: int, record_bytes: int, group: Group, device: torch.device) -> HostMemory:
@@ -77,7 +80,8 @@ class HostMemory:
         group.gather_bytes(b"mapped", device)  # whoever made the file keeps it open until all have it
         os.close(descriptor)
         slot_SB = torch.frombuffer(mapped, dtype=torch.uint8).view(slots, record_bytes)
-        return HostMemory(slot_SB, peers.index(own), len(peers))
+        shards = group.mesh.shards.count  # of which neighbours have one each
+        return HostMemory(slot_SB, peers.index(own), tuple(rank % shards for rank in peers))
 
 
 def available_bytes() -> int:

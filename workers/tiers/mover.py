@@ -115,7 +115,7 @@ class _Copies:
 
     ticket: int
     pairs: Sequence[tuple[int, int]]
-    """As `Moves` has them: (page, slot) of saves, (slot, page) of loads."""
+    """As `Moves` has them: (page, slot) of saves, (slot, page) of loads; of this rank's pages, by their local ids."""
     behind: torch.cuda.Event
     """What must have been done before: steps, and where pages are saved their gathering."""
     record_NR: Tensor | None = None
@@ -142,7 +142,7 @@ class PageMover:
     ) -> None:
         """`rank`: of the replica. `tell` is called from other threads where there is `staging`, which a GPU needs."""
         self.memory, self._rank, self._tell, self._staging = memory, rank, tell, staging
-        self._pages = cache.pages
+        self._shards, self._pages = cache.shards, cache.shards.pages(cache.pages)
         self._device = cache.layers[0].device
         begins = record_layout(cache.specs)
         if begins[-1] != memory.slot_SB.shape[1]:
@@ -167,19 +167,22 @@ class PageMover:
     def move(self, moves: Moves) -> None:
         """Begin these copies, behind all steps that were launched so far and before all later ones. MoveError."""
         self._check(moves)
-        saves = [(page, slot) for page, slot in moves.saves if self.memory.writes(slot)]
-        if not saves and not moves.loads:
+        # From here on pages have this rank's local ids.
+        owns, local = self._shards.owns, self._shards.local
+        saves = [(local(page), slot) for page, slot in moves.saves if owns(page) and self.memory.writes(slot)]
+        loads = [(slot, local(page)) for slot, page in moves.loads if owns(page)]
+        if not saves and not loads:
             self._tell(Moved(self._rank, moves.ticket))
-        elif max(slot for _, slot in [*saves, *((page, slot) for slot, page in moves.loads)]) >= self._pinned.slots:
+        elif max(slot for _, slot in [*saves, *((page, slot) for slot, page in loads)]) >= self._pinned.slots:
             self._tell(Moved(self._rank, moves.ticket, lost=True))  # not yet
         elif self._staging is None:
             begin = time.perf_counter()
-            self._move_at_once(saves, moves.loads)
+            self._move_at_once(saves, loads)
             self._tell(Moved(self._rank, moves.ticket, seconds=time.perf_counter() - begin))
         elif saves:
             self._gather(self._staging, moves.ticket, saves)
         else:
-            self._loads.put(_Copies(moves.ticket, moves.loads, self._now()))
+            self._loads.put(_Copies(moves.ticket, loads, self._now()))
 
     @property
     def all_pinned(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from published_configs import V3
 from tiny_models import write_tiny
 
 
@@ -111,3 +112,15 @@ def test_mistakes_of_the_model_are_one_line(command, tmp_path):
     assert ran.code == 2
     assert "is the download complete" in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_ranks_that_share_a_cache_are_chosen(command, tmp_path):
+    folder = tmp_path / "v3"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4}))
+    arguments = ("fit", "--model", str(folder), "--tensor-parallel", "8", "--gpu", "28GiB", "--max-rows", "256")
+    said = command(*arguments, "--cache-shards", "auto").out
+    (chosen,) = [line for line in said.splitlines() if line.startswith("cache_shards = 4 (auto): ")]
+    assert "pages and tokens are of 4 GPUs, which share out one cache (--cache-shards)" in said
+    assert command(*arguments, "--cache-shards", "4").out == said.replace(chosen + "\n", "")
+    assert command(*arguments, "--cache-shards", "auto", "--json").json["cache_shards"] == 4

@@ -201,6 +201,21 @@ def test_pages_rows_and_context_belong_together() -> None:
             assert most == 64 * max_pages_per_row(10_000, width) + 1
 
 
+def test_ranks_that_could_share_a_cache_are_told(tmp_path: Path) -> None:
+    """Before a shorter context is; and where they cannot share, that is."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({**V3, "num_hidden_layers": 4, "max_position_embeddings": 1 << 22})
+    )
+    config = EngineConfig(model=str(tmp_path), tensor_parallel=8, max_rows=8, kv_cache_dtype="fp8")
+    plan = memory_plan(config, 22 * GIB)
+    change = smallest_change(config, plan, {})
+    assert change is not None
+    assert (change.words, change.plan.fits, plan.fits) == ("--cache-shards 2", True, False)
+    alone = smallest_change(config.model_copy(update={"invariant": True}), plan, {})
+    assert alone is not None
+    assert alone.words == f"--context {plan.context}"
+
+
 def test_the_smallest_change_fits(tmp_path: Path) -> None:
     """Changes go from a cache in FP8 and a shorter context to other GPUs, each where the ones before do not help."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "n_routed_experts": 16, "vocab_size": 8192}

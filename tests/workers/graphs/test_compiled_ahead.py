@@ -59,9 +59,15 @@ class Start:
     """Start of a replica on a GPU up to the point where it serves, see `workers.rank.rank.Rank`."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, config: EngineConfig, ranks: int = 1, pages: int = 120, rank: int = 0
+        self,
+        patch: pytest.MonkeyPatch,
+        config: EngineConfig,
+        ranks: int = 1,
+        pages: int = 120,
+        rank: int = 0,
+        shards: int = 1,
     ) -> None:
-        self._config, self._pages, self._group = config, pages, Group(Mesh.of(rank, ranks))
+        self._config, self._pages, self._group = config, pages, Group(Mesh.of(rank, ranks, cache=shards))
         self._context = max_context(config)
         self._model = load_model(
             config.folder,
@@ -95,7 +101,7 @@ class Start:
 
     def _runner(self, pages: int) -> Runner:
         config, model, device = self._config, self._model, torch.device("cpu")
-        cache = PagedCache.allocate(model.caches, pages, device)
+        cache = PagedCache.allocate(model.caches, pages, device, self._group.mesh.shards)
         pages_per_row = max_pages_per_row(self._context, config.most_width)
         sizes = (config.max_rows, config.most_width, pages_per_row, config.token_budget)
         return Runner(model, cache, *sizes, self._group, adaptive=config.width == "auto")
@@ -278,6 +284,14 @@ def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         patch.setattr(dist, name, ask)
 
+    # GPUs exchange over memory that each writes of the others, by kernels that take nothing.
+    for name in ("gather_shards", "merge_shards"):
+
+        def exchange(self: Group, *tensors: torch.Tensor, name: str = name) -> None:
+            asked.append((name, *((x.shape, x.dtype) for x in tensors)))
+
+        patch.setattr(Group, name, exchange)
+
     def gather_bytes(self: Group, payload: bytes, device: torch.device) -> list[bytes]:
         asked.append(("gather_bytes",))
         return [payload] * self.mesh.world.size
@@ -286,12 +300,12 @@ def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[Any, ...]]]:
+def together(rank: int, width: int | str, invariant: bool, shards: int) -> list[list[tuple[Any, ...]]]:
     """Do what one of two ranks does with the other: while it compiles and warms up, while it captures and proves
     itself, and in every step that it is told. It compiles nothing late."""
     with pytest.MonkeyPatch.context() as patch:
         asked = collectives(patch)
-        start = Start(patch, settings("demo", width, invariant=invariant), ranks=2, rank=rank)
+        start = Start(patch, settings("demo", width, invariant=invariant), ranks=2, rank=rank, shards=shards)
         ahead = start.compiled()
         stages = [asked.copy()]
         asked.clear()
@@ -306,18 +320,21 @@ def together(rank: int, width: int | str, invariant: bool) -> list[list[tuple[An
 
 
 @pytest.mark.parametrize(
-    ("width", "invariant"),
+    ("width", "invariant", "shards"),
     [
-        pytest.param(2, False, marks=pytest.mark.long),
-        pytest.param(1, False, marks=pytest.mark.soak),
-        pytest.param("auto", True, marks=pytest.mark.long),
+        pytest.param(2, False, 1, marks=pytest.mark.long),
+        pytest.param(1, False, 1, marks=pytest.mark.soak),
+        pytest.param("auto", True, 1, marks=pytest.mark.long),
+        pytest.param(2, False, 2, marks=pytest.mark.long),
     ],
 )
-def test_all_ranks_do_the_same_together(width: int | str, invariant: bool) -> None:
-    """Though one of them alone samples, and has masks: a collective that not all ask for waits for ever."""
-    first, other = (together(rank, width, invariant) for rank in (0, 1))
+def test_all_ranks_do_the_same_together(width: int | str, invariant: bool, shards: int) -> None:
+    """Though one of them alone samples, and has masks, and each has other pages: a collective that not all ask for
+    waits for ever."""
+    first, other = (together(rank, width, invariant, shards) for rank in (0, 1))
     assert all(len(stage) > 3 for stage in first[:2])
     assert sum(map(bool, first[2:])) > 150
+    assert all(any(call[0] == "merge_shards" for call in stage) == (shards > 1) for stage in first[:2])
     assert first == other
 
 

@@ -18,6 +18,7 @@ from kernels.page import PAGE_TOKENS
 from tests.tiny_draft_models import write_draft
 from tests.tiny_models import write_tiny
 from tests.workers.harness import Finished, InlineEngine
+from tests.workers.model_based.followers import Ranks, strike
 from tests.workers.model_based.grammars import write_tokenizer
 from tests.workers.model_based.reference_engine import NO_CAUSE, Reference
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Add, Apply, Cancel, Mishap, Plan, Schedule
@@ -68,8 +69,9 @@ class Outcome:
 class Bench:
     """A tiny model on the disk, its reference, and schedules run on engines of it."""
 
-    def __init__(self, folder: Path, kind: str = "v3", **overrides: Any) -> None:
-        """`kind`, `overrides`: see `write_tiny`."""
+    def __init__(self, folder: Path, kind: str = "v3", ranks: Ranks | None = None, **overrides: Any) -> None:
+        """`kind`, `overrides`: see `write_tiny`. `ranks`: on which engines run; None: they have one."""
+        self.ranks = ranks
         self.folder = write_tiny(folder, kind, seed=3, num_hidden_layers=2, vocab_size=VOCAB, **overrides)
         tensors = load_file(self.folder / "model.safetensors")
         tensors["model.embed_tokens.weight"][POISON] = torch.nan
@@ -85,19 +87,26 @@ class Bench:
         """Bytes of a page of all caches, by what drafts."""
         self._disks = count()
 
+    @property
+    def size(self) -> int:
+        """Ranks of its engines."""
+        return 1 if self.ranks is None else self.ranks.size
+
     def engine(self, schedule: Schedule) -> InlineEngine:
         """A fresh replica."""
         settings = dict(schedule.engine)
         if "draft_model" in settings:
             settings["draft_model"] = str(self.drafts[settings["draft_model"]])
-        host, disk = settings.pop("host_pages", 0), settings.pop("disk_pages", 0)
+        host, disk, shards = (settings.pop(name, 0) for name in ("host_pages", "disk_pages", "shards"))
+        if shards > 1 and schedule.engine.get("draft_model") == "gqa":
+            host = 0  # a start is refused
         if host and settings["prefix_cache"]:
             record = self._record(settings)
             settings["host_cache_bytes"] = host * record
             if disk:
                 settings["disk_cache_bytes"] = disk * (record + HEADER_BYTES)
                 settings["disk_cache_dir"] = str(self.folder.parent / f"disk {next(self._disks)}")
-        run = InlineEngine(EngineConfig(model=str(self.folder), device="cpu", selftest=False, **settings))
+        run = self._started(settings, shards)
         make_tiers_predictable(run)
         if run.scheduler.config.width > 1 and hasattr(run.runner.parts.drafter, "logits"):
             self._never_draft_poison(run)
@@ -109,6 +118,16 @@ class Bench:
         if schedule.widths:
             run.scheduler._speculation = RandomWidths(run.scheduler.config, schedule.seed)
         return run
+
+    def _started(self, settings: dict[str, Any], shards: int) -> InlineEngine:
+        """An engine of these settings, which name the pages of the whole cache."""
+        common = {"model": str(self.folder), "device": "cpu", "selftest": False, **settings}
+        if self.ranks is None:
+            return InlineEngine(EngineConfig(**common))
+        shards = max(1, shards)
+        common |= {"tensor_parallel": self.ranks.size, "cache_shards": shards}
+        common |= {"cache_pages": -(-(settings["cache_pages"] - 1) // shards) + 1}
+        return self.ranks.engine(EngineConfig(**common))
 
     def _record(self, settings: dict[str, Any]) -> int:
         """Bytes of a page of all caches of an engine with these settings."""
@@ -153,7 +172,7 @@ class Bench:
         """A fresh engine for a schedule; see `run`."""
         settings = schedule.engine
         drafter = settings.get("draft_model") or settings.get("drafter") or "the model"
-        return Driven(self.engine(schedule), random.Random(schedule.seed), drafter, before or {})
+        return Driven(self.engine(schedule), random.Random(schedule.seed), drafter, before or {}, self.ranks)
 
     def _judge(self, driven: Driven) -> str:
         failed = 0
@@ -205,9 +224,14 @@ class Driven:
     """An engine on its way through a schedule."""
 
     def __init__(
-        self, engine: InlineEngine, rng: random.Random, drafter: str, before: dict[str, Begun] | None = None
+        self,
+        engine: InlineEngine,
+        rng: random.Random,
+        drafter: str,
+        before: dict[str, Begun] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.engine, self.rng, self.drafter = engine, rng, drafter
+        self.engine, self.rng, self.drafter, self.ranks = engine, rng, drafter, ranks
         self.before = before or {}
         self.requests: dict[str, Request] = {}
         self.planned: list[StepPlan] = []
@@ -222,6 +246,8 @@ class Driven:
 
     def close(self) -> None:
         """The threads that compile grammars, or copy pages, would keep the whole engine."""
+        if self.ranks is not None:
+            self.ranks.tell("close")
         disk = self.engine.replica.disk
         if disk is not None:
             disk.close()
@@ -293,8 +319,11 @@ class Driven:
             self.told.popleft()
             mover = replica.mover if isinstance(moves, Moves) else replica.disk
             assert mover is not None
+            if self.ranks is not None:
+                self.ranks.tell("moves", moves)
             mover.move(moves)  # type: ignore[arg-type]
-            self.answers.append(self.engine._moved.get(timeout=60))
+            own = self.engine._moved.get(timeout=60)
+            self.answers += [own] if self.ranks is None else self.ranks.answers(own)
 
     def _answer(self) -> None:
         """Let the scheduler hear one of the rank's answers."""
@@ -339,8 +368,9 @@ class Driven:
         entry = self.rng.randrange(max(row.start, row.write_from), row.start + len(row.tokens))
         parts = self.engine.runner.parts
         page = int(parts.state.tensors.page_SP[row.slot, entry // PAGE_TOKENS])
-        for layer in parts.cache.layers:
-            layer[page, entry % PAGE_TOKENS] = torch.nan
+        if self.ranks is not None:
+            self.ranks.tell("strike", page, entry % PAGE_TOKENS)
+        strike(parts.cache, page, entry % PAGE_TOKENS)
         self.mishaps += 1
         self.seen["mishaps"] += 1
 
@@ -362,6 +392,7 @@ class Driven:
         self.seen["bad rows"] += stats.bad_rows
         self.seen["pages from host memory"] += stats.host_loaded_pages
         self.seen["pages from disk"] += stats.disk_loaded_pages
+        self.seen[f"steps of {stats.cache_shards} shards"] += len(plans)
         for plan in plans:
             kind = "mixed" if plan.decode_slots and plan.prefill else "prefill" if plan.prefill else "decode"
             self.seen[f"{kind} steps of width {plan.width}"] += 1

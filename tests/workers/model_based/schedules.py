@@ -70,7 +70,8 @@ class Schedule(msgspec.Struct, frozen=True):
 
     seed: int
     engine: dict[str, Any]
-    """Settings of `EngineConfig`; and `host_pages`, `disk_pages`, as many as host memory and disk are to hold."""
+    """Settings of `EngineConfig`; `host_pages`, `disk_pages`, as many as host memory and disk are to hold; and
+    `shards`, where it runs on several ranks: as many share out the cache, whose pages are those of all."""
     widths: bool
     """Whether every plan's width and drafts are drawn anew, from `seed`."""
     events: tuple[Event, ...]
@@ -171,10 +172,16 @@ def tiered(engine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return {**engine, **few, "host_pages": host, "disk_pages": disk}
 
 
-def random_schedule(seed: int, requests: int = 14, *, behind: bool = False) -> Schedule:
+def shared_out(engine: dict[str, Any], rng: random.Random, ranks: int) -> dict[str, Any]:
+    """The same settings for so many ranks, mostly with several that share out the cache."""
+    shards = rng.choice([1, *(count for count in (2, 2, 4, 4, 8, 8) if ranks % count == 0)])
+    return {**engine, "shards": shards, "invariant": engine["invariant"] and shards == 1}
+
+
+def random_schedule(seed: int, requests: int = 14, *, behind: bool = False, ranks: int = 1) -> Schedule:
     """Draw a schedule of some hundred steps. In every third, prompts end shortly before a page does, so that all rows
     need a page at once, and somebody is preempted. `behind`: with host memory, and mostly a disk, behind the pages, and
-    with prompts that return to them."""
+    with prompts that return to them. `ranks`: that it runs on."""
     rng, further = random.Random(seed), random.Random(f"what came later {seed}")
     tight = rng.random() < 0.35
     # By a generator of its own, so that everything else of a schedule is what it was when no step was so wide.
@@ -183,6 +190,8 @@ def random_schedule(seed: int, requests: int = 14, *, behind: bool = False) -> S
     engine = {**engine, **further.choice(DRAFTERS)}
     if behind:
         engine = tiered(engine, tiers)
+    if ranks > 1:
+        engine = shared_out(engine, random.Random(f"shards {seed}"), ranks)
     share = further.choice([0.0, 0.3, 0.7])
     streams = [[rng.randrange(POISON) for _ in range(150)] for _ in range(2)]
     # More than the device holds.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hyv4_layout import in_transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -20,6 +19,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
+
+from tests.hyv4_layout import in_transformers
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -69,7 +69,8 @@ class Paged:
         counts = [pages_for(len(tokens) + room) for tokens in sequences]
         self.shards = model.group.mesh.shards
         own_pages = -(-sum(counts) // self.shards.count) + 3
-        self.cache, pages = PagedCache.allocate(model.caches, own_pages, device), self.shards.pages(own_pages)
+        self.cache = PagedCache.allocate(model.caches, own_pages, device, self.shards)
+        pages = self.shards.pages(own_pages)
         for layer in self.cache.layers:
             layer.view(torch.uint8).fill_(255)  # NaN in every form
         order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()

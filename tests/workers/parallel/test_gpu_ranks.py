@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,24 @@ def test_ranks_give_the_tokens_of_one(ranks: int, shards: int, graphs: bool, tem
         graphs=graphs,
     )
     assert asyncio.run(generate(config, texts, sampling)) == expected(temperature, "cuda")
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_shards": 2, "draft_model": "demo-eagle3"},
+        {"cache_shards": 2, "drafter": "ngram"},
+        {"cache_shards": "auto", "cache_pages": 40, "max_context": 2048},
+    ],
+    ids=["keys and values", "no cache of the drafter's", "auto"],
+)
+def test_ranks_share_out_a_cache_with_every_drafter(settings: dict[str, Any]) -> None:
+    """In graphs, each of which passes the self-test. auto: 39 pages hold one request of 2,048 tokens, and not 8 of 256
+    with what they may overshoot."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    sizes = {"width": 3, "max_rows": 8, "token_budget": 96, "cache_pages": 60, "dtype": "float32"}
+    common = {"model": "demo", "device": "cuda", "tensor_parallel": 2}
+    config = EngineConfig(**{**common, **sizes, **settings})
+    assert asyncio.run(generate(config, prompts(20, 150), params(20, 0.8))) == expected(0.8, "cuda")

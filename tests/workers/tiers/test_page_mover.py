@@ -6,12 +6,13 @@ import mmap
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, LocalPage, Shards
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, IndexSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
@@ -41,9 +42,9 @@ def contents(cache: PagedCache, page: int) -> list[list[int]]:
     return [cache.entry_bits(layer, entry_E).flatten().tolist() for layer in range(len(SPECS))]
 
 
-def memory(ranks: int = 1) -> list[HostMemory]:
+def memory(ranks: int = 1, shards: int = 1) -> list[HostMemory]:
     shared = torch.zeros(SLOTS, record_layout(SPECS)[-1], dtype=torch.uint8)
-    return [HostMemory(shared, rank, ranks) for rank in range(ranks)]
+    return [HostMemory(shared, rank, tuple(each % shards for each in range(ranks))) for rank in range(ranks)]
 
 
 def test_a_page_comes_back_with_all_its_bits() -> None:
@@ -77,6 +78,35 @@ def test_ranks_write_a_part_each_and_read_all() -> None:
     source = caches(1)
     assert contents(target, 9) == contents(source, 1)
     assert contents(target, 10) == contents(source, 2)
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (4, 2), (4, 4)])
+def test_the_owners_of_a_page_write_and_read_it(ranks: int, shards: int) -> None:
+    """Planted faults: whoever writes a slot by its number, and does not have the page; a page is looked for by its
+    global id, or loaded on every rank."""
+    told: list[Moved] = []
+    # Ranks of one shard hold the same, as they compute the same.
+    held = [replace(caches(rank % shards), shards=Shards(shards, rank % shards)) for rank in range(ranks)]
+    movers = [PageMover(held[r], part, r, told.append) for r, part in enumerate(memory(ranks, shards))]
+    slot_of = dict(zip(range(1, 8), (3, 0, 6, 1, 5, 2, 4), strict=True))
+    for mover in movers:
+        mover.move(Moves(1, saves=tuple(slot_of.items())))
+    before = {slot: contents(held[(page - 1) % shards], -(-page // shards)) for page, slot in slot_of.items()}
+    records = movers[0].memory.slot_SB
+    assert all(bool(slot.any()) for slot in records)
+    last = shards * (PAGES - 1)
+    came = {last - index: index for index in range(7)}  # page, and the slot it comes from
+    others = [[contents(cache, place) for place in range(PAGES)] for cache in held]
+    for mover in movers:
+        mover.move(Moves(2, loads=tuple((slot, page) for page, slot in came.items())))
+    assert [(one.rank, one.ticket, one.lost) for one in told] == [
+        (rank, ticket, False) for ticket in (1, 2) for rank in range(ranks)
+    ]
+    for rank, cache in enumerate(held):
+        for place in range(PAGES):
+            slot = came.get(cache.shards.page(LocalPage(place)))
+            expected = others[rank][place] if slot is None else before[slot]
+            assert contents(cache, place) == expected, (rank, place)
 
 
 @pytest.mark.parametrize(

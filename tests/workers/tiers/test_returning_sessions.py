@@ -20,7 +20,7 @@ async def told(folder: Path, **settings: Any) -> tuple[list[list[int]], int, lis
     histories = [tokens(300, seed=number) for number in range(4)]
     answers, lines = [], list[str]()
     sizes = {"max_rows": 2, "max_context": 500, "invariant": True, "selftest": False}
-    async with local_engine(config(folder, **sizes, **settings), lines.append) as client:
+    async with local_engine(config(folder, **{**sizes, **settings}), lines.append) as client:
         for turn in range(3):
             for number, history in enumerate(histories):
                 got = await collect(client, f"{number} {turn}", history, SamplingParams(5, temperature=1.0, seed=1))
@@ -30,11 +30,18 @@ async def told(folder: Path, **settings: Any) -> tuple[list[list[int]], int, lis
 
 
 @pytest.mark.long
-async def test_ranks_give_the_tokens_of_a_replica_that_never_lost_a_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shared",
+    [{"cache_pages": 11}, {"cache_pages": 6, "cache_shards": 2, "invariant": False}],
+    ids=["whole caches", "shards"],
+)
+async def test_ranks_give_the_tokens_of_a_replica_that_never_lost_a_page(
+    tmp_path: Path, shared: dict[str, Any]
+) -> None:
     """Two ranks with room for one session and host memory for all, beside one rank with room for all."""
     folder = write_tiny(tmp_path, "v3", seed=3)
-    expected, none, _ = await told(folder)
-    got, loaded, lines = await told(folder, tensor_parallel=2, cache_pages=11, host_cache_bytes=32 << 20)
+    expected, none, _ = await told(folder, invariant=shared.get("invariant", True))
+    got, loaded, lines = await told(folder, tensor_parallel=2, host_cache_bytes=32 << 20, **shared)
     assert got == expected
     assert none == 0
     assert loaded >= 16

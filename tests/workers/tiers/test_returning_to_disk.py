@@ -44,13 +44,16 @@ async def counted(client: EngineClient, name: str, least: int) -> int:
 
 
 @pytest.mark.long
-async def test_who_is_killed_while_it_writes_finds_its_sessions_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shared", [{}, {"cache_pages": 7, "cache_shards": 2, "invariant": False}], ids=["whole caches", "shards"]
+)
+async def test_who_is_killed_while_it_writes_finds_its_sessions_again(tmp_path: Path, shared: dict[str, Any]) -> None:
     folder = write_tiny(tmp_path, "v3", seed=3, max_position_embeddings=1024)
     disk, lines = tmp_path / "disk", list[str]()
-    # In invariant mode one rank gives the tokens of two.
-    roomy = engine(folder, invariant=True, width=1, max_context=600)
+    # In invariant mode one rank gives the tokens of two, and so it does here with others.
+    roomy = engine(folder, invariant=shared.get("invariant", True), width=1, max_context=600)
     expected = roomy.generate(SESSIONS, ONCE_MORE)
-    given = config(folder, **settings(disk))
+    given = config(folder, **settings(disk, **shared))
     replica = LocalReplica(given)
     async with local_engine(given, lines.append, replica=replica) as client:
         assert await told(client) == expected
@@ -64,7 +67,7 @@ async def test_who_is_killed_while_it_writes_finds_its_sessions_again(tmp_path: 
             await writing
     assert any("disk behind that" in line for line in lines)
     lines.clear()
-    async with local_engine(config(folder, **settings(disk)), lines.append) as client:
+    async with local_engine(config(folder, **settings(disk, **shared)), lines.append) as client:
         assert client.stats.disk_lost_pages == 0
         assert await told(client, "again ") == expected
         async with asyncio.timeout(60):  # late where this machine is busy

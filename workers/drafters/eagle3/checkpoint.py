@@ -213,7 +213,7 @@ def _build(
         own = LatentAttention(
             source, prefix, config.latent, invariant=invariant, fp8_cache=fp8_cache, inputs=2 * hidden
         )
-        attention = DraftLatentAttention(own)
+        attention = DraftLatentAttention(own, model.group.sharing)
     sizes = Eagle3Sizes(
         intermediate=config.intermediate,
         draft_vocab=config.draft_vocab,

@@ -1,0 +1,92 @@
+"""The number of ranks that share out a cache, where the settings leave it open."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_configs import K25, V3, V32
+from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
+
+from workers.config import EngineConfig
+from workers.fit.memory_plan import memory_plan
+from workers.fit.shard_choice import choose_shards
+from workers.parallel.mesh import Mesh
+
+GIB = 1 << 30
+H200 = int(139.8 * GIB)
+
+
+def config(folder: Path, values: dict[str, Any], **settings: Any) -> EngineConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return EngineConfig(model=str(folder), cache_shards="auto", **{"tensor_parallel": 8, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "shards"),
+    [
+        # 64 of 20,480 tokens are 1.3 million, and a rank alone holds 0.6.
+        pytest.param("V3", "auto", 4, marks=pytest.mark.long),
+        pytest.param("V3", "fp8", 2, marks=pytest.mark.long),
+        pytest.param("K25", "auto", 2, marks=pytest.mark.long),
+    ],
+)
+def test_published_models_on_8_gpus(tmp_path: Path, name: str, form: str, shards: int) -> None:
+    """A planted fault: only one request has to fit, which V3 has room for on each rank."""
+    kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
+    made = config(tmp_path, {**V3, "quantization_config": FP8_CONFIG} if name == "V3" else kimi, kv_cache_dtype=form)
+    choice = choose_shards(made, H200)
+    assert choice.shards == shards
+    assert choice.words.startswith(f"cache_shards = {shards} (auto): the smallest number with which the cache holds ")
+    held = [memory_plan(made.shared_out(count), H200) for count in (shards // 2, shards)]
+    assert held[0].pages - 1 < held[0].wanted_pages <= held[1].pages - 1
+    assert f"{held[1].tokens:,} tokens: a request of {held[1].asked_context:,}" in choice.words
+
+
+SMALL = {**V3, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "shards", "why"),
+    [
+        ({"max_context": 1024}, 80, 1, r"the cache holds [\d,]+ tokens: a request of 1,024 tokens, and 64 of 128"),
+        ({"max_rows": 1024}, 28, 8, "the largest number that there may be; .* too few for a request of 163,840"),
+        ({"max_rows": 1024, "tensor_parallel": 2}, 48, 2, "the largest number that there may be"),
+        ({"max_rows": 1024, "tensor_parallel": 3}, 48, 1, "the largest number that there may be"),
+        ({"max_rows": 1024}, 8, 1, "no room for a cache, which shards would not give"),
+        (
+            {"max_rows": 1024, "dtype": "float16"},
+            28,
+            1,
+            r"too few for .* \(cache_shards = 2 does not go with dtype float",
+        ),
+    ],
+)
+def test_what_is_chosen_and_why(tmp_path: Path, settings: dict[str, Any], total: int, shards: int, why: str) -> None:
+    values = {**SMALL, "num_attention_heads": 96} if settings.get("tensor_parallel") == 3 else SMALL
+    sizes = {"intermediate_size": 18432, "moe_intermediate_size": 1536, "vocab_size": 129024}
+    values = {**values, **sizes} if settings.get("tensor_parallel") == 3 else values
+    made = config(tmp_path, values, **{"token_budget": 2048 + settings.get("max_rows", 0) * 4, **settings})
+    choice = choose_shards(made, total * GIB)
+    assert choice.shards == shards
+    assert re.search(why, choice.words), choice.words
+
+
+def test_sparse_models_have_whole_caches(tmp_path: Path) -> None:
+    choice = choose_shards(config(tmp_path, {**V32, "num_hidden_layers": 4}, max_rows=256, token_budget=4096), 28 * GIB)
+    assert choice.shards == 1
+    assert (
+        "(cache_shards = 2, but this model's sparse attention reads a whole cache on every rank: give 1)"
+        in choice.words
+    )
+
+
+def test_nobody_shares_before_the_choice(tmp_path: Path) -> None:
+    made = config(tmp_path, SMALL)
+    assert made.mesh(3) == Mesh.of(3, 8)
+    assert made.shared_out(4).mesh(3) == Mesh.of(3, 8, cache=4)
+    with pytest.raises(ValueError, match="by a number that divides theirs"):
+        made.shared_out(3)

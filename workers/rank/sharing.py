@@ -1,0 +1,51 @@
+"""Sharing out of a latent cache by a number of ranks that is chosen at the start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from workers.config import EngineConfig
+from workers.fit.shard_choice import ShardChoice, choose_shards
+from workers.parallel.group import Group
+
+
+def cpu_cache_bytes(config: EngineConfig) -> int:
+    """Bytes that a rank on a CPU takes for its cache."""
+    return min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
+
+
+def share_out(
+    config: EngineConfig,
+    group: Group,
+    device: torch.device,
+    timeout_s: float,
+    progress: Callable[[str], None] | None = None,
+) -> Group:
+    """`group` with as many shards as the settings have, which the ranks choose together where these say auto. Rank 0
+    says in a line what they have chosen. Raises what `memory_plan` raises."""
+    if config.cache_shards != "auto":
+        return group
+    choice = _choice(config, group, device)
+    if progress is not None and group.mesh.world.first:
+        progress(choice.words)
+    return group.sharing_out(choice.shards, device, timeout_s)
+
+
+def _choice(config: EngineConfig, group: Group, device: torch.device) -> ShardChoice:
+    """The choice for the rank that has least, which is equal on all ranks."""
+    cuda = device.type == "cuda"
+    if cuda and group.symmetric is None and group.mesh.world.size > 1:
+        return ShardChoice(1, "cache_shards = 1 (auto): these ranks cannot write each other's memory")
+    own = torch.cuda.mem_get_info(device)[1] if cuda else cpu_cache_bytes(config)
+    least = min(int(size) for size in group.gather_bytes(b"%d" % own, device))
+    if cuda:
+        return choose_shards(config, least)
+    as_here = config.model_copy(
+        update={"graphs": False, "dtype": "float32" if config.dtype == "auto" else config.dtype}
+    )
+    # A number of pages is taken at its word here.
+    return choose_shards(as_here, least, cache_bytes=least if config.cache_pages is None else sys.maxsize)
