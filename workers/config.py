@@ -64,8 +64,8 @@ class EngineConfig(BaseModel):
 
     It divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
     exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Draft
-    models, sparse attention, invariant mode and host memory are still to come: a start that has one of these beside
-    more than one shard is refused."""
+    models, invariant mode and host memory are still to come: a start that has one of these beside more than one shard
+    is refused."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 

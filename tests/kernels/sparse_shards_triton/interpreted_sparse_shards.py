@@ -58,7 +58,7 @@ def test_the_number_of_shards_changes_nothing(
 
 
 @KERNELS
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("values", [[0.0], list(range(64))], ids=["all equal", "some equal"])
 def test_long_contexts(kernels: bool, count: int, values: list[float]) -> None:
     """As many positions as published models select, of pages in turn, of one shard alone, and of shards by chance."""
