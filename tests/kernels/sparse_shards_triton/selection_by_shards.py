@@ -149,4 +149,4 @@ def drawn(case: Case, values: Sequence[float]) -> Tensor:
     """Scores of every row's entries, drawn from few values, so that most of them are equal to others."""
     random = torch.Generator().manual_seed(case.seed + 1)
     which_RN = torch.randint(0, len(values), (len(case.lengths), case.columns * PAGE_TOKENS), generator=random)
-    return torch.tensor(list(values))[which_RN]
+    return torch.tensor(list(values), dtype=torch.float32)[which_RN]
