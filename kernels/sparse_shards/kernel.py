@@ -17,7 +17,7 @@ _MINUS_INFINITY = tl.constexpr(-(1 << 23))
 """Its bits, as an integer."""
 
 
-@triton.jit(do_not_specialize=["pages", "table_stride"])
+@triton.jit(do_not_specialize=["pages", "table_stride"], do_not_specialize_on_alignment=["table"])
 def find_own_pages(
     table, local, own, column, before, pages, table_stride, COLUMNS: tl.constexpr, SHARDS: tl.constexpr,
     SHARD: tl.constexpr,

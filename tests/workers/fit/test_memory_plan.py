@@ -173,6 +173,9 @@ def test_shards_of_sparse_attention_hold_several_times_the_tokens(tmp_path: Path
         assert plan.page_bytes == whole.page_bytes
         assert plan.graphs - whole.graphs > SELECTING // shards * shards * 2048 * 8
         assert 0.97 * shards < plan.tokens / whole.tokens < shards
+    (tmp_path / "config.json").write_text(json.dumps({**V32, "num_hidden_layers": 4, "index_topk": 2047}))
+    with pytest.raises(ValueError, match=r"index_topk = 2047, of which ranks .* exchange an even number: give"):
+        plan_of(tmp_path, 80 * GIB, cache_shards=2, **sizes)
 
 
 def test_index_keys_take_pages_and_attention_room(tmp_path: Path) -> None:

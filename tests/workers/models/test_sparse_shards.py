@@ -135,7 +135,7 @@ def test_shards_change_neither_what_is_selected_nor_logits(kind: str, size: int,
     a shard attends to an entry of others as if it were the null page's; a sink that each shard adds."""
     folder = write_tiny(tmp_path / "model", kind, seed=2)
     alone = computed(folder, Group(), chunking)
-    for shards in (1, 2, 4)[: size.bit_length()]:
+    for shards in (2, 4)[: size.bit_length() - 1]:
         check(on_ranks(tmp_path, size, shards, chunking), alone, f"{shards} shards")
 
 

@@ -7,6 +7,9 @@ absorbed form. Tokens take these parts one by one, whatever row they belong to, 
 of prompts do so, too. Nothing branches where a context is short: of so few tokens all are selected. Only a pass of
 decode rows alone may be told that all of them are so short (`Batch.dense`), and attends densely then (`short_rows`).
 
+Ranks that share out the cache score and select by shards, and attend with the heads of all to what they have
+(`sparse_shards`).
+
 What was selected lives from one layer to the next, because layers without an indexer attend to it as well. It may live
 on in memory of the caller's, whose next passes then attend to it without an indexer (`Batch.kept_TS`, `given_TS`).
 
@@ -67,6 +70,11 @@ class SparseAttention(LatentAttention):
         assert config.q_lora_rank is not None
         self.indexing, self.shards = config.indexing, source.mesh.cache.size
         self.expands = False
+        if self.shards > 1 and config.indexing.top_k % 2:
+            raise ValueError(
+                f"index_topk = {config.indexing.top_k}, of which ranks that share out a cache exchange an even number: "
+                "give cache_shards = 1"
+            )
         self.indexer: Indexer | None = None
         if not shared:
             sizes = {
