@@ -87,8 +87,8 @@ class Selection:
     def of(self, own: slice) -> Selection:
         """Return the selection of some tokens alone."""
         part = None if self.own is None else self.own.of(own)
-        tensors = {"row_T": self.row_T[own], "bound_T": self.bound_T[own], "selected_TS": self.selected_TS[own]}
-        return replace(self, **tensors, own=part)
+        row_T, bound_T, selected_TS = self.row_T[own], self.bound_T[own], self.selected_TS[own]
+        return replace(self, row_T=row_T, bound_T=bound_T, selected_TS=selected_TS, own=part)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ entries per page, S selected positions, N scores of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,22 +55,25 @@ def own_selection(batch: Batch, row_T: Tensor, bound_T: Tensor, selected_TS: Ten
         first_T=scratch.empty(tokens, dtype=torch.bool),
         selected_TS=scratch.empty(*selected_TS.shape, dtype=torch.int32),
     )
-    kinds: list[tuple[str, slice, Tensor, OwnPages]] = []
-    if batch.decode is not None and split:
-        page_RP = batch.decode.page_RP
-        kinds.append(("decode", slice(0, split), page_RP, OwnPages.allocate(*page_RP.shape, scratch.empty)))
-    if batch.prefill is not None and batch.prefill.count:
-        # As wide as the rows' tables are in `SparseGeometry`.
-        longest = max(start + count for start, count in zip(batch.prefill.start, batch.prefill.count, strict=True))
-        page_NP = batch.prefill.page_NP[:, : pages_for(longest)]
-        kinds.append(("prefill", slice(split, tokens), page_NP, OwnPages.allocate(*page_NP.shape, page_NP.new_empty)))
-    for name, part, page_RP, pages in kinds:
+
+    def found(part: slice, page_RP: Tensor, empty: Callable[..., Tensor]) -> OwnPages:
+        rows, columns = page_RP.shape
+        pages = OwnPages.allocate(rows, columns, empty)
         find_own_pages(page_RP, pages, shards)
         own_bounds(row_T[part], bound_T[part], pages, own.bound_T[part], own.first_T[part])
         if batch.given_TS is not None:
             keep_selected(None, selected_TS[part], row_T[part], pages, own.selected_TS[part])
-        own = replace(own, **{name: pages})
-    return own
+        return pages
+
+    decode, prefill = None, None
+    if batch.decode is not None and split:
+        decode = found(slice(0, split), batch.decode.page_RP, scratch.empty)
+    if batch.prefill is not None and batch.prefill.count:
+        # As wide as the rows' tables are in `SparseGeometry`.
+        longest = max(start + count for start, count in zip(batch.prefill.start, batch.prefill.count, strict=True))
+        page_NP = batch.prefill.page_NP[:, : pages_for(longest)]
+        prefill = found(slice(split, tokens), page_NP, page_NP.new_empty)
+    return replace(own, decode=decode, prefill=prefill)
 
 
 @dataclass(frozen=True)
@@ -132,16 +135,19 @@ class SharedSelection:
         scores, and for those of the candidates of all shards."""
         where, tokens = self.selection.of(turn), len(score_TN)
         candidates, own_TS = self.candidates.first(tokens), self.own.selected_TS[turn]
-        selected_TS, how = where.selected_TS, {"dependent": dependent}
-        select_positions(score_TN, self.own.bound_T[turn], selected_TS, where.fault_1, workspaces[0].get(tokens), **how)
-        offer_candidates(selected_TS, score_TN, where.row_T, self.there, candidates.part_TY, **how)
+        selected_TS = where.selected_TS
+        own = score_TN, self.own.bound_T[turn], selected_TS, where.fault_1
+        select_positions(*own, workspaces[0].get(tokens), dependent=dependent)
+        offered = selected_TS, score_TN, where.row_T, self.there, candidates.part_TY
+        offer_candidates(*offered, dependent=dependent)
         # Words, whatever they are called.
         part_TY, part_TDY = (part.view(torch.float32) for part in (candidates.part_TY, candidates.part_TDY))
         self.group.gather_shards(part_TY, part_TDY)
-        order_candidates(candidates, **how)
+        order_candidates(candidates, dependent=dependent)
         chosen = candidates.score_TX, candidates.count_T, candidates.index_TS, where.fault_1
-        select_positions(*chosen, workspaces[1].get(tokens), **how)
-        keep_selected(candidates, selected_TS, where.row_T, self.there, own_TS, first=first, **how)
+        select_positions(*chosen, workspaces[1].get(tokens), dependent=dependent)
+        kept = candidates, selected_TS, where.row_T, self.there, own_TS
+        keep_selected(*kept, first=first, dependent=dependent)
 
     def keep(self) -> None:
         """Find this rank's part of what is selected anew: somebody has changed it."""
