@@ -67,9 +67,8 @@ class EngineConfig(BaseModel):
     fit` knows it, and a start says what it is.
 
     A number divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
-    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache. Sparse
-    attention and invariant mode are still to come: a start that has one of these beside more than one shard is
-    refused."""
+    exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache.
+    Invariant mode is still to come: a start that has it beside more than one shard is refused."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 

@@ -1,8 +1,8 @@
 """Launches what comes before sparse attention: index keys, scores and selection. Allocates nothing and waits for
 nothing, so it may be captured into a CUDA graph. Grids follow from the shapes of tensors alone.
 
-`dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is safe where rows,
-bounds and page tables were written before a plain launch; all else is read past L1.
+`dependent` launches with programmatic dependent launch (compute capability 9.0 and above). It is safe where rows, page
+tables, and bounds of what is scored were written before a plain launch; all else is read past L1.
 """
 
 from __future__ import annotations

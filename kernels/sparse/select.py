@@ -68,7 +68,7 @@ def score_of(key):
 def scores_of(token, bound, scores, CUT: tl.constexpr):
     """Return the number of scores a token has to be selected from, 0 if all are selected; the number it sees; and
     whether its bound makes no sense."""
-    sees = tl.load(bound + token)
+    sees = tl.load(bound + token, cache_modifier=".cg")
     wrong = (sees < 0) | (sees > scores)
     return tl.where(wrong | (sees <= CUT.selected), 0, sees), tl.where(wrong, 0, sees), wrong
 

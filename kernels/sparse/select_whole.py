@@ -284,7 +284,7 @@ def select_whole(
     ROWS: gl.constexpr = SHAPE.rows
     EACH: gl.constexpr = SHAPE.lanes // (32 * SHAPE.warps)
     token = gl.program_id(0).to(gl.int64)
-    sees = gl.load(bound + token)
+    sees = gl.load(bound + token, cache_modifier=".cg")
     wrong = (sees < 0) | (sees > scores)
     out = selected + token * SELECTED
     if wrong | (sees <= SELECTED):

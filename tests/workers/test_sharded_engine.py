@@ -48,7 +48,8 @@ def random_prompts() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def generated(folder: Path, group: Group, **settings: Any) -> dict[str, Any]:
     engine = InlineEngine(config(folder, **settings), group=group)
-    engine.runner.parts.cache.layers[0][NULL_PAGE] = torch.nan  # nobody may read it
+    for layer in engine.runner.parts.cache.layers:
+        layer[NULL_PAGE] = torch.nan  # nobody may read it
     tokens = engine.generate(*random_prompts())
     stats = engine.scheduler.stats()
     assert stats.pages_free == stats.pages_total
@@ -67,26 +68,29 @@ def generated(folder: Path, group: Group, **settings: Any) -> dict[str, Any]:
 def rank_main(rank: int, folder: Path, settings: dict[str, Any], entries: int) -> None:
     torch.set_num_threads(1)
     expanded.CONTEXT_ENTRIES = entries  # type: ignore[misc]
-    made = config(folder / "v3", **settings)
+    made = config(folder / "model", **settings)
     at = f"file://{folder}/rendezvous{made.cache_shards}"
     group = Group.connect(made.mesh(rank), at, CPU, timeout_s=120)
     try:
-        torch.save(generated(folder / "v3", group, **settings), folder / f"rank{rank}.pt")
+        torch.save(generated(folder / "model", group, **settings), folder / f"rank{rank}.pt")
     finally:
         group.close()
 
 
+CASES = [("v3", 2, 2, 64), ("v3", 4, 2, 4096), ("v3", 4, 4, 64)]
+CASES += [("v32", 4, 2, 64), ("glm5", 2, 2, 64), ("axk2", 2, 2, 64), ("hyv4", 4, 4, 64)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "shards", "entries"),
-    [pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 2, 64), (4, 2, 4096), (4, 4, 64))],
+    ("kind", "ranks", "shards", "entries"), [pytest.param(*case, marks=pytest.mark.long) for case in CASES]
 )
 def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
-    tmp_path: Path, ranks: int, shards: int, entries: int
+    tmp_path: Path, kind: str, ranks: int, shards: int, entries: int
 ) -> None:
     """As many pages in all as one rank has, so that all is planned alike; cached context in pieces of so many
     `entries`. Planted faults that this finds: the table of a preempted row is kept; a rank writes another's pages; the
     null page is read."""
-    folder = write_tiny(tmp_path / "v3", "v3", seed=3)
+    folder = write_tiny(tmp_path / "model", kind, seed=3)
     pages = 8
     want = generated(folder, Group(), cache_pages=pages + 1)
     settings = {"tensor_parallel": ranks, "cache_shards": shards, "cache_pages": pages // shards + 1}
@@ -113,12 +117,14 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str
         config(tmp_path, **settings)
 
 
-def test_sparse_attention_is_refused_where_it_is_found(tmp_path: Path) -> None:
+def test_sparse_attention_in_invariant_mode_is_refused_where_it_is_found(tmp_path: Path) -> None:
     made = config(tmp_path, tensor_parallel=2, cache_shards=2)
-    with pytest.raises(ValueError, match="sparse attention reads a whole cache on every rank: give 1"):
-        refuse_shards(made, sparse=True)
-    refuse_shards(made, sparse=False)
-    refuse_shards(config(tmp_path), sparse=True)
+    invariant = made.model_copy(update={"invariant": True})
+    with pytest.raises(ValueError, match="in invariant mode this model's sparse attention reads a whole cache"):
+        refuse_shards(invariant, sparse=True)
+    refuse_shards(invariant, sparse=False)
+    refuse_shards(made, sparse=True)
+    refuse_shards(config(tmp_path, invariant=True), sparse=True)
 
 
 PAGE_BYTES = 64 * 4 * 40 * 3

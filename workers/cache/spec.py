@@ -67,7 +67,7 @@ class CacheSpec(ABC):
 class LatentSpec(CacheSpec):
     """Latents of multi-head latent attention: the normed latent, then the roped part of the key, as they are.
 
-    Every rank holds all of it, because heads share it.
+    Entries are whole on every rank that has their page, because heads share them.
     """
 
     width: int
@@ -97,7 +97,7 @@ class LatentSpec(CacheSpec):
 
 @dataclass(frozen=True)
 class IndexSpec(LatentSpec):
-    """Keys of an indexer, as they are: `width` features, normed and roped. Every rank holds all of it."""
+    """Keys of an indexer, as they are: `width` features, normed and roped."""
 
 
 @dataclass(frozen=True)

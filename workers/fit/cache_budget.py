@@ -48,11 +48,11 @@ def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width:
 
 
 def refuse_shards(config: EngineConfig, *, sparse: bool) -> None:
-    """ValueError where ranks are to share out a cache and attention is `sparse`."""
-    if config.mesh().cache.size > 1 and sparse:
+    """ValueError where ranks are to share out a cache, and attention is `sparse` and in invariant mode."""
+    if config.mesh().cache.size > 1 and sparse and config.invariant:
         raise ValueError(
-            f"cache_shards = {config.cache_shards}, but this model's sparse attention reads a whole cache on every "
-            "rank: give 1"
+            f"cache_shards = {config.cache_shards}, but in invariant mode this model's sparse attention reads a whole "
+            "cache on every rank: give 1, or leave out invariant"
         )
 
 

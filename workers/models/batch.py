@@ -12,6 +12,7 @@ import torch
 
 from kernels.mla_decode import Workspace
 from kernels.own_entries import OwnEntries
+from kernels.sparse_shards import OwnPages
 from workers.models.choices import Choices
 from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
@@ -45,6 +46,26 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True)
+class OwnSelection:
+    """This rank's part of a `Selection`, where ranks share out the cache."""
+
+    decode: OwnPages | None
+    """Its pages of the decode rows; None without such rows."""
+    prefill: OwnPages | None
+    """Its pages of the prefill rows; None without such rows."""
+    bound_T: torch.Tensor
+    """int32: own entries that a token may attend to."""
+    first_T: torch.Tensor
+    """bool: whether it has the first page of a token's row."""
+    selected_TS: torch.Tensor
+    """int32: the selected positions whose entries it has, -1 in the place of others."""
+
+    def of(self, own: slice) -> OwnSelection:
+        """Return the part of some tokens alone."""
+        return replace(self, bound_T=self.bound_T[own], first_T=self.first_T[own], selected_TS=self.selected_TS[own])
+
+
+@dataclass(frozen=True)
 class Selection:
     """Entries that the tokens of a step attend to, where attention is sparse."""
 
@@ -60,10 +81,14 @@ class Selection:
     """Whether the positions are there already: no layer selects."""
     choices: Choices | None = None
     """Receives every selection; None unless passes are compared."""
+    own: OwnSelection | None = None
+    """This rank's part; None where it has the whole cache."""
 
     def of(self, own: slice) -> Selection:
         """Return the selection of some tokens alone."""
-        return replace(self, row_T=self.row_T[own], bound_T=self.bound_T[own], selected_TS=self.selected_TS[own])
+        part = None if self.own is None else self.own.of(own)
+        row_T, bound_T, selected_TS = self.row_T[own], self.bound_T[own], self.selected_TS[own]
+        return replace(self, row_T=row_T, bound_T=bound_T, selected_TS=selected_TS, own=part)
 
 
 @dataclass(frozen=True)

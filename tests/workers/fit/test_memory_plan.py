@@ -21,6 +21,7 @@ from workers.fit.cache_budget import fp8_cache, longest_request, pages_within, r
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.fit.smallest_change import smallest_change
 from workers.models.attention.expanded import CONTEXT_ENTRIES
+from workers.models.attention.sparse_rows import SELECTING
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.scheduler import max_pages_per_row
@@ -160,8 +161,20 @@ def test_shards_hold_several_times_the_tokens(tmp_path: Path) -> None:
         assert 0.98 * shards < plan.tokens / whole.tokens < shards
         assert plan.own_pages * plan.page_bytes <= plan.room < whole.room
         assert plan.pages == shards * (plan.own_pages - 1) + 1
+
+
+def test_shards_of_sparse_attention_hold_several_times_the_tokens(tmp_path: Path) -> None:
+    """Index keys are shared out as latents are. Memory is taken for what all offer to be selected, for as many tokens
+    as are scored at once."""
     (tmp_path / "config.json").write_text(json.dumps({**V32, "num_hidden_layers": 4}))
-    with pytest.raises(ValueError, match="sparse attention reads a whole cache"):
+    sizes: dict[str, Any] = {"tensor_parallel": 8, "max_rows": 1024, "max_context": 131072}
+    whole, *shared = (plan_of(tmp_path, 80 * GIB, cache_shards=shards, **sizes) for shards in (1, 2, 8))
+    for shards, plan in zip((2, 8), shared, strict=True):
+        assert plan.page_bytes == whole.page_bytes
+        assert plan.graphs - whole.graphs > SELECTING // shards * shards * 2048 * 8
+        assert 0.97 * shards < plan.tokens / whole.tokens < shards
+    (tmp_path / "config.json").write_text(json.dumps({**V32, "num_hidden_layers": 4, "index_topk": 2047}))
+    with pytest.raises(ValueError, match=r"index_topk = 2047, of which ranks .* exchange an even number: give"):
         plan_of(tmp_path, 80 * GIB, cache_shards=2, **sizes)
 
 

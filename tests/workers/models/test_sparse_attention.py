@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from workers.drafters.mtp import Mtp
 from workers.families import load_model
 from workers.graphs.guard import capture_guard
 from workers.memory.scratch import Scratch
-from workers.models.attention import sparse_rows
+from workers.models.attention import sparse_rows, sparse_shards
 from workers.models.model import Model
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 
 TOP_K = 100
 SEQUENCES = [random_tokens(160, seed, VOCAB) for seed in range(2)]
@@ -118,19 +121,30 @@ def test_a_few_layers_launch_all_that_the_model_launches(tmp_path: Path) -> None
     assert written == [True, True, True, True, True, False, False, False, True, False, False]
 
 
-def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention can be captured on a GPU, where kernels stand for what is left out here; in the draft layer, too."""
+@pytest.mark.parametrize("shards", [1, 2])
+def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention can be captured on a GPU, where kernels stand for what is left out here; in the draft layer, too, and
+    where ranks share out the cache."""
     model, _ = twins("v32", False)
     assert isinstance(model.drafter, Mtp)
     kernels = "index_scores", "select_positions", "sparse_decode", "write_index_keys", "absorb", "head_linear"
     for name in (*kernels, "refuse_out_of_bounds"):
         monkeypatch.setattr(sparse_rows, name, lambda *args, **options: None)
+    launched: list[str] = []
+    by_shards = "offer_candidates", "order_candidates", "keep_selected", "find_own_pages", "own_bounds"
+    for name in (*by_shards, "select_positions", "sparse_decode"):
+        monkeypatch.setattr(sparse_shards, name, lambda *args, name=name, **options: launched.append(name))
+    for name in ("gather_shards", "merge_shards"):
+        monkeypatch.setattr(Group, name, lambda *args, name=name: launched.append(name))
+    group = Group(Mesh.of(0, shards, cache=shards)).sharing
     device = torch.device("cpu")
     paged = Paged(model, [SEQUENCES[0][:70]])
     paged.forward(paged.plan([], 1, [(0, 60)]))
     scratch = Scratch(device, torch.empty(1 << 24, dtype=torch.uint8))
     for first, layer in enumerate([model.layers[0], model.drafter.layer]):
-        batch = paged.batch(paged.plan([0], 3, []), first)
+        batch = replace(paged.batch(paged.plan([0], 3, []), first), group=group)
         attention, ops = layer.attention, model.paths.of(batch, torch.float32, device)
         projected = attention.allocate_projected(ops, 3, scratch)
         out_THV = attention.allocate_attended(3, scratch)
@@ -141,6 +155,8 @@ def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(monkeypat
         assert planned.selection is not None
         assert planned.selection.bound_T.tolist() == [61 + first, 62 + first, 63 + first]
         assert planned.selection.row_T.tolist() == [0, 0, 0]
+    assert bool(launched) == (shards > 1)
+    assert launched[:2] == ["find_own_pages", "own_bounds"][: len(launched)]
 
 
 def rounded(x: Tensor) -> Tensor:

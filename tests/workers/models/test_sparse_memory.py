@@ -3,6 +3,7 @@ is needed to count it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kernels.sparse import SparseWorkspace, workspace
+from kernels.sparse_shards import Candidates
 from workers.memory.scratch import Scratch
 from workers.models.attention import sparse_rows, sparse_workspaces, widened
 from workers.models.attention.backend import Heads
@@ -19,22 +21,24 @@ from workers.models.attention.latent import MlaInputs
 from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import SparseRows
 from workers.models.attention.sparse_workspaces import Workspaces
-from workers.models.batch import Batch, DecodeBatch, PrefillBatch, Selection
+from workers.models.batch import Batch, DecodeBatch, OwnSelection, PrefillBatch, Selection
 from workers.models.config import Indexing
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SLOTS = 9
 
 
-def attention_of(heads: int, top_k: int, fp8_cache: bool) -> SparseAttention:
-    """Make as much of the attention as deals out memory."""
+def attention_of(heads: int, top_k: int, fp8_cache: bool, shards: int = 1) -> SparseAttention:
+    """Make as much of the attention as deals out memory. `shards`: ranks that share out the cache."""
     nothing = torch.empty(0, dtype=torch.bfloat16)
     attention = object.__new__(SparseAttention)
     sizes = {"count": heads, "nope": 128, "rope": 64, "value": 128, "latent": 512, "scale": 1.0}
     attention.heads = Heads(**sizes, up_HFL=nothing, norm_L=nothing, invariant=False, fp8_cache=fp8_cache)
     attention.indexing = Indexing(64, 128, top_k, interleaved=True, shared=(False,))
-    attention.indexer = None
+    attention.indexer, attention.shards = None, shards
     return attention
 
 
@@ -44,10 +48,14 @@ def taken(
     """Bytes that a pass takes; without prefill rows, whose number `layout` says, the largest geometry."""
     tokens, heads = layout.tokens, attention.heads
     token_T = torch.empty(tokens, dtype=torch.int32, device=META)
-    selection = Selection(token_T, token_T, torch.empty(tokens, attention.indexing.top_k, device=META), token_T[:1])
+    selected_TS = torch.empty(tokens, attention.indexing.top_k, device=META)
+    selection, group = Selection(token_T, token_T, selected_TS, token_T[:1]), None
+    if attention.shards > 1:
+        group = Group(Mesh.of(0, attention.shards, cache=attention.shards))
+        selection = replace(selection, own=OwnSelection(None, None, token_T, token_T, selected_TS))
     length_R = torch.empty(decode, dtype=torch.int32, device=META)
     rows = DecodeBatch(length_R, length_R.new_empty(decode, pages)) if decode else None
-    batch = Batch(layout, token_T, token_T, rows, prefill, selection=selection)
+    batch = Batch(layout, token_T, token_T, rows, prefill, selection=selection, group=group)
     q_THD = torch.empty(tokens, heads.count, 192, dtype=torch.bfloat16, device=META)
     out_THV = torch.empty(tokens, heads.count, 128, dtype=torch.bfloat16, device=META)
     projected = MlaInputs(q_THD[:, 0], q_THD, q_THD[:, 0])
@@ -81,6 +89,7 @@ drawn_rows = st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(1, 9000)), 
     heads=st.sampled_from([8, 16, 32, 48, 64, 128]),
     fp8_cache=st.booleans(),
     top_k=st.sampled_from([64, 512, 2048]),
+    shards=st.sampled_from([1, 2, 8]),
     budget=st.sampled_from([5, 63, 64, 100, 600, 1023, 2048, 8192]),
     pages=st.sampled_from([1, 5, 40, 128, 512, 2048, 2560, 3000]),
     width=st.integers(1, 5),
@@ -88,21 +97,36 @@ drawn_rows = st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(1, 9000)), 
     rows=drawn_rows,
 )
 # Of shorter contexts more tokens select at once; scores, or the last turn of a chunk, take more.
-@example(heads=8, fp8_cache=False, top_k=64, budget=8192, pages=2560, width=1, decode=0, rows=[(155457, 8191)])
-@example(heads=8, fp8_cache=False, top_k=2048, budget=8192, pages=3000, width=1, decode=0, rows=[(122880, 8191)])
+@example(
+    heads=8, fp8_cache=False, top_k=64, shards=1, budget=8192, pages=2560, width=1, decode=0, rows=[(155457, 8191)]
+)
+@example(
+    heads=8, fp8_cache=False, top_k=2048, shards=1, budget=8192, pages=3000, width=1, decode=0, rows=[(122880, 8191)]
+)
 # Many stretches.
-@example(heads=128, fp8_cache=True, top_k=64, budget=8192, pages=512, width=1, decode=0, rows=[(70, 90), (9, 9)] * 4)
+@example(
+    heads=128,
+    fp8_cache=True,
+    top_k=64,
+    shards=1,
+    budget=8192,
+    pages=512,
+    width=1,
+    decode=0,
+    rows=[(70, 90), (9, 9)] * 4,
+)
 def test_no_step_takes_more_than_is_reserved(
     heads: int,
     fp8_cache: bool,
     top_k: int,
+    shards: int,
     budget: int,
     pages: int,
     width: int,
     decode: int,
     rows: list[tuple[int, int]],
 ) -> None:
-    attention = attention_of(heads, top_k, fp8_cache)
+    attention = attention_of(heads, top_k, fp8_cache, shards)
     decode = min(decode, (budget - 1) // width)
     left, chunks = budget - decode * width, []
     for start, count in rows[: SLOTS - decode]:
@@ -154,14 +178,18 @@ def test_widened_entries_are_attended_to_in_the_memory_of_fp8_entries(
     assert asked[0] == asked[1]
 
 
+@pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 7, 132, 512])
-def test_what_is_counted_is_what_is_taken(tokens: int) -> None:
+def test_what_is_counted_is_what_is_taken(tokens: int, shards: int) -> None:
     heads, taken = attention_of(64, 2048, True).heads, []
     for turns in (({tokens}, set()), (set(), {tokens})):
         scratch = Scratch(META)
-        Workspaces.of(heads, turns[0], 6400, turns[1], 2048, CPU, scratch.empty)
+        Workspaces.of(heads, turns[0], 6400, turns[1], 2048, CPU, scratch.empty, shards=shards)
         taken.append(scratch.peak)
-    counted = sparse_workspaces.bytes_for_selection(heads, {tokens}, 6400, 2048, CPU)
+    scratch = Scratch(META)
+    Candidates.allocate(tokens, shards, 2048, scratch.empty)
+    assert shards == 1 or scratch.peak == sparse_workspaces.bytes_for_candidates(tokens, 2048, shards)
+    counted = sparse_workspaces.bytes_for_selection(heads, {tokens}, 6400, 2048, CPU, shards)
     assert taken == [sum(counted), sparse_workspaces.bytes_for_attention(heads, {tokens}, 2048, CPU)]
 
 

@@ -14,13 +14,14 @@ from kernels.runtime.dependent import launches_dependently
 from kernels.sparse import write_index_keys
 from workers.models.attention.backend import Backend, Heads
 from workers.models.attention.decode_rows import DecodeRows
+from workers.models.attention.shards import ShardedRows
 
 
 @dataclass(frozen=True)
 class ShortRows(Backend):
     """All rows of a pass. Nothing is scored; index keys are written all the same, for later steps to score."""
 
-    rows: DecodeRows
+    rows: DecodeRows | ShardedRows
     key_TI: Tensor
     """See `Indexed`."""
     cache_slot_T: Tensor

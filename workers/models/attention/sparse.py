@@ -7,6 +7,9 @@ absorbed form. Tokens take these parts one by one, whatever row they belong to, 
 of prompts do so, too. Nothing branches where a context is short: of so few tokens all are selected. Only a pass of
 decode rows alone may be told that all of them are so short (`Batch.dense`), and attends densely then (`short_rows`).
 
+Ranks that share out the cache score and select by shards, and attend with the heads of all to what they have
+(`sparse_shards`).
+
 What was selected lives from one layer to the next, because layers without an indexer attend to it as well. It may live
 on in memory of the caller's, whose next passes then attend to it without an indexer (`Batch.kept_TS`, `given_TS`).
 
@@ -30,8 +33,10 @@ from workers.models.attention.backend import Backend, Geometry
 from workers.models.attention.decode_rows import DecodeRows, Entering
 from workers.models.attention.indexer import Indexed, Indexer
 from workers.models.attention.latent import LatentAttention, MlaInputs
+from workers.models.attention.shards import ShardedRows
 from workers.models.attention.short_rows import ShortRows
 from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, spare
+from workers.models.attention.sparse_shards import heads_of_all
 from workers.models.attention.widened import Widening, may_widen
 from workers.models.batch import Batch
 from workers.models.config import ModelConfig
@@ -46,6 +51,8 @@ class SparseAttention(LatentAttention):
     """Lengths of chunks for which sparse attention has kernels of their own. The number of a chunk's tokens that share
     what is read is compiled in, and so is the number of parts into which their entries are divided."""
     rotates = True
+    shards = 1
+    """Ranks that share out the cache."""
 
     def __init__(
         self,
@@ -61,8 +68,13 @@ class SparseAttention(LatentAttention):
         super().__init__(source, prefix, config, invariant=invariant, fp8_cache=fp8_cache)
         assert config.indexing is not None
         assert config.q_lora_rank is not None
-        self.indexing = config.indexing
+        self.indexing, self.shards = config.indexing, source.mesh.cache.size
         self.expands = False
+        if self.shards > 1 and config.indexing.top_k % 2:
+            raise ValueError(
+                f"index_topk = {config.indexing.top_k}, of which ranks that share out a cache exchange an even number: "
+                "give cache_shards = 1"
+            )
         self.indexer: Indexer | None = None
         if not shared:
             sizes = {
@@ -98,13 +110,17 @@ class SparseAttention(LatentAttention):
         if prefill is None or not prefill.count:
             return None
         longest = max(start + count for start, count in zip(prefill.start, prefill.count, strict=True))
-        widening = Widening.of(prefill) if may_widen(self.heads, prefill.page_NP.device) else None
+        widening = Widening.of(prefill) if self._may_widen(prefill.page_NP.device) else None
         return SparseGeometry(prefill.page_NP[:, : pages_for(longest)], widening)
 
     @override
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
-        widening = Widening.largest(tokens, rows, pages, device) if may_widen(self.heads, device) else None
+        widening = Widening.largest(tokens, rows, pages, device) if self._may_widen(device) else None
         return [SparseGeometry(torch.zeros(rows, pages, dtype=torch.int32, device=device), widening, largest=True)]
+
+    def _may_widen(self, device: torch.device) -> bool:
+        """Whether chunks may have their context widened, which they do not where ranks have parts of it."""
+        return self.shards == 1 and may_widen(self.heads, device)
 
     @override
     def allocate_projected(self, ops: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
@@ -145,7 +161,7 @@ class SparseAttention(LatentAttention):
         if batch.dense:
             assert projected.indexed is not None
             dense = super().backends(projected, out_THV, batch, None, rotation_PO, scratch)
-            rows = [backend for backend in dense if isinstance(backend, DecodeRows)]
+            rows = [backend for backend in dense if isinstance(backend, DecodeRows | ShardedRows)]
             return [ShortRows(own, projected.indexed.key_TI, batch.cache_slot_T) for own in rows]
         split, end, heads = batch.layout.decode_tokens, batch.layout.tokens, self.heads
         assert batch.selection is not None
@@ -174,6 +190,7 @@ class SparseAttention(LatentAttention):
                 first=batch.first,
                 width=width,
                 widening=widening,
+                group=batch.group,
             )
             found.append(sparse)
         if isinstance(geometry, SparseGeometry) and geometry.largest:
@@ -185,7 +202,8 @@ class SparseAttention(LatentAttention):
         layout, scores = batch.layout, geometry.page_NP.shape[1] * PAGE_TOKENS
         decode, prefill = layout.decode_tokens, layout.tokens - layout.decode_tokens
         sizes = decode, layout.width, prefill, scores, self.indexing.top_k, batch.position_T.device
-        scratch.empty(spare(self.heads, *sizes), dtype=torch.uint8)
+        shards = 1 if batch.group is None else batch.group.mesh.cache.size
+        scratch.empty(spare(heads_of_all(self.heads, shards), *sizes, shards), dtype=torch.uint8)
 
     @override
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:

@@ -18,30 +18,34 @@ from typing_extensions import override
 from kernels.head_linear import head_linear
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.dependent import launches_dependently
-from kernels.sparse import index_scores, select_positions, sparse_decode, write_index_keys
+from kernels.sparse import InvariantWorkspace, index_scores, select_positions, sparse_decode, write_index_keys
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, Entering, absorb
 from workers.models.attention.indexer import Indexed
+from workers.models.attention.sparse_shards import SharedSelection, heads_of_all, own_selection
 from workers.models.attention.sparse_workspaces import (
     AtOnce,
     Workspaces,
     bytes_for_attention,
+    bytes_for_candidates,
     bytes_for_selection,
     most_for_attention,
     most_for_selection,
 )
 from workers.models.attention.widened import Stretch, WidenedContext, Widening
 from workers.models.batch import Batch, Selection
+from workers.parallel.group import Group
 
 SCORES: Final = 1 << 26
 """Most scores at once: tokens whose scores are more take turns."""
 SELECTING: Final = 512
-"""Most tokens at once for which positions are selected: they fill a GPU, and each takes some memory."""
+"""Most tokens at once for which positions are selected: they fill a GPU, and each takes some memory. Where ranks share
+out the cache, each takes as many times the memory, and there are as many times fewer."""
 QUERIES: Final = 1 << 17
-"""Most query vectors of prefill rows at once, a token's on this rank each: in the absorbed form they are several times
-as wide as they were."""
+"""Most query vectors of prefill rows at once, a token's on this rank each, or on all ranks that share out the cache: in
+the absorbed form they are several times as wide as they were."""
 
 
 def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
@@ -77,42 +81,55 @@ def selection(batch: Batch, top_k: int, scratch: Scratch) -> Selection:
     selected_TS = scratch.empty(end, top_k, dtype=torch.int32) if own_TS is None else own_TS[:end]
     out_of_bounds_count_1 = batch.out_of_bounds_count_1
     fault_1 = scratch.empty(1, dtype=torch.int64).zero_() if out_of_bounds_count_1 is None else out_of_bounds_count_1
-    return Selection(row_T, bound_T, selected_TS, fault_1, given=batch.given_TS is not None)
+    own = None if batch.group is None else own_selection(batch, row_T, bound_T, selected_TS, scratch)
+    return Selection(row_T, bound_T, selected_TS, fault_1, given=batch.given_TS is not None, own=own)
 
 
-def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int) -> AtOnce:
+def tokens_at_once(heads: Heads, tokens: int, width: int, scores: int, shards: int = 1) -> AtOnce:
     """Return the numbers of tokens that are scored and attend at once, of `tokens` tokens with `scores` scores each.
-    `width` is that of decode rows, or 0 for prefill rows."""
+    `heads`: those of all `shards` ranks that share out the cache. `width` is that of decode rows, or 0 for prefill
+    rows."""
     # Tokens of a row share what is read to score them.
     row = width or 1
     return AtOnce(
         tokens,
-        scored=min(tokens, max(row, min(SELECTING, SCORES // scores) // row * row)),
+        scored=min(tokens, max(row, min(SELECTING // shards, SCORES // scores) // row * row)),
         attention_tokens=tokens if width else min(tokens, max(1, QUERIES // heads.count)),
     )
 
 
-def spare(heads: Heads, decode: int, width: int, prefill: int, scores: int, top_k: int, device: torch.device) -> int:
+def spare(
+    heads: Heads,
+    decode: int,
+    width: int,
+    prefill: int,
+    scores: int,
+    top_k: int,
+    device: torch.device,
+    shards: int = 1,
+) -> int:
     """Bytes that scores and workspaces of a pass may take beyond those of so many tokens of decode rows and of prefill
     rows, with so many scores each: where there are fewer of the former, where there are no more tokens in all and all
-    of them prefill rows', or where contexts are shorter."""
+    of them prefill rows', or where contexts are shorter. `heads`, `shards`: see `tokens_at_once`."""
     alone = decode + prefill
 
     def at_once(tokens: int, width: int) -> AtOnce:
-        return tokens_at_once(heads, tokens, width, scores)
+        return tokens_at_once(heads, tokens, width, scores, shards)
 
     def taken(tokens: int, width: int) -> int:
         own = at_once(tokens, width)
-        selecting = sum(bytes_for_selection(heads, own.selection_turns, scores, top_k, device))
+        selecting = sum(bytes_for_selection(heads, own.selection_turns, scores, top_k, device, shards))
         attending = bytes_for_attention(heads, own.attention_turns([tokens]), top_k, device)
-        return selecting + attending + bytes_of((own.scored, scores), torch.float32)
+        offered = bytes_for_candidates(own.scored, top_k, shards)
+        return selecting + offered + attending + bytes_of((own.scored, scores), torch.float32)
 
     def most(tokens: int, width: int) -> int:
         # Of shorter contexts more tokens select at once.
-        turn = min(tokens, max(SELECTING, width))
+        turn = min(tokens, max(SELECTING // shards, width))
         turns = 2 if tokens > at_once(tokens, width).scored else 1
-        selecting = turns * most_for_selection(heads, turn, scores, top_k, device)
-        return selecting + most_for_attention(heads, at_once(tokens, width).attention_tokens, top_k, device)
+        selecting = turns * most_for_selection(heads, turn, scores, top_k, device, shards)
+        attending = most_for_attention(heads, at_once(tokens, width).attention_tokens, top_k, device)
+        return selecting + bytes_for_candidates(turn, top_k, shards) + attending
 
     scored = sum(min(tokens * scores, max(SCORES, scores * (width or 1))) for tokens in (decode, alone))
     needed = most(decode, width) + most(alone, 0) + bytes_of((min(scored, alone * scores),), torch.float32)
@@ -157,6 +174,8 @@ class SparseRows(Backend):
     """Memory of rows of one token: as many as attend at once, or all of them if `entering` is there."""
     out_THV: Tensor
     workspaces: Workspaces
+    shared: SharedSelection | None = None
+    """Where ranks share out the cache."""
 
     @staticmethod
     def of(
@@ -173,15 +192,23 @@ class SparseRows(Backend):
         first: int,
         width: int,
         widening: Widening | None = None,
+        group: Group | None = None,
     ) -> SparseRows:
-        """Make the backend of these rows' tokens alone; `entering` has all tokens."""
+        """Make the backend of these rows' tokens alone; `entering` has all tokens. `group`: see `Batch`."""
         tokens, scores = q_THD.shape[0], page_RP.shape[1] * PAGE_TOKENS
-        at_once, top_k = tokens_at_once(heads, tokens, width, scores), selection.selected_TS.shape[1]
+        shards = 1 if group is None else group.mesh.cache.size
+        attending, top_k = heads_of_all(heads, shards), selection.selected_TS.shape[1]
+        at_once = tokens_at_once(attending, tokens, width, scores, shards)
         if selection.given:
             at_once = replace(at_once, scored=0)
         stretches: Sequence[Stretch] = () if widening is None else widening.stretches
         # The largest geometry says nothing of tokens: how many attend at once is all that counts there.
         stretches = stretches or [Stretch(tokens, widened=False)]
+        shared = None
+        if group is not None and selection.own is not None:
+            pages = selection.own.decode if width else selection.own.prefill
+            numbers = at_once.scored, at_once.attention_tokens
+            shared = SharedSelection.of(group, selection, pages, heads, *numbers, scratch)
         return SparseRows(
             selection=selection,
             indexed=indexed,
@@ -197,14 +224,16 @@ class SparseRows(Backend):
             memory=DecodeMemory.of(heads, at_once.attention_tokens, 1, scratch),
             out_THV=out_THV,
             workspaces=Workspaces.of(
-                heads,
+                attending,
                 at_once.selection_turns,
                 scores,
                 at_once.attention_turns(stretch.tokens for stretch in stretches),
                 top_k,
                 out_THV.device,
                 scratch.empty,
+                shards=shards,
             ),
+            shared=shared,
         )
 
     @property
@@ -228,17 +257,20 @@ class SparseRows(Backend):
     def select(self, index_PKI: Tensor, *, invariant: bool) -> None:
         """Select the positions that each token attends to; the keys of all rows must have been written."""
         where, indexed, step = self.selection, self.indexed, self.score_TN.shape[0]
-        dependent = self.dependent
+        dependent, shared = self.dependent, self.shared
         assert indexed is not None
-        for begin in range(0, where.bound_T.shape[0], step):
+        page_RP, seen_T = self.page_RP, where.bound_T
+        if shared is not None:
+            page_RP, seen_T = shared.there.own_RP, shared.own.bound_T
+        for begin in range(0, seen_T.shape[0], step):
             turn = slice(begin, begin + step)
-            bound_T = where.bound_T[turn]
+            bound_T = seen_T[turn]
             score_TN = self.score_TN[: bound_T.shape[0]]
             index_scores(
                 indexed.q_TJI[turn],
                 indexed.weight_TJ[turn],
                 index_PKI,
-                self.page_RP,
+                page_RP,
                 where.row_T[turn],
                 bound_T,
                 score_TN,
@@ -247,16 +279,24 @@ class SparseRows(Backend):
                 invariant=invariant,
                 dependent=dependent,
             )
+            if shared is not None:
+                if self.first:
+                    shared.leave_out(score_TN, turn, self.first)
+                memory = self.workspaces.select, self.workspaces.choose
+                shared.select(score_TN, turn, self.first, memory, dependent=dependent)
+                continue
             if self.first:
                 score_TN[:, : self.first].fill_(-torch.inf)
             workspace = self.workspaces.select.get(len(bound_T))
             selected_TS = where.selected_TS[turn]
             select_positions(score_TN, bound_T, selected_TS, where.fault_1, workspace, dependent=dependent)
-        if self.first:
+        if self.first and shared is None:
             # Of a short context all are selected, those that nobody attends to included.
             torch.threshold_(where.selected_TS, self.first - 1, -1)
         if where.choices is not None:
             where.choices.select(where.selected_TS, where.bound_T)
+            if shared is not None:
+                shared.keep()
 
     @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
@@ -271,24 +311,35 @@ class SparseRows(Backend):
             q_THC, attended_THL = memory.q_RWHC.squeeze(1), memory.attended_RWHL.squeeze(1)
             if self.entering is None:
                 absorb(heads, self.q_THD[turn], None, q_THC, cache_PKC, dependent=dependent)
-            sparse_decode(
-                q_THC,
-                context_PKC,
-                page_RP,
-                where.row_T[turn],
-                where.selected_TS[turn],
-                attended_THL,
-                memory.lse_RWH.squeeze(1),
-                where.fault_1,
-                scale=heads.scale,
-                workspace=self.workspaces.attend.get(len(q_THC)),
-                invariant=heads.invariant,
-                dependent=dependent,
-            )
+            lse_TH, workspace = memory.lse_RWH.squeeze(1), self.workspaces.attend.get(len(q_THC))
+            if self.shared is not None:
+                assert not isinstance(workspace, InvariantWorkspace)
+                into = attended_THL, lse_TH
+                self.shared.attend(heads, q_THC, cache_PKC, turn, *into, workspace, dependent=dependent)
+            else:
+                sparse_decode(
+                    q_THC,
+                    context_PKC,
+                    page_RP,
+                    where.row_T[turn],
+                    where.selected_TS[turn],
+                    attended_THL,
+                    lse_TH,
+                    where.fault_1,
+                    scale=heads.scale,
+                    workspace=workspace,
+                    invariant=heads.invariant,
+                    dependent=dependent,
+                )
             value_HLV = heads.value_HVL.transpose(1, 2)
             head_linear(attended_THL, value_HLV, out_THV, invariant=heads.invariant, dependent=dependent)
-            heads.add_sinks(out_THV, memory.lse_RWH.squeeze(1))
+            heads.add_sinks(out_THV, lse_TH)
         refuse_out_of_bounds(where.fault_1)
+
+    @override
+    def reserve(self, heads: Heads) -> None:
+        if self.shared is not None:
+            self.shared.reserve(self.memory)
 
     def _turns(self, cache_PKC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the tokens that attend at once, with their cache and page tables."""

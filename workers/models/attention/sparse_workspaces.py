@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.sparse import InvariantWorkspace, SelectWorkspace, SparseWorkspace
+from kernels.sparse_shards import Candidates, candidate_columns
 from workers.cache.spec import latent_spec
 from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.backend import Heads
@@ -30,6 +31,8 @@ class Workspaces:
     """Workspaces of kernels on a GPU, by the number of tokens in a turn."""
 
     select: dict[int, SelectWorkspace]
+    choose: dict[int, SelectWorkspace]
+    """Workspaces of selection among what all shards offer, where ranks share out the cache."""
     attend: dict[int, SparseWorkspace | InvariantWorkspace]
 
     @staticmethod
@@ -41,19 +44,24 @@ class Workspaces:
         top_k: int,
         device: torch.device,
         empty: Callable[..., Tensor],
+        *,
+        shards: int = 1,
     ) -> Workspaces:
         """Allocate workspaces for turns of these numbers of tokens, with so many scores and selected positions each; on
         a CPU there are none. `empty(*shape, dtype=)` gives uninitialised memory. Turns of attention follow one another,
-        and so share it."""
+        and so share it. `shards`: ranks that share out the cache."""
         if not works_in_memory(heads, device):
-            return Workspaces({}, {})
-        select = {size: _for_selection(size, scores, top_k, device, empty) for size in sorted(selection_turns)}
+            return Workspaces({}, {}, {})
+        turns, columns = sorted(selection_turns), candidate_columns(shards, top_k)
+        select = {size: _for_selection(size, scores, top_k, device, empty) for size in turns}
+        chosen_from = turns if shards > 1 else []
+        choose = {size: _for_selection(size, columns, top_k, device, empty) for size in chosen_from}
         shared = empty(bytes_for_attention(heads, attention_turns, top_k, device), dtype=torch.uint8)
         attend = {
             size: _for_attention(heads, size, top_k, device, Scratch(shared.device, shared).empty)
             for size in sorted(attention_turns)
         }
-        return Workspaces(select, attend)
+        return Workspaces(select, choose, attend)
 
 
 def works_in_memory(heads: Heads, device: torch.device) -> bool:
@@ -114,16 +122,28 @@ class AtOnce:
         return {size for tokens in stretches for size in _turns(tokens, self.attention_tokens)}
 
 
-def bytes_for_selection(heads: Heads, turns: Iterable[int], scores: int, top_k: int, device: torch.device) -> list[int]:
-    """Return the bytes that the selection's workspace for each turn takes of a `Scratch`. `turns`: tokens of each."""
+def bytes_for_selection(
+    heads: Heads, turns: Iterable[int], scores: int, top_k: int, device: torch.device, shards: int = 1
+) -> list[int]:
+    """Return the bytes that the selection's workspaces for each turn take of a `Scratch`. `turns`: tokens of each."""
     if not works_in_memory(heads, device):
         return [0]
     found = []
     for size in turns:
         counted = _Counted()
         _for_selection(size, scores, top_k, device, counted.empty)
+        if shards > 1:
+            _for_selection(size, candidate_columns(shards, top_k), top_k, device, counted.empty)
         found.append(counted.bytes)
     return found
+
+
+def bytes_for_candidates(tokens: int, top_k: int, shards: int) -> int:
+    """Return the bytes that the candidates of a turn of so many tokens take of a `Scratch`."""
+    counted = _Counted()
+    if shards > 1:
+        Candidates.allocate(tokens, shards, top_k, counted.empty)
+    return counted.bytes
 
 
 def bytes_for_attention(heads: Heads, turns: Iterable[int], top_k: int, device: torch.device) -> int:
@@ -136,13 +156,15 @@ def bytes_for_attention(heads: Heads, turns: Iterable[int], top_k: int, device: 
     return bytes_of((most,), torch.uint8)
 
 
-def most_for_selection(heads: Heads, tokens: int, scores: int, top_k: int, device: torch.device) -> int:
-    """Return the most bytes that the selection's workspace takes for a turn of up to `tokens` tokens, with up to
+def most_for_selection(
+    heads: Heads, tokens: int, scores: int, top_k: int, device: torch.device, shards: int = 1
+) -> int:
+    """Return the most bytes that the selection's workspaces take for a turn of up to `tokens` tokens, with up to
     `scores` scores each."""
     # Most blocks of scores are there just below a power of two, where the blocks are about to become larger.
     powers = [(1 << power) - PAGE_TOKENS for power in range(PAGE_TOKENS.bit_length(), scores.bit_length())]
     sizes = _up_to(tokens)
-    return max(max(bytes_for_selection(heads, sizes, columns, top_k, device)) for columns in (*powers, scores))
+    return max(max(bytes_for_selection(heads, sizes, columns, top_k, device, shards)) for columns in (*powers, scores))
 
 
 def most_for_attention(heads: Heads, tokens: int, top_k: int, device: torch.device) -> int:
