@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from deploy.parsing.events import Arguments
-from deploy.parsing.json_object import JsonObject, State
+from deploy.parsing.json_object import JsonObject, State, in_json
 from deploy.parsing.parser import CallParser, Schemas, known_name
 from deploy.parsing.schema_types import properties_of
 
@@ -143,6 +143,10 @@ class JsonBody(CallParser):
         """Take what is there of the object. Return its text as it is to be passed on, and whether it is complete: None
         if it goes on, or if more text will tell; False if it is none."""
         used, text = self._json.feed(self._rest)
+        if self._json.state is State.OPEN:
+            self._raw.append(self._rest)
+            self._rest = ""
+            return text, None
         self._take(used)
         if self._json.state is not State.BROKEN:
             return text, True if self._json.state is State.DONE else None
@@ -157,6 +161,8 @@ class JsonBody(CallParser):
             self._body_ended()
         elif complete is False:
             self._give_up()
+        elif not self._rest:
+            self._as_it_is = self._json.as_it_is
         return complete is not None
 
     def _ends_body(self) -> bool | None:
@@ -180,7 +186,7 @@ class JsonBody(CallParser):
             value = None
         if value is None:
             return self._give_up()
-        self._write(json.dumps(value, ensure_ascii=False))
+        self._write(in_json(value))
         self._body_ended()
         return True
 
@@ -207,7 +213,7 @@ class JsonBody(CallParser):
     def _tell_call(self, name: str, arguments: Mapping[str, Any]) -> None:
         """An object was a whole call."""
         self._begin(self._new_id(name), name)
-        self._write(json.dumps(arguments, ensure_ascii=False))
+        self._write(in_json(arguments))
         self._end()
         self._state = self._behind_object
 
@@ -234,4 +240,5 @@ class JsonBody(CallParser):
 
     def _skip_strays(self) -> None:
         strays = " \t\n\r\f\v}]" if self._bracketed else " \t\n\r\f\v}"
-        self._take(len(self._rest) - len(self._rest.lstrip().lstrip(strays).lstrip()))
+        if count := len(self._rest) - len(self._rest.lstrip().lstrip(strays).lstrip()):
+            self._take(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -20,6 +21,7 @@ _QUOTES: Final = {'"': '"', "'": "'", "“": "”"}
 """Quotation marks that begin a string, and those that end it."""
 _SPACE = re.compile(r"[ \t\n\r]+")
 _WITHIN_WORDS: Final = frozenset("-+._")
+_IN_WORD = re.compile(r"[\w\-+.]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _ODD_NUMBER = re.compile(r"\+?(?P<sign>-?)(?P<whole>0|[1-9][0-9]*)?(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?")
 _WORDS: Final = {
@@ -36,6 +38,10 @@ _MOST_COMMENT: Final = 400
 _HEX: Final = frozenset("0123456789abcdefABCDEF")
 _ESCAPES: Final = frozenset('"\\/bfnrt')
 _ENDS: Final = {"{": "}", "[": "]"}
+
+
+in_json: Final = json.JSONEncoder(ensure_ascii=False).encode
+"""The text of a value in JSON, characters beyond ASCII as they are."""
 
 
 class State(Enum):
@@ -71,14 +77,32 @@ class JsonObject:
         self._commented = 0
         """Characters of that comment."""
 
+    @property
+    def as_it_is(self) -> Callable[[str], object | None] | None:
+        """Tells whether all of a text that comes now is passed on as it is and changes nothing. None where none is."""
+        return _PLAIN[self._quote].fullmatch if self._expect == "string" else None
+
     def feed(self, text: str) -> tuple[int, str]:
         """Add `text`; returns how many of its characters belong to the object, and those as they are to be passed on.
         `state` says whether it goes on; of what broke it, nothing is taken."""
         out: list[str] = []
         place = 0
-        while place < len(text) and self.state is State.OPEN:
-            taken = self._string(text, place, out) if self._expect in _IN_STRING else self._outside(text, place, out)
-            place += taken
+        end = len(text)
+        while place < end and self.state is State.OPEN:
+            if self._expect == "string":
+                if (plain := _PLAIN[self._quote].match(text, place)) is not None:
+                    out.append(plain.group())
+                    place = plain.end()
+                elif text[place] == self._quote:
+                    out.append('"')
+                    self._expect = "colon" if self._key else "comma"
+                    place += 1
+                else:
+                    place += self._string(text, place, out)
+            elif self._expect in _IN_ESCAPE:
+                place += self._string(text, place, out)
+            else:
+                place += self._outside(text, place, out)
         return place, "".join(out)
 
     def closing(self) -> str | None:
@@ -94,6 +118,7 @@ class JsonObject:
         return word + "".join(_ENDS[bracket] for bracket in reversed(self._stack))
 
     def _string(self, text: str, place: int, out: list[str]) -> int:
+        """Take a character that is not passed on as it is, or a part of an escape, and that does not end the string."""
         char = text[place]
         if self._expect == "escape":
             return self._escape(char, out)
@@ -106,14 +131,8 @@ class JsonObject:
             if len(self._word) == len("\\u0000"):
                 out.append(self._word)
                 self._word, self._expect = "", "string"
-        elif (plain := _PLAIN[self._quote].match(text, place)) is not None:
-            out.append(plain.group())
-            return plain.end() - place
         elif char == "\\":
             self._expect = "escape"
-        elif char == self._quote:
-            out.append('"')
-            self._expect = "colon" if self._key else "comma"
         else:
             out.append('\\"' if char == '"' else f"\\u{ord(char):04x}")
         return 1
@@ -139,12 +158,13 @@ class JsonObject:
         if self._comment:
             return self._in_comment(char)
         if self._expect == "word":
-            if char.isalnum() or char in _WITHIN_WORDS:
-                self._word += char
-                return 1 if len(self._word) <= _MOST_WORD else self._broken()
-            out.append(json.dumps(self._word, ensure_ascii=False) if self._key else _value_of(self._word))
+            if (more := _IN_WORD.match(text, place)) is not None:
+                free = _MOST_WORD - len(self._word)
+                self._word += more.group()[: free + 1]
+                return more.end() - place if more.end() - place <= free else free + self._broken()
+            out.append(in_json(self._word) if self._key else _value_of(self._word))
             self._word, self._expect = "", "colon" if self._key else "comma"
-        space = _SPACE.match(text, place)
+        space = _SPACE.match(text, place) if char in " \t\n\r" else None
         if space is not None and self._expect != "begin":
             if self._held:
                 self._held += space.group()
@@ -245,7 +265,7 @@ class JsonObject:
         return 0
 
 
-_IN_STRING: Final = ("string", "escape", "hex")
+_IN_ESCAPE: Final = ("escape", "hex")
 _MAY_END: Final = ("comma", "key", "first key", "item", "first item", "word")
 
 
@@ -259,4 +279,4 @@ def _value_of(word: str) -> str:
     if odd is not None and (odd["whole"] or odd["part"]):
         part = f".{odd['part']}" if odd["part"] else ""
         return f"{odd['sign']}{odd['whole'] or '0'}{part}{odd['power'] or ''}"
-    return json.dumps(word, ensure_ascii=False)
+    return in_json(word)
