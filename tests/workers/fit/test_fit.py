@@ -177,7 +177,9 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
         check_fit(EngineConfig(model=str(tmp_path / "config.json")))
 
 
-@pytest.mark.parametrize(("name", "more"), [("host_cache_bytes", {}), ("disk_cache_bytes", {"host_cache_bytes": 2**30})])
+@pytest.mark.parametrize(
+    ("name", "more"), [("host_cache_bytes", {}), ("disk_cache_bytes", {"host_cache_bytes": 2**30})]
+)
 def test_less_than_a_page_behind_the_cache(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     """The size of a page is told as ranks count it: the demo model has no other caches."""
     config = EngineConfig(model="demo", device="cpu", width=1, host_cache_bytes=2**30)
