@@ -2,7 +2,7 @@
 anything grow, is anything left?
 
     python bench/soak.py --minutes 25
-    python bench/soak.py --minutes 60 --clients 2 --pause 0.2 --limit 5    # an hour of little load
+    python bench/soak.py --minutes 60 --clients 2 --small 4 --pause 0.2 --limit 5    # an hour of little load
 
 Serves the demo model, told that it has room for long prompts, through Ray. One well-behaved client streams all the
 time and notes the longest gap between two events; another asks `/health` twice a second; the crowd of
@@ -272,6 +272,17 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
                 name = getattr(way, "__name__", "asks_for_much")
                 failures[f"{name}: {type(error).__name__}: {str(error)[:60]}"] += 1
 
+    async def ask_for_little(http: httpx.AsyncClient) -> None:
+        """Ask for a few tokens, again and again."""
+        body = {"model": "demo", "prompt": "def f(", "max_tokens": 4}
+        while time.monotonic() < until:
+            try:
+                answer = await http.post(f"{app.url}/v1/completions", json=body)
+                habits.seen[str(answer.status_code)] += 1
+            except httpx.HTTPError as error:
+                failures[f"asks for little: {type(error).__name__}: {str(error)[:60]}"] += 1
+            await asyncio.sleep(options.pause)
+
     async def report() -> None:
         nonlocal neighbour, asked
         while time.monotonic() < until:
@@ -294,6 +305,8 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
             group.create_task(report())
             for _ in range(options.clients):
                 group.create_task(misbehave())
+            for _ in range(options.small):
+                group.create_task(ask_for_little(http))
         while watcher.is_alive():  # its last request, and what it has to tell
             neighbour = newest(told, neighbour)
             await asyncio.sleep(0.1)
@@ -337,6 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--clients", type=int, default=16, help="clients of bad habits at any moment")
+    parser.add_argument("--small", type=int, default=0, help="clients beside them that ask for a few tokens each time")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that a client waits between its actions")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds of the longest gap and the slowest /health")
     parser.add_argument("--growth-mib", type=int, default=100, help="MiB that a process may grow once it is warm")

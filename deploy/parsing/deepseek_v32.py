@@ -239,5 +239,6 @@ class DeepSeekV32Calls(TaggedCalls):
         is_string = says == "true" and "string" in types_of_argument(self._schemas.get(self._name), key)
         self._begin_argument(key, tag.text, STRING if is_string else None, is_json=says == "false")
         if tag.closed:
+            self._add(tag.attributes.get("value", ""))
             self._end_value()
         return True

@@ -30,12 +30,17 @@ _ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "kwar
 
 def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of a call of one of the tools that is one JSON object; None if it is none. Models also write
-    the arguments as a string that holds the object, beside the name, or leave them away, and put all into a member
-    `function`. Of what stands beside the name all goes along where the schema takes it, else what it knows."""
+    the arguments as a string that holds the object, beside the name, as the one member that has the tool's name, or
+    leave them away, and put all into a member `function`. Of what stands beside the name all goes along where the
+    schema takes it, else what it knows."""
     if not isinstance(value, dict):
         return None
     if isinstance(inner := value.get("function"), dict):
         return call_of(inner, schemas)
+    if len(value) == 1:
+        [(only, given)] = value.items()
+        if isinstance(given, dict) and (called := known_name(only, schemas)) in schemas:
+            return called, given
     key = next((key for key in _NAMES if isinstance(value.get(key), str)), "")
     name = value.get(key)
     if not isinstance(name, str) or (name := known_name(name, schemas)) not in schemas:

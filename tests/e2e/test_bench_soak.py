@@ -16,7 +16,7 @@ LIMITS = ("--limit", "60", "--growth-mib", "200")
 
 
 def test_a_short_soak_tells_the_growth_of_every_process() -> None:
-    asked = ("--minutes", "1.5", "--clients", "3", "--pause", "0.2", *LIMITS)
+    asked = ("--minutes", "1.5", "--clients", "2", "--small", "2", "--pause", "0.2", *LIMITS)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "bench" / "soak.py"), *asked]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)

@@ -69,5 +69,5 @@ def test_two_applications_serve_and_a_third_waits_for_room(launch) -> None:
             time.sleep(0.5)
         assert counted == REFUSED
     pids = server.pids()
-    assert server.stop() == 0
+    assert server.stop() == 0, server.lines
     wait_gone(pids)

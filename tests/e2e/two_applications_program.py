@@ -65,6 +65,8 @@ def main() -> None:
                     tell(waiting[0])
                     tell(f"figures at http://127.0.0.1:{figures}/metrics")
                     tell(f"serving two at http://127.0.0.1:{port}/v1")
+            serve.shutdown()
+            ray.shutdown()
         finally:
             cluster.shutdown()
 
