@@ -184,7 +184,7 @@ class Neighbour:
                 self.expect(answer.status_code == 200, f"the neighbour was answered {answer.status_code}")
                 async for line in answer.aiter_lines():
                     if line.startswith("data: "):
-                        self.expect('"error"' not in line, f"the neighbour's stream ended: {line}")
+                        self.expect(not line.startswith('data: {"error"'), f"the neighbour's stream ended: {line}")
                         times.append(time.monotonic())
             self.tokens += len(times)
             self.gap_s = max([self.gap_s, *(b - a for a, b in pairwise(times))])
@@ -263,8 +263,10 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
 
     async def misbehave() -> None:
         choices = ways(habits)
+        # Each once at first, so that memory that is kept for the largest requests is there before it counts as warm.
+        first = [*dict.fromkeys(choices)]
         while time.monotonic() < until:
-            way = habits.draw.choice(choices)
+            way = first.pop() if first else habits.draw.choice(choices)
             try:
                 await asyncio.wait_for(way(), 120)
                 await asyncio.sleep(options.pause)
