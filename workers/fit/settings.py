@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any, Final
 
 from kernels.page import PAGE_TOKENS
@@ -90,8 +91,14 @@ def _dtype(config: EngineConfig, gpus: int | None) -> str:
 
 
 def _tiers(config: EngineConfig, values: dict[str, Any], gpus: int | None) -> list[str]:
-    """What is too small for a single page behind the GPU's cache. Ranks know the size of one to the byte; here it is
-    what the latents of all layers take at the least."""
+    """What is too small for a single page behind the GPU's cache, or too large for the machine, where that is known.
+    Ranks know the size of a page to the byte; here it is what the latents of all layers take at the least."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if gpus is not None and config.host_cache_bytes > memory:
+        return [
+            f"host_cache_bytes = {config.host_cache_bytes} (--host-cache-bytes), but this machine has {memory} bytes "
+            "of memory: give less"
+        ]
     counts = [values.get(name) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")]
     known = [count for count in counts if type(count) is int]
     if len(known) < len(counts):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG, MXFP8_CONFIG
@@ -194,3 +195,12 @@ def test_less_than_a_page_behind_the_cache(tmp_path: Path, name: str, more: dict
         assert said.endswith(f"takes at least {least}: give more, or 0 for none")
     assert not fit(**given, **{name: least})
     assert not fit(**given, kv_cache_dtype="fp8", **{name: least // 4})
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(0, False), (1, False), (None, True)])
+def test_more_host_memory_than_the_machine_has(gpus: int | None, fits: bool) -> None:
+    """Where the ranks will run on other machines nobody knows."""
+    config = EngineConfig(model="demo", host_cache_bytes=psutil.virtual_memory().total + 1)
+    says = rf"host_cache_bytes = {config.host_cache_bytes} .* this machine has {config.host_cache_bytes - 1} bytes"
+    with nullcontext() if fits else pytest.raises(Unfit, match=says):
+        check_fit(config, gpus=gpus)
