@@ -2,13 +2,15 @@
 anything grow, is anything left?
 
     python bench/soak.py --minutes 25
+    python bench/soak.py --minutes 60 --clients 2 --small 4 --pause 0.2 --limit 5    # an hour of little load
 
 Serves the demo model, told that it has room for long prompts, through Ray. One well-behaved client streams all the
 time and notes the longest gap between two events; another asks `/health` twice a second; the crowd of
 `bench/hostile_clients.py` does what it does, requests of 4,000 tokens for 128 choices among them. Prints a line a
 minute and the figures at the end. Exits with 1 if one of them is over its limit: a gap or a `/health` of more than a
 second, an answer with a status that nobody expects, a process that grew by more than 100 MiB once it was warm, a page,
-process or file that is left.
+process or file that is left. The memory of every process of the application and of its Ray is told by name, with what
+it grew by in a thousand requests.
 """
 
 from __future__ import annotations
@@ -71,6 +73,16 @@ def long_model(folder: Path) -> Path:
     return model
 
 
+def named(command: list[str]) -> str:
+    """Return a short name for a process."""
+    title = command[0]
+    if title.startswith("ray::"):
+        return title.removeprefix("ray::").split(":latentserve:")[-1].split(".")[0]
+    module = next((word for flag, word in pairwise(command) if flag == "-m"), "")
+    script = next((word for word in command[1:] if word.endswith(".py")), "")
+    return module or Path(script or title).name
+
+
 class Application:
     """`latentserve serve` as a child."""
 
@@ -119,6 +131,14 @@ class Application:
                     named[name] = process
         return named
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that the processes hold for themselves, Ray's own among them, by name; those of one name together."""
+        held: Counter[str] = Counter()
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error, IndexError):  # it may have ended
+                held[named(process.cmdline())] += process.memory_full_info().uss
+        return dict(held)
+
     def stop(self) -> list[str]:
         """End it; returns what is wrong with how it ended."""
         wrong = []
@@ -164,7 +184,7 @@ class Neighbour:
                 self.expect(answer.status_code == 200, f"the neighbour was answered {answer.status_code}")
                 async for line in answer.aiter_lines():
                     if line.startswith("data: "):
-                        self.expect('"error"' not in line, f"the neighbour's stream ended: {line}")
+                        self.expect(not line.startswith('data: {"error"'), f"the neighbour's stream ended: {line}")
                         times.append(time.monotonic())
             self.tokens += len(times)
             self.gap_s = max([self.gap_s, *(b - a for a, b in pairwise(times))])
@@ -225,11 +245,6 @@ def ways(habits: Habits) -> list[Callable[[], Awaitable[None]]]:
     ]
 
 
-def memory(processes: dict[str, psutil.Process]) -> dict[str, int]:
-    """Bytes that each process holds for itself."""
-    return {name: process.memory_full_info().uss for name, process in processes.items()}
-
-
 async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
     """The minutes; returns what was wrong."""
     neighbour, habits = Neighbour(), Habits(app.url)
@@ -248,23 +263,37 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
 
     async def misbehave() -> None:
         choices = ways(habits)
+        # Each once at first, so that memory that is kept for the largest requests is there before it counts as warm.
+        first = [*dict.fromkeys(choices)]
         while time.monotonic() < until:
-            way = habits.draw.choice(choices)
+            way = first.pop() if first else habits.draw.choice(choices)
             try:
                 await asyncio.wait_for(way(), 120)
+                await asyncio.sleep(options.pause)
             except Exception as error:  # whatever it is, the crowd goes on, and the end tells
                 name = getattr(way, "__name__", "asks_for_much")
                 failures[f"{name}: {type(error).__name__}: {str(error)[:60]}"] += 1
+
+    async def ask_for_little(http: httpx.AsyncClient) -> None:
+        """Ask for a few tokens, again and again."""
+        body = {"model": "demo", "prompt": "def f(", "max_tokens": 4}
+        while time.monotonic() < until:
+            try:
+                answer = await http.post(f"{app.url}/v1/completions", json=body)
+                habits.seen[str(answer.status_code)] += 1
+            except httpx.HTTPError as error:
+                failures[f"asks for little: {type(error).__name__}: {str(error)[:60]}"] += 1
+            await asyncio.sleep(options.pause)
 
     async def report() -> None:
         nonlocal neighbour, asked
         while time.monotonic() < until:
             await asyncio.sleep(min(60.0, max(until - time.monotonic(), 0.1)))
-            held, neighbour = memory(processes), newest(told, neighbour)
+            held, neighbour = app.memory(), newest(told, neighbour)
             if not warm and time.monotonic() - begin > WARM_SHARE * options.minutes * 60:
                 warm.update(held)
                 asked = sum(habits.seen.values())
-            sizes = ", ".join(f"{name.split(':')[0]} {size // MIB} MiB" for name, size in held.items())
+            sizes = ", ".join(f"{name} {size // MIB} MiB" for name, size in held.items())
             minutes, gap_s, health_s = (time.monotonic() - begin) / 60, neighbour.gap_s, neighbour.health_s
             print(
                 f"{minutes:5.1f} min: gap {gap_s:.2f} s, /health {health_s:.2f} s, first token "
@@ -278,6 +307,8 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
             group.create_task(report())
             for _ in range(options.clients):
                 group.create_task(misbehave())
+            for _ in range(options.small):
+                group.create_task(ask_for_little(http))
         while watcher.is_alive():  # its last request, and what it has to tell
             neighbour = newest(told, neighbour)
             await asyncio.sleep(0.1)
@@ -287,7 +318,7 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
     if processes.keys() != app.processes().keys() or app.processes() != processes:
         wrong.append("a process of the replica was replaced")
     else:
-        grown = {name: size - warm.get(name, size) for name, size in memory(processes).items()}
+        grown = {name: size - warm.get(name, size) for name, size in app.memory().items()}
         requests = max(sum(habits.seen.values()) - asked, 1)
         slopes = [f"{name} {size / MIB:.1f} MiB ({size / requests * 1000 / MIB:.2f})" for name, size in grown.items()]
         print(f"grown since warm, within {requests} requests (in a thousand of them):", ", ".join(slopes))
@@ -321,6 +352,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--clients", type=int, default=16, help="clients of bad habits at any moment")
+    parser.add_argument("--small", type=int, default=0, help="clients beside them that ask for a few tokens each time")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that a client waits between its actions")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds of the longest gap and the slowest /health")
     parser.add_argument("--growth-mib", type=int, default=100, help="MiB that a process may grow once it is warm")
     options = parser.parse_args()

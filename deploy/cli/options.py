@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,7 +156,19 @@ IgnoreEos = Annotated[
     typer.Option("--ignore-eos", help="Generate on past end-of-sequence tokens.", rich_help_panel=SAMPLING),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def _quietly(context: typer.Context, quiet: bool) -> bool:
+    """Keep warnings off stderr, those of libraries among them, until the command ends. Errors are still printed."""
+    if quiet:
+        held = warnings.catch_warnings(action="ignore")
+        context.with_resource(held)
+        context.call_on_close(partial(logging.disable, logging.root.manager.disable))
+        logging.disable(logging.WARNING)
+    return quiet
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", callback=_quietly)]
 
 
 def examples(*lines: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from deploy.parsing.events import Content, Event
@@ -25,7 +26,7 @@ class StopWatch(Protocol):
 class AnswerParser:
     """Reasoning is told apart first. What is left is watched for stop strings, and tool calls are looked for in it."""
 
-    __slots__ = ("_begun", "_matcher", "_reasoning", "_through", "_tools")
+    __slots__ = ("_begun", "_matcher", "_reasoning", "_through", "_tools", "straight")
 
     def __init__(
         self,
@@ -45,10 +46,19 @@ class AnswerParser:
         self._matcher: StopWatch | None = None
         self._begun: str | None = "" if calls_or_content and tools is not None else None
         """Text that may be the beginning of a call or of content; None once it is known, or if it does not matter."""
+        self.straight: Callable[[str], list[Event]] | None = None
+        """Takes all text that comes, where nothing else has to look at it and no reasoning comes any more."""
+        self._go_straight()
+
+    def _go_straight(self) -> None:
+        """Let the parser of tool calls take all text that comes, where nothing else has to look at it."""
+        alone = self._through and self._matcher is None and self._begun is None
+        self.straight = self._tools.push if alone and self._tools is not None else None
 
     def watch(self, matcher: StopWatch) -> None:
         """Let `matcher` look for stop strings in what comes after the reasoning."""
         self._matcher = matcher
+        self._go_straight()
 
     @property
     def stop(self) -> str | None:
@@ -62,12 +72,16 @@ class AnswerParser:
 
     def push(self, text: str, watched: bool = True) -> list[Event]:
         """See `Parser`. Text that is not `watched` may hold stop strings; none may follow text that was."""
+        if self.straight is not None:  # the common case, made short
+            return self.straight(text)
         if self._through or self._reasoning is None:
             return self._answer(text, watched)
         out: list[Event] = []
         for event in self._reasoning.push(text):
             out += self._behind(event.text, watched) if isinstance(event, Content) else [event]
         self._through = self._reasoning.through
+        if self._through:
+            self._go_straight()
         return out
 
     def finish(self, cut: bool = False) -> list[Event]:
@@ -108,4 +122,5 @@ class AnswerParser:
                     return []
                 self._tools = None
             text, self._begun = self._begun, None
+            self._go_straight()
         return [Content(text)] if self._tools is None else self._tools.push(text)

@@ -11,6 +11,7 @@ from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
 _KIND = re.compile(r"(?:functions?|tools?)(?:[.:/]|\s+)")
+_MAY_END_NAME = re.compile(r"[\n`{<(]").search
 _KINDS = ("function", "functions", "tool", "tools", "type")
 
 
@@ -47,7 +48,11 @@ class DeepSeekCalls(JsonCalls):
     @override
     def head(self, text: str) -> tuple[str, str] | None:
         """Id and name. The name is "" where a kind of tool stands for it, and a name follows."""
+        if (kind := text.strip()) in _KINDS and kind not in self._schemas:  # the common cases, made short
+            return "", ""
         name = known_name(text, self._schemas)
+        if name in self._schemas and is_name(name):
+            return self._make_id(), name
         if name in _KINDS and name not in self._schemas:
             return "", ""
         bare = _KIND.sub("", name, count=1).strip()
@@ -73,7 +78,11 @@ class DeepSeekCalls(JsonCalls):
             return self._leave_close_out() is True
         if not marker and self._markers.begun(self._rest):
             return False
-        if (python := self._python()) is not False:
+        if len(self._rest) < MOST_NAME and _MAY_END_NAME(self._rest) is None:
+            self._ends_wait = _MAY_END_NAME
+            return False
+        may_be_python = "(" in self._rest or self._rest[0] in "[`"
+        if may_be_python and (python := self._python()) is not False:
             return python is True
         line = self._rest[:MOST_NAME]
         ends = [end for mark in ("\n", "`", "{", "<") if (end := line.find(mark)) >= 0]

@@ -48,6 +48,7 @@ _BARE = ("<param", "</param", "</invoke", _BARE_INVOKE)
 """Beginnings of tags within a call whose marker may be missing."""
 _SECTIONS = ("function_calls", "tool_calls", "calls")
 _KINDS = (*_SECTIONS, "invoke", "parameter", "param")
+_KINDS_BEGUN = frozenset(name[:end] for name in _KINDS for end in range(len(name) + 1))
 _MOST_TAG = MOST_KEY + 128
 
 _MARK = "[｜|]{1,2}DSML[｜|]{1,2}"
@@ -56,6 +57,7 @@ _ATTRIBUTE = re.compile(rf"\s*([a-z]+)\s*=\s*({_QUOTED}|[^\s\"'<>/]+)")
 _START = re.compile(rf"</?(?:{_MARK})?\s*(?P<kind>[a-z_]*)")
 _WHOLE = re.compile(rf"<[^<>\"']*(?:(?:{_QUOTED})[^<>\"']*)*>")
 _CUT = re.compile(rf"<[^<>\"']*(?:(?:{_QUOTED})[^<>\"']*)*(?:\"[^\"]*|'[^']*)?")
+_MAY_END_TAG = re.compile("[<>]").search
 _CONTROL = re.compile(
     rf"</?{_MARK}(?:\s*(?:{'|'.join(_KINDS)})\b(?:{_ATTRIBUTE.pattern})*(?:\s+[a-z]+(?:=(?:\"[^\"<>]*)?)?\Z)?\s*/?>?)?"
 )
@@ -123,12 +125,13 @@ class DeepSeekV32Calls(TaggedCalls):
             return False
         self._state = self._content
         self._take(len(tag.text))
-        name = known_name(tag.attributes.get("name", tag.attributes.get("function", "")), self._schemas)
-        if tag.kind == "invoke" and not tag.ends and is_name(name):
-            self._bare = not tag.text.startswith(_TAGS)
-            self._begin_call(name)
-            if tag.closed:
-                self._end_call()
+        if tag.kind == "invoke" and not tag.ends:
+            name = known_name(tag.attributes.get("name", tag.attributes.get("function", "")), self._schemas)
+            if is_name(name):
+                self._bare = not tag.text.startswith(_TAGS)
+                self._begin_call(name)
+                if tag.closed:
+                    self._end_call()
         elif tag.kind in _SECTIONS and not tag.ends:
             self._raw, self._state = [], self._in_section
         return True
@@ -163,7 +166,7 @@ class DeepSeekV32Calls(TaggedCalls):
         """The tag that `_rest` begins with, one of no kind if it is none; None where more text will tell."""
         start = _START.match(self._rest)
         kind = start["kind"] if start is not None else ""
-        if start is not None and start.end() == len(self._rest) and any(name.startswith(kind) for name in _KINDS):
+        if start is not None and start.end() == len(self._rest) and kind in _KINDS_BEGUN:
             return None
         whole = _WHOLE.match(self._rest, 0, _MOST_TAG) if kind in _KINDS else None
         if whole is not None:
@@ -171,6 +174,7 @@ class DeepSeekV32Calls(TaggedCalls):
             attributes = {name: value.strip("\"'") for name, value in _ATTRIBUTE.findall(text)}
             return _Tag(kind, text.startswith("</"), attributes, text.endswith("/>"), text)
         if kind in _KINDS and len(self._rest) < _MOST_TAG and _CUT.fullmatch(self._rest) is not None:
+            self._ends_wait = _MAY_END_TAG
             return None
         return _Tag("", False, {}, False, self._tags.at(self._rest) or self._rest[:1])
 
@@ -235,5 +239,6 @@ class DeepSeekV32Calls(TaggedCalls):
         is_string = says == "true" and "string" in types_of_argument(self._schemas.get(self._name), key)
         self._begin_argument(key, tag.text, STRING if is_string else None, is_json=says == "false")
         if tag.closed:
+            self._add(tag.attributes.get("value", ""))
             self._end_value()
         return True

@@ -31,6 +31,9 @@ from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
 _END_OF_NAME = re.compile(r"[<{]|```")
+_MAY_END_NAME = re.compile(r"[<{`(]").search
+_NOT_BLANK = re.compile(r"\S").search
+_TAG_BEGUN = re.compile("<").search
 _BREAK = optional(text("\n"))
 """The line break that the older templates have."""
 
@@ -71,9 +74,13 @@ class GlmCalls(TaggedCalls):
 
     def _in_name(self) -> bool:
         """The name, which ends at a tag or where a JSON object begins."""
-        if (python := self._python()) is not False:
-            return python is True
+        if len(self._rest) < MOST_NAME and _MAY_END_NAME(self._rest) is None:
+            self._ends_wait = _MAY_END_NAME
+            return False
         found = _END_OF_NAME.search(self._rest, 0, MOST_NAME + 1)
+        may_be_python = found is None or "(" in self._rest or "`" in self._rest
+        if may_be_python and (python := self._python()) is not False:
+            return python is True
         if found is None:
             return len(self._rest) > MOST_NAME and self._give_up()
         end = found.start()
@@ -173,6 +180,7 @@ class GlmCalls(TaggedCalls):
         self._skip_space()
         end = self._rest.find("<", 0, MOST_KEY + 1)
         if end < 0:
+            self._ends_wait = _TAG_BEGUN if self._rest else None
             return len(self._rest) > MOST_KEY and self._give_up()
         tag, behind = self._tags.at(self._rest[end:]), self._rest[end:]
         if tag is None:
@@ -189,6 +197,7 @@ class GlmCalls(TaggedCalls):
             behind = behind.lstrip()
             tag = self._tags.at(behind)
             if tag is None and self._tags.begun(behind):
+                self._ends_wait = None if behind else _NOT_BLANK
                 return False
             if tag not in (None, self.value, self.value_end):
                 return self._give_up()

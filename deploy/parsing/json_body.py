@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from deploy.parsing.events import Arguments
-from deploy.parsing.json_object import JsonObject, State
+from deploy.parsing.json_object import JsonObject, State, in_json
 from deploy.parsing.parser import CallParser, Schemas, known_name
 from deploy.parsing.schema_types import properties_of
 
@@ -30,12 +30,17 @@ _ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "kwar
 
 def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of a call of one of the tools that is one JSON object; None if it is none. Models also write
-    the arguments as a string that holds the object, beside the name, or leave them away, and put all into a member
-    `function`. Of what stands beside the name all goes along where the schema takes it, else what it knows."""
+    the arguments as a string that holds the object, beside the name, as the one member that has the tool's name, or
+    leave them away, and put all into a member `function`. Of what stands beside the name all goes along where the
+    schema takes it, else what it knows."""
     if not isinstance(value, dict):
         return None
     if isinstance(inner := value.get("function"), dict):
         return call_of(inner, schemas)
+    if len(value) == 1:
+        [(only, given)] = value.items()
+        if isinstance(given, dict) and (called := known_name(only, schemas)) in schemas:
+            return called, given
     key = next((key for key in _NAMES if isinstance(value.get(key), str)), "")
     name = value.get(key)
     if not isinstance(name, str) or (name := known_name(name, schemas)) not in schemas:
@@ -143,6 +148,10 @@ class JsonBody(CallParser):
         """Take what is there of the object. Return its text as it is to be passed on, and whether it is complete: None
         if it goes on, or if more text will tell; False if it is none."""
         used, text = self._json.feed(self._rest)
+        if self._json.state is State.OPEN:
+            self._raw.append(self._rest)
+            self._rest = ""
+            return text, None
         self._take(used)
         if self._json.state is not State.BROKEN:
             return text, True if self._json.state is State.DONE else None
@@ -157,6 +166,8 @@ class JsonBody(CallParser):
             self._body_ended()
         elif complete is False:
             self._give_up()
+        elif not self._rest:
+            self._as_it_is = self._json.as_it_is
         return complete is not None
 
     def _ends_body(self) -> bool | None:
@@ -180,7 +191,7 @@ class JsonBody(CallParser):
             value = None
         if value is None:
             return self._give_up()
-        self._write(json.dumps(value, ensure_ascii=False))
+        self._write(in_json(value))
         self._body_ended()
         return True
 
@@ -207,7 +218,7 @@ class JsonBody(CallParser):
     def _tell_call(self, name: str, arguments: Mapping[str, Any]) -> None:
         """An object was a whole call."""
         self._begin(self._new_id(name), name)
-        self._write(json.dumps(arguments, ensure_ascii=False))
+        self._write(in_json(arguments))
         self._end()
         self._state = self._behind_object
 
@@ -234,4 +245,5 @@ class JsonBody(CallParser):
 
     def _skip_strays(self) -> None:
         strays = " \t\n\r\f\v}]" if self._bracketed else " \t\n\r\f\v}"
-        self._take(len(self._rest) - len(self._rest.lstrip().lstrip(strays).lstrip()))
+        if count := len(self._rest) - len(self._rest.lstrip().lstrip(strays).lstrip()):
+            self._take(count)

@@ -9,7 +9,7 @@ text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -40,6 +40,13 @@ def _end_of_head(*markers: str) -> re.Pattern[str]:
     return re.compile("[{`]|" + "|".join(map(re.escape, markers)))
 
 
+@cache
+def _ends_wait(*markers: str) -> Callable[[str], object | None]:
+    """Finds a character that may end the head of a call, or begin one within it that Python writes."""
+    first = "".join(sorted({marker[0] for marker in markers}))
+    return re.compile(f"[{{`(\\[{re.escape(first)}]").search
+
+
 class JsonCalls(PythonCalls):
     """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
     is found by its own markers, or within a section by the separator alone."""
@@ -60,6 +67,7 @@ class JsonCalls(PythonCalls):
         super().__init__(schemas, make_id)
         self._call_ends = (self.call_end, self.section_end)
         self._end_of_head = _end_of_head(*self.ends_content, self.close)
+        self._may_end_head = _ends_wait(*self.ends_content, self.close)
         self._call = ("", "")
         """Id and name of the call whose arguments come next."""
         self._in_section = False
@@ -105,6 +113,10 @@ class JsonCalls(PythonCalls):
     def _section(self) -> bool:
         """State between the calls of a section. Text is held back as far as it may be the head of a call, or an object
         that is one, perhaps in a list."""
+        marker = self._markers.at(self._rest)
+        if marker is not None and self._meant(marker) not in (self.close, self.separator):  # as templates write it
+            self._raw, self._state = [], self._content
+            return True
         blank = len(self._rest) - len(self._rest.lstrip())
         if blank < len(self._rest) and (closed := self._leave_close_out(blank)) is not False:
             return closed is True
@@ -125,6 +137,7 @@ class JsonCalls(PythonCalls):
             self._state = self._content
             return True
         if found is None:
+            self._ends_wait = self._may_end_head if self._may_end_head(self._rest) is None else None
             return False
         before = self._rest[:begin].rstrip()
         head = before.rsplit(maxsplit=1)[-1] if before else ""
@@ -145,9 +158,13 @@ class JsonCalls(PythonCalls):
 
     def _head(self) -> bool:
         """The head, which ends at the separator, or where the arguments begin or the call ends without one."""
-        if (python := self._python()) is not False:
-            return python is True
+        if len(self._rest) < MOST_NAME and self._may_end_head(self._rest) is None:
+            self._ends_wait = self._may_end_head
+            return False
         found = self._end_of_head.search(self._rest)
+        may_be_python = found is None or "(" in self._rest or "`" in self._rest
+        if may_be_python and (python := self._python()) is not False:
+            return python is True
         begin = found.start() if found is not None else len(self._rest) - self._markers.held(self._rest)
         if begin > MOST_NAME:
             return self._give_up()
@@ -177,6 +194,10 @@ class JsonCalls(PythonCalls):
     def _before(self) -> bool:
         """State before the arguments' object."""
         self._skip_space()
+        if self._rest.startswith("{"):  # the common case, made short
+            self._begin(*self._call)
+            self._begin_body()
+            return True
         marker = self._markers.at(self._rest) or ""
         if marker == self.close:
             return self._leave_close_out() is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -14,12 +15,22 @@ _PLAIN: Final = {
     '"': re.compile(r'[^"\\\x00-\x1f]+'),
     "'": re.compile(r"[^'\"\\\x00-\x1f]+"),
     "”": re.compile(r"[^”\"\\\x00-\x1f]+"),
+    "`": re.compile(r"[^`\"\\\x00-\x1f]+"),
 }
 """Text within a string that stands in JSON as it is, by the quotation mark that ends the string."""
 _QUOTES: Final = {'"': '"', "'": "'", "“": "”"}
 """Quotation marks that begin a string, and those that end it."""
+_QUOTES_OF_VALUES: Final = {**_QUOTES, "`": "`"}
+"""Those of an object's values, which JavaScript's templates are, too. Elsewhere it is a fence."""
+_OPENS: Final = {"{": "{", "[": "[", "(": "["}
+"""Brackets of values, and those that they are in JSON: tuples are arrays."""
+_PREFIXES: Final = frozenset(("u", "b", "f", "r", "br", "rb", "fr", "rf"))
+"""Letters before Python's strings."""
+_BEHIND_VALUES: Final = frozenset(",}]")
+_SPACES: Final = frozenset(" \t\n\r")
 _SPACE = re.compile(r"[ \t\n\r]+")
 _WITHIN_WORDS: Final = frozenset("-+._")
+_IN_WORD = re.compile(r"[\w\-+.]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _ODD_NUMBER = re.compile(r"\+?(?P<sign>-?)(?P<whole>0|[1-9][0-9]*)?(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?")
 _WORDS: Final = {
@@ -28,6 +39,9 @@ _WORDS: Final = {
     "False": "false",
     "None": "null",
     "undefined": "null",
+    "TRUE": "true",
+    "FALSE": "false",
+    **dict.fromkeys(("NULL", "Null", "nil"), "null"),
     **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "null"),
 }
 _MOST_WORD: Final = 400
@@ -36,6 +50,10 @@ _MOST_COMMENT: Final = 400
 _HEX: Final = frozenset("0123456789abcdefABCDEF")
 _ESCAPES: Final = frozenset('"\\/bfnrt')
 _ENDS: Final = {"{": "}", "[": "]"}
+
+
+in_json: Final = json.JSONEncoder(ensure_ascii=False).encode
+"""The text of a value in JSON, characters beyond ASCII as they are."""
 
 
 class State(Enum):
@@ -48,11 +66,27 @@ class State(Enum):
 
 class JsonObject:
     """Follows RFC 8259, and takes what models write in its place: values as Python or JavaScript spell them, other
-    quotation marks, words without any, commas too many or missing, brackets that are not closed, comments, control
-    characters in strings and escapes that there are not. What is passed on is JSON, and valid JSON is passed on as it
+    quotation marks, also within a string, three of them and letters before them, words without any, commas too many or
+    missing, tuples, brackets that are not closed, comments, control characters in strings and escapes that there are
+    not. What is passed on is JSON, and valid JSON is passed on as it
     is. A word that is no value is a string, and a number with zeros before it, too, so that nothing of it is lost."""
 
-    __slots__ = ("_comment", "_commented", "_expect", "_held", "_key", "_quote", "_stack", "_word", "state")
+    __slots__ = (
+        "_closed",
+        "_comment",
+        "_commented",
+        "_expect",
+        "_fresh",
+        "_held",
+        "_key",
+        "_marks",
+        "_quote",
+        "_raw",
+        "_stack",
+        "_triple",
+        "_word",
+        "state",
+    )
 
     def __init__(self) -> None:
         self.state = State.OPEN
@@ -64,6 +98,13 @@ class JsonObject:
         """Whether the string or word that is open is a key."""
         self._quote = '"'
         """What ends the string that is open."""
+        self._fresh = self._raw = self._triple = False
+        """Whether the string that is open has no character yet, has backslashes that are none but themselves, and ends
+        with three quotation marks."""
+        self._marks = 0
+        """How many of three quotation marks there were."""
+        self._closed = ""
+        """The quotation mark that may end a value, and the white space behind it: what follows tells."""
         self._held = ""
         """A comma and the white space behind it, which are left out where nothing follows."""
         self._comment = ""
@@ -71,14 +112,41 @@ class JsonObject:
         self._commented = 0
         """Characters of that comment."""
 
+    @property
+    def as_it_is(self) -> Callable[[str], object | None] | None:
+        """Tells whether all of a text that comes now is passed on as it is and changes nothing. None where none is."""
+        in_string = self._expect == "string" and not self._fresh and not self._marks
+        return _PLAIN[self._quote].fullmatch if in_string else None
+
     def feed(self, text: str) -> tuple[int, str]:
         """Add `text`; returns how many of its characters belong to the object, and those as they are to be passed on.
         `state` says whether it goes on; of what broke it, nothing is taken."""
         out: list[str] = []
         place = 0
-        while place < len(text) and self.state is State.OPEN:
-            taken = self._string(text, place, out) if self._expect in _IN_STRING else self._outside(text, place, out)
-            place += taken
+        end = len(text)
+        while place < end and self.state is State.OPEN:
+            if self._expect == "string":
+                plain = _PLAIN[self._quote].match(text, place)
+                if text[place] == self._quote:
+                    place += 1
+                    if not self._triple and (self._key or text[place : place + 1] in _BEHIND_VALUES):
+                        out.append('"')  # the common case, made short
+                        self._expect = "colon" if self._key else "comma"
+                    else:
+                        self._end_string()
+                elif self._marks:
+                    out.append(('\\"' if self._quote == '"' else self._quote) * self._marks)
+                    self._marks = 0
+                elif plain is not None:
+                    out.append(plain.group())
+                    place, self._fresh = plain.end(), False
+                else:
+                    place += self._string(text, place, out)
+                    self._fresh = False
+            elif self._expect in _IN_ESCAPE:
+                place += self._string(text, place, out)
+            else:
+                place += self._outside(text, place, out)
         return place, "".join(out)
 
     def closing(self) -> str | None:
@@ -93,7 +161,33 @@ class JsonObject:
             word = _value_of(self._word)
         return word + "".join(_ENDS[bracket] for bracket in reversed(self._stack))
 
+    def _end_string(self) -> None:
+        """Take the quotation mark that ends the value that is open, or one of three that do."""
+        if self._triple:
+            self._marks += 1
+            if self._marks < len('"""'):
+                return
+            self._triple, self._marks = False, 0
+        self._closed, self._expect = '"', "comma"
+
+    def _behind_string(self, char: str, out: list[str]) -> int:
+        """Take what stands behind the quotation mark of a value, which is within the string where words go on."""
+        if char in _SPACES:
+            self._closed += char
+            return 1
+        closed, self._closed = self._closed, ""
+        if self._fresh and char == self._quote and closed == '"' and char in "\"'":
+            self._triple, self._expect, self._fresh = True, "string", False
+            return 1
+        if char.isalnum() or char in ".!?\\":
+            out.append("\\" + closed[0] + in_json(closed[1:])[1:-1])
+            self._expect = "string"
+            return 0
+        out.append(closed)
+        return 0
+
     def _string(self, text: str, place: int, out: list[str]) -> int:
+        """Take a character that is not passed on as it is, or a part of an escape, and that does not end the string."""
         char = text[place]
         if self._expect == "escape":
             return self._escape(char, out)
@@ -106,14 +200,10 @@ class JsonObject:
             if len(self._word) == len("\\u0000"):
                 out.append(self._word)
                 self._word, self._expect = "", "string"
-        elif (plain := _PLAIN[self._quote].match(text, place)) is not None:
-            out.append(plain.group())
-            return plain.end() - place
+        elif char == "\\" and self._raw:
+            out.append("\\\\")
         elif char == "\\":
             self._expect = "escape"
-        elif char == self._quote:
-            out.append('"')
-            self._expect = "colon" if self._key else "comma"
         else:
             out.append('\\"' if char == '"' else f"\\u{ord(char):04x}")
         return 1
@@ -138,13 +228,20 @@ class JsonObject:
         char = text[place]
         if self._comment:
             return self._in_comment(char)
+        if self._closed:
+            return self._behind_string(char, out)
         if self._expect == "word":
-            if char.isalnum() or char in _WITHIN_WORDS:
-                self._word += char
-                return 1 if len(self._word) <= _MOST_WORD else self._broken()
-            out.append(json.dumps(self._word, ensure_ascii=False) if self._key else _value_of(self._word))
+            if (more := _IN_WORD.match(text, place)) is not None:
+                free = _MOST_WORD - len(self._word)
+                self._word += more.group()[: free + 1]
+                return more.end() - place if more.end() - place <= free else free + self._broken()
+            if char in "\"'" and not self._key and self._word.lower() in _PREFIXES:
+                self._begin_string(char, out, raw="r" in self._word.lower())
+                self._word = ""
+                return 1
+            out.append(in_json(self._word) if self._key else _value_of(self._word))
             self._word, self._expect = "", "colon" if self._key else "comma"
-        space = _SPACE.match(text, place)
+        space = _SPACE.match(text, place) if char in _SPACES else None
         if space is not None and self._expect != "begin":
             if self._held:
                 self._held += space.group()
@@ -159,10 +256,12 @@ class JsonObject:
     def _take(self, char: str, out: list[str]) -> bool:
         """Take one character outside of strings and words. Return whether it may stand here."""
         expect = self._expect
-        if char in "}]":
+        if char in "}])":
             return self._close("{" if char == "}" else "[", out)
-        if char == ",":
+        if char in ",;":
             return self._comma(out)
+        if expect == "value" and char == ">":
+            return True  # of an arrow, in place of a colon
         if expect == "colon" and char in ":=":
             self._expect = "value"
             out.append(":")
@@ -177,7 +276,8 @@ class JsonObject:
                 return False
             self._key = True
         elif expect in ("value", "item", "first item", "begin"):
-            begins = char == "{" if expect == "begin" else begins_word or char in _QUOTES or char in "{["
+            quotes = _QUOTES_OF_VALUES if expect == "value" else _QUOTES
+            begins = char == "{" if expect == "begin" else begins_word or char in quotes or char in _OPENS
             if not begins:
                 return False
             self._key = False
@@ -185,17 +285,22 @@ class JsonObject:
             return False
         out.append(self._held)
         self._held = ""
-        if char in _QUOTES:
-            out.append('"')
-            self._quote, self._expect = _QUOTES[char], "string"
-        elif char in "{[":
-            out.append(char)
-            self._stack.append(char)
-            self._expect = "first key" if char == "{" else "first item"
+        if char in _QUOTES_OF_VALUES:
+            self._begin_string(char, out)
+        elif char in _OPENS:
+            bracket = _OPENS[char]
+            out.append(bracket)
+            self._stack.append(bracket)
+            self._expect = "first key" if bracket == "{" else "first item"
             return len(self._stack) <= MOST_DEPTH
         else:
             self._word, self._expect = char, "word"
         return True
+
+    def _begin_string(self, mark: str, out: list[str], raw: bool = False) -> None:
+        out.append('"')
+        self._quote, self._expect = _QUOTES_OF_VALUES[mark], "string"
+        self._fresh, self._raw = True, raw
 
     def _behind_comma(self) -> str:
         return "key" if self._stack[-1] == "{" else "item"
@@ -245,7 +350,7 @@ class JsonObject:
         return 0
 
 
-_IN_STRING: Final = ("string", "escape", "hex")
+_IN_ESCAPE: Final = ("escape", "hex")
 _MAY_END: Final = ("comma", "key", "first key", "item", "first item", "word")
 
 
@@ -259,4 +364,4 @@ def _value_of(word: str) -> str:
     if odd is not None and (odd["whole"] or odd["part"]):
         part = f".{odd['part']}" if odd["part"] else ""
         return f"{odd['sign']}{odd['whole'] or '0'}{part}{odd['power'] or ''}"
-    return json.dumps(word, ensure_ascii=False)
+    return in_json(word)

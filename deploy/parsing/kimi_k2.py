@@ -65,6 +65,9 @@ class KimiK2Calls(JsonCalls):
     @override
     def head(self, text: str) -> tuple[str, str] | None:
         """The id, and the name in it: "" where only the arguments can tell."""
+        found = _ID.fullmatch(text)
+        if found is not None and found["name"] in self._schemas:  # the common case, made short
+            return self._unique(text, found["name"]), found["name"]
         call_id = _SPACE.sub(r"\1", text.strip().strip("\"'"))
         found = _ID.fullmatch(call_id)
         names = list(_names_in(call_id))

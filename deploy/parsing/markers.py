@@ -9,13 +9,14 @@ from functools import lru_cache
 class Markers:
     """A few fixed strings. Where several match at one place the longest is found."""
 
-    __slots__ = ("_beginnings", "_longest", "_pattern", "_start")
+    __slots__ = ("_beginnings", "_longest", "_pattern", "first")
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._beginnings = frozenset(marker[:end] for marker in markers for end in range(len(marker) + 1))
-        self._start = re.compile("[" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]")
+        self.first = re.compile("[" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]").search
+        """Finds a character in a text that begins a marker."""
         self._longest = len(longest_first[0])
 
     def search(self, text: str, begin: int = 0) -> re.Match[str] | None:
@@ -25,7 +26,7 @@ class Markers:
     def held(self, text: str) -> int:
         """Return the number of characters at the end of `text` that may begin a marker. `text` holds no whole one."""
         place = max(0, len(text) - self._longest + 1)
-        while (found := self._start.search(text, place)) is not None:
+        while (found := self.first(text, place)) is not None:
             if text[found.start() :] in self._beginnings:
                 return len(text) - found.start()
             place = found.start() + 1
@@ -33,7 +34,7 @@ class Markers:
 
     def absent(self, text: str) -> bool:
         """Whether `text` neither holds nor begins a marker; said at once."""
-        return self._start.search(text) is None
+        return self.first(text) is None
 
     def at(self, text: str) -> str | None:
         """The marker that `text` begins with."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
-from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
+from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event
 from deploy.parsing.markers import Line, markers_of
 from deploy.parsing.reasoning import CLOSE
 
@@ -46,9 +46,9 @@ def is_name(name: str) -> bool:
 def known_name(name: str, schemas: Schemas) -> str:
     """The tool that is meant by a name in quotation marks, with a colon or parentheses behind it, or with the word for
     its kind before it; `name` without white space where these are not the tool's own and none of the request's is."""
-    bare = name.strip().strip("`\"':").removesuffix("()").strip("`\"': ")
     if name.strip() in schemas:
         return name.strip()
+    bare = name.strip().strip("`\"':").removesuffix("()").strip("`\"': ")
     without_kind = _KIND.sub("", bare, count=1)
     return next((found for found in (bare, without_kind) if found in schemas), name.strip())
 
@@ -94,14 +94,30 @@ class CallParser:
         """Whether a closing tag of the reasoning may still come."""
         self._line = Line()
         """What the marker that comes next stands behind."""
+        self._plain = False
+        """Whether text without markers that comes now is content as it is. As the two below, a state says so where it
+        leaves off."""
+        self._as_it_is: Callable[[str], object | None] | None = None
+        """Tells whether all of a text that comes now is the next part of a call's arguments as it is."""
+        self._ends_wait: Callable[[str], object | None] | None = None
+        """Finds characters without which more text changes nothing while `_rest` is shorter than a name."""
 
     def push(self, text: str) -> list[Event]:
         """See `Parser`."""
-        if self._blank is None and not self._rest and self._state == self._content and self._markers.absent(text):
-            if self.in_prose:
-                self._line.add(text)
-            return [Content(text)] if text else []  # the common case, made short
+        if self._plain:  # the two common cases, made short
+            if self._markers.first(text) is None:
+                if self.in_prose:
+                    self._line.add(text)
+                return [Content(text)] if text else []
+        elif self._as_it_is is not None and self._as_it_is(text) is not None:
+            self._raw.append(text)
+            return [Arguments(self._calls, text)]
         self._rest += text
+        if self._ends_wait is not None:
+            if len(self._rest) < MOST_NAME and self._ends_wait(text) is None:
+                return []
+            self._ends_wait = None
+        self._plain, self._as_it_is = False, None
         self._out = []
         while self._rest and self._state():
             pass
@@ -143,6 +159,7 @@ class CallParser:
             cut = len(self._rest) - self._markers.held(self._rest)
             self._say(self._rest[:cut])
             self._rest = self._rest[cut:]
+            self._plain = self._blank is None and not self._rest
             return False
         self._say(self._rest[: found.start()])
         self._rest = self._rest[found.end() :]
@@ -173,6 +190,8 @@ class CallParser:
     def _leave_close_out(self, place: int = 0) -> bool | None:
         """Leave out the closing tag of the reasoning if it stands at this place of `_rest`, within a call: models end
         their reasoning in the middle of one. Return whether it did; None where more text will tell."""
+        if self._rest[place : place + 1] not in ("", self.close[0]):  # the common case, made short
+            return False
         if self._rest.startswith(self.close, place):
             self._rest = f"{self._rest[:place]}\n{self._rest[place + len(self.close) :]}"
             return True
@@ -202,7 +221,8 @@ class CallParser:
         return taken
 
     def _skip_space(self) -> None:
-        self._take(len(self._rest) - len(self._rest.lstrip()))
+        if self._rest[:1].isspace():
+            self._take(len(self._rest) - len(self._rest.lstrip()))
 
     def _begin(self, call_id: str, name: str) -> None:
         self._out.append(CallBegin(self._calls, call_id, name))

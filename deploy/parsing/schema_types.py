@@ -17,6 +17,11 @@ _MOST_PARTS: Final = 1000
 """Parts of a schema that are looked at: references may lead anywhere, and back."""
 _MOST_PYTHON: Final = 10_000
 """Characters of a value that is read as Python writes it."""
+_PARTS: Final = frozenset(("anyOf", "oneOf", "allOf", "$ref"))
+"""Keywords whose schemas hold besides."""
+_SAYS_MORE: Final = _PARTS | {"enum", "const", "nullable"}
+"""Keywords that say something of a value's types besides `type`."""
+_BY_TYPE: Final = {name: frozenset((name, "integer") if name == "number" else (name,)) for name in _ALL}
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 Types = frozenset[str]
@@ -29,6 +34,11 @@ def types_of(schema: Any) -> Types:
 
 def types_of_argument(schema: Mapping[str, Any] | None, name: str) -> Types:
     """The JSON types of a tool's argument by the schema of all its arguments."""
+    if schema is not None and _PARTS.isdisjoint(schema):  # the common case, made short
+        properties = schema.get("properties")
+        one = properties.get(name) if type(properties) is dict else None
+        if type(one) is dict and _SAYS_MORE.isdisjoint(one) and type(kind := one.get("type")) is str and kind in _ALL:
+            return _BY_TYPE[kind]
     said = _Reader(schema).argument(schema, name)
     return _ALL if said is None else said
 

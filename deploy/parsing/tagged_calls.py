@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import ClassVar, Final
 
 from typing_extensions import override
 
+from deploy.parsing.json_object import in_json
 from deploy.parsing.markers import markers_of
 from deploy.parsing.parser import MakeId, Schemas
 from deploy.parsing.python_calls import PythonCalls
@@ -18,6 +18,8 @@ MOST_KEY: Final = 1024
 MOST_TAIL: Final = 512
 """Characters of the end of an answer, with white space."""
 STRING: Final = frozenset(("string",))
+_AS_IT_IS: Final = re.compile(r'[^<"\\\x00-\x1f]+').fullmatch
+"""Tells a part of a string that stands in JSON as it is and that begins no tag."""
 
 
 class CallTail:
@@ -98,7 +100,8 @@ class TaggedCalls(PythonCalls):
             self._write("}")
         self._end()
         self._state = self._content
-        self._say(self._cleaned("".join(self._aside)))
+        if self._aside:
+            self._say(self._cleaned("".join(self._aside)))
 
     def _begin_aside(self) -> bool:
         """Begin text that belongs to no argument. A call that has no text of this kind is given up as one."""
@@ -154,7 +157,7 @@ class TaggedCalls(PythonCalls):
         self._is_json = is_json
         if is_json and self._types == STRING:
             self._types = types_of(None)
-        self._write(f"{start}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._types == STRING else ""))
+        self._write(f"{start}{in_json(key)}: " + ('"' if self._types == STRING else ""))
         self._value, self._value_tag = [], tag
         self._state = self._value_begun
 
@@ -168,12 +171,15 @@ class TaggedCalls(PythonCalls):
         return True
 
     def _in_value(self) -> bool:
+        if self._ends_of_value.begun(self._rest) and self._ends_of_value.at(self._rest) is None:
+            return False
         end = self._ends_of_value.search(self._rest)
         if end is None:
             cut = self.call_tail.held(self._rest)
             if not self._ends_of_value.absent(self._rest):
                 cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
             self._add(self._take(cut))
+            self._as_it_is = _AS_IT_IS if self._types == STRING and not self._rest else None
             return False
         self._add(self._take(end.start()))
         self._take(len(end.group()))
@@ -183,7 +189,7 @@ class TaggedCalls(PythonCalls):
     def _add(self, text: str) -> None:
         """Add text to the value."""
         if self._types == STRING:
-            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
+            self._write(in_json(text)[1:-1])
         else:
             self._value.append(text)
 

@@ -16,6 +16,7 @@ from deploy.text.turns import (
     goes_on,
     messages_of_items,
     messages_of_turns,
+    readable_items,
     thinking_fields,
     with_instructions,
 )
@@ -65,7 +66,7 @@ def _is_openai(data: Mapping[str, Any]) -> bool:
 
 
 def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
-    turns = [(turn["role"], _blocks(turn["content"])) for turn in data["messages"]]
+    turns = [(turn["role"], _blocks(turn["content"] or "")) for turn in data["messages"]]
     messages = messages_of_turns(_blocks(data.get("system") or []), turns)
     choice, tools = data.get("tool_choice") or {}, data.get("tools") or ()
     return {
@@ -85,7 +86,7 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
 def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
     given = data["input"]
     items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-    messages = messages_of_items([{"type": "message", **item} for item in items], _content)
+    messages = messages_of_items([{"type": "message", **item} for item in readable_items(items)], _content)
     return {
         "messages": with_instructions(messages, data.get("instructions")),
         "tools": read_tools(data.get("tools") or ()).functions,

@@ -31,6 +31,7 @@ from deploy.text.chat_prompt import ChatPrompts
 from deploy.text.effort import thinking_of
 from deploy.text.errors import ChatTemplateError
 from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
+from deploy.text.in_words import readable
 from deploy.text.lane import aside, at_once
 from deploy.text.mending import with_whole_escapes
 from deploy.text.tokenizer import Tokenizer
@@ -145,7 +146,7 @@ class FeatureReader:
             raise ValueError("a replica refuses it")
         messages = [
             template_message(str(message["role"]), _content(message.get("content")), message)
-            for message in given
+            for message in readable(given)
             if isinstance(message, dict) and "role" in message
         ]
         tools = tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else []

@@ -3,26 +3,20 @@ items of OpenAI's Responses API. Routers and replicas share this: equal conversa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
 from deploy.text.effort import EFFORT, RANKED
+from deploy.text.in_words import BESIDE, NOT_SHOWN, in_json, result_of, said, unknown
 from deploy.text.response_tools import INPUT, qualified
 
 Messages = list[dict[str, Any]]
 Blocks = Sequence[Mapping[str, Any]]
 
 
-NOT_SHOWN: Final[Mapping[str, str]] = {
-    "image": "[An image was here, which this model cannot see.]",
-    "document": "[A document was here, which this model cannot read.]",
-    "container_upload": "[A file was here, which this model cannot read.]",
-    "redacted_thinking": "[Part of the reasoning was withheld.]",
-    "compaction": "[Earlier turns were left out here.]",
-}
-"""Texts that a model reads in place of Anthropic's blocks that are no text, by type."""
+SAID_BACK: Final = ("text", "image", "document", "container_upload", "search_result", "tool_reference")
+"""Types of the blocks of a tool's result that have words of their own."""
 
 
 def said_in(block: Mapping[str, Any]) -> str | None:
@@ -30,7 +24,7 @@ def said_in(block: Mapping[str, Any]) -> str | None:
     calls, results and thinking."""
     kind = block["type"]
     if kind == "text":
-        return str(block["text"])
+        return in_json(block.get("text") or "")
     if kind == "tool_reference":
         return f"[The tool {block.get('tool_name')} can be called.]"
     if kind == "server_tool_use":
@@ -39,7 +33,9 @@ def said_in(block: Mapping[str, Any]) -> str | None:
         return f"[The server's tool gave a result: {kind.removesuffix('_tool_result')}.]"
     if kind in ("document", "search_result") and (text := _text_within(block)):
         return f"{block['title']}\n{text}" if block.get("title") else text
-    return NOT_SHOWN.get(kind)
+    if kind in ("tool_use", "tool_result", "thinking"):
+        return None
+    return NOT_SHOWN.get(kind) or unknown(kind)
 
 
 def _text_within(block: Mapping[str, Any]) -> str:
@@ -114,13 +110,22 @@ def _user(blocks: Blocks) -> Messages:
     messages: Messages = []
     for block in blocks:
         if block["type"] == "tool_result":
-            content = block.get("content") or ""
-            said_back = content if isinstance(content, str) else content_of_blocks(content)
+            said_back = _said_back(block.get("content") or "")
             messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said_back})
     said = [block for block in blocks if block["type"] != "tool_result"]
     if said or not messages:
         messages.append({"role": "user", "content": content_of_blocks(said)})
     return messages
+
+
+def _said_back(content: Any) -> Content:
+    """The result of a tool: its blocks as they are said, and JSON of what is none."""
+    blocks = content if isinstance(content, list) else []
+    kinds = [block.get("type") if isinstance(block, Mapping) else None for block in blocks]
+    if not any(kind in SAID_BACK for kind in kinds):
+        return result_of(content)
+    known = zip(blocks, kinds, strict=True)
+    return content_of([said_in(block) or "" if kind in SAID_BACK else in_json(block) for block, kind in known])
 
 
 _CALLS: Final[Mapping[str, tuple[str, str]]] = {
@@ -162,11 +167,6 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(_LEFT_OUT, ()),
 }
 """Fields of each known item type that must be strings."""
-_PARTS_IN_WORDS: Final[Mapping[str, str]] = {
-    "input_image": NOT_SHOWN["image"],
-    "input_file": NOT_SHOWN["document"],
-}
-"""Texts that a model reads in place of those parts of a tool's result that are no text, by type."""
 
 
 def _call_of(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,23 +188,6 @@ def _call_id(item: Mapping[str, Any]) -> str:
     return next((item[name] for name in ("call_id", "id") if isinstance(item.get(name), str)), "")
 
 
-def _result(value: Any) -> Any:
-    """The result of a tool as content: words in place of images and files, and JSON where it is no text at all."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    if isinstance(value, Mapping) and value.get("type") == "computer_screenshot":
-        return NOT_SHOWN["image"]
-    parts = value if isinstance(value, list) else [value]
-    if all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts) and parts:
-        return [
-            {"type": "input_text", "text": _PARTS_IN_WORDS[part["type"]]} if part["type"] in _PARTS_IN_WORDS else part
-            for part in parts
-        ]
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _spoken(value: Any) -> Any:
     """Return the content that an assistant wrote, refusals among it."""
     return spoken(value) if isinstance(value, list) else value
@@ -223,6 +206,32 @@ def _said_by_item(item: Mapping[str, Any]) -> str:
     action = item.get("action")
     query = action.get("query") if isinstance(action, Mapping) else None
     return f"[The server called its tool {called}{f': {query}' if isinstance(query, str) else ''}.]"
+
+
+def readable_items(items: Sequence[Any]) -> list[Any]:
+    """Items, of which those before the newest one of the assistant are such as can be read, whatever they are."""
+    last = max((place for place, item in enumerate(items) if _of_assistant(item)), default=-1)
+    return [_readable(item) if place < last else item for place, item in enumerate(items)]
+
+
+def _of_assistant(item: Any) -> bool:
+    if not isinstance(item, Mapping):
+        return False
+    kind = item.get("type", "message")
+    return item.get("role") == "assistant" if kind == "message" else not str(kind).endswith("_output")
+
+
+def _readable(item: Any) -> Any:
+    if not isinstance(item, Mapping):
+        return item
+    kind = item.get("type", "message")
+    if not isinstance(kind, str) or kind not in ITEMS:
+        return {"type": "message", "role": "assistant", "content": unknown(kind)}
+    made = {**item, **{name: in_json(item.get(name) or "") for name in ITEMS[kind] if name != "role"}}
+    for name in ("content", "summary") if kind in ("message", "reasoning") else ():
+        if name in made:
+            made[name] = said(made[name], () if kind == "reasoning" else BESIDE)
+    return made
 
 
 def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], Content]) -> Messages:
@@ -259,7 +268,7 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], 
             messages.append({"role": item["role"], "content": read(item.get("content"))})
         elif kind.endswith("_call_output"):
             answer = None
-            content = read(_result(item.get("output")))
+            content = result_of(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
         else:
             assistant("content", "tool_calls")["content"] = _said_by_item(item)

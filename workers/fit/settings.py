@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any, Final
 
+from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
 from workers.drafters.eagle3.misfits import misfits
 from workers.model_folder import config_values
@@ -42,7 +44,7 @@ def check_fit(config: EngineConfig, *, gpus: int | None = None) -> None:
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
-    causes += [_cache_dtype(config, gpus), *_draft_model(config, model)]
+    causes += [_cache_dtype(config, gpus), *_draft_model(config, model), *_tiers(config, model, gpus)]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
@@ -82,10 +84,38 @@ def _context(config: EngineConfig, values: dict[str, Any]) -> str:
     )
 
 
-def _cache_dtype(config: EngineConfig, gpus: int | None) -> str:
-    """bfloat16 is what ranks take by themselves on GPUs alone."""
+def _dtype(config: EngineConfig, gpus: int | None) -> str:
+    """The dtype in which the model runs. bfloat16 is what ranks take by themselves on GPUs alone."""
     on_cpu = config.device == "cpu" or (config.device == "auto" and gpus == 0)
-    named = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+    return config.dtype if config.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+
+
+def _tiers(config: EngineConfig, values: dict[str, Any], gpus: int | None) -> list[str]:
+    """What is too small for a single page behind the GPU's cache, or too large for the machine, where that is known.
+    Ranks know the size of a page to the byte; here it is what the latents of all layers take at the least."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if gpus is not None and config.host_cache_bytes > memory:
+        return [
+            f"host_cache_bytes = {config.host_cache_bytes} (--host-cache-bytes), but this machine has {memory} bytes "
+            "of memory: give less"
+        ]
+    counts = [values.get(name) for name in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")]
+    known = [count for count in counts if type(count) is int]
+    if len(known) < len(counts):
+        return []
+    layers, latent, roped = known
+    width = 1 if config.kv_cache_dtype == "fp8" else 4 if _dtype(config, gpus) == "float32" else 2
+    least = PAGE_TOKENS * layers * (latent + roped) * width
+    return [
+        f"{name} = {size} (--{name.replace('_', '-')}) is less than one page of latent cache, which takes at least "
+        f"{least}: give more, or 0 for none"
+        for name, size in (("host_cache_bytes", config.host_cache_bytes), ("disk_cache_bytes", config.disk_cache_bytes))
+        if 0 < size < least
+    ]
+
+
+def _cache_dtype(config: EngineConfig, gpus: int | None) -> str:
+    named = _dtype(config, gpus)
     if config.kv_cache_dtype != "bf16" or named == "bfloat16":
         return ""
     return (

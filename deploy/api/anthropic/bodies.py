@@ -13,8 +13,9 @@ from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
 from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
+from deploy.text.in_words import NOT_SHOWN, in_json, unknown
 from deploy.text.response_tools import named
-from deploy.text.turns import NOT_SHOWN, goes_on, messages_of_turns, said_in, thinking_fields
+from deploy.text.turns import goes_on, messages_of_turns, said_in, thinking_fields
 
 Known = Mapping[str, Mapping[str, type[Any]]]
 """The fields of each known type of block, with their types."""
@@ -84,11 +85,32 @@ def _turn(value: Any) -> Any:
     role = value.get("role") if isinstance(value, Mapping) else None
     if not isinstance(role, str) or role not in _KNOWN or "content" not in value:
         raise ValueError("a message should have a role, user, assistant or system, and content")
-    blocks = blocks_of(value["content"], _KNOWN[role], "messages")
-    for block in blocks:
-        if block["type"] == "tool_result" and block.get("content") is not None:
-            blocks_of(block["content"], _SHOWN_IN_WORDS, "messages")
-    return {"role": role, "content": blocks}
+    return {"role": role, "content": blocks_of(value["content"], _KNOWN[role], "messages")}
+
+
+def _earlier(turns: Any) -> Any:
+    """Turns, of which all but the newest are such as can be read, whatever they hold: what was said once must not keep
+    a conversation from going on."""
+    if not isinstance(turns, list) or len(turns) > MOST_MESSAGES:
+        return turns
+    return [*map(_readable, turns[:-1]), *turns[-1:]]
+
+
+def _readable(turn: Any) -> Any:
+    role = turn.get("role") if isinstance(turn, Mapping) else None
+    if not isinstance(role, str) or role not in _KNOWN:
+        return turn
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return {**turn, "content": in_json(content or "")}
+    return {**turn, "content": [_readable_block(block, _KNOWN[role]) for block in content]}
+
+
+def _readable_block(block: Any, known: Known) -> Any:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str) or kind not in known:
+        return {"type": "text", "text": block if isinstance(block, str) else unknown(kind)}
+    return {**block, **{name: in_json(block.get(name) or "") for name in known[kind]}}
 
 
 class Turn(BaseModel):
@@ -157,13 +179,18 @@ class OutputConfig(Body):
     """Is the `reasoning_effort` of chats; values that nobody knows have no effect."""
 
 
+_Turns = Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES)]
+
+
 class MessagesPrompt(Body):
     """POST /v1/messages/count_tokens; fields of both endpoints."""
 
     model: str
-    messages: Annotated[list[Annotated[Turn, BeforeValidator(_turn)]], FailFast()] = Field(
-        min_length=1, max_length=MOST_MESSAGES
-    )
+    messages: Annotated[
+        list[Annotated[Turn, BeforeValidator(_turn)]],
+        FailFast(),
+        BeforeValidator(_earlier, json_schema_input_type=_Turns),
+    ] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: Annotated[Blocks, BeforeValidator(_system, json_schema_input_type=str | list[TextPart])] = Field(
         default_factory=list
     )

@@ -189,6 +189,15 @@ class ParsedChoice(Choice):
     def feed(self, output: RequestOutput) -> list[Event]:
         """Token by token: which ones are reasoning must not depend on how many came at once."""
         tokens = output.tokens
+        straight = self._parser.straight
+        if straight is not None and self._push is not None and output.finish is None and len(tokens) == 1:
+            self.generated += 1  # the common case, made short
+            if output.cached_tokens:
+                self.cached_tokens = output.cached_tokens
+            if output.prompt is not None:
+                self.prompt_scores = output.prompt
+            text = self._push(tokens[0])
+            return self._counted(straight(text)) if text else []
         if len(tokens) <= 1:
             return self._feed_one(output)
         events: list[Event] = []
@@ -226,6 +235,10 @@ class ParsedChoice(Choice):
             events += parser.finish(cut=stopped or self.finish != "stop")
             if parser.stop is not None:
                 self.finish, self.stop_reason = "stop", parser.stop
+        return self._counted(events)
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        """The events as far as they are wanted, with their complete calls counted."""
         for place, event in enumerate(events):
             if isinstance(event, CallEnd):
                 self._calls += 1

@@ -33,6 +33,7 @@ from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
+from deploy.text.in_words import readable
 from workers.grammar.text_grammar import TextGrammar
 from workers.protocol.plan import MAX_ASKED_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
 from workers.protocol.sampling import TABLE
@@ -413,10 +414,15 @@ _THINKING: Final = {
 }
 
 
+_Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+
+
 class ChatTemplateFields(Body):
     """Fields that control how messages become a prompt."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(readable, json_schema_input_type=_Messages)] = Field(
+        min_length=1, max_length=MOST_MESSAGES
+    )
     add_generation_prompt: bool = True
     """End the prompt with what opens an assistant message."""
     continue_final_message: bool = False

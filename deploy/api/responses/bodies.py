@@ -15,7 +15,7 @@ from deploy.api.job.unsupported import VERBOSITIES, reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
 from deploy.text.response_tools import AskedTools, format_of, qualified, read_tools
-from deploy.text.turns import ITEMS, Messages, messages_of_items, with_instructions
+from deploy.text.turns import ITEMS, Messages, messages_of_items, readable_items, with_instructions
 from workers.grammar.text_grammar import TextGrammar, TextGrammarError
 
 Items = list[dict[str, Any]]
@@ -30,7 +30,7 @@ def _items(value: Any) -> Items:
     if not value:
         raise ValueError("input should have at least one item")
     items = []
-    for given in value:
+    for given in readable_items(value):
         item = {"type": "message", **given} if isinstance(given, Mapping) else {}
         kind = item.get("type")
         if not isinstance(kind, str):

@@ -315,3 +315,138 @@ def test_results_that_are_no_text_are_read(output: Any, seen: str) -> None:
     given = {"type": "function_call_output", "call_id": "c", "output": output}
     with Server(tiny(), KIMI).clients() as server:
         assert seen in server.items([ASK, call, given])
+
+
+PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def called(**call: Any) -> Any:
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def given_back(content: Any, **more: Any) -> Any:
+    return {"role": "tool", "tool_call_id": "c", "content": content, **more}
+
+
+F: Any = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+EARLIER: list[tuple[list[Any], str]] = [
+    ([called(**F), given_back({"wet": True})], '{"wet": true}'),
+    ([called(**F), given_back([{"type": "flight", "id": 3}])], '[{"type": "flight", "id": 3}]'),
+    ([called(**F), given_back([{"type": "text", "text": "Wet."}, PNG])], "[An image was here"),
+    ([called(**F), given_back([{"type": "text", "text": "Wet."}, {"type": "resource", "uri": "u"}])], '"uri": "u"'),
+    ([called(**F), given_back(7)], "7"),
+    ([called(**F), given_back(False)], "false"),
+    ([called(**F), given_back(["a", "b"])], '["a", "b"]'),
+    ([called(**F), {"role": "tool", "content": "Wet."}], "Wet."),
+    ([called(**F), given_back("Wet.", tool_call_id=None)], "Wet."),
+    ([called(**{**F, "id": 5}), given_back("Wet.", tool_call_id=5)], "Wet."),
+    ([called(id="c", type="custom", custom={"name": "f", "input": "x = 1"}), given_back("ok")], "x = 1"),
+    ([called(id="c", name="f", args={"city": "Köln"}, type="tool_call"), given_back("ok")], "Köln"),
+    ([called(id="c", type="function", function={"name": "", "arguments": "{}"}), given_back("ok")], "ok"),
+    ([called(id="c", type="function", function={"arguments": None}), given_back("ok")], "ok"),
+    ([called(), given_back("ok")], "ok"),
+    (
+        [
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"city": "Köln"}'}},
+            {"role": "function", "name": "f", "content": "Wet."},
+        ],
+        "Köln",
+    ),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "See"}, PNG]}, {"role": "assistant", "content": "Yes."}],
+        "[An",
+    ),
+    ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, ASK, {"role": "assistant"}], "hear"),
+    ([{"role": "user", "content": None}, {"role": "assistant", "content": "Yes."}], "Yes."),
+    (
+        [{"role": "assistant", "content": [{"type": "output_text", "text": "Said."}, {"type": "tool_use", "id": "x"}]}],
+        "Said.",
+    ),
+    ([{"role": "assistant", "content": [{"type": "spell", "x": 1}]}], "cannot read: spell"),
+    ([{"role": "assistant", "content": {"answer": 1}}], '{"answer": 1}'),
+    ([{"role": "assistant", "content": ["one", "two"]}], "two"),
+]
+"""Earlier turns of other servers, libraries and models, and a part of their form in the prompt."""
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template"), [(tiny(), KIMI), (tiny(), GLM), (tiny(), DEEPSEEK_V31), (V32, None)]
+)
+def test_whatever_was_said_earlier_is_taken(tokenizer: Tokenizer, template: str | None) -> None:
+    with Server(tokenizer, template).clients() as server:
+        for turns, seen in EARLIER:
+            assert seen in server.raw("/v1/chat/completions", chat_body([ASK, *turns, ASK])), turns
+            if turns[-1]["role"] in ("tool", "function"):
+                assert seen in server.raw("/v1/chat/completions", chat_body([ASK, *turns])), turns
+
+
+def chat_body(messages: list[Any], **more: Any) -> str:
+    return json.dumps({"model": "tiny", "messages": messages, "tools": [TOOL], **more})
+
+
+def test_earlier_reasoning_among_the_parts_of_an_answer_is_reasoning() -> None:
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
+    said = {"role": "assistant", "content": [thought, {"type": "text", "text": "a"}]}
+    with Server(tiny(), KIMI_K25).clients() as server:
+        assert "<think>Hm.</think>a<|im_end|>" in server.raw("/v1/chat/completions", chat_body([ASK, said, ASK]))
+
+
+def test_what_is_new_is_refused_by_name_where_it_cannot_be_read() -> None:
+    new: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "See"}, PNG]}]
+    with Server(tiny(), KIMI).clients() as server:
+        for messages in (new, [ASK, {"role": "assistant", "content": "Yes."}, *new], [*new, ASK]):
+            with pytest.raises(openai.BadRequestError, match="image_url"):
+                server.chat(messages)
+
+
+ITEMS: list[tuple[list[Any], str]] = [
+    (
+        [
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            {"role": "assistant", "content": "a"},
+        ],
+        "[An",
+    ),
+    ([{"type": "oracle_call", "id": "x"}, {"role": "assistant", "content": "a"}], "oracle_call"),
+    ([{"type": "function_call", "call_id": None, "name": ""}, {"role": "assistant", "content": "a"}], "a"),
+    ([{"role": "assistant", "content": [{"type": "spell"}]}, {"role": "assistant", "content": "a"}], "spell"),
+    (
+        [
+            {"type": "function_call", "call_id": "c", "name": "f"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "flight"}]},
+        ],
+        '"flight"',
+    ),
+]
+TURNS_OF_ANTHROPIC: list[tuple[Any, str]] = [
+    ([{"type": "oracle", "x": 1}], "oracle"),
+    ([{"type": "text", "text": None}, {"type": "text", "text": "a"}], "a"),
+    ([{"type": "tool_use", "id": None, "name": "f"}], "f"),
+    (None, "q"),
+    ({"x": 1}, '{"x": 1}'),
+    (["said"], "said"),
+]
+SAID_BACK: list[tuple[Any, str]] = [
+    ({"wet": True}, '{"wet": true}'),
+    ([1, 2], "[1, 2]"),
+    ([{"type": "flight", "id": 3}], '"flight"'),
+    ([{"type": "text", "text": "Wet."}, {"type": "flight", "id": 3}], '"flight"'),
+    (7, "7"),
+]
+"""Results of tools in Anthropic's form."""
+
+
+def test_earlier_items_and_turns_of_any_kind_are_taken() -> None:
+    with Server(tiny(), KIMI).clients() as server:
+        for items, seen in ITEMS:
+            assert seen in server.raw("/v1/responses", json.dumps({"model": "tiny", "input": [ASK, *items, ASK]})), (
+                items
+            )
+        head: Any = {"model": "tiny", "max_tokens": 4}
+        for content, seen in TURNS_OF_ANTHROPIC:
+            turns = [ASK, {"role": "assistant", "content": content}, ASK]
+            assert seen in server.raw("/v1/messages", json.dumps({**head, "messages": turns})), content
+        for content, seen in SAID_BACK:
+            used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}]}
+            assert seen in server.raw("/v1/messages", json.dumps({**head, "messages": [ASK, used, result]})), content

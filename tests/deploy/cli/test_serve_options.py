@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
+import warnings
 
 import pytest
 
@@ -87,9 +89,21 @@ def test_flags(started, command, model_folder):
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_quiet_start_says_nothing(command, monkeypatch, quiet):
-    monkeypatch.setattr("deploy.serve.app.start", lambda config, say: say("serving"))
+    heard: list[str] = []
+
+    def start(config, say):
+        say("serving")
+        log = logging.getLogger("a.library")
+        heard.extend(name for name in ("WARNING", "ERROR") if log.isEnabledFor(getattr(logging, name)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("an old name", FutureWarning, stacklevel=1)
+        heard.extend(str(warning.message) for warning in caught)
+
+    monkeypatch.setattr("deploy.serve.app.start", start)
     ran = command("serve", *(["-q"] if quiet else []))
     assert (ran.code, ran.out, ran.err) == (0, "", "" if quiet else "serving\n")
+    assert heard == (["ERROR"] if quiet else ["WARNING", "ERROR", "an old name"])
+    assert logging.getLogger().isEnabledFor(logging.WARNING)  # it holds for the command alone
 
 
 def test_the_model_may_stand_alone(started, command, model_folder):

@@ -56,7 +56,8 @@ JSON = [
     "two call begins", "two separators", "two call ends", "space around heads", "newlines", "other fence", "indented",
     "empty section", "a section each", "no call begin", "no separator", "other head", *(LOOSE := [
         "python spelling", "commas too many", "commas missing", "comments", "bare keys", "braces too many",
-        "brackets missing", "a string of JSON", "in an array", "odd escapes",
+        "brackets missing", "a string of JSON", "in an array", "odd escapes", "three marks", "marks within",
+        "other separators",
     ]),
 ]  # fmt: skip
 TAGGED = [
@@ -312,6 +313,14 @@ class JsonFormat:
             body = self.draw.choice(
                 [f"{{ // one, }}\n{inner}}}", f"{{{inner} /* }} * / **/}}", f"{{/**/{inner}// x\n}}"]
             )
+        if self.has("three marks") and "city" in arguments:
+            bare = dumps(arguments["city"])[1:-1].replace('\\"', '"').replace("\\n", "\n")
+            body = body.replace(dumps(arguments["city"]), f'"""{bare}"""', 1)
+        if self.has("marks within") and "city" in arguments:
+            body = body.replace(dumps(arguments["city"]), dumps(arguments["city"]).replace('\\"', '"'), 1)
+        if self.has("other separators"):
+            between, of = self.draw.choice([("; ", ": "), (", ", " => "), ("; ", " = ")])
+            body = "{" + between.join(f"{dumps(key)}{of}{dumps(value)}" for key, value in arguments.items()) + "}"
         if self.has("bare keys"):
             body = "{" + ", ".join(f"{key}: {dumps(value)}" for key, value in arguments.items()) + "}"
         if self.has("braces too many"):

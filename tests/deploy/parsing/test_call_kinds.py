@@ -181,6 +181,17 @@ LOOSE: list[tuple[str, dict[str, Any]]] = [
     ('{"city": "Oslo", // here }\n "days": 3 /* and } there */}', {"city": "Oslo", "days": 3}),
     ('{"city": , "days": 3, "note": }', {"city": None, "days": 3, "note": None}),
     ('{"city"= "Oslo"}', {"city": "Oslo"}),
+    ('{"city" => "Oslo", "days" => 3}', {"city": "Oslo", "days": 3}),
+    ('{"city": "Oslo"; "days": 3}', {"city": "Oslo", "days": 3}),
+    ('{"city": """Os\nl"o\\n""", "note": "", "days": 3}', {"city": 'Os\nl"o\n', "note": "", "days": 3}),
+    ("{'city': \'\'\'it's\'\'\', 'note': '', 'days': 3}", {"city": "it's", "note": "", "days": 3}),
+    ('{"city": "" , "days": 3}', {"city": "", "days": 3}),
+    ('{"city": `Os "lo" ${x}`, "days": 3}', {"city": 'Os "lo" ${x}', "days": 3}),
+    ('{"city": "He said "hi" there", "note": "a "b"."}', {"city": 'He said "hi" there', "note": 'a "b".'}),
+    ('{"places": ["a "b c" d", "e"], "days": 3}', {"places": ['a "b c" d', "e"], "days": 3}),
+    ('{"city": u"Oslo", "note": r"C:\\new", "free": [F"y"]}', {"city": "Oslo", "note": "C:\\new", "free": ["y"]}),
+    ('{"free": (1, ("a", "b"), ), "days": 3}', {"free": [1, ["a", "b"]], "days": 3}),
+    ('{"exact": TRUE, "note": NULL, "free": [FALSE, nil]}', {"exact": True, "note": None, "free": [False, None]}),
     ('{{"city": "Oslo"}}', {"city": "Oslo"}),
     ('{"city": "Oslo"}}', {"city": "Oslo"}),
     ('{"city": "Oslo"}\n}', {"city": "Oslo"}),
@@ -233,6 +244,7 @@ OBJECTS = [
     {"name": "get_weather", "input": "{'city': 'Oslo',}"},
     {"name": "get_weather", "city": "Oslo"},
     {"id": 1, "type": "function", "name": "get_weather", "city": "Oslo"},
+    {"get_weather": {"city": "Oslo"}},
 ]
 
 
@@ -446,6 +458,7 @@ DSML = [
     (f"{SECTION}<invoice> is no tag", "<invoice> is no tag", []),
     ('A <｜DSML｜ tag, <｜DSML｜other> and <｜DSML｜invoke name="now', "A  tag, other> and ", []),
     (f"{END}{PARAMETER}", "Oslo\n", []),
+    (f'{INVOKE}<｜DSML｜parameter name="city" string="true" value="Oslo"/>{END}', "", [OSLO]),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG, MXFP8_CONFIG
@@ -175,3 +176,31 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
         FileNotFoundError, match=re.escape(f"is a file, not a model folder: give its folder, {tmp_path}")
     ):
         check_fit(EngineConfig(model=str(tmp_path / "config.json")))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("host_cache_bytes", {}), ("disk_cache_bytes", {"host_cache_bytes": 2**30})]
+)
+def test_less_than_a_page_behind_the_cache(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    """The size of a page is told as ranks count it: the demo model has no other caches."""
+    config = EngineConfig(model="demo", device="cpu", width=1, host_cache_bytes=2**30)
+    described = json.loads((config.folder / "config.json").read_text())
+    least = 64 * 4 * described["num_hidden_layers"] * (described["kv_lora_rank"] + described["qk_rope_head_dim"])
+    given: dict[str, Any] = {"model": "demo", "device": "cpu", **more}
+    if name == "disk_cache_bytes":
+        given["disk_cache_dir"] = str(tmp_path)
+    for size in (1, least - 1):
+        said = fit(**given, **{name: size})
+        assert said.startswith(f"{name} = {size} (--{name.replace('_', '-')}) is less than one page of latent cache, ")
+        assert said.endswith(f"takes at least {least}: give more, or 0 for none")
+    assert not fit(**given, **{name: least})
+    assert not fit(**given, kv_cache_dtype="fp8", **{name: least // 4})
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(0, False), (1, False), (None, True)])
+def test_more_host_memory_than_the_machine_has(gpus: int | None, fits: bool) -> None:
+    """Where the ranks will run on other machines nobody knows."""
+    config = EngineConfig(model="demo", host_cache_bytes=psutil.virtual_memory().total + 1)
+    says = rf"host_cache_bytes = {config.host_cache_bytes} .* this machine has {config.host_cache_bytes - 1} bytes"
+    with nullcontext() if fits else pytest.raises(Unfit, match=says):
+        check_fit(config, gpus=gpus)
