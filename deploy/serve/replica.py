@@ -214,7 +214,8 @@ class EngineReplica:
         addresses = await self.processes.start()
         client = EngineClient(config.engine, addresses, config.model_name)
         client.on_progress.append(self.status_store.say)
-        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
+        waiting = 0 if self.engine is None else self.engine.waiting
+        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told), waiting)
         return client
 
     async def _start_again(self) -> EngineClient:

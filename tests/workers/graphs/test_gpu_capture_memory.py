@@ -10,7 +10,8 @@ import torch
 
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.graphs.capture import GraphRunner, Warmed
+from workers.graphs.capture import Warmed
+from workers.graphs.graph_runner import GraphRunner
 from workers.rank.runner import Runner
 
 pytestmark = [
