@@ -90,7 +90,9 @@ class InlineEngine:
             self.deliver(self.scheduler.apply(self.runner.execute(item)))
         elif isinstance(item, CapturePortion):
             assert self.replica.captures is not None
-            self.scheduler.captured(self.replica.captures.capture(item))
+            captured = self.replica.captures.capture(item)
+            for _ in range(self.scheduler.config.ranks):  # the others do the same, and what they say is not heard here
+                self.scheduler.captured(captured)
         else:
             self._moving += 1
             mover = self.replica.mover if isinstance(item, Moves) else self.replica.disk

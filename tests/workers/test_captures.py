@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rank_processes import run_ranks
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.called_graphs import CalledGraph, call_graphs
 from tests.workers.harness import InlineEngine
@@ -18,6 +19,7 @@ from workers.graphs.graph_runner import NOT_YET, GraphRunner, UncapturedStep
 from workers.graphs.portions import Portion
 from workers.graphs.segments import CapturedStage
 from workers.memory.keeper import WeightKeeper
+from workers.parallel.group import Group
 from workers.proof.prove import GraphProof
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.rank.captures import SelfTestFailedError
@@ -209,3 +211,36 @@ def test_an_engine_that_inherits_a_proof_proves_the_ends_of_each_kind(folder: Pa
         assert graphs_of(third).count == graphs_of(first).count
     finally:
         keeper.close()
+
+
+def rank_main(rank: int, folder: Path, place: Path, settings: dict[str, Any]) -> None:
+    """Be a rank whose scheduler makes the same plans as all others'; leave its tokens and what was proven."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "PAUSE", 0.0)  # else the schedulers' clocks decide
+        call_graphs(patch)
+        config = EngineConfig(model=str(folder), width=3, tensor_parallel=2, **{**SETTINGS, **settings})
+        group = Group.connect(config.mesh(rank), f"file://{place}/rendezvous", torch.device("cpu"), timeout_s=120)
+        run = InlineEngine(config, group=group, waiting=2)
+        ask(run, 0, 4)
+        found = tokens(run)
+        assert not graphs_of(run).left
+        assert graphs_of(run).stats.eager[NOT_YET] > 0
+        report = run.replica.captures.report() if run.replica.captures is not None else None
+        assert report is not None
+        assert report.passed
+        torch.save((found, [str(bucket) for bucket in report.buckets]), place / f"rank{rank}.pt")
+        Group.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, pytest.param({"cache_shards": 2}, marks=pytest.mark.soak)])
+def test_all_ranks_capture_at_the_same_place(
+    folder: Path, made: list[CalledGraph], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    whole = engine(folder)
+    ask(whole, 0, 4)
+    run_ranks(rank_main, 2, folder, tmp_path, settings)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == (tokens(whole), names(whole))
