@@ -1,6 +1,7 @@
 """Streams of all APIs under kills: what their clients have, compared with what they have when nobody dies.
 
     python bench/dying_replicas.py --answers 300 --kills 12
+    python bench/dying_replicas.py --answers 500 --kills 10 --parts 20 --json kills.json     # and again, to go on
 
 Two replicas of the demo model run on this machine's CPU without Ray: each has a front, a scheduler and a rank, and the
 two find each other as they do under Ray Serve. Clients ask for streams and whole answers of four APIs, with seeds, one
@@ -8,6 +9,10 @@ after the other. Meanwhile a front, a scheduler or a rank is ended by SIGKILL, a
 how many answers were lost, were different, or had tokens twice, and the longest gap between two pieces of the streams
 that ran when something died. A client whose connection ends before a byte of the answer came asks the other replica, as
 HAProxy does. Exits with 1 if an answer is not what it should be.
+
+With `--parts` that is done so many times, with fresh replicas and another seed each time. `--json` keeps what every
+part found. Who starts the program again with the same file goes on with the parts that are missing there, so a long
+run may be broken off at any time; what is printed in the end is of all parts in the file.
 """
 
 from __future__ import annotations
@@ -79,7 +84,7 @@ def replica(name: str, folder: Path) -> None:
         "model": "demo", "device": "cpu", "max_rows": 16, "token_budget": 128, "invariant": True, "selftest": False,
     }  # fmt: skip
     config = ServeConfig.model_validate({"engine": engine_settings, "replicas": 2})
-    keeper = WeightKeeper() if config.engine.keeps_weights else None
+    keeper = WeightKeeper() if config.engine.keep_weights else None
     told = folder / f"{name}.json"
     current: list[LocalReplica] = []
     watching: list[asyncio.Task[None]] = []
@@ -171,6 +176,8 @@ class Replicas:
         """What a replica says of itself; empty until it does."""
         process, file = self._processes[name], self._folder / f"{name}.json"
         if process.poll() is not None:
+            if not file.exists():
+                raise SystemExit(f"the {name} replica ended while it started, with exit code {process.returncode}")
             for pid in json.loads(file.read_text())["engine"] if file.exists() else ():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)  # as Ray ends the processes of a front that died
@@ -303,9 +310,54 @@ def verdict(found: tuple[int, bytes], expected: tuple[int, bytes]) -> str:
     return "tokens twice" if len(found[1]) > len(expected[1]) else "different"
 
 
-async def main(options: argparse.Namespace) -> int:
-    """Return the exit code."""
-    chance = random.Random(options.seed)
+@dataclass
+class Found:
+    """What came of a part, or of several."""
+
+    answers: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    gaps: dict[str, list[float]] = field(default_factory=lambda: {"front": [], "rank": [], "scheduler": []})
+    """Longest gap, in seconds, of each stream that ran at a replica of which something died, by what did."""
+    usual: list[float] = field(default_factory=list)
+    """The same of streams in whose time nothing died."""
+
+    def __add__(self, other: Found) -> Found:
+        gaps = {kind: [*self.gaps[kind], *other.gaps[kind]] for kind in self.gaps}
+        counts = self.answers + other.answers, self.wrong + other.wrong, self.kills + other.kills
+        return Found(*counts, gaps, [*self.usual, *other.usual])
+
+    @staticmethod
+    def of(kept: dict[str, Any]) -> Found:
+        """Return what a file says of a part."""
+        wrong, kills = Counter(kept["wrong"]), Counter(kept["kills"])
+        return Found(kept["answers"], wrong, kills, kept["gaps"], kept["usual"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `of` reads."""
+        return {**vars(self), "wrong": dict(self.wrong), "kills": dict(self.kills)}
+
+    def show(self) -> None:
+        """Print it."""
+        kinds = ", ".join(f"{number} {kind}s" for kind, number in self.kills.items())
+        print(f"{self.answers} answers, {self.kills.total()} kills ({kinds}):")
+        print(", ".join(f"{self.wrong[problem]} {problem}" for problem in ("lost", "different", "tokens twice")))
+        if self.usual:
+            usual = sorted(self.usual)
+            print(f"{len(usual)} streams in whose time nothing died: ", end="")
+            print(f"longest gap p50 {usual[len(usual) // 2]:.2f} s, p99 {usual[int(len(usual) * 0.99)]:.2f} s")
+        every = [gap for some in self.gaps.values() for gap in some]
+        for kind, some in {**self.gaps, "front, rank or scheduler": every}.items():
+            if some:
+                gaps = sorted(some)
+                p50, p99 = gaps[len(gaps) // 2], gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
+                print(f"{len(gaps)} streams ran at a replica whose {kind} died: longest gap p50 {p50:.2f} s, ", end="")
+                print(f"p99 {p99:.2f} s, longest {gaps[-1]:.2f} s")
+
+
+async def run(options: argparse.Namespace, seed: int) -> Found:
+    """Run one part."""
+    chance, found = random.Random(seed), Found(options.answers)
     with tempfile.TemporaryDirectory(prefix="ls-") as place:
         replicas = Replicas(Path(place))
         try:
@@ -319,9 +371,6 @@ async def main(options: argparse.Namespace) -> int:
                     raise SystemExit(f"undisturbed answers differ: {path} {body} {told}")
                 expected.append(told[0])
             deaths: list[tuple[float, str, str]] = []
-            wrong: Counter[str] = Counter()
-            gaps: dict[str, list[float]] = {"front": [], "rank": [], "scheduler": []}
-            usual: list[float] = []
             left, done = iter(range(options.answers)), 0
 
             async def client() -> None:
@@ -330,15 +379,15 @@ async def main(options: argparse.Namespace) -> int:
                     path, body = asked[number % len(asked)]
                     answer = await ask(replicas, NAMES[number % 2], path, body)
                     if problem := verdict(said(answer), expected[number % len(asked)]):
-                        wrong[problem] += 1
+                        found.wrong[problem] += 1
                         print(f"{problem}: {path} {said(answer)} in place of {expected[number % len(asked)]}")
                     done += 1
                     times = answer.pieces
                     if body["stream"] and not any(times[0] < died < times[-1] for died, _, _ in deaths if times):
-                        usual.append(max(after - before for before, after in pairwise(times)))
+                        found.usual.append(max(after - before for before, after in pairwise(times)))
                     for died, kind, victim in deaths:
                         if victim == answer.replica and body["stream"] and times[0] < died < times[-1]:
-                            gaps[kind].append(max(after - before for before, after in pairwise(times)))
+                            found.gaps[kind].append(max(after - before for before, after in pairwise(times)))
 
             async def kill() -> None:
                 for number in range(options.kills):
@@ -353,6 +402,7 @@ async def main(options: argparse.Namespace) -> int:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                     deaths.append((time.monotonic(), kind, name))
+                    found.kills[kind] += 1
                     print(f"{len(deaths)}: {kind} of the {name} replica killed, {done} answers so far", flush=True)
                     await asyncio.sleep(1.0)
 
@@ -362,35 +412,50 @@ async def main(options: argparse.Namespace) -> int:
             killing.cancel()
         finally:
             replicas.end()
-    kinds = Counter(kind for _, kind, _ in deaths)
-    print(f"{options.answers} answers, {len(deaths)} kills ({', '.join(f'{n} {kind}s' for kind, n in kinds.items())}):")
-    print(", ".join(f"{wrong[problem]} {problem}" for problem in ("lost", "different", "tokens twice")))
-    gaps["front, rank or scheduler"] = [gap for some in gaps.values() for gap in some]
-    if usual:
-        usual.sort()
-        print(
-            f"{len(usual)} streams in whose time nothing died: longest gap p50 {usual[len(usual) // 2]:.2f} s, ", end=""
-        )
-        print(f"p99 {usual[int(len(usual) * 0.99)]:.2f} s")
-    for kind, found in gaps.items():
-        if found:
-            found.sort()
-            p50, p99 = found[len(found) // 2], found[min(int(len(found) * 0.99), len(found) - 1)]
-            print(f"{len(found)} streams ran at a replica whose {kind} died: longest gap p50 {p50:.2f} s, ", end="")
-            print(f"p99 {p99:.2f} s, longest {found[-1]:.2f} s")
-    return bool(wrong)
+    return found
 
 
-if __name__ == "__main__":
+def main(options: argparse.Namespace) -> int:
+    """Run the parts that are missing; return the exit code."""
+    asked = {name: getattr(options, name) for name in ("answers", "kills", "clients", "tokens")}
+    kept: dict[str, Any] = {"asked": asked, "parts": {}}
+    if options.json is not None and options.json.exists():
+        kept = json.loads(options.json.read_text())
+        if kept["asked"] != asked:
+            raise SystemExit(f"{options.json} is of {kept['asked']}, not of {asked}: give the same, or another file")
+    for part in range(options.parts):
+        seed = options.seed + part
+        if str(seed) in kept["parts"]:
+            continue
+        if options.parts > 1:
+            print(f"part {part + 1} of {options.parts}, seed {seed}", flush=True)
+        kept["parts"][str(seed)] = asyncio.run(run(options, seed)).to_json()
+        if options.json is not None:
+            fresh = options.json.with_suffix(".fresh")
+            fresh.write_text(json.dumps(kept))
+            fresh.replace(options.json)
+    found = sum(map(Found.of, kept["parts"].values()), Found())
+    found.show()
+    return bool(found.wrong)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return what the program can be asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=300)
     parser.add_argument("--kills", type=int, default=12, help="at most; there are fewer if the answers end before")
     parser.add_argument("--clients", type=int, default=8, help="clients that ask at one time")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each answer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", type=int, default=1, help="how often all of that is done, with seeds that follow")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep what each part found, and go on from there")
     parser.add_argument("--replica", nargs=2, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    return parser
+
+
+if __name__ == "__main__":
+    chosen = arguments().parse_args()
     if chosen.replica:
         replica(chosen.replica[0], Path(chosen.replica[1]))
     else:
-        sys.exit(asyncio.run(main(chosen)))
+        sys.exit(main(chosen))

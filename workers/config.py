@@ -151,6 +151,14 @@ class EngineConfig(BaseModel):
     the replica's front. Commands that start no rank again do not keep any."""
     graphs: bool = True
     """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (a CPU has none)."""
+    graphs_at_start: Literal["all", "few"] = "all"
+    """Graphs that are captured before a replica serves. few: those that its first steps need; the others follow.
+
+    few captures decode steps of the fewest rows, of the most, and of those that wait for an engine that is started
+    again. All others are captured, and proven, between the steps of the first streams, of whose time that takes a
+    quarter at the most. Until then other decode steps run in larger buckets, and mixed steps are launched kernel by
+    kernel: tokens are the same, and come a little later. Commands that serve nobody, and replicas with
+    `host_cache_bytes`, capture all at the start."""
     selftest: bool = True
     """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"

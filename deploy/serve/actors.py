@@ -130,12 +130,14 @@ class WorkerActor:
         rendezvous: str,
         device: int,
         keeper: Path | None = None,
+        waiting: int | None = None,
     ) -> None:
-        """Run step plans until told to stop; raises the cause of an end. `keeper`: of weights, see `run_worker`."""
+        """Run step plans until told to stop; raises the cause of an end. `keeper`: of weights, and `waiting`, see
+        `run_worker`."""
         from workers.rank.worker_process import run_worker
 
         logs.configure(self._log, process=f"rank {rank}", **self._labels)
-        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper)
+        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper, waiting)
 
 
 class ReplicaProcesses:
@@ -227,8 +229,9 @@ class ReplicaProcesses:
             runtime_env={"env_vars": missing} if missing else None,
         )
 
-    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None]) -> None:
-        """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself."""
+    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int = 0) -> None:
+        """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself.
+        `waiting`: streams that wait for them."""
         # Ranks load together or not at all, and those of other nodes would find nothing kept.
         keeper = None
         if self.folder is not None:
@@ -236,10 +239,11 @@ class ReplicaProcesses:
                 keeper = self._keeper()
             except OSError:
                 logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
+        first = waiting if self._config.graphs_at_start == "few" else None
         refs = {"scheduler": self._scheduler.run.remote()}
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
             refs[f"rank {rank}"] = worker.run.remote(
-                self._config, rank, addresses, self._rendezvous, placement.device, keeper
+                self._config, rank, addresses, self._rendezvous, placement.device, keeper, first
             )
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 

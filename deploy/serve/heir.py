@@ -230,6 +230,10 @@ class _Answer:
 
         return fed
 
+    @property
+    def write_piece(self) -> None:
+        """None: all that is made is compared with what was written."""
+
     def repeated(self, choice: int, ended: bool) -> None:
         """See `Journal`. EngineFault where something was sent that was not made once more."""
         self._choices -= 1

@@ -11,8 +11,8 @@ releases when the front has ended and gives to one other front only.
     word 3     fronts that have owned it
     records    one byte that says of which kind, and what there is to say
 
-The ordinary piece of a stream, a token and the event that it becomes, is one record of a few bytes: this costs a front
-some 7 % of what it does for a token.
+The ordinary piece of a stream, a token and the event that it becomes, is one record of a few bytes. This costs a front
+half a microsecond for a token; that the piece is written past the layers of the server saves more.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from zlib import crc32
 
 import msgspec
 
+from deploy.api.generation.journaling import WritePiece
 from workers.protocol.messages import RequestOutput
 
 _RECORD: Final = struct.Struct("=BII")
@@ -101,7 +102,18 @@ class Journal:
     """A journal that this process owns. `deploy.api.generation.journaling.Journal` of an answer that begins here."""
 
     age_s: float | None = None
-    __slots__ = ("_end", "_file", "_full", "_head_out", "_map", "_ordinary", "_pending", "_size", "_words")
+    __slots__ = (
+        "_end",
+        "_file",
+        "_full",
+        "_head_out",
+        "_map",
+        "_ordinary",
+        "_pending",
+        "_size",
+        "_words",
+        "write_piece",
+    )
 
     def __init__(self, memory: int) -> None:
         """Own the journal in a memfd, which stays the caller's. JournalTaken where another process does; OSError or
@@ -126,6 +138,8 @@ class Journal:
         self._pending: list[RequestOutput] = []
         """Outputs that are not taken down yet. Nothing was written since they came."""
         self._ordinary = False
+        self.write_piece: WritePiece | None = None
+        """See `deploy.api.generation.journaling.Journal`."""
 
     @staticmethod
     def begin(began: Began, given: int) -> tuple[Journal, int]:

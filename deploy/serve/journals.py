@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
-from deploy.api.generation.journaling import CONVERSATION
+from deploy.api.generation.journaling import CONVERSATION, WritePiece
 from deploy.api.http.body import BODY
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import failure_of
@@ -88,6 +88,7 @@ class Journals:
             os.close(memory)
         self._held[journal] = held, transport
         cycle.transport = JournalledTransport(transport, journal)
+        journal.write_piece = _piece_writer(cycle)
         return journal
 
     def end(self, journal: Journal, cycle: Any) -> None:
@@ -117,3 +118,20 @@ class Journals:
         self._lingering.pop(transport, None)
         self._watchdog.release(held)
         journal.close()
+
+
+def _piece_writer(cycle: Any) -> WritePiece | None:
+    """Return what writes a piece as uvicorn's object of the request does, but for what it asks first: nothing of that
+    concerns a piece in the middle of an answer, unless the client is slow or has left. None where it is another object
+    than that of the uvicorn this was written for."""
+    if not all(hasattr(cycle, name) for name in ("flow", "chunked_encoding", "response_complete", "disconnected")):
+        return None
+    flow, write = cycle.flow, cycle.transport.write
+
+    def write_piece(body: bytes) -> bool:
+        if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or flow.write_paused:
+            return False
+        write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    return write_piece

@@ -42,6 +42,7 @@ from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
 from workers.protocol.front import Engine, EngineFault
+from workers.rank.start_times import StartTimes
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
     from deploy.observability.tracing import Tracing
@@ -187,7 +188,9 @@ class EngineReplica:
     async def _bring_up(self) -> FailoverEngine:
         config = self.config
         self.status_store.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
+        times = StartTimes()
         client = await self._start_processes()
+        times.end("processes")
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
@@ -196,8 +199,12 @@ class EngineReplica:
         self.sampling_defaults = sampling_defaults(config)
         if why := what_is_not_taken(config):
             self.status_store.say(why)
+        times.end("tokenizer, beside the ranks")
         await client.ready(config.engine.start_timeout_s)
+        times.end("ranks")
         await client.health_check()
+        times.end("first step")
+        self.status_store.say(f"the replica started in {times}")
         neighbors: Neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
         engine = FailoverEngine(client, self._start_again, config.health.patience_s, neighbors=neighbors)
         engine.on_loss.append(self._lost)
@@ -214,7 +221,8 @@ class EngineReplica:
         addresses = await self.processes.start()
         client = EngineClient(config.engine, addresses, config.model_name)
         client.on_progress.append(self.status_store.say)
-        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told))
+        waiting = 0 if self.engine is None else self.engine.waiting
+        self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told), waiting)
         return client
 
     async def _start_again(self) -> EngineClient:

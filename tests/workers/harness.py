@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from workers.config import EngineConfig
 from workers.parallel.group import Group
 from workers.processes.scheduler_process import scheduler_config
+from workers.protocol.captures import CapturePortion
 from workers.protocol.grammar import CompileGrammar, GrammarReady
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
+from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.rank import Rank
 from workers.scheduler import Scheduler
@@ -29,17 +32,29 @@ class Finished:
 class InlineEngine:
     """Runs requests to their end; plans are made ahead of results, as in the real processes."""
 
-    def __init__(self, config: EngineConfig, device: torch.device | None = None, group: Group | None = None) -> None:
-        """`group`: of one of several ranks, each of which has a scheduler that makes the same plans."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device | None = None,
+        group: Group | None = None,
+        waiting: int | None = None,
+        keeper: Path | None = None,
+    ) -> None:
+        """`group`: of one of several ranks, each of which has a scheduler that makes the same plans. `waiting` and
+        `keeper`: see `Rank`."""
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
         self._moved: queue.Queue[Moved | DiskMoved] = queue.Queue()
         self._moving = 0
+        self.reports: list[SelfTestReport] = []
         self.replica = Rank(
             config,
             group or Group(),
             device or torch.device("cpu"),
             on_grammar=lambda *news: self._compiled.put(news),
+            on_selftest=self.reports.append,
             on_moved=self._moved.put,
+            keeper=keeper,
+            waiting=waiting,
         )
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))
@@ -48,7 +63,7 @@ class InlineEngine:
                 self.scheduler.disk_found(found)
         self.finished: dict[str, Finished] = {}
         self.plans: list[StepPlan] = []
-        self._queue: deque[StepPlan | Moves | DiskMoves] = deque()
+        self._queue: deque[StepPlan | Moves | DiskMoves | CapturePortion] = deque()
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> None:
         refusal = self.scheduler.add(Request(request_id, tuple(prompt), sampling, priority))
@@ -73,6 +88,11 @@ class InlineEngine:
         item = self._queue.popleft()
         if isinstance(item, StepPlan):
             self.deliver(self.scheduler.apply(self.runner.execute(item)))
+        elif isinstance(item, CapturePortion):
+            assert self.replica.captures is not None
+            captured = self.replica.captures.capture(item)
+            for _ in range(self.scheduler.config.ranks):  # the others do the same, and what they say is not heard here
+                self.scheduler.captured(captured)
         else:
             self._moving += 1
             mover = self.replica.mover if isinstance(item, Moves) else self.replica.disk
@@ -82,6 +102,8 @@ class InlineEngine:
 
     def plan(self) -> StepPlan | None:
         """The next plan, behind what is to be copied before it; both are queued."""
+        if (capture := self.scheduler.capture()) is not None:
+            self._queue.append(capture)
         plan = self.scheduler.plan()
         self._queue += self.scheduler.moves()
         if plan is not None:

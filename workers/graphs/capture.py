@@ -1,9 +1,8 @@
-"""Captures decode steps, and what mixed steps have of graphs, into CUDA graphs: warm up, capture, replay, drop."""
+"""Decode steps as CUDA graphs, and the warm-up before a capture (`workers.graphs.graph_runner` has a rank's graphs)."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,11 +13,9 @@ from kernels.runtime import ahead
 from kernels.runtime.ahead import Compiled, Share, compile_ahead
 from kernels.sampling import TokenMasks
 from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_segments
-from workers.graphs.record import no_garbage_collection, record
-from workers.graphs.segments import CapturedStage, CapturedTail
-from workers.graphs.stats import GraphStats
+from workers.graphs.record import record
 from workers.memory.scratch import Scratch
-from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenKey
+from workers.protocol.plan import GraphKey
 from workers.step.buckets import TokenBuckets
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
@@ -170,136 +167,3 @@ def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:
 
 def _shallow(parts: StepParts) -> StepParts:
     return replace(parts, model=parts.model.shallow())
-
-
-class GraphRunner:
-    """The captured graphs of one rank, one a bucket."""
-
-    def __init__(
-        self,
-        parts: StepParts,
-        max_rows: int,
-        token_budget: int,
-        stats: GraphStats,
-        progress: Callable[[str], None] | None = None,
-        *,
-        masks: TokenMasks | None = None,
-    ) -> None:
-        """Captures every key of decode and token buckets, largest first. What happens is counted in `stats`. `masks`:
-        where those of rows with a grammar will be, on ranks that sample."""
-        self.buckets = parts.buckets(max_rows)
-        self.token_buckets = TokenBuckets(token_budget)
-        self.stats = stats
-        self._parts = parts
-        self._masks = masks
-        self._graphs: dict[GraphKey, CapturedStep] = {}
-        self._split_steps: dict[GraphKey, CapturedSplitStep] = {}
-        self._tails: dict[TokenKey, CapturedTail] = {}
-        self._stages: dict[TokenKey, CapturedStage] = {}
-        self._capture(progress)
-
-    @torch.inference_mode()
-    def _capture(self, progress: Callable[[str], None] | None) -> None:
-        begin, device = time.perf_counter(), self._parts.device
-        free, _ = torch.cuda.mem_get_info(device)
-        keys = list(self.buckets)
-        warmed = warm_up(self._parts, self.buckets.max_rows, self.token_buckets.budget, self._masks)
-        buffer, inner_buffer = (
-            torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)
-        )
-        with no_garbage_collection():
-            for key in keys:
-                self._graphs[key] = CapturedStep(DecodeStep(self._parts, key, Scratch(device, buffer)))
-            for alike in self.buckets.forward_graph_keys():
-                split = capture_split_steps(self._parts, alike, Scratch(device, buffer), self._masks)
-                self._split_steps |= zip(alike, split, strict=True)
-            for tail_key in self.token_buckets.tails(self._parts.most_tail_tokens(self.buckets.max_rows)):
-                inner = Scratch(device, inner_buffer)
-                self._tails[tail_key] = CapturedTail(self._parts, tail_key.tokens, inner)
-            for token_key in self.token_buckets:
-                scratch, inner = Scratch(device, buffer), Scratch(device, inner_buffer)
-                stage = CapturedStage(self._parts, token_key.tokens, scratch, inner, self._tails)
-                self._stages[token_key] = stage
-        torch.cuda.synchronize(device)
-        after, _ = torch.cuda.mem_get_info(device)
-        stats = self.stats
-        stats.capture_seconds = time.perf_counter() - begin
-        stats.bytes = max(free - after, 0)
-        if progress is not None:
-            segments = sum(stage.graphs for stage in self._stages.values())
-            progress(
-                f"captured {len(keys)} decode steps, {len(self._split_steps)} in two halves, {segments} segments of "
-                f"{len(self._stages)} token buckets and "
-                f"{len(self._tails)} endings in {stats.capture_seconds:.1f} s, {stats.bytes / 2**20:.0f} MiB"
-            )
-
-    def stage(self, layout: BatchLayout) -> CapturedStage:
-        """Return the stage in which a mixed step of this layout runs; ValueError if it exceeds the token budget."""
-        key = self.token_buckets.key(layout)
-        self.stats.mixed_steps += 1
-        self.stats.tokens += layout.tokens
-        self.stats.padded_tokens += key.tokens - layout.tokens
-        return self._stages[key]
-
-    def captured(self, plan: StepPlan, *, dense: bool) -> CapturedStep | None:
-        """The graph for a plan of decode rows alone, its slots filled in; None, with the reason counted, when there is
-        none. `dense`: see `DecodeBuckets.key`."""
-        key = self.buckets.key(plan.layout, plan.drafts, dense=dense)
-        if key is None:
-            self.stats.eager[f"width {plan.width}, {plan.drafts} drafts"] += 1
-            return None
-        self._take(self._graphs[key].step, plan)
-        return self._graphs[key]
-
-    def split_step(self, plan: StepPlan) -> CapturedSplitStep | None:
-        """Return the split step for a plan with rows that have a grammar, its slots filled in; None, with the reason
-        counted, when there is none."""
-        key = self.buckets.split_key(plan.layout, plan.drafts)
-        if key is None:
-            self.stats.eager[f"width {plan.width}, {plan.drafts} drafts, masks"] += 1
-            return None
-        self._take(self._split_steps[key].step, plan)
-        return self._split_steps[key]
-
-    def _take(self, step: DecodeStep, plan: StepPlan) -> None:
-        """Fill a plan's slots in, and count the step."""
-        padding = step.key.rows - len(plan.decode_slots)
-        self.stats.replays += 1
-        self.stats.rows += len(plan.decode_slots)
-        self.stats.padded_rows += padding
-        slots = [*plan.decode_slots, *[-1] * padding]
-        step.slot_R.copy_(torch.tensor(slots, dtype=torch.int64).pin_memory(), non_blocking=True)
-
-    def split_steps(self) -> list[CapturedSplitStep]:
-        """Every step that was captured as a forward graph and a sampling graph, in the order of the buckets."""
-        return list(self._split_steps.values())
-
-    def all(self) -> list[CapturedStep]:
-        """Every captured step, in the order of the buckets."""
-        return list(self._graphs.values())
-
-    def stages(self) -> list[CapturedStage]:
-        """The captured segments of every token bucket, in the order of the buckets."""
-        return list(self._stages.values())
-
-    def tails(self) -> list[CapturedTail]:
-        """The captured tails, which all token buckets share, in the order of the buckets."""
-        return list(self._tails.values())
-
-    @property
-    def count(self) -> int:
-        """Graphs there are."""
-        return (
-            len(self._graphs)
-            + len(self._split_steps)
-            + len(self.buckets.forward_graph_keys())
-            + len(self._tails)
-            + sum(stage.graphs for stage in self._stages.values())
-        )
-
-    def close(self) -> None:
-        """Destroy the graphs. Before the process group, or its last collectives wait for ever."""
-        for buckets in (self._graphs, self._split_steps, self._stages, self._tails):
-            for captured in buckets.values():
-                captured.drop()
-            buckets.clear()

@@ -56,13 +56,16 @@ class EngineClient:
         self.stats = EngineStats()
         self.selftest: SelfTestReport | None = None
         self.fault: str | None = None
+        self.fault_is_lasting = False
+        """Another start would end the same."""
         self.died_of_an_error = False
         """The fault is an error in a step, which what was asked of the engine may have caused."""
         self.on_fault: list[Callable[[str], None]] = []
         """Functions that are called once, with the first cause."""
         self.on_progress: list[Callable[[str], None]] = []
         self.on_selftest: list[Callable[[SelfTestReport], None]] = []
-        """Functions that are called once, before `ready` or before the fault that a failed self-test ends in."""
+        """Functions that are called before `ready`, once more when all graphs are captured where that is later, and
+        before the fault that a failed self-test ends in."""
         self.on_charges: list[Callable[[Charges], None]] = []
         self._loop = asyncio.get_running_loop()
         self._fds = [receiver.socket.fileno() for receiver in (self._outputs, self._pulse)]
@@ -132,7 +135,7 @@ class EngineClient:
         `of_an_error`: see `Fault`."""
         if self.fault is not None:
             return
-        self.fault, self.died_of_an_error = cause, of_an_error
+        self.fault, self.fault_is_lasting, self.died_of_an_error = cause, lasting, of_an_error
         for mailbox in self._streams.values():
             mailbox.fail(EngineFault(cause))
         self._streams.clear()

@@ -274,7 +274,7 @@ class FailoverEngine:
         while self._losses[0] <= now - LOSSES_S:
             self._losses.popleft()
         bereaved = self._without(client, cause)
-        if self._patience_s <= 0:
+        if self._patience_s <= 0 or client.fault_is_lasting:
             self._give_up(cause)
         elif len(self._losses) >= MOST_LOSSES:
             self._give_up(f"{cause}; that is the third engine of this replica to die within {LOSSES_S:.0f} s")

@@ -61,7 +61,7 @@ def _scheduler_main(config: EngineConfig, sockets: Path, parent: Connection) -> 
         last_words_have_left()
 
 
-def _worker_main(config: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
+def _worker_main(config: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, parent: Connection) -> None:
     _end_with_parent()
     load_libraries()  # the scheduler binds meanwhile
     from workers.rank.worker_process import run_worker
@@ -72,7 +72,7 @@ def _worker_main(config: EngineConfig, rank: int, keeper: Path | None, parent: C
         raise SystemExit(1) from None  # the start was given up
     parent.close()
     try:
-        run_worker(config, rank, addresses, rendezvous, device_index=rank, keeper=keeper)
+        run_worker(config, rank, addresses, rendezvous, device_index=rank, keeper=keeper, waiting=waiting)
     except Exception:
         os._exit(1)  # the scheduler was told the cause; an orderly exit can hang on a peer that is gone
 
@@ -105,9 +105,10 @@ def _end_with_parent(last: Callable[[], object] = lambda: None) -> None:
 class LocalReplica:
     """The child processes of one replica. Those left at the end of a `with` block are killed."""
 
-    def __init__(self, config: EngineConfig, keeper: Path | None = None) -> None:
+    def __init__(self, config: EngineConfig, keeper: Path | None = None, waiting: int | None = None) -> None:
         """Starts them all. They import what they need, which takes ranks seconds, and wait for `connect`. `keeper`: of
-        weights, for whoever starts replicas one after the other, see `WeightKeeper.path`."""
+        weights, for whoever starts replicas one after the other, see `WeightKeeper.path`. `waiting`: number of streams
+        that wait for it; None: all graphs are captured before it is ready."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per rank on a busy machine are slower than one
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -131,7 +132,7 @@ class LocalReplica:
             with _interrupts_are_ours():
                 start("scheduler", _scheduler_main, self._sockets)
                 for rank in range(config.mesh().world.size):
-                    start(f"rank {rank}", _worker_main, rank, keeper)
+                    start(f"rank {rank}", _worker_main, rank, keeper, waiting)
         except BaseException:
             self.kill()
             raise

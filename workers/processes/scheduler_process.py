@@ -20,6 +20,7 @@ from workers.channel.sockets import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.processes.inbox import Inbox
 from workers.processes.pulse import Pulse
+from workers.protocol.captures import PortionCaptured
 from workers.protocol.grammar import GrammarProgress, GrammarReady
 from workers.protocol.messages import (
     Cancel,
@@ -91,6 +92,7 @@ class SchedulerProcess:
         self._launched: dict[int, float] = {}
         self._moving: dict[int, float] = {}
         """By ticket: since when pages are copied."""
+        self._capturing_since: float | None = None
         self._figures: Figures = {}
         self._recorder: Recorder | None = None
 
@@ -238,6 +240,11 @@ class SchedulerProcess:
 
     def _planned(self, scheduler: Scheduler) -> StepPlan | None:
         """The next plan. Ranks are told before it of pages to copy, which it may give to others."""
+        if (capture := scheduler.capture()) is not None:
+            payload = encode(capture)
+            for sender in self._binding.plans:
+                sender.send_encoded(payload)
+            self._capturing_since = time.monotonic()
         plan = scheduler.plan()
         self._send_moves(scheduler)
         return plan
@@ -271,6 +278,14 @@ class SchedulerProcess:
                 scheduler.disk_moved(message)
             case DiskFound():
                 scheduler.disk_found(message)
+            case PortionCaptured():
+                self._heard[message.rank] = time.monotonic()
+                scheduler.captured(message)
+                if not scheduler.capturing:
+                    self._capturing_since = None
+                    self._launched = dict.fromkeys(self._launched, time.monotonic())  # their time begins now
+            case Progress() | SelfTestReport():
+                self._binding.outputs.send(message)
             case GrammarReady():
                 return scheduler.grammar_ready(message)
             case GrammarProgress():
@@ -297,7 +312,11 @@ class SchedulerProcess:
         for rank, heard in enumerate(self._heard):
             if now - heard > config.heartbeat_timeout_s:
                 raise EngineFailed(Fault(f"rank {rank} has been silent for {now - heard:.1f} s", rank))
-        if self._launched:
+        if self._capturing_since is not None:
+            waited = now - self._capturing_since
+            if waited > config.step_timeout_s:
+                raise EngineFailed(Fault(f"a capture of graphs has not ended for {waited:.0f} s"))
+        elif self._launched:
             waited = now - self._launched[min(self._launched)]
             if waited > config.step_timeout_s:
                 cause = f"step {min(self._launched)} made no progress for {waited:.0f} s"
@@ -332,6 +351,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         cache_shards=ready.cache_shards,
         ranks=config.mesh().world.size,
         root=ready.root,
+        portions=ready.portions,
         **_disk(config, ready),
     )
 

@@ -129,6 +129,11 @@ class Candidate:
         return step.run() if self.masks is None else step.run(self.masks.in_place)
 
 
+def most_pages(parts: StepParts, rows: int) -> int:
+    """Return the pages that a step of so many rows has in its proof, where the pool has them."""
+    return rows * MOST_PAGES[parts.device.type] + pages_to_select(parts) + 1
+
+
 def timed_runs(device: torch.device) -> int:
     """Return the number of times that a step is timed. On a CPU it is 0, because steps are eager there and the first to
     launch some size prepares it: the scheduler measures those itself."""
@@ -156,12 +161,15 @@ def _seconds(candidate: Candidate, fixture: StepFixture) -> float:
 class SelfTest:
     """Tests candidates on one rank's parts, one after the other."""
 
-    def __init__(self, parts: StepParts, seed: int = 0, *, plain: bool | None = None) -> None:
-        """`plain`: whether the reference is the plain forward pass; None: on a CPU, unless index keys are in INT8."""
+    def __init__(
+        self, parts: StepParts, seed: int = 0, *, plain: bool | None = None, granted: Sequence[int] | None = None
+    ) -> None:
+        """`plain`: whether the reference is the plain forward pass; None: on a CPU, unless index keys are in INT8.
+        `granted`: see `FixturePool`."""
         self._parts, self._most_pages = parts, MOST_PAGES[parts.device.type]
         coded = any(isinstance(spec, Int8IndexSpec) for spec in parts.cache.specs)
         self._plain = parts.device.type == "cpu" and not coded if plain is None else plain
-        self._fixture_pool = FixturePool(parts, seed, parts.state.slots * self._most_pages + pages_to_select(parts) + 1)
+        self._fixture_pool = FixturePool(parts, seed, most_pages(parts, parts.state.slots), granted)
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Candidate], progress: Callable[[str], None] | None = None) -> list[BucketReport]:

@@ -35,15 +35,15 @@ class FixturePool:
     """Pool of memory for fixtures, which are set on it one after the other, by draws that are the same on every
     rank."""
 
-    def __init__(self, parts: StepParts, seed: int, pages: int) -> None:
+    def __init__(self, parts: StepParts, seed: int, pages: int, granted: Sequence[int] | None = None) -> None:
         """`pages`: as many as the rows of one fixture may take, and one for former tenants. Equal seeds give equal
-        fixtures on every rank."""
+        fixtures on every rank. `granted`: global ids of the only pages that may be overwritten; None: all may."""
         self._parts = parts
         self._host = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator(parts.device).manual_seed(seed)
         # From the whole pool, so that large addresses occur; few, so that a CPU need not back all of it with memory.
-        there = parts.state.shards.pages(parts.cache.pages)
-        self._pool = random.Random(seed).sample(range(NULL_PAGE + 1, there), min(there - 1, pages))
+        there = range(NULL_PAGE + 1, parts.state.shards.pages(parts.cache.pages)) if granted is None else granted
+        self._pool = random.Random(seed).sample(there, min(len(there), pages))
         if not self._pool:
             raise RuntimeError("the self-test needs a pool of at least 2 pages, the null page included")
 

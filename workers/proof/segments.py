@@ -51,11 +51,18 @@ POISON = 0xFF
 """A float filled with it is NaN, an id -1."""
 
 
+def most_pages(parts: StepParts, tokens: int) -> int:
+    """Return the pages that a step of so many tokens has in its proof, where the pool has them."""
+    context = pages_for(MOST_CONTEXT + 2 * parts.width) + 1
+    return pages_for(tokens) + parts.state.slots * context + pages_to_select(parts) + 1
+
+
 class SegmentProof:
     """Tests the stages of one rank, one after the other."""
 
-    def __init__(self, parts: StepParts, seed: int = 0) -> None:
-        self._parts, self._seed = parts, seed
+    def __init__(self, parts: StepParts, seed: int = 0, *, granted: Sequence[int] | None = None) -> None:
+        """`granted`: see `FixturePool`."""
+        self._parts, self._seed, self._granted = parts, seed, granted
 
     @torch.inference_mode()
     def run(self, stages: Sequence[Stage], progress: Callable[[str], None] | None = None) -> list[BucketReport]:
@@ -73,9 +80,7 @@ class SegmentProof:
 
     def _fixture_pool(self, tokens: int) -> FixturePool:
         """Make a pool with pages for any step of up to `tokens` tokens."""
-        context = pages_for(MOST_CONTEXT + 2 * self._parts.width) + 1
-        pages = pages_for(tokens) + self._parts.state.slots * context + pages_to_select(self._parts) + 1
-        return FixturePool(self._parts, self._seed, pages)
+        return FixturePool(self._parts, self._seed, most_pages(self._parts, tokens), self._granted)
 
     def _bucket(self, stage: Stage, fixture_pool: FixturePool) -> BucketReport:
         begin, parts = time.perf_counter(), self._parts

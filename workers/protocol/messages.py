@@ -2,10 +2,12 @@
 
 front -> scheduler: `Requests`, `Cancel`, `Charges`, `Shutdown`.
 scheduler -> front: `Outputs`, `EngineStats`, `Charges`, `Fault`, `Ready`.
-scheduler -> worker: `StepPlan`, `Moves`, `DiskMoves`, `Shutdown`; rank 0 also `CompileGrammar`, `ForgetGrammar`.
+scheduler -> worker: `StepPlan`, `Moves`, `DiskMoves`, `CapturePortion`, `Shutdown`; rank 0 also `CompileGrammar`,
+`ForgetGrammar`.
 worker -> scheduler: `StepResult`, `GrammarReady`, `GrammarProgress` and `DiskFound` (rank 0), `Moved`, `DiskMoved`,
-`Heartbeat`, `Ready`, `Fault`.
-While a replica starts, `Progress` (every rank) and `SelfTestReport` (rank 0) travel from the workers to the front.
+`PortionCaptured`, `Heartbeat`, `Ready`, `Fault`.
+While a replica starts, and until all of its graphs are captured, `Progress` (every rank) and `SelfTestReport` (rank 0)
+travel from the workers to the front.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
 from workers.protocol.prompt import NO_ROOT, Prompt
@@ -320,6 +323,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     it."""
     cache_shards: int = 1
     """Ranks that share out the pages; all agree on it."""
+    portions: tuple[tuple[int, int], ...] = ()
+    """Graphs that are still to be captured, as `SchedulerConfig.portions` has it; all ranks agree on it."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -357,12 +362,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToScheduler = Requests | Cancel | Charges | Shutdown
 ToFront = Outputs | EngineStats | Charges | Fault | Ready | Progress | SelfTestReport
-ToWorker = StepPlan | Moves | DiskMoves | CompileGrammar | ForgetGrammar | Shutdown
+ToWorker = StepPlan | Moves | DiskMoves | CapturePortion | CompileGrammar | ForgetGrammar | Shutdown
 FromWorker = (
     StepResult
     | Moved
     | DiskMoved
     | DiskFound
+    | PortionCaptured
     | GrammarReady
     | GrammarProgress
     | Heartbeat

@@ -74,7 +74,8 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     seconds: float
     buckets: tuple[BucketReport, ...]
     left_out: int = 0
-    """Buckets that were not checked."""
+    """Buckets that were not checked, or are not yet: graphs that are captured while the engine serves are checked
+    before they are used."""
     inherited: int = 0
     """Buckets, of those reported, that an engine before this one proved with the same weights, settings, device and
     versions. They are not checked again."""
@@ -99,7 +100,8 @@ class SelfTestReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
                 "started again"
             )
         if not self.eager:
-            return f"{good} of {checked} graphs compute what eager computes ({self.seconds:.1f} s)"
+            follow = f"; {self.left_out} follow while it serves" if self.left_out else ""
+            return f"{good} of {checked} graphs compute what eager computes ({self.seconds:.1f} s){follow}"
         shapes = ", ".join(bucket.bucket for bucket in self.buckets)
         left_out = f", the smallest, a middle and the largest of {checked + self.left_out} ({shapes})"
         return (

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,12 +35,13 @@ from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
 from workers.parallel.group import Group
-from workers.proof.prove import prove
+from workers.proof.prove import GraphProof, prove
 from workers.protocol.messages import Ready
-from workers.protocol.report import SelfTestReport, StepTime
+from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, Moved
+from workers.rank.captures import Captures, step_times, tell
 from workers.rank.inherited_proof import InheritedProof
-from workers.rank.root import cache_root
+from workers.rank.root import cache_root, identities
 from workers.rank.runner import Runner
 from workers.rank.sharing import cpu_cache_bytes
 from workers.rank.start_times import StartTimes
@@ -100,6 +102,11 @@ def max_context(config: EngineConfig) -> int:
     return config.max_context or made_for
 
 
+def captures_steps(device: torch.device) -> bool:
+    """Whether steps on this device can be captured into graphs."""
+    return device.type == "cuda"
+
+
 class Rank:
     """Model, cache and runner of one rank."""
 
@@ -114,20 +121,25 @@ class Rank:
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
         on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
         keeper: Path | None = None,
+        waiting: int | None = None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
         and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`. `on_moved` hears of
         pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`. `keeper`: of weights, if
-        the ranks have one, see `WeightKeeper.path`.
+        the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
+        as soon as possible; then `captures` has graphs that are still to be captured. None: all are captured at once.
         """
         self.selftest: SelfTestReport | None = None
-        """Report of the self-test on all ranks; None if it did not run."""
+        """Report of the self-test on all ranks, of what was proven at the start; None if it did not run."""
+        self.captures: Captures | None = None
+        """Where there are graphs that are still to be captured."""
         if config.cache_shards == "auto":
             config = config.shared_out(group.mesh.shards.count)
         refuse_shards(config, sparse=load_config(config.folder).indexing is not None)
         times = StartTimes()
+        weights = times.beside("identity of the weights", partial(identities, config))
         dtype = pick_dtype(config, device)
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
@@ -154,7 +166,7 @@ class Rank:
         width = choose_drafter(model, config)
         refuse_host_memory(config, model.caches)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
-        wants_graphs = config.graphs and device.type == "cuda"
+        wants_graphs = config.graphs and captures_steps(device)
         sampling = _sampling(config, model, width, group, device)
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
         masks = constrained = None
@@ -204,21 +216,24 @@ class Rank:
         """Where there is host memory behind the cache."""
         times.end("buffers")
         if wants_graphs:
-            self.runner.capture(progress)
+            # Threads that copy pages to host memory would spoil a capture: there all come before.
+            self.runner.capture(progress, waiting=waiting if memory is None else None)
             times.end("graphs")
+        proof = None if kept is None or not config.selftest else InheritedProof(kept, config, context)
+        self._prove(config, group, progress, on_selftest, proof)
         if config.selftest:
-            proof = None if kept is None else InheritedProof(kept, config, context)
-            self._prove(config, group, progress, on_selftest, proof)
             times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
             self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
         kind = (bool(drafter.cache), drafter.reads_tokens) if drafter else (False, False)
         self.ready = Ready(
-            group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
+            group.mesh.world.rank, pages, context, vocab, width, eos_ids, step_times(self.selftest), *kind
         )
-        root = cache_root(config, model, dtype, device)
+        root = cache_root(config, model, dtype, device, weights.result())
         self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count)
+        if self.captures is not None:
+            self.ready = replace(self.ready, portions=self.captures.pages)
         times.end("identity")
         self.disk: DiskMover | None = None
         """Where there is a disk behind host memory."""
@@ -259,20 +274,20 @@ class Rank:
         proof: InheritedProof | None,
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
-        every_bucket = config.selftest_buckets == "all"
         speaks = progress if group.mesh.world.first else None
         inherited = None if proof is None else proof.recall()
-        self.selftest = prove(self.runner.parts, self.runner.graphs, every_bucket, speaks, self.runner.masks, inherited)
-        if proof is not None:
-            proof.note(self.selftest)
-        if not group.mesh.world.first:
-            return
-        if progress:
-            progress(f"self-test: {self.selftest.summary()}")
-        if on_selftest:
-            on_selftest(self.selftest)
-        if not self.selftest.passed:
-            raise RuntimeError(self.selftest.cause())
+        parts, graphs, masks = self.runner.parts, self.runner.graphs, self.runner.masks
+        if graphs is not None:
+            of_graphs = GraphProof(parts, graphs, speaks, masks, inherited) if config.selftest else None
+            if of_graphs is not None:
+                of_graphs.prove(graphs.there)
+            captures = Captures(self.runner, group, of_graphs, proof, progress, on_selftest)
+            self.selftest = captures.report()
+            self.captures = captures if graphs.left else None
+        elif config.selftest:
+            every_bucket = config.selftest_buckets == "all"
+            report = prove(parts, None, every_bucket, speaks, masks, inherited)
+            self.selftest = tell(report, group, proof, progress, on_selftest)
 
     @staticmethod
     def _pages(
@@ -322,11 +337,3 @@ def _compile(runner: Runner, group: Group, progress: Callable[[str], None] | Non
 def _agree(pages: int, group: Group, device: torch.device) -> int:
     """The fewest pages any rank has room for."""
     return int(group.minimum(torch.tensor([pages], dtype=torch.int64, device=device)).item())
-
-
-def _step_times(report: SelfTestReport | None) -> tuple[StepTime, ...]:
-    """Return the times of the steps that draft as many tokens as the next step of their width feeds."""
-    if report is None:
-        return ()
-    steps = [(bucket.drafts, bucket.step_time) for bucket in report.buckets]
-    return tuple(time for drafts, time in steps if time is not None and drafts == time.width - 1)

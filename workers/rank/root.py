@@ -26,19 +26,34 @@ KEY_FORMAT: Final = 1
 """Version of how keys are made and of what a page holds under one. Another one finds nothing of this one."""
 
 
-def cache_root(config: EngineConfig, model: Model, dtype: torch.dtype, device: torch.device) -> bytes:
+def identities(config: EngineConfig) -> tuple[str, str | None]:
+    """Return the identities of the weights in the model's folder and in that of the draft model, if there is one. Takes
+    a while: samples of all files are read. WeightsError or OSError where they cannot be."""
+    draft = config.draft_folder
+    return weights_identity(config.folder).hex(), None if draft is None else weights_identity(draft).hex()
+
+
+def cache_root(
+    config: EngineConfig,
+    model: Model,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: tuple[str, str | None] | None = None,
+) -> bytes:
     """Return the root, 16 bytes, of what `model` caches, as loaded with these settings on `device` in `dtype`. All
-    ranks of a replica get the same, and so do all replicas that compute the same.
+    ranks of a replica get the same, and so do all replicas that compute the same. `weights`: their `identities`, where
+    these are known.
 
     WeightsError, OSError or ValueError where the model's files cannot be read any more.
     """
     draft = config.draft_folder
+    own, drafting = weights or identities(config)
     parts: dict[str, Any] = {
         "format": KEY_FORMAT,
         "software": [__version__, torch.__version__],
         "model": config_values(config.folder),
-        "weights": weights_identity(config.folder).hex(),
-        "draft model": None if draft is None else [config_values(draft), weights_identity(draft).hex()],
+        "weights": own,
+        "draft model": None if draft is None else [config_values(draft), drafting],
         "drafter": None if model.drafter is None else type(model.drafter).__qualname__,
         "caches": [repr(spec) for spec in model.caches],  # their kinds, sizes and dtypes
         "page": PAGE_TOKENS,

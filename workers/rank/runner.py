@@ -16,7 +16,8 @@ from kernels.runtime.ahead import Compiled
 from kernels.sampling import TokenMasks
 from workers.cache.paged import OutOfBoundsFault, PagedCache
 from workers.grammar.rows import ConstrainedRows
-from workers.graphs.capture import GraphRunner, Warmed, compile_steps, warm_up
+from workers.graphs.capture import Warmed, compile_steps, warm_up
+from workers.graphs.graph_runner import GraphRunner
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
@@ -144,12 +145,12 @@ class Runner:
         self._reserve()
         return warm_up(self.parts, self.parts.state.slots, self._token_budget, self._token_masks)
 
-    def capture(self, progress: Callable[[str], None] | None = None) -> GraphRunner:
+    def capture(self, progress: Callable[[str], None] | None = None, *, waiting: int | None = None) -> GraphRunner:
         """Capture the graphs of all buckets: from now on decode steps, and the segments of mixed steps, are replayed.
-        CUDA only, and all ranks together."""
+        CUDA only, and all ranks together. `waiting`: see `GraphRunner`."""
         self._reserve()
-        slots = self.parts.state.slots
-        self.graphs = GraphRunner(self.parts, slots, self._token_budget, self.stats, progress, masks=self._token_masks)
+        sizes = self.parts.state.slots, self._token_budget
+        self.graphs = GraphRunner(self.parts, *sizes, self.stats, progress, masks=self._token_masks, waiting=waiting)
         return self.graphs
 
     @property

@@ -26,9 +26,11 @@ from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.grammar.compiler import Compiler
 from workers.parallel.group import Group, PeerLost
+from workers.protocol.captures import CapturePortion
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
+from workers.rank.captures import Captures, SelfTestFailedError
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
 from workers.rank.sharing import share_out
@@ -51,6 +53,7 @@ def _serve(
     grammars: Compiler | None = None,
     mover: PageMover | None = None,
     disk: DiskMover | None = None,
+    captures: Captures | None = None,
     *,
     samples: bool,
 ) -> None:
@@ -76,6 +79,14 @@ def _serve(
         if isinstance(plan, DiskMoves):
             assert disk is not None, "pages are copied where there is a disk for them"
             disk.move(plan)
+            continue
+        if isinstance(plan, CapturePortion):
+            assert captures is not None, "graphs are captured where some were left at the start"
+            while launched:  # nobody is to wait for these as long as it takes
+                result = runner.collect(launched.popleft())
+                if samples:
+                    results.send(result)
+            results.send(captures.capture(plan))
             continue
         if plan is not None:
             launched.append(runner.launch(plan))
@@ -166,12 +177,14 @@ def run_worker(
     rendezvous: str,
     device_index: int | None = None,
     keeper: Path | None = None,
+    waiting: int | None = None,
 ) -> None:
     """Main loop of one rank; returns after a Shutdown. On an error reports the cause to the scheduler and raises it.
     Before either, graphs and group are closed; where that takes too long the process exits instead (`_close`).
 
     `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank. `keeper`: of
-    weights, given to all ranks or to none; one on whose node there is no such socket finds nothing kept.
+    weights, given to all ranks or to none; one on whose node there is no such socket finds nothing kept. `waiting`:
+    see `Rank`.
     """
     results = connect_sender(addresses.results, addresses.keys)
     plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
@@ -204,7 +217,8 @@ def run_worker(
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
         group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress)
-        built = Rank(config, group, device, progress, results.send, news, news.progress, news.moved, keeper)
+        heard = results.send, news, news.progress, news.moved
+        built = Rank(config, group, device, progress, *heard, keeper, waiting)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
@@ -219,16 +233,18 @@ def run_worker(
             for found in built.disk.found():
                 results.send(found)
         serving = True
-        _serve(runner, plans, results, built.grammars, built.mover, built.disk, samples=mesh.heads.first)
+        helpers = built.grammars, built.mover, built.disk, built.captures
+        _serve(runner, plans, results, *helpers, samples=mesh.heads.first)
         if built.disk is not None:
             built.disk.close()
         if built.mover is not None:
             built.mover.close()
     except BaseException as error:
-        lost = isinstance(error, PeerLost)
-        speaks = loading and isinstance(error, _SPEAK) and str(error)
+        lost, unproven = isinstance(error, PeerLost), isinstance(error, SelfTestFailedError)
+        speaks = (loading or unproven) and isinstance(error, _SPEAK) and str(error)
         cause = str(error) if speaks else f"{type(error).__name__}: {error}"
-        results.send(Fault(f"rank {rank}: {cause}", rank, lost, loading and not lost, serving and not lost))
+        lasting, in_step = (loading or unproven) and not lost, serving and not lost and not unproven
+        results.send(Fault(f"rank {rank}: {cause}", rank, lost, lasting, in_step))
         hang_up()
         last_words_have_left()  # before anything that could end this process
         _close(rank, runner, device, error)

@@ -94,6 +94,9 @@ class SchedulerConfig:
     """Seconds that reading a page from the disk takes, as far as nothing was measured."""
     disk_serial: int = 0
     """Serial number of the next page that is saved to disk."""
+    portions: tuple[tuple[int, int], ...] = ()
+    """Graphs that ranks are still to capture, in portions: how many pages the proof of each takes, and the fewest that
+    will do."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from itertools import chain
 from msgspec.structs import replace
 
 from kernels.page import pages_for
+from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
 from workers.scheduler.arrivals import Arrivals
+from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
@@ -64,6 +67,7 @@ class Scheduler:
         self._rows = Rows(config, clock, self._counters.token_seconds)
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
+        self._captures = Captures(config.portions, self._rows.cache, config.slots, config.ranks, clock)
         self._grammars = Grammars(config.grammar_timeout_s)
         self._shares = Shares(clock)
         self._arrivals = Arrivals(clock)
@@ -230,6 +234,24 @@ class Scheduler:
         if self._rows.disk is not None:
             moves += self._rows.disk.take_moves()
         return moves
+
+    def capture(self) -> CapturePortion | None:
+        """What every rank must be told now of graphs that are still to be captured, before the next plan; None where
+        nothing is due. The message is given once."""
+        return self._captures.next(idle=self.idle)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether ranks capture graphs at present: then no step runs."""
+        return self._captures.under_way
+
+    def captured(self, message: PortionCaptured) -> None:
+        """Take in that a rank has captured graphs. RuntimeError for an answer that nobody waits for."""
+        self._captures.captured(message)
+        if message.step_times:
+            self._speculation.measured(message.step_times)
+            measured = dataclasses.replace(self.config, step_times=message.step_times)
+            self._mixed = MixedTarget(measured, self._speculation.times)
 
     def moved(self, message: Moved) -> bool:
         """Take in that a rank has copied pages, and return whether all ranks have now. RuntimeError for an answer that

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
+from workers.protocol.report import StepTime
 from workers.scheduler.acceptance import Acceptance, Baseline
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.sequence import Sequence
@@ -93,6 +94,11 @@ class Speculation:
     def by_position(self) -> tuple[float, ...]:
         """Return the probability, by draft position, that a draft is accepted if those before it are."""
         return self._acceptance.by_position()
+
+    def measured(self, step_times: Iterable[StepTime]) -> None:
+        """Go on with times that were measured of more steps than those at the start. What steps took since is
+        forgotten."""
+        self.times = StepTimes(step_times, self._most)
 
     def choose(self, rows: int) -> tuple[int, int]:
         """(width, drafts) of the next plan, of so many decode rows."""

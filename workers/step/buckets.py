@@ -8,7 +8,7 @@ the last pass is one, by the tokens whose hidden states are wanted.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from workers.protocol.plan import BatchLayout, GraphKey, TokenKey
@@ -129,28 +129,43 @@ class DecodeBuckets:
 
     def forward_graph_keys(self) -> list[list[GraphKey]]:
         """The same, keys that differ by their drafts alone together: the forward graph knows nothing of these."""
-        alike: dict[tuple[int, int], list[GraphKey]] = {}
-        for key in self.split_keys():
-            alike.setdefault((key.rows, key.width), []).append(key)
-        return list(alike.values())
+        return alike(self.split_keys())
 
     def key(self, layout: BatchLayout, drafts: int, *, dense: bool = False) -> GraphKey | None:
         """Key of the graph that serves a step of this layout; None, never a wrong one, when there is none. `dense`:
         whether all rows are so short that attention may be; the graph's is, where there is such a one."""
-        return self._key(layout, drafts, row_buckets(self.max_rows), dense)
+        return next(self.holding(layout, drafts, dense=dense), None)
+
+    def holding(self, layout: BatchLayout, drafts: int, *, dense: bool = False) -> Iterator[GraphKey]:
+        """Keys of all graphs that can serve a step of this layout, the smallest first. `dense`: see `key`."""
+        buckets = row_buckets(self.max_rows)
+        place = bisect_left(buckets, layout.decode_rows)
+        dense = dense and place < len(buckets) and self._has_dense(buckets[place])
+        if dense:
+            buckets = tuple(rows for rows in buckets if self._has_dense(rows))
+        return self._holding(layout, drafts, buckets, dense)
 
     def split_key(self, layout: BatchLayout, drafts: int) -> GraphKey | None:
         """Return the key of the graphs that serve a split step of this layout; None when there is none."""
-        return self._key(layout, drafts, split_row_buckets(self.max_rows))
+        return next(self.holding_split(layout, drafts), None)
+
+    def holding_split(self, layout: BatchLayout, drafts: int) -> Iterator[GraphKey]:
+        """Return the keys of all graphs that can serve a split step of this layout, the smallest first."""
+        return self._holding(layout, drafts, split_row_buckets(self.max_rows), dense=False)
 
     def _has_dense(self, rows: int) -> bool:
         return self.sparse and rows <= MOST_DENSE_ROWS
 
-    def _key(self, layout: BatchLayout, drafts: int, buckets: tuple[int, ...], dense: bool = False) -> GraphKey | None:
+    def _holding(self, layout: BatchLayout, drafts: int, buckets: tuple[int, ...], dense: bool) -> Iterator[GraphKey]:
         if layout.prefill_tokens or not layout.decode_rows or (layout.width, drafts) not in self.modes():
-            return None
-        place = bisect_left(buckets, layout.decode_rows)
-        if place == len(buckets):
-            return None
-        rows = buckets[place]
-        return layout.graph_key(rows, drafts, dense=dense and self._has_dense(rows))
+            return
+        for rows in buckets[bisect_left(buckets, layout.decode_rows) :]:
+            yield layout.graph_key(rows, drafts, dense=dense)
+
+
+def alike(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
+    """Group keys of split steps that differ by their drafts alone: the forward graph knows nothing of these."""
+    found: dict[tuple[int, int], list[GraphKey]] = {}
+    for key in keys:
+        found.setdefault((key.rows, key.width), []).append(key)
+    return list(found.values())

@@ -15,7 +15,8 @@ Shape legend: S slots, R sampled rows, N logits rows, D decode rows, W width, V 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -129,6 +130,20 @@ class SamplingState:
         for admission in admissions:
             if admission.sampling.has_penalties:
                 self._count_history(admission)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all that is known of the slots back at the end of the block."""
+        live = [getattr(self.tables, field.name) for field in dataclasses.fields(self.tables)]
+        live += [self.fault_1, self.invalid_drafts_1]
+        copies = [tensor.clone() for tensor in live]
+        known = [*self._asked], [*self._named], [*self._features]
+        try:
+            yield
+        finally:
+            for tensor, copy in zip(live, copies, strict=True):
+                tensor.copy_(copy)
+            self._asked, self._named, self._features = known
 
     def target_tokens(
         self,

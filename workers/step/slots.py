@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 
 import torch
 
@@ -34,6 +36,18 @@ class SlotState:
         # Of slots whose tables nobody has filled by grants, any number.
         self._granted = [pages_per_row] * slots
         self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device, tokens=tokens)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all that is known of the slots back at the end of the block."""
+        live = [getattr(self.tensors, field.name) for field in fields(self.tensors)]
+        copies, granted = [tensor.clone() for tensor in live], [*self._granted]
+        try:
+            yield
+        finally:
+            for tensor, copy in zip(live, copies, strict=True):
+                tensor.copy_(copy)
+            self._granted = granted
 
     @property
     def pages_per_row(self) -> int:

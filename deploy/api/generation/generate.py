@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, choice_of, joined
-from deploy.api.generation.journaling import Journal, continued, opened
+from deploy.api.generation.journaling import Journal, WritePiece, continued, opened
 from deploy.api.http.body import ClientDisconnected
 from deploy.api.http.errors import ApiError, from_engine
 from deploy.api.http.middleware import CancelOnDisconnect
@@ -226,6 +226,7 @@ class Generation(Response):
         request = Request(uuid.uuid4().hex, prompt, branch.sampling, *place, salt=salt)
         journal = self.journal
         fed = None if journal is None else journal.feeder(choice.index)
+        write = self._write_piece()
         short = self.job.stream and not choice.detailed
         before, after = self.form.template(choice.index) if short and self.job.reading is None else (b"", b"")
         parsed = self.form.writer(choice.index) if short and self.job.reading is not None else None
@@ -259,7 +260,8 @@ class Generation(Response):
                 if short and choice.finish is None:
                     if text:
                         raw = before + dumps(text) + after if parsed is None else parsed(text)
-                        await send({"type": body, "body": raw, "more_body": True})
+                        if write is None or not write(raw):
+                            await send({"type": body, "body": raw, "more_body": True})
                 else:
                     await self.emit(choice, text, send)
                     if choice.finish is not None:
@@ -288,6 +290,11 @@ class Generation(Response):
             if traced is not None:
                 traced.end(reason, len(prompt), choice.cached_tokens, choice.generated)
             self.admitted.finished(reason, choice.generated, queued)
+
+    def _write_piece(self) -> WritePiece | None:
+        """Return what writes an ordinary event to the client, past all layers between: they look at how an answer
+        begins and ends, and nothing that lies in between concerns them. None where something has to see every event."""
+        return None if self.journal is None or self.trace is not None else self.journal.write_piece
 
     def _outputs(self, request: Request, choice: int) -> AsyncIterator[RequestOutput]:
         """What the engine says to a request, behind what was said to it when another front had it."""

@@ -37,11 +37,18 @@ class Journal(Protocol):
         """Return a function that takes down an output of a choice. It is called before anything that follows from the
         output is sent."""
 
+    @property
+    def write_piece(self) -> WritePiece | None:
+        """Writes a piece of a stream straight to the client; None where there is nothing that could."""
+
     def repeated(self, choice: int, ended: bool) -> None:
         """A choice has been given all outputs of earlier fronts, and what follows from them was sent. `ended`: no
         others follow."""
 
 
+WritePiece = Callable[[bytes], bool]
+"""Writes a piece in the middle of a chunked answer, and returns whether it did. Not while the client is slow, before
+the answer has begun or after its end: then it must be sent."""
 OpenJournal = Callable[[int, int, bool], Journal | None]
 """Opens the journal of the request: of a checksum of its prompts, the number of its choices, and whether it is a stream
 of one choice that shows nothing of its tokens but their text and number. None where no journal can be kept. EngineFault

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from deploy.api.generation.choice import Choice
 from deploy.api.generation.generate import Format, Generator, Stream
+from deploy.api.generation.journaling import WritePiece
 from deploy.api.http.errors import invalid
 from deploy.api.http.resume import Place, Resume, event_id
 from deploy.api.job.job import Branch, Job
@@ -59,6 +60,10 @@ class ResumableStream(Stream):
             + event_id(self.job.draws.secret, self.job.draws.created, self._checksum, self._told, self._closing)
             + b"\n"
         )
+
+    @override
+    def _write_piece(self) -> WritePiece | None:
+        return None  # events are given their ids on the way
 
     @override
     async def run(self, choice: Choice, branch: Branch, send: Send) -> None:

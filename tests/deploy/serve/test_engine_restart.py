@@ -17,7 +17,8 @@ from deploy.serve import replica
 from deploy.serve.replica import EngineReplica
 from workers.processes.failover import FailoverEngine
 from workers.protocol.front import EngineFault, ModelInfo
-from workers.protocol.messages import EngineStats
+from workers.protocol.messages import EngineStats, Request
+from workers.protocol.plan import SamplingParams
 
 
 class Client:
@@ -26,6 +27,7 @@ class Client:
     def __init__(self, *_: Any) -> None:
         self.info = ModelInfo("tiny", 200, 50, (1,), 3, 0)
         self.stats, self.fault, self.died_of_an_error = EngineStats(), None, False
+        self.fault_is_lasting = False
         self.on_fault: list[Any] = []
         self.on_progress: list[Any] = []
         self.on_charges: list[Any] = []
@@ -35,6 +37,12 @@ class Client:
         pass
 
     async def health_check(self) -> None:
+        pass
+
+    def generate(self, request: Request, mailbox: Any) -> Any:
+        return mailbox
+
+    def abandon(self, name: str) -> None:
         pass
 
     async def close(self) -> None:
@@ -71,8 +79,8 @@ class Processes:
             raise EngineFault("the processes before these still hold their places")
         return "addresses"
 
-    def run(self, addresses: str, on_end: Any) -> None:
-        self.on_end = on_end
+    def run(self, addresses: str, on_end: Any, waiting: int = 0) -> None:
+        self.on_end, self.waiting = on_end, waiting
 
     async def gone(self, limit_s: float) -> None:
         assert self.killed
@@ -98,6 +106,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> Asy
     )
     made.watchdog = SimpleNamespace(remove_at_end=made.folders.append, close=lambda: None)
     made.arrivals, made.key_status_store, made.tracing = Arrivals(), None, None
+    made.engine = None
     made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
     made._keeper, made._new_processes, made._standby, made._standing_by = None, Processes, None, None
     made.processes = Processes()
@@ -138,6 +147,17 @@ async def test_scheduler_and_ranks_are_started_again(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0.01)
         assert not made.engine.down
         assert not made.ended
+
+
+async def test_ranks_are_told_how_many_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as made:
+        assert Processes.made[0].waiting == 0
+        for name in ("a", "b"):
+            made.engine.generate(Request(name, (1, 2), SamplingParams(9)))
+        Processes.made[0].on_end("rank 0 died", False)
+        await until(lambda: made.engine.down)
+        await until(lambda: not made.engine.down)
+        assert Processes.made[1].waiting == 2
 
 
 async def until(condition: Callable[[], object]) -> None:

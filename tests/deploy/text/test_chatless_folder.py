@@ -56,6 +56,7 @@ async def test_the_start_says_that_chats_are_refused(
     monkeypatch.setattr(replica, "EngineClient", Client)
     said: list[str] = []
     made: Any = SimpleNamespace(
+        engine=None,
         config=ServeConfig.model_validate({"engine": {"model": str(tmp_path)}, "api": {"chat_template": template}}),
         status_store=SimpleNamespace(say=said.append),
         processes=SimpleNamespace(start=start, placements=[], run=lambda *_: None),

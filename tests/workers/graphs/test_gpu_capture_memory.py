@@ -10,7 +10,8 @@ import torch
 
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.graphs.capture import GraphRunner, Warmed
+from workers.graphs.capture import Warmed
+from workers.graphs.graph_runner import GraphRunner
 from workers.rank.runner import Runner
 
 pytestmark = [
@@ -45,10 +46,10 @@ def test_a_capture_takes_no_more_memory_than_was_reserved_for_it(monkeypatch: py
         allocated = torch.cuda.memory_allocated()
         return total - free - (torch.cuda.memory_reserved() - allocated), allocated
 
-    def measured(self: Runner, *rest: Any) -> GraphRunner:
+    def measured(self: Runner, *rest: Any, **options: Any) -> GraphRunner:
         warm_up(self)  # layers still hold a little of the trial run's memory, which a pass of this one's replaces
         device, allocated = in_use()
-        graphs = capture(self, *rest)
+        graphs = capture(self, *rest, **options)
         device_after, allocated_after = in_use()
         taken.append(device_after - device)
         tensors.append(allocated_after - allocated)

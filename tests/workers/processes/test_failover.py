@@ -296,6 +296,15 @@ async def test_streams_that_wait_too_long_end_and_the_engine_that_comes_later_se
         assert not given_up
 
 
+async def test_a_death_that_another_start_would_end_in_as_well_is_the_end() -> None:
+    async with world() as made:
+        stream = made.engine.generate(asked("a"))
+        made.scheduler.say(Fault("rank 0: self-test failed for 1 of 9 graphs", 0, lasting=True))
+        with pytest.raises(EngineFault, match="self-test failed"):
+            await anext(stream)
+        assert (made.engine.over, len(made.clients)) == (True, 1)
+
+
 async def test_an_engine_that_cannot_be_started_again_is_the_end() -> None:
     async with world() as made:
         told: list[str] = []

@@ -25,6 +25,8 @@ from workers.processes.launch import LocalReplica
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 
+STREAMS = 4
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,7 +50,8 @@ class Engines:
         self.end_processes()
         begin = time.perf_counter()
         keeper = None if self.keeper is None else self.keeper.path()
-        replica = self.replica = LocalReplica(self._settings, keeper)
+        waiting = STREAMS if self._settings.graphs_at_start == "few" else None
+        replica = self.replica = LocalReplica(self._settings, keeper, waiting)
         client = EngineClient(self._settings, await asyncio.to_thread(replica.connect), "tiny")
         self.told.append([])
         client.on_progress.append(self.told[-1].append)

@@ -14,11 +14,13 @@ import pytest
 from workers.channel.sockets import connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
 from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
+from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.messages import (
     EngineStats,
     Fault,
     Heartbeat,
     Outputs,
+    Progress,
     Ready,
     Request,
     Requests,
@@ -277,3 +279,35 @@ def test_a_loop_that_is_busy_for_longer_than_silence_may_last_is_alive(monkeypat
                 assert time.monotonic() - begin < 3.5, "a loop that stood still for 1.5 s was vouched for"
         finally:
             pulse.close()
+
+
+def test_graphs_that_are_left_are_captured_between_plans_by_all_ranks() -> None:
+    with played(2, serving=False) as world:
+        for rank in range(2):
+            world.results.send(Ready(rank, 40, 200, 50, portions=((5, 2), (0, 0))))
+        assert isinstance(world.hears(Ready), Ready)
+        world.ask("a")
+        heard = [plans.receive(timeout_ms=5000) for plans in world.plans]
+        assert heard[0] == heard[1]
+        assert isinstance(heard[0], CapturePortion)
+        assert len(heard[0].pages) == 5
+        plan = world.plan()
+        world.results.send(PortionCaptured(0, 1, 0.01))
+        world.answer(plan)
+        plan = world.plan()
+        world.results.send(Progress(0, "captured"))
+        assert world.hears(Progress).text == "captured"
+        world.results.send(PortionCaptured(1, 1, 0.01))
+        world.answer(plan)
+        while not isinstance(message := world.plans[0].receive(timeout_ms=5000), CapturePortion):
+            assert isinstance(message, StepPlan)
+            world.answer(message)
+        assert (message.number, message.pages) == (2, ())
+
+
+def test_a_capture_that_never_ends_is_noticed() -> None:
+    with played(serving=False, step_timeout_s=0.5) as world:
+        world.ready(1, portions=((0, 0),))
+        assert isinstance(world.hears(Ready), Ready)
+        assert isinstance(world.plans[0].receive(timeout_ms=5000), CapturePortion)
+        assert re.fullmatch(r"a capture of graphs has not ended for \d+ s", world.fault())

@@ -151,7 +151,7 @@ class PretendedRank:
         self.ready = Ready(group.mesh.world.rank, 2, 64, 100, 1, ())
         self.runner = self
         self.grammars = None
-        self.mover = self.disk = None
+        self.mover = self.disk = self.captures = None
         self.device = torch.device("cpu")
         self.stats = SimpleNamespace(figures=dict)
 
@@ -191,7 +191,7 @@ def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> N
 
     setattr(worker_process, "Rank", pretended)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S
-    _worker_main(CONFIG, rank, None, parent)
+    _worker_main(CONFIG, rank, None, None, parent)
 
 
 @contextmanager

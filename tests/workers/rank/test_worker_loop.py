@@ -13,7 +13,9 @@ import torch
 from simulated_device import LOOK_S, Device, Host
 
 from workers.channel.sockets import Receiver, Sender
+from workers.protocol.captures import CapturePortion
 from workers.protocol.messages import Shutdown
+from workers.rank.captures import Captures
 from workers.rank.runner import Runner
 from workers.rank.waiting import SLICES, StepEnd, Waiting
 from workers.rank.worker_process import _serve
@@ -32,6 +34,8 @@ class World:
     latency: Callable[[int], float] = lambda step: 1e-3
     ahead: int = 2
     shutdown_at: float | None = None
+    capture_before: int = 0
+    """Number of the plan before which graphs are to be captured; 0: none are."""
     events: list[tuple[str, int]] = field(default_factory=list)
     host: Host = field(default_factory=Host)
     planned: int = 0
@@ -64,6 +68,12 @@ class World:
             self.host.now = max(comes, asked) + WAKE_S
         self.slept_until = self.host.now
 
+    def capture(self, message: CapturePortion) -> Captured:
+        """Capture graphs, which takes a while."""
+        self.events.append(("capture", message.number))
+        self.host.work(0.3)
+        return Captured(message.number)
+
     def receive(self, timeout_ms: int | None = None) -> Any:
         just_slept = self.slept_until == self.host.now
         self.host.work(RECEIVE_S)
@@ -73,6 +83,9 @@ class World:
         if self.shutdown_at is not None and self.shutdown_at <= self.host.now:
             return Shutdown()
         if self.coming and self.coming[0][0] <= self.host.now:
+            if self.coming[0][1] == self.capture_before:
+                self.capture_before = 0
+                return CapturePortion(1, ())
             comes, plan = self.coming.popleft()
             if just_slept:
                 self.overslept.append(self.host.now - comes)
@@ -95,7 +108,10 @@ class World:
         self.events.append(("collect", step.plan))
         return step
 
-    def send(self, step: Step) -> None:
+    def send(self, step: Step | Captured) -> None:
+        if isinstance(step, Captured):
+            self.events.append(("captured", step.number))
+            return
         self.late.append(self.host.now - step.end)
         self.done += 1
         self.plan()
@@ -104,6 +120,11 @@ class World:
     def share(self) -> float:
         """Share of a processor."""
         return self.host.busy / self.host.now
+
+
+@dataclass
+class Captured:
+    number: int
 
 
 @dataclass
@@ -121,7 +142,8 @@ def served(device: str = "cuda", steps: int = 100, **fields: Any) -> World:
     world = World(torch.device(device), steps, **fields)
     for _ in range(world.ahead):
         world.plan()
-    _serve(cast(Runner, world), cast(Receiver, world), cast(Sender, world), samples=True)
+    captures = cast(Captures, world)
+    _serve(cast(Runner, world), cast(Receiver, world), cast(Sender, world), captures=captures, samples=True)
     return world
 
 
@@ -142,6 +164,16 @@ def test_every_step_is_launched_and_collected_in_order(device: str) -> None:
     if device == "cpu":
         assert [plan for _, plan in world.events] == [plan for plan in range(1, 101) for _ in range(2)]
         assert not world.host.sleeps
+
+
+def test_results_do_not_wait_for_a_capture() -> None:
+    world = served(capture_before=7)
+    at = world.events.index(("capture", 1))
+    assert world.events[at + 1] == ("captured", 1)
+    assert ("collect", 6) in world.events[:at]
+    assert ("launch", 7) in world.events[at:]
+    assert max(world.late) < 0.1
+    assert [plan for what, plan in world.events if what == "collect"] == list(range(1, 101))
 
 
 @pytest.mark.parametrize(("milliseconds", "most"), [(10, 0.25), (30, 0.12), (100, 0.07)])
