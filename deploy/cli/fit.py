@@ -52,7 +52,7 @@ def fit(
 
     with reported():
         total = _memory(gpu)
-        config = engine_config(**given, max_context=context)
+        config = engine_config(**given, max_context=context, served=False)
         check_interrupt()
         plans, change = _plans(config, total)
         plan = plans[_asked(config)]

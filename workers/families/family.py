@@ -26,6 +26,9 @@ class Family(ABC):
     layers of when it builds one.
     """
 
+    unserved = ""
+    """Why the engine does not serve such a model yet, though its config.json and its weights are read; empty for those
+    that it serves."""
     drafts = True
     """Whether a layer of its checkpoints that drafts is served; else it stays on the disk, declared or not."""
 
