@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quantized_checkpoints import fp8_exponents, mxfp4
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -98,7 +99,7 @@ _NAMES: dict[str, str] = {
 def tiny_v4(seed: int = 0, **overrides: Any) -> tuple[dict[str, Any], DeepseekV4ForCausalLM]:
     """The config.json of a tiny checkpoint, and transformers' model, of which every parameter is random, in fp32."""
     values = {**TINY, **overrides}
-    given = dict(values)
+    given = {name: value for name, value in values.items() if name not in ("expert_dtype", "quantization_config")}
     given["compress_ratios"] = given["compress_ratios"][: given["num_hidden_layers"]]
     scaling = given.pop("rope_scaling", None)
     if scaling is not None:
@@ -137,6 +138,28 @@ def published_v4(model: DeepseekV4ForCausalLM) -> dict[str, Tensor]:
         else:
             found[name] = tensor
     return {name: tensor.clone() for name, tensor in found.items()}
+
+
+MXFP4_NAMES = r"\.experts\.\d+\.w[123]\.weight$"
+FP8_NAMES = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"} | {
+    "weight_block_size": [128, 128]
+}
+"""The quantization_config of published checkpoints; `expert_dtype` beside it says that experts are in MXFP4."""
+
+
+def quantized_v4(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Random matrices in place of those that published checkpoints store quantized: the tensors of such a checkpoint,
+    and those of a plain one that means the same."""
+    written, meant = dict(tensors), dict(tensors)
+    for seed, (name, tensor) in enumerate(tensors.items()):
+        write = mxfp4 if re.search(MXFP4_NAMES, name) else fp8_exponents if re.search(FP8_NAMES, name) else None
+        if write is None:
+            continue
+        made, numbers = write(name, *tensor.shape, seed=seed)
+        meant[name] = torch.from_numpy(numbers)
+        written |= {name if own == name else f"{name.removesuffix('.weight')}.scale": of for own, of in made.items()}
+    return written, meant
 
 
 @torch.no_grad()

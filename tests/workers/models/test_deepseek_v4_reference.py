@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_v4_layout import VOCAB, YARN, published_v4, tiny_v4, write_v4
+from deepseek_v4_layout import QUANTIZATION, VOCAB, YARN, published_v4, quantized_v4, tiny_v4, write_v4
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
@@ -28,12 +28,15 @@ from workers.models.deepseek_v4_parts import (
     allocate_caches,
 )
 from workers.parallel.group import Group
+from workers.weights.formats import FP8_BLOCKS, MXFP4
 
 TOLERANCE = 1e-4
 LENGTHS = (200, 90)
 WIDTH = 4
 SLOTS = 4
+QUANTIZED: dict[str, Any] = {"expert_dtype": "fp4", "quantization_config": QUANTIZATION}
 KINDS: dict[str, dict[str, Any]] = {
+    "quantized": QUANTIZED,
     "plain": {},
     "yarn": {"rope_scaling": YARN, "rms_norm_eps": 1e-3, "hc_eps": 1e-3},
     "published ratios": {"compress_ratios": [128, 128, 4, 128, 4, 0], "compress_rate_hca": 128, "num_hash_layers": 3}
@@ -54,7 +57,14 @@ class Case:
 def case(kind: str) -> Case:
     config, oracle = tiny_v4(seed=1, **KINDS[kind])
     with tempfile.TemporaryDirectory() as folder:
-        write_v4(Path(folder), config, published_v4(oracle))
+        tensors = published_v4(oracle)
+        if "expert_dtype" in config:
+            tensors, meant = quantized_v4(tensors)
+            plain = {name: value for name, value in config.items() if name not in QUANTIZED}
+            oracle = DeepseekV4ForCausalLM.from_pretrained(
+                write_v4(Path(folder) / "plain", plain, meant), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        write_v4(Path(folder), config, tensors)
         model = load_model(
             folder,
             group=Group(),
@@ -151,6 +161,18 @@ CHUNKS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_logits_are_transformers(kind: str, chunks: str) -> None:
     assert far(case(kind), CHUNKS[chunks]) < TOLERANCE
+
+
+def test_matrices_stay_as_they_are_stored() -> None:
+    model = case("quantized").model
+    for block in model.blocks:
+        attention, mixture = block.attention, block.experts
+        assert mixture.gate_up_XFE.format is mixture.down_XEI.format is MXFP4
+        kept = [attention.q_down_AE, attention.q_up_QA, attention.kv_DE, attention.out_FD, attention.out_EF]
+        kept += [mixture.shared.gate_up_FE, mixture.shared.down_EI]
+        if attention.indexer is not None:
+            kept.append(attention.indexer.q_FA)
+        assert {weight.format for weight in kept} == {FP8_BLOCKS}
 
 
 def test_transformers_reads_the_names_of_checkpoints(tmp_path: Path) -> None:
