@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 
@@ -32,6 +33,8 @@ class PagedCache:
     layers: list[Tensor]
     """Cache tensors, each as its spec allocates it."""
     specs: Sequence[CacheSpec]
+    rings: list[Tensor] = field(default_factory=list)
+    """Rings of slots, as their specs allocate them; models of latent attention have none."""
     out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
 
@@ -41,9 +44,12 @@ class PagedCache:
         )
 
     @staticmethod
-    def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device) -> PagedCache:
-        """A cache of so many pages, the null page included, with a layer per spec."""
-        return PagedCache([spec.allocate(pages, device) for spec in specs], specs)
+    def allocate(
+        specs: Sequence[CacheSpec], pages: int, device: torch.device, rings: Sequence[RingSpec] = (), slots: int = 0
+    ) -> PagedCache:
+        """A cache of so many pages, the null page included, with a layer per spec; and rings of so many slots."""
+        layers = [spec.allocate(pages, device) for spec in specs]
+        return PagedCache(layers, specs, [ring.allocate(slots, device) for ring in rings])
 
     @property
     def pages(self) -> int:

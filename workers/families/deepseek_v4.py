@@ -8,6 +8,7 @@ constructors load.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,7 @@ from workers.families.family import Family
 from workers.models.config import CompressedLayer, Compression, ConfigError, ModelConfig, ResidualStreams, Rope, Routing
 from workers.models.fields import Fields, read_rope
 from workers.quantization import unsupported_quantization
+from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, MX_SCALES
 
 if TYPE_CHECKING:
     from workers.models.model import Model
@@ -31,6 +33,10 @@ _KINDS: Final = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heav
 `compress_rates` gives other numbers."""
 _NAMES: Final = {r"^model\.embed_tokens\.": "embed.", r"^model\.norm\.": "norm.", r"^lm_head\.": "head."}
 """Beginnings of names in DeepSeek V3's checkpoints, and of those here."""
+_EXPERTS: Final = r"\.experts\.\d+\.w[123]\.weight$"
+_FP8: Final = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+_WIDE: Final = {r"(^|\.)hc_\w+$|\.(ape|attn_sink|bias)$": "F32", r"\.tid2eid$": "I64"}
+"""Names of tensors that are not stored in bf16, as patterns."""
 _ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "num_key_value_heads": (None, 1),
     "n_shared_experts": (None, 1),
@@ -71,11 +77,9 @@ are left on the disk."""
 class DeepseekV4(Family):
     """See the head of this file."""
 
+    fp8_cache = False
     drafts = False
-    unserved = (
-        "the engine does not serve it yet: its caches of sequences and its layers are not in the scheduler and in the "
-        "graphs. latentserve fit counts its memory; docs/internals/deepseek-v4.md says what stands"
-    )
+    unserved = "the engine does not serve it yet; latentserve fit counts its memory (docs/internals/deepseek-v4.md)"
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -167,6 +171,27 @@ class DeepseekV4(Family):
         for pattern, ours in _NAMES.items():
             name = re.sub(pattern, ours, name)
         return name
+
+    @override
+    def dtypes(self, values: dict[str, Any]) -> Callable[[str], str | None]:
+        """As published: experts in MXFP4, and attention's and the shared experts' matrices in FP8."""
+        quantized, of_experts = values.get("quantization_config") is not None, FP8_DTYPE
+        if values.get("expert_dtype") == "fp4":
+            of_experts = "I8"
+
+        def dtype_of(name: str) -> str | None:
+            scales = next((suffix for suffix in (FP8_SCALES, MX_SCALES) if name.endswith(f".weight{suffix}")), "")
+            of = name.removesuffix(scales)
+            dtype = next((dtype for pattern, dtype in _WIDE.items() if re.search(pattern, of)), "BF16")
+            if quantized and re.search(_FP8, of):
+                dtype = FP8_DTYPE
+            if quantized and re.search(_EXPERTS, of):
+                dtype = of_experts
+            if not scales:
+                return dtype
+            return "F8_E8M0" if scales == {FP8_DTYPE: FP8_SCALES, "I8": MX_SCALES}.get(dtype) else None
+
+        return dtype_of
 
     @override
     def ignored(self, config: ModelConfig) -> list[str]:

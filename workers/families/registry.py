@@ -71,6 +71,11 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     return FAMILIES[name].read(fields)
 
 
+def has_fp8_cache(config: ModelConfig) -> bool:
+    """Whether such a model can have a cache in FP8."""
+    return FAMILIES[config.model_type].fp8_cache
+
+
 def unserved(values: dict[str, Any]) -> str:
     """Return why a model whose config.json has these values is not served yet, naming its type; empty where it is, or
     where nobody knows its type."""

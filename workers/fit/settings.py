@@ -18,6 +18,7 @@ from workers.quantization import unsupported_quantization
 
 SHARED: Final[dict[str, AxisName]] = {
     "num_attention_heads": "heads",
+    "o_groups": "heads",
     "intermediate_size": "experts",
     "moe_intermediate_size": "experts",
 }

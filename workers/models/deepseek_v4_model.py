@@ -5,8 +5,15 @@ Shape legend: E hidden features, O rope features, P positions, Y vocabulary.
 
 from __future__ import annotations
 
+import torch
+from typing_extensions import override
+
 from kernels.residual_streams import StreamGates
-from workers.models.config import Compression, ModelConfig
+from workers.cache.paged import PagedCache
+from workers.cache.rings import RingSpec
+from workers.cache.spec import CacheSpec, CompressedSpec
+from workers.models.config import CompressedLayer, Compression, ModelConfig
+from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches, Pages, Ring, state_tokens
 from workers.models.deepseek_v4_weights import CompressedBlock, load_block
 from workers.models.execution_paths import ExecutionPaths
 from workers.models.head import load_head
@@ -45,3 +52,43 @@ class CompressedModel(Model):
         """Rotations of layers that have compressed entries."""
         self.query_scale_P = None
         self.drafter = None
+        self.cache = [spec for layer in self.compression.layers for spec in self._paged(layer, source.dtype)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its activations and of its entries."""
+        return self.norm_E.dtype
+
+    def _paged(self, layer: CompressedLayer, dtype: torch.dtype) -> list[CacheSpec]:
+        """Cache specs of a layer: of its compressed entries, then of its indexer's keys, where it has such."""
+        widths = [self.config.cache_width, self.compression.index_features][: _compressors(layer)]
+        return [CompressedSpec(width, layer.ratio, dtype) for width in widths]
+
+    @override
+    def rings(self, width: int) -> list[RingSpec]:
+        """Of each layer that of its window, then those of the states of its compressors. A ring has room for the tokens
+        of a step, which may be rejected drafts, beside those that the first of them needs."""
+        entry, found = self.config.cache_width, []
+        for layer in self.compression.layers:
+            found.append(RingSpec(self.compression.window + width - 1, entry, self.dtype))
+            tokens = state_tokens(layer) + width - 1
+            for made in [entry, self.compression.index_features][: _compressors(layer)]:
+                features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
+                found.append(RingSpec(tokens, features, torch.float32))
+        return found
+
+    def caches_of(self, cache: PagedCache) -> list[LayerCaches]:
+        """The caches of each layer, in the memory of `cache`."""
+        paged, rings, found = iter(cache.layers), iter(cache.rings), []
+        for layer in self.compression.layers:
+            window = Ring(next(rings))
+            of_compressors = [
+                CompressorCaches(Pages(next(paged), layer.ratio), Ring(next(rings))) for _ in range(_compressors(layer))
+            ]
+            found.append(LayerCaches(window, *of_compressors))
+        return found
+
+
+def _compressors(layer: CompressedLayer) -> int:
+    """Compressors of a layer: of entries, and of an indexer's keys."""
+    return 0 if not layer.ratio else 2 if layer.indexed else 1

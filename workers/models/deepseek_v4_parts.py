@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.page import PAGE_TOKENS
 from kernels.residual_streams import StreamGates
-from workers.models.config import CompressedLayer, Compression, ResidualStreams
+from workers.models.config import CompressedLayer, ResidualStreams
 from workers.models.deepseek_parts import linear, norm, rope
 from workers.models.deepseek_v4_weights import Compressor, StreamMix
 
@@ -127,24 +127,14 @@ class LayerCaches:
     """Caches of a layer."""
 
     window: Ring
-    compressor: CompressorCaches | None
-    indexer: CompressorCaches | None
+    compressor: CompressorCaches | None = None
+    indexer: CompressorCaches | None = None
 
 
-def entries_per_page(ratio: int) -> int:
-    """Compressed entries of a page. Where an entry stands for more tokens than a page has, some pages have none."""
-    return max(1, PAGE_TOKENS // ratio)
-
-
-def window_tokens(compression: Compression, width: int) -> int:
-    """Tokens that the ring of the window holds, where a step feeds `width` tokens of a row at once: also when all of
-    them are written, the first still finds the window before it."""
-    return compression.window + width - 1
-
-
-def state_tokens(layer: CompressedLayer, width: int) -> int:
-    """Tokens that the ring of a compressor's state holds, likewise."""
-    return layer.ratio * (2 if layer.indexed else 1) + width - 1
+def state_tokens(layer: CompressedLayer) -> int:
+    """Newest tokens of which a compressor needs what it has made of them, so that the next token can complete an entry,
+    that one included."""
+    return layer.ratio * (2 if layer.indexed else 1)
 
 
 def compress(
@@ -235,24 +225,3 @@ class MixedStreams:
         """Mix the streams, and add a part's output to each of them."""
         mixed_TZE = self._mix_TZZ.transpose(1, 2) @ self.h_TZE
         self.h_TZE = mixed_TZE + self._add_TZ.unsqueeze(2) * x_TE.unsqueeze(1)
-
-
-def allocate_caches(
-    compression: Compression, features: int, width: int, slots: int, pages: int, dtype: torch.dtype
-) -> list[LayerCaches]:
-    """Caches of every layer, zeros, of so many slots and pages; `features` of an entry. A step feeds up to `width`
-    tokens of a row that may be rejected."""
-    found = []
-    for layer in compression.layers:
-
-        def compressor(own: int, layer: CompressedLayer = layer) -> CompressorCaches:
-            made = own * (2 if layer.indexed else 1)
-            return CompressorCaches(
-                Pages(torch.zeros(pages, entries_per_page(layer.ratio), own, dtype=dtype), layer.ratio),
-                Ring(torch.zeros(slots, state_tokens(layer, width), 2 * made)),
-            )
-
-        window = Ring(torch.zeros(slots, window_tokens(compression, width), features, dtype=dtype))
-        indexer = compressor(compression.index_features) if layer.indexed else None
-        found.append(LayerCaches(window, compressor(features) if layer.ratio else None, indexer))
-    return found

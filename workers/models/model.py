@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.cache.paged import PagedCache
+from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
@@ -77,6 +78,11 @@ class Model:
     def caches(self) -> list[CacheSpec]:
         """Cache specs of all layers of the paged cache: the model's, then its drafter's."""
         return [*self.cache, *(() if self.drafter is None else self.drafter.cache)]
+
+    def rings(self, width: int) -> list[RingSpec]:
+        """Specs of what its layers keep of each slot, where a step feeds up to `width` tokens of a row; models of
+        latent attention keep nothing there."""
+        return []
 
     def shallow(self) -> Model:
         """Return this model with a few of its layers: enough that it launches every kernel that the whole launches, for

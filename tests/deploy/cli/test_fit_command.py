@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from published_configs import V4_FLASH
 from tiny_models import write_tiny
 
 
@@ -111,3 +112,18 @@ def test_mistakes_of_the_model_are_one_line(command, tmp_path):
     assert ran.code == 2
     assert "is the download complete" in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_a_model_that_is_not_served_yet_is_counted_all_the_same(command, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(V4_FLASH))
+    arguments = ("fit", "--model", str(tmp_path), "--gpu", "400GiB", "--context", "8192")
+    ran = command(*arguments)
+    assert ran.code == 1
+    assert "graphs    not known" in ran.out
+    assert "the engine does not serve it yet" in ran.out
+    assert "--kv-cache-dtype" not in ran.out
+    said = command(*arguments, "--json").json
+    assert (said["served"], said["graph_bytes_estimated"], [*said["caches"]]) == (False, None, ["plain"])
+    refused = command("selftest", "--model", str(tmp_path))
+    assert refused.code == 2
+    assert "the engine does not serve it yet" in refused.err

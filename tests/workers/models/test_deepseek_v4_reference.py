@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
 from kernels.page import pages_for
+from workers.cache.paged import PagedCache
+from workers.cache.rings import RingSpec
 from workers.families.loading import load_model
-from workers.models import deepseek_v4, deepseek_v4_parts
+from workers.models import deepseek_v4
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import (
     CompressedTokens,
@@ -25,7 +27,6 @@ from workers.models.deepseek_v4_parts import (
     MixedStreams,
     OwnTokens,
     Ring,
-    allocate_caches,
 )
 from workers.parallel.group import Group
 from workers.weights.formats import FP8_BLOCKS, MXFP4
@@ -82,14 +83,10 @@ def case(kind: str) -> Case:
 
 def poisoned(model: CompressedModel, width: int = WIDTH) -> list[LayerCaches]:
     """Caches full of NaN: what is read before it is written shows."""
-    caches = allocate_caches(model.compression, model.config.cache_width, width, SLOTS, 12, torch.float32)
-    for layer in caches:
-        layer.window.data_XLC.fill_(torch.nan)
-        for own in (layer.compressor, layer.indexer):
-            if own is not None:
-                own.state.data_XLC.fill_(torch.nan)
-                own.entries.data_PKD.fill_(torch.nan)
-    return caches
+    cache = PagedCache.allocate(model.caches, 12, torch.device("cpu"), model.rings(width), SLOTS)
+    for tensor in [*cache.layers, *cache.rings]:
+        tensor.fill_(torch.nan)
+    return model.caches_of(cache)
 
 
 class Rows:
@@ -152,8 +149,9 @@ CHUNKS: dict[str, list[Any]] = {
     "two rows": [(((0, 60), (1, 1)), 0), (((1, 50), (0, 30)), 0), (((0, 5), (1, 3)), 0), (((1, 36), (0, 105)), 0)],
     "rejected drafts": [(((0, 61), (1, 9)), 0)]
     + [(((0, 4), (1, 4)), rejected) for rejected in (3, 2, 1, 0, 3, 1, 3, 3, 2, 0, 1)] * 2
+    + [(((0, 4), (1, 4)), 3)] * 9
     + [(((1, 2), (0, 4)), 0)]
-    + one_row(85),
+    + one_row(76),
 }
 
 
@@ -200,12 +198,6 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "the sink is dropped": (deepseek_v4, "sunk", without_sink, "whole"),
     "the output is not turned back": (deepseek_v4, "back", torch.ones_like, "whole"),
     "streams are not mixed": (MixedStreams, "add", kept_streams, "whole"),
-    "a short window": (
-        deepseek_v4_parts,
-        "window_tokens",
-        lambda compression, width: compression.window - 2,
-        "in sevens",
-    ),
 }
 
 
@@ -216,11 +208,18 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert far(case("plain"), CHUNKS[chunks]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("what", ["window_tokens", "state_tokens"])
-def test_rings_have_room_for_rejected_drafts(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("index", [0, 3, 4, 6])
+def test_rings_have_room_for_rejected_drafts(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One place less would do here, where the newest tokens are read before they are written."""
-    right: Callable[[Any, int], int] = getattr(deepseek_v4_parts, what)
-    monkeypatch.setattr(deepseek_v4_parts, what, lambda layer, width: right(layer, width) - 2)
+    right = CompressedModel.rings
+
+    def shorter(self: CompressedModel, width: int) -> list[RingSpec]:
+        """One ring alone: of a window, of both states of a layer with an indexer, of that of a layer without."""
+        rings = right(self, width)
+        rings[index] = replace(rings[index], tokens=rings[index].tokens - 2)
+        return rings
+
+    monkeypatch.setattr(CompressedModel, "rings", shorter)
     assert far(case("plain"), CHUNKS["rejected drafts"]) > 100 * TOLERANCE
 
 
