@@ -156,14 +156,18 @@ class DeepseekV4(Family):
     ) -> Model:
         """ConfigError for what its forward pass does not have."""
         from workers.models.deepseek_v4_model import CompressedModel
+        from workers.models.deepseek_v4_pass import CompressedPass
         from workers.models.execution_paths import ExecutionPaths
 
         for name, asked in {"invariant mode": invariant, "kv_cache_dtype fp8": fp8_cache}.items():
             if asked:
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
-        return CompressedModel(
-            source, config, ExecutionPaths(config, group, source.formats, invariant=False), max_positions
-        )
+        if source.device.type == "cuda":
+            raise ConfigError(f"model_type {config.model_type!r} runs on a CPU alone so far: give --device cpu")
+        paths = ExecutionPaths(config, group, source.formats, invariant=False)
+        model = CompressedModel(source, config, paths, max_positions)
+        model.segments = CompressedPass(model)
+        return model
 
     @override
     def tensor(self, name: str) -> str:

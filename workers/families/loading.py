@@ -36,7 +36,6 @@ def load_model(
     quantize_activations: bool = False,
     fp8_cache: bool = False,
     kept: KeptWeights | None = None,
-    unserved: bool = False,
 ) -> Model:
     """Load this rank's share of the model in `folder`. Collective: call it on every rank of `group`.
 
@@ -48,14 +47,13 @@ def load_model(
     `quantize_activations`: outside of that mode many tokens may be rounded to FP8 where weights are stored so, on GPUs
     that multiply such numbers. `fp8_cache`: its caches have FP8 entries. `kept`: weights that a
     rank before this one has loaded from the same files are taken from there, and those that are loaded are handed in.
-    `unserved`: also models that the engine does not serve, for their readable forward pass.
 
     Raises `ConfigError` (config.json), `WeightsError` (files and tensors), ValueError (sizes that ranks cannot share),
     MemoryError (before anything is loaded).
     """
     config = load_config(folder)
     family = FAMILIES[config.model_type]
-    if family.unserved and not unserved:
+    if family.unserved:
         raise ConfigError(f"model_type {config.model_type!r}: {family.unserved}")
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)

@@ -40,11 +40,21 @@ def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width:
 
 
 def refuse_shards(config: EngineConfig, *, sparse: bool) -> None:
-    """ValueError where ranks are to share out a cache and attention is `sparse`."""
+    """ValueError where ranks are to share out a cache and attention is `sparse`, as that of DeepSeek V4 is, too."""
     if config.cache_shards > 1 and sparse:
         raise ValueError(
             f"cache_shards = {config.cache_shards}, but this model's sparse attention reads a whole cache on every "
             "rank: give 1"
+        )
+
+
+def refuse_tiers(config: EngineConfig, *, rings: bool) -> None:
+    """ValueError where pages are to be kept in host memory and layers keep something beside them in `rings` of slots:
+    pages alone are of no use to another request then."""
+    if config.host_cache_bytes and rings:
+        raise ValueError(
+            f"host_cache_bytes = {config.host_cache_bytes}, but prompts of this model cannot begin with pages that "
+            "others have computed: give 0"
         )
 
 

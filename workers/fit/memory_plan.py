@@ -28,6 +28,7 @@ from workers.fit.cache_budget import (
     longest_request,
     pages_within,
     refuse_shards,
+    refuse_tiers,
     rows_at,
 )
 from workers.fit.graph_memory import estimate
@@ -108,7 +109,9 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     Raises what a start raises about config.json, the files' headers and sizes that ranks cannot share.
     """
     model_config = load_config(config.folder)
-    refuse_shards(config, sparse=model_config.indexing is not None)
+    compressed = model_config.compression is not None
+    refuse_shards(config, sparse=compressed or model_config.indexing is not None)
+    refuse_tiers(config, rings=compressed)
     context = config.max_context or model_config.max_positions
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     group, meta = Group(config.mesh()), torch.device("meta")
@@ -138,7 +141,7 @@ def memory_plan(config: EngineConfig, total: int) -> MemoryPlan:
     state = SlotState(config.max_rows, width - 1, pages_per_row, meta, tokens=reads_tokens)
     rings = (config.max_rows + 1) * sum(ring.slot_bytes for ring in model.rings(width))
     graphs: int | None = 0
-    if model_config.compression is not None:
+    if compressed:
         graphs, roped = None, 2 * roped  # it has two ropes
     elif config.graphs:
         adaptive = config.width == "auto"

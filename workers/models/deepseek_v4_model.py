@@ -24,7 +24,7 @@ from workers.weights.source import WeightSource
 
 
 class CompressedModel(Model):
-    """A whole model on this rank. Nothing serves it yet: `deepseek_v4.forward` is its forward pass."""
+    """A whole model on this rank. Whoever builds it gives it its pass, `deepseek_v4_pass.CompressedPass`."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, paths: ExecutionPaths, max_positions: int) -> None:
         """`max_positions`: positions that a token may have."""
@@ -61,7 +61,7 @@ class CompressedModel(Model):
 
     def _paged(self, layer: CompressedLayer, dtype: torch.dtype) -> list[CacheSpec]:
         """Cache specs of a layer: of its compressed entries, then of its indexer's keys, where it has such."""
-        widths = [self.config.cache_width, self.compression.index_features][: _compressors(layer)]
+        widths = [self.config.cache_width, self.compression.index_features][: compressors(layer)]
         return [CompressedSpec(width, layer.ratio, dtype) for width in widths]
 
     @override
@@ -72,7 +72,7 @@ class CompressedModel(Model):
         for layer in self.compression.layers:
             found.append(RingSpec(self.compression.window + width - 1, entry, self.dtype))
             tokens = state_tokens(layer) + width - 1
-            for made in [entry, self.compression.index_features][: _compressors(layer)]:
+            for made in [entry, self.compression.index_features][: compressors(layer)]:
                 features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
                 found.append(RingSpec(tokens, features, torch.float32))
         return found
@@ -83,12 +83,12 @@ class CompressedModel(Model):
         for layer in self.compression.layers:
             window = Ring(next(rings))
             of_compressors = [
-                CompressorCaches(Pages(next(paged), layer.ratio), Ring(next(rings))) for _ in range(_compressors(layer))
+                CompressorCaches(Pages(next(paged), layer.ratio), Ring(next(rings))) for _ in range(compressors(layer))
             ]
             found.append(LayerCaches(window, *of_compressors))
         return found
 
 
-def _compressors(layer: CompressedLayer) -> int:
+def compressors(layer: CompressedLayer) -> int:
     """Compressors of a layer: of entries, and of an indexer's keys."""
     return 0 if not layer.ratio else 2 if layer.indexed else 1

@@ -316,6 +316,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     root: bytes = NO_ROOT
     """Root of the keys of pages: a hash of all that decides what is cached (`workers.rank.root`); all ranks agree on
     it."""
+    shares_prefixes: bool = True
+    """Whether prompts can begin with pages that others have computed. They cannot where layers keep something of each
+    row beside its pages."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -27,6 +27,7 @@ from workers.fit.cache_budget import (
     longest_request,
     pages_within,
     refuse_shards,
+    refuse_tiers,
     rows_at,
 )
 from workers.grammar.compiler import Compiler
@@ -122,7 +123,10 @@ class Rank:
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks; None if it did not run."""
-        refuse_shards(config, sparse=load_config(config.folder).indexing is not None)
+        config_of_model = load_config(config.folder)
+        compressed = config_of_model.compression is not None
+        refuse_shards(config, sparse=compressed or config_of_model.indexing is not None)
+        refuse_tiers(config, rings=compressed)
         times = StartTimes()
         dtype = pick_dtype(config, device)
         context = max_context(config)
@@ -149,6 +153,8 @@ class Rank:
         times.end("weights")
         width = choose_drafter(model, config)
         page_bytes = sum(spec.page_bytes for spec in model.caches)
+        rings = model.rings(width)
+        ring_bytes = (config.max_rows + 1) * sum(ring.slot_bytes for ring in rings)
         wants_graphs = config.graphs and device.type == "cuda"
         sampling = _sampling(config, model, width, group, device)
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
@@ -163,7 +169,7 @@ class Rank:
                 self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int) -> Runner:
-            cache = PagedCache.allocate(model.caches, pages, device)
+            cache = PagedCache.allocate(model.caches, pages, device, rings, config.max_rows)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
@@ -188,7 +194,8 @@ class Rank:
             del trial
             torch.cuda.empty_cache()
             times.end("warm-up")
-        own_pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
+        taken = graph_bytes + ring_bytes
+        own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
         pages = group.mesh.shards.pages(own_pages)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width)
@@ -213,7 +220,7 @@ class Rank:
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, _step_times(self.selftest), *kind
         )
         root = cache_root(config, model, dtype, device)
-        self.ready = replace(self.ready, root=root)
+        self.ready = replace(self.ready, root=root, shares_prefixes=not rings)
         times.end("identity")
         self.disk: DiskMover | None = None
         """Where there is a disk behind host memory."""
@@ -271,14 +278,15 @@ class Rank:
 
     @staticmethod
     def _pages(
-        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, graph_bytes: int
+        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, taken: int
     ) -> int:
+        """Pages for this rank. `taken`: bytes that graphs and rings of slots will take."""
         if config.cache_pages is not None:
             return config.cache_pages
         advice = ""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            room = gpu_cache_budget(free, total, graph_bytes, config.memory_fraction)
+            room = gpu_cache_budget(free, total, taken, config.memory_fraction)
             advice = (
                 f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
                 "more ranks, or end what else uses it"
