@@ -147,7 +147,7 @@ class MicroScaled:
 @dataclass(frozen=True)
 class MicroScaled4:
     """MXFP4 (OCP Microscaling Formats, 2023): FP4 (E2M1) with a scale for every 32 input features of a row, which is a
-    power of 2: w[n, k] = number[n, k] * 2^(scales[n, k // 32] - 127). No kernel reads it yet."""
+    power of 2: w[n, k] = number[n, k] * 2^(scales[n, k // 32] - 127). Kernels dequantize it; none multiplies it yet."""
 
     data: Tensor
     """uint8 [N, K / 2] or [X, N, K / 2], contiguous: two numbers per byte, the lower half for the even feature."""
