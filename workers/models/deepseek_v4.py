@@ -70,7 +70,8 @@ def attention(
             seen_TS = torch.cat([seen_TS, seen_TN], 1)
         score_HTS = features**-0.5 * einsum("thd,sd->hts", q_THD[own.where], key_SD)
         weight_HTS = sunk(score_HTS.masked_fill(~seen_TS, -torch.inf), layer.sink_H)
-        out_THD[own.where] = einsum("hts,sd->thd", weight_HTS, key_SD)
+        # An entry that is not finite makes the weights of those so who see it. To all others it is nothing.
+        out_THD[own.where] = einsum("hts,sd->thd", weight_HTS, key_SD.masked_fill(~key_SD.isfinite(), 0.0))
     out_THD = rope_last(out_THD, back(turn_TO).unsqueeze(1))
     return linear(_grouped(out_THD, layer.out_FD, compression), layer.out_EF)
 
