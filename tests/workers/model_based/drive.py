@@ -339,8 +339,9 @@ class Driven:
         entry = self.rng.randrange(max(row.start, row.write_from), row.start + len(row.tokens))
         parts = self.engine.runner.parts
         page = int(parts.state.tensors.page_SP[row.slot, entry // PAGE_TOKENS])
-        for layer in parts.cache.layers:
-            layer[page, entry % PAGE_TOKENS] = torch.nan
+        chosen_PK = (torch.arange(PAGE_TOKENS) == entry % PAGE_TOKENS).unsqueeze(0)
+        for spec, layer in zip(parts.cache.specs, parts.cache.layers, strict=True):
+            spec.poison(layer[page : page + 1], chosen_PK)
         self.mishaps += 1
         self.seen["mishaps"] += 1
 
