@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled, Scaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled, MicroScaled4, Scaled
 
 _ROWS, _FEATURES = 16, 64
 """Rows and features of a program's tile: those of the smallest block."""
@@ -74,7 +74,7 @@ def _groups(matrix: GroupScaled, out_NK: Tensor) -> None:
     )
 
 
-def _exponents(matrix: MicroScaled, out_NK: Tensor) -> None:
+def _exponents(matrix: MicroScaled | MicroScaled4, out_NK: Tensor) -> None:
     rows, features = matrix.shape
     dequantize_exponents_kernel[_grid(rows, features)](
         matrix.data,
@@ -83,6 +83,7 @@ def _exponents(matrix: MicroScaled, out_NK: Tensor) -> None:
         rows,
         FEATURES=features,
         GROUP=GROUP,
+        FOUR_BITS=isinstance(matrix, MicroScaled4),
         TILE_ROWS=_ROWS,
         TILE_FEATURES=4 * _FEATURES,
     )
@@ -92,6 +93,7 @@ LAUNCHES: Final[dict[type, Callable[[Any, Tensor], None]]] = {
     BlockScaled: _blocks,
     GroupScaled: _groups,
     MicroScaled: _exponents,
+    MicroScaled4: _exponents,
 }
 """Launchers by the class of the matrix."""
 
@@ -149,15 +151,24 @@ def dequantize_exponents_kernel(
     rows,
     FEATURES: tl.constexpr,
     GROUP: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_FEATURES: tl.constexpr,
 ):
-    """A tile of rows and features: e4m3 numbers, each times 2 to the power of its row's group's byte less 127."""
+    """A tile of rows and features: numbers in e4m3, or two in E2M1 per byte, each times 2 to the power of its row's
+    group's byte less 127."""
     n = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     k = tl.program_id(0) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)[None, :]
     inside = (n < rows) & (k < FEATURES)
     row = n.to(tl.int64)
-    number = tl.load(data + row * FEATURES + k, mask=inside, other=0.0).to(tl.float32)
+    if FOUR_BITS:
+        pair = tl.load(data + row * (FEATURES // 2) + k // 2, mask=inside, other=0).to(tl.int32)
+        code = (pair >> (k % 2 * 4)) & 15
+        exponent = (code >> 1) & 3
+        halves = tl.where(exponent > 0, (2 + (code & 1)) << (tl.maximum(exponent, 1) - 1), code & 1)
+        number = tl.where(code > 7, -halves, halves).to(tl.float32) * 0.5
+    else:
+        number = tl.load(data + row * FEATURES + k, mask=inside, other=0.0).to(tl.float32)
     byte = tl.load(scale + row * (FEATURES // GROUP) + k // GROUP, mask=inside, other=0)
     factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     tl.store(out + row * FEATURES + k, (number * factor).to(out.dtype.element_ty), mask=inside)

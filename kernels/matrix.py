@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 GROUP: Final = 32
-"""Input features of a group of INT4 numbers, and of MXFP8."""
+"""Input features of a group of INT4 numbers, of MXFP8 and of MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,61 @@ class MicroScaled:
 
     def float(self) -> Tensor:
         """The matrix in fp32, exactly."""
-        factor = (self.scales.int() << 23).view(torch.float32)
-        return self.data.float() * factor.repeat_interleave(GROUP, -1)
+        return self.data.float() * e8m0(self.scales).repeat_interleave(GROUP, -1)
+
+
+@dataclass(frozen=True)
+class MicroScaled4:
+    """MXFP4 (OCP Microscaling Formats, 2023): FP4 (E2M1) with a scale for every 32 input features of a row, which is a
+    power of 2: w[n, k] = number[n, k] * 2^(scales[n, k // 32] - 127). Kernels dequantize it; none multiplies it yet."""
+
+    data: Tensor
+    """uint8 [N, K / 2] or [X, N, K / 2], contiguous: two numbers per byte, the lower half for the even feature."""
+    scales: Tensor
+    """uint8 [N, G] or [X, N, G], contiguous: exponents (E8M0). The least, 0, counts as a factor of 0."""
+
+    def __post_init__(self) -> None:
+        features = 2 * self.data.shape[-1]
+        groups = (*self.data.shape[:-1], features // GROUP)
+        if self.data.dtype != torch.uint8 or self.scales.dtype != torch.uint8:
+            raise ValueError(f"data and scales are uint8, not {self.data.dtype} and {self.scales.dtype}")
+        if features % GROUP or tuple(self.scales.shape) != groups:
+            raise ValueError(f"{features} features in groups of {GROUP} have scales {groups}, not {self.scales.shape}")
+        if not self.data.is_contiguous() or not self.scales.is_contiguous():
+            raise ValueError("data and scales are contiguous")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return (*self.data.shape[:-1], 2 * self.data.shape[-1])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the matrix."""
+        return self.data.device
+
+    def __getitem__(self, expert: int) -> MicroScaled4:
+        """The matrix of an expert."""
+        return MicroScaled4(self.data[expert], self.scales[expert])
+
+    def float(self) -> Tensor:
+        """The matrix in fp32, exactly."""
+        return e2m1(self.data) * e8m0(self.scales).repeat_interleave(GROUP, -1)
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """fp32 numbers of bytes (uint8 [.., K / 2]), two in each, the lower half first, [.., K]: a sign, two bits of
+    exponent with bias 1, one of mantissa."""
+    nibble = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
+    exponent, mantissa = (nibble >> 1) & 3, nibble & 1
+    # 2^(exponent - 1) times 1 or 1.5; without an exponent 0 or 0.5.
+    size = torch.where(exponent > 0, (2 + mantissa) << (exponent - 1).clamp(min=0), mantissa)
+    return torch.where(nibble > 7, -size, size).float() * 0.5
+
+
+def e8m0(scales: Tensor) -> Tensor:
+    """fp32 numbers of bytes (uint8) in E8M0, exactly; 2^-127 counts as 0."""
+    return (scales.int() << 23).view(torch.float32)
 
 
 class Scaled(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class RoutingRule:
     """
 
     scoring: Scoring
-    """Function from logits to scores. A bias, where there is one, is added to them for the choice only, never to the
-    weights."""
+    """Function from logits to scores; no kernel knows sqrt_softplus, the square root of softplus, yet. A bias, where
+    there is one, is added to them for the choice only, never to the weights."""
     groups: int
     """Number of groups. With more than 1 the experts form equal groups of neighbours."""
     top_groups: int
@@ -31,3 +31,9 @@ class RoutingRule:
     closed_at_zero: bool = False
     """Whether an expert of another group counts as 0 in the choice, with a bias, instead of being out: it is chosen
     where too few experts of the best groups are above 0. `kernels.few_experts` knows of no such rule."""
+
+
+def refuse_scoring(rule: RoutingRule) -> None:
+    """ValueError for a rule whose scores no kernel computes."""
+    if rule.scoring == "sqrt_softplus":
+        raise ValueError(f"no kernel routes by {rule.scoring}: `workers.models.deepseek_v4` does, in plain torch")

@@ -116,13 +116,49 @@ def mxfp8(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tens
     return tensors, (e4m3(byte) * spread).astype(np.float32)
 
 
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Sizes of the numbers in E2M1 (OCP Microscaling Formats, version 1.0, table 5)."""
+
+
+def mxfp4(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
+    """The tensors of a random matrix in MXFP4, and what they stand for."""
+    random = np.random.default_rng(seed)
+    nibble = random.integers(0, 16, (rows, columns + columns % 2), dtype=np.uint8)
+    exponent = random.integers(120, 125, (rows, -(-columns // GROUP)), dtype=np.uint8)
+    spread = np.repeat(2.0 ** (exponent.astype(np.float64) - 127), GROUP, axis=1)[:, :columns]
+    number = np.where(nibble & 8, -1.0, 1.0) * E2M1[nibble & 7]
+    tensors = {
+        name: torch.from_numpy((nibble[:, 1::2] << 4 | nibble[:, ::2]).view(np.int8)),
+        f"{name}_scale": torch.from_numpy(exponent).view(torch.float8_e8m0fnu),
+    }
+    return tensors, (number[:, :columns] * spread).astype(np.float32)
+
+
+def fp8_exponents(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
+    """The tensors of a random matrix in FP8 whose blocks' scales are exponents, and what they stand for."""
+    tensors, _ = fp8(name, rows, columns, seed)
+    byte = tensors[name].view(torch.uint8).numpy()
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    exponent = np.random.default_rng(seed + 1).integers(115, 119, blocks, dtype=np.uint8)
+    spread = np.kron(2.0 ** (exponent.astype(np.float64) - 127), np.ones((BLOCK, BLOCK)))[:rows, :columns]
+    scales = {f"{name}_scale_inv": torch.from_numpy(exponent).view(torch.float8_e8m0fnu)}
+    return {name: tensors[name], **scales}, (e4m3(byte) * spread).astype(np.float32)
+
+
 def plain(name: str, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], np.ndarray]:
     """The tensor of a random matrix in bf16, and its numbers."""
     tensor = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.1, (rows, columns))).bfloat16()
     return {name: tensor}, tensor.float().numpy()
 
 
-WRITERS = {"fp8": fp8, "int4": int4, "mxfp8": mxfp8, "plain": plain}
+WRITERS = {
+    "fp8": fp8,
+    "fp8_exponents": fp8_exponents,
+    "int4": int4,
+    "mxfp4": mxfp4,
+    "mxfp8": mxfp8,
+    "plain": plain,
+}
 CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG, "mxfp8": MXFP8_CONFIG}
 """The quantization_config of each kind."""
 

@@ -30,7 +30,7 @@ def unsupported_quantization(values: dict[str, Any]) -> str:
 
 
 def _supported() -> str:
-    formats = "; ".join(format.published for format in FORMATS)
+    formats = "; ".join(format.published for format in FORMATS if format.published)
     return f"{formats}; and bfloat16, float16 and float32 without a quantization_config"
 
 

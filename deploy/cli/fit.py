@@ -52,7 +52,7 @@ def fit(
 
     with reported():
         total = _memory(gpu)
-        config = engine_config(**given, max_context=context)
+        config = engine_config(**given, max_context=context, served=False)
         check_interrupt()
         config, chosen = _shared_out(config, total)
         plans, change = _plans(config, total)
@@ -96,17 +96,19 @@ def _shared_out(config: EngineConfig, total: int) -> tuple[EngineConfig, str]:
 
 
 def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Change | None]:
-    """Plan with the cache in the model's dtype and in FP8. Also return what to change where the plan that is asked for
-    does not fit."""
+    """Plan with the cache in the model's dtype and, where it can be, in FP8. Also return what to change where the plan
+    that is asked for does not fit."""
+    from workers.families.registry import has_fp8_cache, load_config
     from workers.fit.memory_plan import memory_plan
     from workers.fit.smallest_change import smallest_change
 
     try:
         plan = memory_plan(config, total)
         asked = _asked(config)
+        dtypes = {"plain": "auto", "fp8": "fp8"} if has_fp8_cache(load_config(config.folder)) else {"plain": "auto"}
         plans = {
             name: plan if name == asked else memory_plan(config.model_copy(update={"kv_cache_dtype": dtype}), total)
-            for name, dtype in (("plain", "auto"), ("fp8", "fp8"))
+            for name, dtype in dtypes.items()
         }
         return plans, None if plan.fits else smallest_change(config, plan, GPUS)
     except ValueError as error:  # of config.json, the files, or sizes that no kernel takes
@@ -116,7 +118,9 @@ def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Cha
 def _lines(
     config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None, chosen: str
 ) -> list[str]:
+    from workers.families.registry import unserved
     from workers.fit.cache_budget import in_words
+    from workers.model_folder import config_values
 
     def gib(size: int) -> str:
         return f"{size / 2**30:9.2f} GiB"
@@ -134,12 +138,17 @@ def _lines(
         f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "
         f"{config.memory_fraction:.0%} may be used",
         f"weights   {gib(plan.weights)}  {stored}",
-        f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
+        "graphs    not known: nothing captures such a model yet"
+        if plan.graphs is None
+        else f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
+        *([f"rows      {gib(plan.rings)}  newest tokens of {config.max_rows} requests"] if plan.rings else []),
         f"cache     {cache('plain')}",
-        f"or        {cache('fp8')}",
+        *([f"or        {cache('fp8')}"] if "fp8" in plans else []),
     ]
     lines += [chosen] if chosen else []
+    if why := unserved(config_values(config.folder)):
+        lines.append(why)
     if config.mesh().cache.size > 1:
         lines.append(f"pages and tokens are of {config.cache_shards} GPUs, which share out one cache (--cache-shards)")
     if config.host_cache_bytes:
@@ -170,6 +179,9 @@ def _cache(plan: MemoryPlan, dtype: str) -> dict[str, Any]:
 
 
 def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | None) -> dict[str, Any]:
+    from workers.families.registry import unserved
+    from workers.model_folder import config_values
+
     plan = plans[_asked(config)]
     return {
         "model": config.model,
@@ -180,6 +192,7 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "weights_from_files": plan.from_files,
         "graph_bytes_estimated": plan.graphs,
         "other_bytes": plan.rest,
+        "row_bytes": plan.rings,
         "kv_cache_dtype": config.kv_cache_dtype,
         "cache_bytes": plan.own_pages * plan.page_bytes,
         "pages": plan.pages,
@@ -191,4 +204,5 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "caches": {name: _cache(other, "fp8" if name == "fp8" else _dtype(config)) for name, other in plans.items()},
         "fits": plan.fits,
         "change": change.words if change else None,
+        "served": not unserved(config_values(config.folder)),
     }

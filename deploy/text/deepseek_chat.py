@@ -90,7 +90,7 @@ def with_tools_in_system_message(
     their templates write them."""
     described = "\n\n".join(
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
-        f"Parameters: {_json(function.get('parameters') or {})}"
+        f"Parameters: {as_json(function.get('parameters') or {})}"
         for function in (tool["function"] for tool in tools)
     )
     text = "\n\n" + _TOOLS.format(tools=described, call=_CALL_OF_V3 if fences_arguments else _CALL_OF_V31)
@@ -144,7 +144,7 @@ class _V32:
         self._asked = max(
             (index for index, role in enumerate(self._roles) if role in ("user", "developer")), default=-1
         )
-        self._tools = _V32_TOOLS.format(tools="\n".join(_json(tool["function"]) for tool in tools)) if tools else ""
+        self._tools = _V32_TOOLS.format(tools="\n".join(as_json(tool["function"]) for tool in tools)) if tools else ""
         # Where the published examples have the tools: in the developer's turn, else in the system message, which may be
         # empty.
         first_system = 0 if self._roles[0] == "system" else -1
@@ -190,7 +190,7 @@ class _V32:
         thought = ""
         if self._thinks and index > self._asked:
             thought = (message.get("reasoning_content") or "") + CLOSE
-        calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [dsml_call(call["function"]) for call in message.get("tool_calls") or ()]
         section = ""
         if calls:
             section = "\n\n<｜DSML｜function_calls>\n" + "\n".join(calls) + "\n</｜DSML｜function_calls>"
@@ -211,14 +211,16 @@ class _V32:
         return f"\n\n{section}" + self._turn(end - 1, "\n\n")
 
 
-def _call(function: Mapping[str, Any]) -> str:
+def dsml_call(function: Mapping[str, Any]) -> str:
+    """A call, as V3.2 and V4 write it within a section."""
     arguments = "\n".join(
         f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
-        f"{value if isinstance(value, str) else _json(value)}</｜DSML｜parameter>"
+        f"{value if isinstance(value, str) else as_json(value)}</｜DSML｜parameter>"
         for name, value in function["arguments"].items()
     )
     return f'<｜DSML｜invoke name="{function["name"]}">\n{arguments}\n</｜DSML｜invoke>'
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """JSON as DeepSeek's programs write it."""
     return json.dumps(value, ensure_ascii=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from deploy.text.deepseek_chat import encode_v32
+from deploy.text.deepseek_v4_chat import encode_v4
 from workers.model_folder import config_values
 
 
@@ -44,6 +45,12 @@ class Encoder:
 ENCODERS: Final[Mapping[str, Encoder]] = {
     "deepseek_v32": Encoder(
         encode_v32, tool_parser="deepseek_v32", reasoning_parser="deepseek_v3", variables=frozenset({"thinking"})
+    ),
+    "deepseek_v4": Encoder(
+        encode_v4,
+        tool_parser="deepseek_v32",
+        reasoning_parser="deepseek_v3",
+        variables=frozenset({"thinking", "reasoning_effort"}),
     ),
 }
 """Encoders by `model_type`."""

@@ -21,7 +21,7 @@ from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import takes_fp16_scaled
 from kernels.matrix import Matrix
 from kernels.pending_norm import PendingNorm
-from kernels.routing_rule import RoutingRule
+from kernels.routing_rule import RoutingRule, refuse_scoring
 
 __all__ = ["ChosenExperts", "choosable", "choose", "experts", "router"]
 
@@ -78,8 +78,9 @@ def choose(
 
     Token t belongs to row t // (T // R); the tokens of rows of `length_R` (int32) 0 are padding and choose none.
     ValueError where a warp cannot hold a token's experts: X, the groups and their members filled up to powers of two,
-    is at most 512, in at most 32 groups.
+    is at most 512, in at most 32 groups; and for a scoring that it does not know.
     """
+    refuse_scoring(rule)
     if logit_TX.is_cuda:
         launch.choose(logit_TX, bias_X, length_R, choice, rule, dependent=dependent)
     else:

@@ -22,7 +22,7 @@ from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
 from kernels.rms_norm import AddNorm, add_rms_norm
-from kernels.routing_rule import RoutingRule
+from kernels.routing_rule import RoutingRule, refuse_scoring
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
@@ -68,8 +68,9 @@ def route(
     - `dependent`: programmatic dependent launch, see `launch`.
 
     On a GPU X is at most 512, the number of chosen experts at most 16. Ids exist and differ whatever the logits hold.
-    Ties go to the lowest id, of experts and of groups.
+    Ties go to the lowest id, of experts and of groups. ValueError for a scoring that it does not know.
     """
+    refuse_scoring(rule)
     if logit_TX.is_cuda:
         launch.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, dependent=dependent)
     else:

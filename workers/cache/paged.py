@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE, WHOLE, Shards
+from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 
@@ -35,6 +36,8 @@ class PagedCache:
     specs: Sequence[CacheSpec]
     shards: Shards = WHOLE
     """This rank's share of the pages; a layer whose spec is not `sharded` has all of them."""
+    rings: list[Tensor] = field(default_factory=list)
+    """Rings of slots, as their specs allocate them; models of latent attention have none."""
     out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
 
@@ -44,10 +47,18 @@ class PagedCache:
         )
 
     @staticmethod
-    def allocate(specs: Sequence[CacheSpec], pages: int, device: torch.device, shards: Shards = WHOLE) -> PagedCache:
-        """A cache with a layer per spec. `pages`: that this rank has, the null page included."""
+    def allocate(
+        specs: Sequence[CacheSpec],
+        pages: int,
+        device: torch.device,
+        shards: Shards = WHOLE,
+        rings: Sequence[RingSpec] = (),
+        slots: int = 0,
+    ) -> PagedCache:
+        """A cache with a layer per spec, and rings of so many slots. `pages`: that this rank has, the null page
+        included."""
         layers = [spec.allocate(pages if spec.sharded else shards.pages(pages), device) for spec in specs]
-        return PagedCache(layers, specs, shards)
+        return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings])
 
     @property
     def pages(self) -> int:

@@ -101,6 +101,56 @@ class IndexSpec(LatentSpec):
 
 
 @dataclass(frozen=True)
+class CompressedSpec(CacheSpec):
+    """Entries that stand for several tokens each, as they are. One lies on the page of the last of its tokens: only
+    with that is it complete, so no page has an entry that depends on tokens behind the page."""
+
+    width: int
+    """Features of an entry."""
+    ratio: int
+    """Tokens of an entry: a number that divides those of a page, or a multiple of them."""
+    dtype: torch.dtype
+
+    @property
+    def entries(self) -> int:
+        """Entries of a page. Where one stands for more tokens than a page has, some pages leave it empty."""
+        return max(1, PAGE_TOKENS // self.ratio)
+
+    @override
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes that a token takes, on average."""
+        return -(-self.page_bytes // PAGE_TOKENS)
+
+    @override
+    @property
+    def page_bytes(self) -> int:
+        return self.entries * self.width * self.dtype.itemsize
+
+    @override
+    def allocate(self, pages: int, device: torch.device) -> Tensor:
+        """[pages, entries, width], zeros."""
+        return torch.zeros(pages, self.entries, self.width, dtype=self.dtype, device=device)
+
+    @override
+    def random(self, pages: int, device: torch.device, generator: torch.Generator) -> Tensor:
+        """Draw contents about as large as normed entries are."""
+        return self.allocate(pages, device).uniform_(-1.7, 1.7, generator=generator)
+
+    @override
+    def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
+        """An entry is chosen where one of its tokens on the page is."""
+        chosen_PE = chosen_PK.view(len(chosen_PK), self.entries, -1).any(2)
+        content.masked_fill_(chosen_PE.unsqueeze(-1), torch.nan)
+
+    @override
+    def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
+        """Those of the entries in which the tokens end, or would."""
+        place_E = entry_E % PAGE_TOKENS * self.entries // PAGE_TOKENS
+        return bits(cache[entry_E // PAGE_TOKENS, place_E])
+
+
+@dataclass(frozen=True)
 class Fp8LatentSpec(CacheSpec):
     """The same latents in FP8 with scales, and the roped part of the key as it is: see `kernels.latent_entry`."""
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workers.models.config import ModelConfig
 from workers.models.fields import Fields
@@ -26,6 +27,11 @@ class Family(ABC):
     layers of when it builds one.
     """
 
+    unserved = ""
+    """Why the engine does not serve such a model yet, though its config.json and its weights are read; empty for those
+    that it serves."""
+    fp8_cache = True
+    """Whether its cache can be in FP8."""
     drafts = True
     """Whether a layer of its checkpoints that drafts is served; else it stays on the disk, declared or not."""
 
@@ -37,6 +43,15 @@ class Family(ABC):
     def tensor(self, name: str) -> str:
         """Return the checkpoint's name of the tensor that DeepSeek V3's checkpoints call `name`."""
         return name
+
+    def dtypes(self, values: dict[str, Any]) -> Callable[[str], str | None]:
+        """The dtype of a tensor of the checkpoint by its name, in safetensors' words, as far as the values of its
+        config.json tell, for those who do not have the files yet. None: there is no such tensor."""
+        from workers.weights.formats.registry import assumed_dtypes
+
+        text = values.get("text_config")
+        given = values.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
+        return assumed_dtypes(given if isinstance(given, dict) else None)
 
     def ignored(self, config: ModelConfig) -> list[str]:
         """Patterns (`re.search`) of tensors that the checkpoint may have and the model does not read."""

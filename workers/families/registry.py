@@ -12,6 +12,7 @@ from typing import Any, Final
 from workers.families.axk1 import AXK1
 from workers.families.axk2 import AXK2
 from workers.families.deepseek import DeepseekV2, DeepseekV3
+from workers.families.deepseek_v4 import DeepseekV4
 from workers.families.family import Family
 from workers.families.glm import Glm4MoeLite
 from workers.families.hyv4 import HYV4, HYV4VL
@@ -31,6 +32,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v2": DeepseekV2(),
     "deepseek_v3": DeepseekV3(),
     "deepseek_v32": DeepseekV32(),
+    "deepseek_v4": DeepseekV4(),
     "glm4_moe_lite": Glm4MoeLite(),
     "glm_moe_dsa": GlmMoeDsa(),
     "hy_v4": HYV4(),
@@ -67,6 +69,19 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     if name not in FAMILIES:
         raise fields.unsupported("model_type", name, FAMILIES)
     return FAMILIES[name].read(fields)
+
+
+def has_fp8_cache(config: ModelConfig) -> bool:
+    """Whether such a model can have a cache in FP8."""
+    return FAMILIES[config.model_type].fp8_cache
+
+
+def unserved(values: dict[str, Any]) -> str:
+    """Return why a model whose config.json has these values is not served yet, naming its type; empty where it is, or
+    where nobody knows its type."""
+    name = values.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    return f"model_type = {name!r}: {family.unserved}" if family is not None and family.unserved else ""
 
 
 def _json_object(path: Path) -> dict[str, Any]:

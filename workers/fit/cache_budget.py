@@ -67,6 +67,21 @@ def refuse_host_memory(config: EngineConfig, specs: Iterable[CacheSpec]) -> None
         )
 
 
+def refuse_rings(config: EngineConfig, *, rings: bool) -> None:
+    """ValueError where layers keep something beside their pages in `rings` of slots, and pages are to be kept in host
+    memory, where they would be of no use to another request, or to be shared out over ranks."""
+    if config.mesh().cache.size > 1 and rings:
+        raise ValueError(
+            f"cache_shards = {config.cache_shards}, but this model's attention reads a whole cache on every rank: "
+            "give 1"
+        )
+    if config.host_cache_bytes and rings:
+        raise ValueError(
+            f"host_cache_bytes = {config.host_cache_bytes}, but prompts of this model cannot begin with pages that "
+            "others have computed: give 0"
+        )
+
+
 def longest_request(pages: int, context: int, width: int) -> int:
     """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included."""
     return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))

@@ -22,13 +22,14 @@ from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
 from workers.families.loading import counted, has_draft_layer
-from workers.families.registry import load_config
+from workers.families.registry import FAMILIES, load_config
 from workers.fit.cache_budget import (
     fp8_cache,
     gpu_cache_budget,
     longest_request,
     pages_within,
     refuse_host_memory,
+    refuse_rings,
     refuse_shards,
     rows_at,
     wanted_pages,
@@ -43,7 +44,6 @@ from workers.step.slots import SlotState
 from workers.tiers.disk_files import slots_within
 from workers.tiers.mover import record_layout
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.formats.registry import assumed_dtypes
 
 DRIVER_BYTES: Final = 1 << 30
 """Bytes for the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
@@ -58,10 +58,12 @@ class MemoryPlan:
     weights: int
     from_files: bool
     """Whether the files said how their tensors are stored; else config.json did."""
-    graphs: int
-    """Estimated."""
+    graphs: int | None
+    """Estimated; None where nobody knows, as no graph of such a model was captured yet."""
     rest: int
     """Sampling, the slots' state, rope tables, memory of exchanges between ranks that share out the cache."""
+    rings: int
+    """What layers keep of each slot's newest tokens; models of latent attention keep nothing there."""
     room: int
     """Bytes that are left for the cache; below 0 where the others already take too much."""
     page_bytes: int
@@ -114,11 +116,13 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     Raises what a start raises about config.json, the files' headers and sizes that ranks cannot share.
     """
     model_config = load_config(config.folder)
+    compressed = model_config.compression is not None
     refuse_shards(config, sparse=model_config.indexing is not None)
+    refuse_rings(config, rings=compressed)
     context = config.max_context or model_config.max_positions
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     group, meta = Group(config.mesh()), torch.device("meta")
-    with _dtypes(config) as (dtype_of, has_any):
+    with _dtypes(config, model_config.model_type) as (dtype_of, has_any):
         drafts = config.wants_draft_layer and has_draft_layer(model_config, has_any)
         model, dry_run = counted(
             model_config,
@@ -142,8 +146,11 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
     reads_tokens = model.drafter is not None and model.drafter.reads_tokens
     state = SlotState(config.max_rows, width - 1, pages_per_row, meta, tokens=reads_tokens)
-    graphs = 0
-    if config.graphs:
+    rings = (config.max_rows + 1) * sum(ring.slot_bytes for ring in model.rings(width))
+    graphs: int | None = 0
+    if compressed:
+        graphs, roped = None, 2 * roped  # it has two ropes
+    elif config.graphs:
         adaptive = config.width == "auto"
         parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width, adaptive)
         graphs = estimate(parts, config.max_rows, config.token_budget).bytes
@@ -153,7 +160,7 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
     refuse_host_memory(config, model.caches)
     page_bytes = bytes_of_page(model.caches, shards)
-    room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest, total, graphs, config.memory_fraction)
+    room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest - rings, total, graphs or 0, config.memory_fraction)
     if cache_bytes is not None:
         room = cache_bytes
     sizes = config.max_rows, context, width, shards.count
@@ -167,6 +174,7 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
         from_files=from_files,
         graphs=graphs,
         rest=rest,
+        rings=rings,
         room=room,
         page_bytes=page_bytes,
         own_pages=own_pages,
@@ -182,7 +190,7 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
 
 @contextmanager
 def _dtypes(
-    config: EngineConfig,
+    config: EngineConfig, model_type: str
 ) -> Iterator[tuple[Callable[[str], str | None], Callable[[str], bool] | None]]:
     """Yield a function that gives a tensor's stored dtype by name, and, where there are files to tell, one that tells
     whether there are tensors with a prefix."""
@@ -190,10 +198,7 @@ def _dtypes(
         with Checkpoint.open(config.folder) as checkpoint:
             yield checkpoint.dtype_of, checkpoint.has_any
         return
-    values = config_values(config.folder)
-    text = values.get("text_config")
-    given = values.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
-    yield assumed_dtypes(given if isinstance(given, dict) else None), None
+    yield FAMILIES[model_type].dtypes(config_values(config.folder)), None
 
 
 def _bytes_of(thing: object) -> int:

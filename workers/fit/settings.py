@@ -13,12 +13,14 @@ from typing import Any, Final
 from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
 from workers.drafters.eagle3.misfits import misfits
+from workers.families.registry import unserved
 from workers.model_folder import config_values
 from workers.parallel.mesh import INVARIANT_RANKS, AxisName
 from workers.quantization import unsupported_quantization
 
 SHARED: Final[dict[str, AxisName]] = {
     "num_attention_heads": "heads",
+    "o_groups": "heads",
     "intermediate_size": "experts",
     "moe_intermediate_size": "experts",
 }
@@ -32,9 +34,10 @@ class Unfit(ValueError):
     """The model cannot be served with these settings; the message names the values that work."""
 
 
-def check_fit(config: EngineConfig, *, gpus: int | None = None) -> None:
+def check_fit(config: EngineConfig, *, gpus: int | None = None, served: bool = True) -> None:
     """Unfit, a line per cause. FileNotFoundError where there is no config.json. `gpus`: how many there are where the
-    ranks will run; None if that is not known yet."""
+    ranks will run; None if that is not known yet. `served`: whether the model is to be served, which some can not be
+    yet; else it is only counted."""
     try:
         values = config_values(config.folder)
     except FileNotFoundError:
@@ -45,6 +48,7 @@ def check_fit(config: EngineConfig, *, gpus: int | None = None) -> None:
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
     causes += [_cache_dtype(config, gpus), *_draft_model(config, model), *_tiers(config, model, gpus)]
+    causes += [unserved(values) if served else ""]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 

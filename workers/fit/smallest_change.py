@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from workers.config import EngineConfig
+from workers.families.registry import has_fp8_cache, load_config
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.fit.settings import SHARED
 from workers.model_folder import config_values
@@ -29,7 +30,7 @@ class Change:
 def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, int]) -> Change | None:
     """The first that fits: a cache in FP8, one that more ranks share out, a shorter context, fewer rows and tokens per
     step, more ranks, another GPU (`larger`: bytes by name). None: none does."""
-    if config.kv_cache_dtype != "fp8":
+    if config.kv_cache_dtype != "fp8" and has_fp8_cache(load_config(config.folder)):
         tried = memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), plan.total)
         if tried.fits:
             return Change("--kv-cache-dtype fp8", tried)
@@ -37,7 +38,7 @@ def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, in
         return shared
     if plan.context >= LEAST_CONTEXT:
         return Change(f"--context {plan.context}", plan)
-    if plan.room > -plan.graphs:
+    if plan.room > -(plan.graphs or 0):
         rows = max(1, config.max_rows // 4)
         budget = max(rows * config.most_width + 1, config.token_budget // 4)
         smaller = config.model_copy(update={"max_rows": rows, "token_budget": budget})

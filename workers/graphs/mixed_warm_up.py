@@ -41,7 +41,7 @@ def warm_up_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
             yield _plan(width, drafts, (), _chunks(1, context, longest, slots))
         for tokens in _doubled(_SHORT, budget):
             yield _plan(parts.width, drafts, (), _chunks(tokens, context, longest, slots))
-    for tokens in parts.model.segments.layers[0].attention.short_chunks:
+    for tokens in parts.model.layers[0].attention.short_chunks:
         if tokens <= budget:
             yield _plan(parts.width, drafts, (), _chunks(tokens, 0, longest, slots))
     # Rows with more context than is expanded at once: the more rows, the less of each. One entry more, for rows may not
@@ -58,7 +58,7 @@ def decode_batch_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
     compiled in. In invariant mode, to whose attention they are decode rows, too, of as many chunks, alone and beside
     one that fills the step."""
     slots, drafts = parts.state.slots, parts.width - 1
-    heads = parts.model.segments.layers[0].attention.heads.count
+    heads = parts.model.layers[0].attention.heads.count
     for width in parts.widths:
         merged = MOST_MERGED // (heads * width) + 1
         for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width, merged}):
@@ -179,7 +179,7 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
     """Take the memory that attention of the largest context needs. Nothing is computed, but with `launch` what depends
     on the context's size alone."""
     parts = stage.parts
-    buffers, attention = stage.tensors[0].buffers, parts.model.segments.layers[0].attention
+    buffers, attention = stage.tensors[0].buffers, parts.model.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)
     length_R = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ def reserve_decode(parts: StepParts, rows: int, scratch: Scratch) -> None:
     """Take the memory that attention of a step of so many decode rows needs, beside what its segments hand on; nothing
     is computed."""
     segments, width, device = parts.model.segments, parts.width, parts.device
-    attention, layout = segments.layers[0].attention, BatchLayout(width, rows)
+    attention, layout = parts.model.layers[0].attention, BatchLayout(width, rows)
     with scratch.scope():
         buffers = segments.buffers(layout.tokens, scratch)
         length_R = torch.zeros(rows, dtype=torch.int32, device=device)

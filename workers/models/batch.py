@@ -29,6 +29,8 @@ class DecodeBatch:
     """int32 page table rows; entries past the length are arbitrary."""
     workspace: Workspace | None = None
     """Split-KV plan of the rows' cache on a GPU; the model makes it once per pass."""
+    slot_R: torch.Tensor | None = None
+    """int64 slots of the rows, -1 of padding; None where nobody needs them, as models of latent attention do not."""
     own: OwnEntries | None = None
     """This rank's part of the rows, where ranks share out the cache; the model finds it once per pass."""
 
@@ -43,6 +45,8 @@ class PrefillBatch:
     """Tokens each row feeds."""
     page_NP: torch.Tensor
     """int32 page table rows, N = len(start)."""
+    slot: tuple[int, ...] = ()
+    """Slot of each row; none where nobody needs them."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,11 @@ class Routing:
     """Whether the sum of a token's experts goes through a norm of its own before it is added to the residual stream."""
     limit: float = 0.0
     """Where above 0: what routed experts multiply is clamped, silu(min(gate, limit)) * clamp(up, -limit, limit). Shared
-    experts' is not."""
+    experts' is not, unless `shared_limit`."""
+    shared_limit: bool = False
+    """Whether what shared experts multiply is clamped, too."""
+    hash_layers: int = 0
+    """The first layers, in which a token's experts are those that a table has for its id; the router weighs them."""
 
     def __post_init__(self) -> None:
         groups, top_groups = self.rule.groups, self.rule.top_groups
@@ -119,6 +123,42 @@ class ResidualStreams:
     """The most that a gate of what is added is, but for `eps`."""
     eps: float
     """Number that is added to every gate."""
+    mixing_steps: int = 0
+    """Where above 0: layers also mix the streams, by a matrix of each token that so many steps of Sinkhorn and Knopp
+    have made nearly doubly stochastic (mHC, 2026). `eps` is then added to no gate of what is added."""
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """What a layer of DeepSeek V4 attends to besides the newest tokens."""
+
+    ratio: int
+    """Tokens for which there is one compressed entry; 0: there are none."""
+    indexed: bool = False
+    """Whether an entry is also made of the tokens of the one before, and an indexer selects the entries that are
+    attended to (compressed sparse attention); else all are (heavily compressed attention)."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Attention of DeepSeek V4 (2026): one entry of a token is key and value of all heads. A query attends to those of
+    the newest tokens, and to entries that stand for several tokens each."""
+
+    layers: tuple[CompressedLayer, ...]
+    """Of each of the model's layers."""
+    window: int
+    """Newest tokens that a query attends to, its own included."""
+    rope: Rope
+    """Rope of layers that have compressed entries; the others have that of the model."""
+    index_heads: int
+    index_features: int
+    """Features of each query of an indexer, and of its one key of an entry."""
+    top_k: int
+    """Most compressed entries that a query attends to where an indexer selects them."""
+    output_groups: int
+    """Groups of heads, of equal size, whose output is projected apart before it is brought together."""
+    output_rank: int
+    """Features of each group's projected output."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +210,9 @@ class ModelConfig:
     """Epsilon of the norms of latents inside attention; few published models take it from rms_norm_eps."""
     wide_head: bool = False
     """Whether the output head multiplies in fp32 where it is stored so."""
+    compression: Compression | None = None
+    """Attention of DeepSeek V4, in place of multi-head latent attention; None: there is none. An entry then has
+    `cache_width` features, the last `qk_rope_head_dim` of which are roped."""
     query_scaling: QueryScaling | None = None
     """Scaling of queries by their position; None: there is none. With it queries have a latent, `q_lora_rank`."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.cache.paged import PagedCache
+from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
@@ -22,6 +23,7 @@ from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.rope import query_scale_table, rotation_table
 from workers.models.segments import Segments
+from workers.models.step_pass import StepPass
 from workers.models.streams import load_streams
 from workers.parallel.group import Group
 from workers.weights.source import WeightSource
@@ -57,7 +59,7 @@ class Model:
         """Cache specs of its layers, in order."""
         self.rotation_PO = rotation_table(config.rope, config.qk_rope_head_dim, max_positions, source.device)
         self.query_scale_P = query_scale_table(config.query_scaling, max_positions, source.device)
-        self.segments = Segments(
+        self.segments: StepPass = Segments(
             self._enter,
             paths,
             self.layers,
@@ -78,6 +80,11 @@ class Model:
         """Cache specs of all layers of the paged cache: the model's, then its drafter's."""
         return [*self.cache, *(() if self.drafter is None else self.drafter.cache)]
 
+    def rings(self, width: int) -> list[RingSpec]:
+        """Specs of what its layers keep of each slot, where a step feeds up to `width` tokens of a row; models of
+        latent attention keep nothing there."""
+        return []
+
     def shallow(self) -> Model:
         """Return this model with a few of its layers: enough that it launches every kernel that the whole launches, for
         any batch. For warming up; the drafter stays."""
@@ -86,6 +93,7 @@ class Model:
         few = copy(self)
         # One of each kind, then another of the last, so that one of them has a layer behind it.
         few.layers = [self.layers[i] for i in sorted({*(kinds.index(kind) for kind in kinds), last})]
+        assert isinstance(self.segments, Segments)
         few.segments = self.segments.of(few.layers)
         return few
 

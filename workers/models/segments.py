@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kernels.residual_streams import StreamGates, StreamMemory
 from kernels.rms_norm import AddNorm
@@ -37,9 +38,10 @@ from workers.models.execution_paths import ExecutionPaths
 from workers.models.layer import DecoderLayer
 from workers.models.layer_ops import LayerOps
 from workers.models.pass_buffers import PassBuffers, PassTensors
+from workers.models.step_pass import StepPass
 
 
-class Segments:
+class Segments(StepPass):
     """The segments of one pass: the model's own layers, or a drafter's."""
 
     def __init__(
@@ -72,9 +74,11 @@ class Segments:
         where = self._rotation_PO, self._eps, self._cache_layer, caches, self._query_scale_P, self._streams
         return Segments(self._enter, self.paths, layers, self._norm_E, *where)
 
+    @override
     def __len__(self) -> int:
         return len(self.layers) + 1
 
+    @override
     def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> PassBuffers[Any]:
         """Memory for passes of so many tokens on path; without one, on that for any pass."""
         attention, hidden, dtype = self.layers[0].attention, self._norm_E.shape[0], self._norm_E.dtype
@@ -111,6 +115,7 @@ class Segments:
         """Residual streams, where there are several; else 0."""
         return 0 if self._streams is None else self._streams.base_M.shape[0]
 
+    @override
     def run(self, index: int, tensors: PassTensors, cache: PagedCache, scratch: Scratch) -> None:
         """Segment `index`, for whoever captures it."""
         buffers, norm = tensors.buffers, self._norm(index, tensors.buffers)
@@ -150,6 +155,7 @@ class Segments:
             if layer == index:
                 aux_hidden_TE.copy_(tensors.buffers.residual_TE)
 
+    @override
     def over(self, buffers: PassBuffers[Any]) -> PassBuffers[Any]:
         """The same memory for this pass, of buffers for one whose layers are of the same shape, but may have several
         residual streams."""
@@ -159,6 +165,7 @@ class Segments:
         residual_TE = buffers.residual_TE.view(-1)[: tokens * hidden].view(tokens, hidden)
         return replace(buffers, residual_TE=residual_TE, streams=None)
 
+    @override
     def buffers_to_end(self, tokens: int, scratch: Scratch) -> PassBuffers[Any]:
         """Memory for so many tokens that are wanted: what `end` reads, and no other buffers."""
         residual_NE = self._residual(self.paths.any, tokens, scratch)
@@ -169,12 +176,14 @@ class Segments:
         buffers = replace(buffers, attended_THV=attended_NHV, projected=projected)
         return replace(buffers, residual_TE=residual_NE, streams=self._stream_memory(tokens, scratch))
 
+    @override
     def gather(self, buffers: PassBuffers[Any], token_N: Tensor, buffers_N: PassBuffers[Any]) -> None:
         """Copy the input of `end` for the tokens `token_N` (int64), in a pass whose last attention has run."""
         for of_all, of_wanted in zip(buffers.finished, buffers_N.finished, strict=True):
             assert of_all.shape[1:] == of_wanted.shape[1:]
             torch.index_select(of_all, 0, token_N, out=of_wanted)
 
+    @override
     def end(self, buffers_N: PassBuffers[Any], out_NE: Tensor, scratch: Scratch) -> None:
         """The last segment for the tokens that `buffers_N` holds, none of them padding."""
         with scratch.scope():
@@ -188,6 +197,7 @@ class Segments:
         self.layers[-1].finish(buffers, norm, last, live_R, scratch)
         buffers.ops.leave(norm, last, out_TE)
 
+    @override
     def forward(
         self,
         token_T: Tensor,
@@ -229,6 +239,7 @@ class Segments:
             ops.leave(norm, out, out_TE)
         return out_TE
 
+    @override
     def run_pass(
         self,
         tensors: PassTensors,

@@ -340,7 +340,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         step_times=ready.step_times,
         token_buckets=token_buckets(config.token_budget),
         queue_limit=config.queue_limit,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and ready.shares_prefixes,
         vocab_size=ready.vocab_size,
         mixed_step_target_s=None if config.mixed_step_target_ms is None else config.mixed_step_target_ms / 1e3,
         grammar_timeout_s=config.grammar_compile_timeout_s,

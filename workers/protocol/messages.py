@@ -325,6 +325,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ranks that share out the pages; all agree on it."""
     portions: tuple[tuple[int, int], ...] = ()
     """Graphs that are still to be captured, as `SchedulerConfig.portions` has it; all ranks agree on it."""
+    shares_prefixes: bool = True
+    """Whether prompts can begin with pages that others have computed. They cannot where layers keep something of each
+    row beside its pages."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

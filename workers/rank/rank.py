@@ -28,6 +28,7 @@ from workers.fit.cache_budget import (
     longest_request,
     pages_within,
     refuse_host_memory,
+    refuse_rings,
     refuse_shards,
     rows_at,
 )
@@ -137,7 +138,10 @@ class Rank:
         """Where there are graphs that are still to be captured."""
         if config.cache_shards == "auto":
             config = config.shared_out(group.mesh.shards.count)
-        refuse_shards(config, sparse=load_config(config.folder).indexing is not None)
+        config_of_model = load_config(config.folder)
+        compressed = config_of_model.compression is not None
+        refuse_shards(config, sparse=config_of_model.indexing is not None)
+        refuse_rings(config, rings=compressed)
         times = StartTimes()
         weights = times.beside("identity of the weights", partial(identities, config))
         dtype = pick_dtype(config, device)
@@ -166,6 +170,8 @@ class Rank:
         width = choose_drafter(model, config)
         refuse_host_memory(config, model.caches)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
+        rings = model.rings(width)
+        ring_bytes = (config.max_rows + 1) * sum(ring.slot_bytes for ring in rings)
         wants_graphs = config.graphs and captures_steps(device)
         sampling = _sampling(config, model, width, group, device)
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
@@ -180,7 +186,7 @@ class Rank:
                 self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int) -> Runner:
-            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards)
+            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards, rings, config.max_rows)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
@@ -205,7 +211,8 @@ class Rank:
             del trial
             torch.cuda.empty_cache()
             times.end("warm-up")
-        own_pages = _agree(self._pages(config, device, page_bytes, context, width, graph_bytes), group, device)
+        taken = graph_bytes + ring_bytes
+        own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
         pages = group.mesh.shards.pages(own_pages)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width)
@@ -231,7 +238,7 @@ class Rank:
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, step_times(self.selftest), *kind
         )
         root = cache_root(config, model, dtype, device, weights.result())
-        self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count)
+        self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count, shares_prefixes=not rings)
         if self.captures is not None:
             self.ready = replace(self.ready, portions=self.captures.pages)
         times.end("identity")
@@ -291,14 +298,15 @@ class Rank:
 
     @staticmethod
     def _pages(
-        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, graph_bytes: int
+        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, taken: int
     ) -> int:
+        """Pages for this rank. `taken`: bytes that graphs and rings of slots will take."""
         if config.cache_pages is not None:
             return config.cache_pages
         advice = ""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            room = gpu_cache_budget(free, total, graph_bytes, config.memory_fraction)
+            room = gpu_cache_budget(free, total, taken, config.memory_fraction)
             advice = (
                 f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
                 "more ranks, or end what else uses it"

@@ -5,10 +5,12 @@ Counted is the target's pass alone: drafts, activations and what is written come
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Final
 
 import torch
 
+from workers.models.deepseek_v4_model import CompressedModel, compressors
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.weights.weight import Weight
@@ -32,6 +34,8 @@ def step_reads(model: Model, device: torch.device) -> dict[str, float]:
       many latents it reads does not grow with the context.
     - `step_bandwidth`: bytes a second that the device can read by its own account; 0 where it says nothing.
     """
+    if isinstance(model, CompressedModel):
+        return dict(zip(STEP_READS, (*_compressed(model), _bandwidth(device)), strict=True))
     routing = model.config.routing
     fixed, experts, entry = model.head_YE.nbytes, 0, 0
     for layer in model.layers:
@@ -52,6 +56,27 @@ def step_reads(model: Model, device: torch.device) -> dict[str, float]:
             fixed += _bytes(network.gate_up_FE, network.down_EI)
     chosen = routing.experts_per_token / routing.experts if routing is not None and experts else 0.0
     return dict(zip(STEP_READS, (fixed, experts, chosen, entry, _bandwidth(device)), strict=True))
+
+
+def _compressed(model: CompressedModel) -> tuple[int, int, float, int]:
+    """The parts of a DeepSeek V4. Of layers with an indexer a row reads the keys of its context alone, as above."""
+    routing, layers = model.config.routing, model.compression.layers
+    assert routing is not None
+    experts = sum(_bytes(block.experts.gate_up_XFE, block.experts.down_XEI) for block in model.blocks)
+    weights = sum(map(_weights, model.blocks))
+    specs = iter(model.caches)
+    entry = 0
+    for layer in layers:
+        own = [next(specs) for _ in range(compressors(layer))]
+        entry += sum(spec.entry_bytes for spec in own[-1:])
+    return model.head_YE.nbytes + weights - experts, experts, routing.experts_per_token / routing.experts, entry
+
+
+def _weights(part: object) -> int:
+    """Bytes of the matrices of a block and of its parts."""
+    if isinstance(part, Weight):
+        return part.nbytes
+    return sum(map(_weights, vars(part).values())) if is_dataclass(part) else 0
 
 
 def _bytes(*weights: Weight | None) -> int:

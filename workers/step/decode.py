@@ -31,6 +31,7 @@ class _Rows:
     cache_slot_RW: torch.Tensor
     length_R: torch.Tensor
     page_RP: torch.Tensor
+    slot_R: torch.Tensor
 
     def batch(self, layout: BatchLayout, first: int, *, dense: bool) -> Batch:
         """Return the batch that the model reads."""
@@ -38,7 +39,7 @@ class _Rows:
             layout,
             self.position_RW.flatten(),
             self.cache_slot_RW.flatten(),
-            DecodeBatch(self.length_R, self.page_RP),
+            DecodeBatch(self.length_R, self.page_RP, slot_R=self.slot_R),
             None,
             first,
             dense=dense,
@@ -142,6 +143,7 @@ class DecodeStep:
             cache_slot_RW=scratch.empty(rows, width, dtype=torch.int64),
             length_R=scratch.empty(rows, dtype=torch.int32),
             page_RP=scratch.empty(rows, self.parts.state.pages_per_row, dtype=torch.int32),
+            slot_R=self.slot_R,
         )
         decode_state.feed(
             self.parts.state.tensors,

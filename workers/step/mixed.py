@@ -45,6 +45,7 @@ class _Rows:
     page_BP: torch.Tensor
     start: tuple[int, ...]
     """Position of each prefill row's first token."""
+    prefill_slot: tuple[int, ...]
 
     @property
     def end_F(self) -> torch.Tensor:
@@ -125,6 +126,7 @@ class MixedStep:
             page_DP=scratch.empty(layout.decode_rows, parts.state.pages_per_row, dtype=torch.int32),
             page_BP=state.page_SP[slot_B],
             start=tuple(row.start for row in plan.prefill),
+            prefill_slot=tuple(row.slot for row in plan.prefill),
         )
         if layout.decode_rows:
             decode_state.feed(
@@ -148,9 +150,11 @@ class MixedStep:
     def _batch(self, rows: _Rows, stage: Stage, first: int) -> Batch:
         """The target pass (first 0), or the draft layer's over the same layout, whose entries lie one further."""
         layout = rows.layout
-        decode = DecodeBatch(rows.length_D, rows.page_DP) if layout.decode_rows else None
+        decode = None
+        if layout.decode_rows:
+            decode = DecodeBatch(rows.length_D, rows.page_DP, slot_R=rows.slot_R[: layout.decode_rows])
         start = tuple(position + first for position in rows.start)
-        prefill = PrefillBatch(start, layout.prefill_tokens, rows.page_BP)
+        prefill = PrefillBatch(start, layout.prefill_tokens, rows.page_BP, rows.prefill_slot)
         return Batch(layout, stage.position_T, stage.cache_slot_T, decode, prefill, first)
 
     def _sample(

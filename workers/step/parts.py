@@ -19,7 +19,7 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, DecodeBatch
 from workers.models.drafter import Drafter
 from workers.models.model import Model
-from workers.models.segments import Segments
+from workers.models.step_pass import StepPass
 from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
 from workers.step.buckets import MOST_DENSE_ROWS, DecodeBuckets
@@ -62,7 +62,7 @@ class StepParts:
         return self.state.shards if drafter is None or all(spec.sharded for spec in drafter.cache) else WHOLE
 
     @property
-    def passes(self) -> list[Segments]:
+    def passes(self) -> list[StepPass]:
         """The passes over the tokens of a step that are cut into segments, in their order: the model's, and the
         drafter's, where that reads what the model's leaves."""
         own = self.drafter.segments if self.width > 1 else None

@@ -72,6 +72,7 @@ def shown(entries: Mapping[str, Entry], *, mistral: bool) -> dict[str, Entry]:
     """The entries under the names and in the shapes of DeepSeek's checkpoints. `mistral`: the files are Mistral's."""
     found = {_renamed(name) if mistral else name: entry for name, entry in entries.items()}
     found = _unstacked(_show_drafts(found))
+    found = _named_scales(found)
     for name in [name for name, entry in found.items() if entry.dtype == FP8_DTYPE and len(entry.shape) == 2]:
         _show_scales(found, name)
     return found
@@ -136,6 +137,20 @@ def _scales_of(scales: Entry, expert: int, place: int, parts: int) -> Entry:
     if rows == parts and columns == 1:
         return replace(scales, shape=(), outer=(expert, place, 0))
     return replace(scales, shape=(rows // parts, columns), outer=(expert,), row=place * (rows // parts))
+
+
+def _named_scales(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Show scales that are called `X.scale` beside `X.weight`, as in DeepSeek V4, under the name that those of their
+    kind have: of blocks, or of 32 input features of a row."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        weight = f"{name.removesuffix('.scale')}.weight"
+        if name.endswith(".scale") and weight in entries and len(entry.shape) == 2:
+            of = entries[weight]
+            blocks = tuple(-(-size // BLOCK) for size in of.shape)
+            name = weight + (FP8_SCALES if of.dtype == FP8_DTYPE and entry.shape == blocks else MX_SCALES)
+        found[name] = entry
+    return found
 
 
 def _show_scales(entries: dict[str, Entry], name: str) -> None:

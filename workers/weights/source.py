@@ -24,7 +24,7 @@ from workers.weights.formats.registry import stored_format
 from workers.weights.layout import Layout, invariant_layout, layout_of
 from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES
-from workers.weights.wanted import Shape, Wanted
+from workers.weights.wanted import INTEGER_NAMES, Shape, Wanted
 from workers.weights.weight import Formats, Weight
 
 
@@ -158,7 +158,8 @@ class WeightSource(ABC):
 
     @abstractmethod
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
-        """Copy `index` of the plain tensor `name`, whose shape in the checkpoint is `shape`, into `into`."""
+        """Copy `index` of the plain tensor `name`, whose shape in the checkpoint is `shape`, into `into`: numbers, or
+        integers where `into` has such."""
 
     @abstractmethod
     def progress(self, text: str) -> None:
@@ -202,7 +203,8 @@ class DryRun(WeightSource):
     @override
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
         """Notes the name and the shape."""
-        self.wanted[self.stored(name)] = Wanted(shape)
+        floating = into.dtype.is_floating_point
+        self.wanted[self.stored(name)] = Wanted(shape) if floating else Wanted(shape, INTEGER_NAMES)
 
     @override
     def fill_matrix(self, into: Weight, part: Part) -> None:

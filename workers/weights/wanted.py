@@ -8,6 +8,8 @@ from typing import Final
 Shape = tuple[int, ...]
 PLAIN_NAMES: Final = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes of numbers that are stored as they are."""
+INTEGER_NAMES: Final = ("I64", "I32")
+"""Those of tables of ids."""
 FP8_DTYPE: Final = "F8_E4M3"
 FP8_SCALES: Final = "_scale_inv"
 """Suffix of the name of an FP8 matrix that gives the tensor with its scales."""

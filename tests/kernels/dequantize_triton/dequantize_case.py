@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.dequantize import launch_dequantize
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled, MicroScaled4, Scaled
 
 SHAPES = [(16, 64), (53, 96), (130, 1536), (7, 2080)]
 """Rows and features, most of which end in the middle of tiles and blocks."""
@@ -45,7 +45,20 @@ def mxfp8(rows: int, features: int, device: torch.device) -> tuple[MicroScaled, 
     return MicroScaled(data.to(device), exponent.to(torch.uint8).to(device)), wide
 
 
-def check(matrix: BlockScaled | GroupScaled | MicroScaled, want: Tensor) -> None:
+def mxfp4(rows: int, features: int, device: torch.device) -> tuple[MicroScaled4, Tensor]:
+    """Every number, times exponents up to large ones, and the least, which counts as 0."""
+    torch.manual_seed(rows)
+    nibble = torch.randint(0, 16, (rows, features))
+    number = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)[nibble & 7]
+    exponent = torch.randint(30, 220, (rows, features // GROUP))
+    exponent[0, 0] = 0
+    factor = torch.where(exponent == 0, 0.0, 2.0 ** (exponent.double() - 127))
+    wide = torch.where(nibble > 7, -number, number) * factor.repeat_interleave(GROUP, 1)
+    data = (nibble[:, 0::2] | nibble[:, 1::2] << 4).to(torch.uint8)
+    return MicroScaled4(data.to(device), exponent.to(torch.uint8).to(device)), wide
+
+
+def check(matrix: Scaled, want: Tensor) -> None:
     """Check the kernel in both dtypes: one rounding of a product in fp32, then one to the dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full(matrix.shape, torch.nan, dtype=dtype, device=matrix.device)

@@ -24,5 +24,10 @@ def test_mxfp8(rows: int, features: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "features"), case.SHAPES)
+def test_mxfp4(rows: int, features: int) -> None:
+    case.check(*case.mxfp4(rows, features, CPU))
+
+
+@pytest.mark.parametrize(("rows", "features"), case.SHAPES)
 def test_int4(rows: int, features: int) -> None:
     case.check(*case.int4(rows, features, CPU))

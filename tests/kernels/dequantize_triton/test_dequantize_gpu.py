@@ -17,3 +17,4 @@ def test_every_number(rows: int, features: int) -> None:
         case.check(*case.fp8(rows, features, block, device))
     case.check(*case.int4(rows, features, device))
     case.check(*case.mxfp8(rows, features, device))
+    case.check(*case.mxfp4(rows, features, device))

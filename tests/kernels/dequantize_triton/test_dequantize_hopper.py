@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.dequantize import launch_dequantize
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled, MicroScaled4
 from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
@@ -19,11 +19,13 @@ def test_compiles_without_spills(rows: int, features: int, dtype: torch.dtype) -
         torch.empty(-(-rows // 128), -(-features // 128)),
     )
     groups = torch.empty(rows, features // GROUP, dtype=torch.bfloat16)
+    pairs, exponents = (torch.empty(rows, features // step, dtype=torch.uint8) for step in (2, GROUP))
     with compile_only() as compiled:
         launch_dequantize(BlockScaled(data, scales), out)
-        launch_dequantize(GroupScaled(torch.empty(rows, features // 2, dtype=torch.uint8), groups), out)
-        launch_dequantize(MicroScaled(data, torch.empty(rows, features // GROUP, dtype=torch.uint8)), out)
-    assert len(compiled) == 3
+        launch_dequantize(GroupScaled(pairs, groups), out)
+        launch_dequantize(MicroScaled(data, exponents), out)
+        launch_dequantize(MicroScaled4(pairs, exponents), out)
+    assert len(compiled) == 4
     for kernel in compiled:
         resources(kernel).check(registers=128)
 

@@ -10,7 +10,8 @@ CPU = torch.device("cpu")
 
 
 def test_on_a_cpu() -> None:
-    for matrix, want in (case.fp8(53, 96, (16, 64), CPU), case.int4(53, 96, CPU), case.mxfp8(53, 96, CPU)):
+    made = case.fp8(53, 96, (16, 64), CPU), case.int4(53, 96, CPU), case.mxfp8(53, 96, CPU), case.mxfp4(53, 96, CPU)
+    for matrix, want in made:
         out = torch.empty(53, 96)
         dequantize(matrix, out)
         assert torch.equal(out, want.float())

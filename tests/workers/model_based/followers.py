@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels.page import PAGE_TOKENS
 from tests.workers.harness import InlineEngine
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
@@ -28,10 +29,11 @@ TIMEOUT_S = 120.0
 
 def strike(cache: PagedCache, page: int, offset: int) -> None:
     """Let an entry be NaN in every layer, on the ranks that have it. `page`: by its global id."""
+    chosen_PK = (torch.arange(PAGE_TOKENS) == offset).unsqueeze(0)
     for layer, spec in zip(cache.layers, cache.specs, strict=True):
         _, places = cache.places([page], spec)
-        for place in places:
-            layer[place, offset] = torch.nan
+        for place in map(int, places):
+            spec.poison(layer[place : place + 1], chosen_PK)
 
 
 def groups_of(group: Group) -> dict[int, Group]:

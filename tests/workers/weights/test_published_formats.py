@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from paged import CPU
-from quantized_checkpoints import INT4_CONFIG, fp8, mxfp8
+from quantized_checkpoints import E2M1, INT4_CONFIG, fp8, fp8_exponents, mxfp4, mxfp8
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from kernels.matrix import e2m1
 from workers.parallel.mesh import Mesh
 from workers.weights.checkpoint import Checkpoint, WeightsError
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP8
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP4, MXFP8
 from workers.weights.loading_progress import LoadingProgress
 from workers.weights.part import Part, Shard
 from workers.weights.reader import CheckpointReader
@@ -130,6 +132,41 @@ def test_mxfp8_experts_in_one_tensor(suffix: str, dtype: str, tmp_path: Path) ->
             assert torch.equal(weight.dequantized(torch.float32), torch.cat([gate[width // 2 :], up[width // 2 :]]))
             down = reader.matrix(Part(f"{prefix}.{expert}.down_proj.weight", hidden, width, Shard(1, "experts")))
             assert torch.equal(down.dequantized(torch.float32), meant["down_proj"][expert][:, width // 2 :])
+
+
+@pytest.mark.parametrize("write", [mxfp4, fp8_exponents, mxfp8])
+def test_scales_as_deepseek_v4_names_them(write: Any, tmp_path: Path) -> None:
+    """Every kind of scales is `X.scale` there; shapes tell them apart. What numbers mean, transformers says, too."""
+    tensors, meant = write("a.weight", 256, 384, seed=6)
+    (scale,) = (tensors.pop(name) for name in list(tensors) if name != "a.weight")
+    tensors["a.scale"] = scale.view(torch.float8_e8m0fnu)
+    theirs = Fp8Dequantize(None)._dequantize_one(tensors["a.weight"], tensors["a.scale"].float(), torch.float32)
+    kept, plain = load(tmp_path, tensors, Part("a.weight", 256, 384))
+    assert kept.format is {mxfp4: MXFP4, fp8_exponents: FP8_BLOCKS, mxfp8: MXFP8}[write]
+    assert torch.equal(kept.dequantized(torch.float32), theirs)
+    assert torch.equal(kept.matrix.float(), theirs)
+    assert torch.equal(plain, theirs)
+    assert np.array_equal(theirs.numpy(), meant)
+
+
+def test_every_number_of_mxfp4() -> None:
+    byte = torch.arange(256, dtype=torch.uint8)
+    want = np.stack([np.where(half & 8, -1, 1) * E2M1[half & 7] for half in (np.arange(256) & 15, np.arange(256) >> 4)])
+    assert np.array_equal(e2m1(byte.unsqueeze(1)).numpy().T, want.astype(np.float32))
+
+
+def test_scales_of_mxfp4_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    tensors, _ = mxfp4("a.weight", 64, 64, seed=1)
+    tensors["a.weight_scale"].view(torch.uint8)[3, 1] = 255
+    with pytest.raises(WeightsError, match=r"a\.weight_scale has scales that are NaN"):
+        load(tmp_path, tensors, Part("a.weight", 64, 64))
+
+
+def test_scales_of_fp8_blocks_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    tensors, _ = fp8_exponents("a.weight", 256, 256, seed=1)
+    tensors["a.weight_scale_inv"].view(torch.uint8)[1, 1] = 255
+    with pytest.raises(WeightsError, match=r"a\.weight_scale_inv has scales that are NaN"):
+        load(tmp_path, tensors, Part("a.weight", 256, 256))
 
 
 def test_scales_of_mxfp8_that_are_not_numbers_are_refused(tmp_path: Path) -> None:

@@ -60,9 +60,13 @@ class StoredPart:
     def scales(self, suffix: str, index: tuple[slice, slice]) -> Tensor:
         """Read some of the scales in the tensor with this end of its name. `WeightsError` for what is no finite
         number."""
+        import torch
+
         from workers.weights.checkpoint import WeightsError
 
         scales = self.files.read(self.name + suffix, index)
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.float()
         if not bool(scales.isfinite().all()):
             raise WeightsError(
                 f"{self.name}{suffix} has scales that are NaN or infinite; scales are finite. Is the download complete?"

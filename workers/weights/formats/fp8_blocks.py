@@ -1,6 +1,7 @@
 """FP8 with a scale for each block, as DeepSeek publishes it: `X.weight` in e4m3, and a scale for each block of 128 x
 128, `X.weight_scale_inv`. It is called an inverse, and numbers are multiplied by it all the same. One scale for a whole
-matrix is that of each of its blocks.
+matrix is that of each of its blocks. DeepSeek V4 stores scales as exponents of 2 (E8M0), which are kept as the fp32
+numbers that they are.
 
 Shape legend: N output features, K input features, B / C rows and columns of scales.
 """
@@ -61,7 +62,7 @@ class Fp8Blocks(Format):
         blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
         return {
             name: Wanted((rows, columns), (FP8_DTYPE,)),
-            name + FP8_SCALES: Wanted(blocks, ("F32", "BF16", "F16")),
+            name + FP8_SCALES: Wanted(blocks, ("F32", "BF16", "F16", "F8_E8M0")),
         }
 
     @override

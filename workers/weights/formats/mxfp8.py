@@ -69,9 +69,11 @@ class Mxfp8(Format):
     def numbers(self, part: StoredPart, data: Tensor, scales: Tensor) -> Tensor:
         import torch
 
+        from kernels.matrix import e8m0
+
         columns = part.columns
         group_K = torch.arange(columns.start, columns.stop, device=data.device) // GROUP - columns.start // GROUP
-        return data.float() * _factor(scales).index_select(-1, group_K)
+        return data.float() * e8m0(scales).index_select(-1, group_K)
 
     @override
     def kept(self, stacks: Sequence[Sequence[Part]], mesh: Mesh) -> Kept:
@@ -132,15 +134,10 @@ class Mxfp8(Format):
 
     @override
     def dequantized(self, data: Tensor, scales: Tensor | None, block: Block) -> Tensor:
+        from kernels.matrix import e8m0
+
         assert scales is not None
-        return data.float() * _factor(scales).repeat_interleave(GROUP, dim=-1)
-
-
-def _factor(scales: Tensor) -> Tensor:
-    """fp32 numbers of bytes in E8M0, exactly; 2^-127 counts as 0, as in kernels."""
-    import torch
-
-    return (scales.int() << 23).view(torch.float32)
+        return data.float() * e8m0(scales).repeat_interleave(GROUP, dim=-1)
 
 
 MXFP8: Final = Mxfp8()

@@ -8,10 +8,11 @@ from typing import Any
 from workers.weights.formats.format import Format
 from workers.weights.formats.fp8_blocks import FP8_BLOCKS, FP8_COMPRESSED_TENSORS
 from workers.weights.formats.int4_groups import INT4_GROUPS
+from workers.weights.formats.mxfp4 import MXFP4
 from workers.weights.formats.mxfp8 import MXFP8
 from workers.weights.formats.plain import PLAIN
 
-FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS, MXFP8]
+FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS, MXFP8, MXFP4]
 """Formats of checkpoints. At most one of them says of a matrix that it is stored so."""
 
 

@@ -1,0 +1,109 @@
+"""What `latentserve fit` counts of a DeepSeek V4: weights as they are stored, pages, and rings of slots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepseek_v4_layout import QUANTIZATION, published_v4, quantized_v4, tiny_v4, write_v4
+from published_configs import V4_FLASH, V4_PRO
+
+from workers.config import EngineConfig
+from workers.fit.memory_plan import MemoryPlan, memory_plan
+from workers.fit.settings import Unfit, check_fit
+from workers.fit.smallest_change import smallest_change
+
+GIB = 2**30
+QUANTIZED: dict[str, Any] = {"expert_dtype": "fp4", "quantization_config": QUANTIZATION}
+
+
+def plan_of(folder: Path, total: int = 8 * GIB, **settings: Any) -> MemoryPlan:
+    return memory_plan(EngineConfig(model=str(folder), **settings), total)
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": QUANTIZATION}))
+    return folder
+
+
+def of_entries(layers: tuple[int, int]) -> int:
+    """Bytes a token of Flash or Pro, by its numbers of layers with and without indexer: 512 features of an entry, 128
+    of an index key, in bf16; one for 4 tokens, and of the others one a page, though two pages have but one."""
+    indexed, others = layers
+    return indexed * (512 + 128) * 2 // 4 + others * 512 * 2 // 64
+
+
+@pytest.mark.parametrize(
+    ("values", "gigabytes", "layers"), [(V4_FLASH, 156.0, (21, 20)), (V4_PRO, 851.0, (30, 31))], ids=["flash", "pro"]
+)
+def test_published_models_take_what_their_files_take(
+    values: dict[str, Any], gigabytes: float, layers: tuple[int, int], tmp_path: Path
+) -> None:
+    plan = plan_of(write(tmp_path, values), 2000 * GIB, max_rows=16, max_context=65536)
+    assert plan.weights / 1e9 == pytest.approx(gigabytes, abs=0.5)
+    assert plan.page_bytes == 64 * of_entries(layers)
+    assert plan.graphs is None
+    assert plan.fits
+
+
+def test_rings_of_slots_are_counted(tmp_path: Path) -> None:
+    """Windows in bf16, and in fp32 what compressors make of a token, of which overlapping ones make twice as much."""
+    window = 43 * 128 * 512 * 2
+    states = 21 * 8 * 2 * 2 * (512 + 128) * 4 + 20 * 128 * 2 * 512 * 4
+    plan = plan_of(write(tmp_path, V4_FLASH), 400 * GIB, max_rows=16, max_context=65536)
+    assert plan.rings == 17 * (window + states)
+    assert window == pytest.approx(5.6e6, rel=0.01)
+    assert states == pytest.approx(12e6, rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("form", [{}, QUANTIZED], ids=["plain", "quantized"])
+def test_config_and_files_say_the_same(form: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    config, model = tiny_v4(**form)
+    tensors = published_v4(model)
+    if form:
+        tensors, _ = quantized_v4(tensors)
+    wide = ("hc_", "ape", "attn_sink", "bias")
+    tensors = {
+        name: tensor.bfloat16() if tensor.dtype == torch.float32 and not any(part in name for part in wide) else tensor
+        for name, tensor in tensors.items()
+    }
+    write_v4(tmp_path, config, tensors)
+    plan = plan_of(tmp_path, tensor_parallel=ranks)
+    (tmp_path / "model.safetensors").unlink()
+    alone = plan_of(tmp_path, tensor_parallel=ranks)
+    assert plan.from_files
+    assert not alone.from_files
+    assert plan.weights == alone.weights
+    if ranks == 1:
+        # The table of the first layers has 8 bytes an id in files, and 4 here.
+        files = sum(tensor.nbytes for tensor in tensors.values())
+        assert plan.weights == files - 2 * 131 * 2 * 4 + _wider(tensors)
+
+
+def _wider(tensors: dict[str, torch.Tensor]) -> int:
+    """Bytes by which scales of blocks grow: a byte each in files, fp32 here."""
+    scales = [tensor for name, tensor in tensors.items() if name.endswith(".scale") and ".experts." not in name]
+    return 3 * sum(tensor.numel() for tensor in scales)
+
+
+def test_the_smallest_change_is_more_ranks(tmp_path: Path) -> None:
+    """A cache in FP8 is none: there is no such cache of this family yet."""
+    config = EngineConfig(model=str(write(tmp_path, V4_FLASH)), max_rows=16, max_context=65536)
+    plan = memory_plan(config, 140 * GIB)
+    assert not plan.fits
+    change = smallest_change(config, plan, {})
+    assert change is not None
+    assert change.words == "--tensor-parallel 2"
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8"):
+        memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), 140 * GIB)
+
+
+def test_ranks_share_groups_of_heads(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(write(tmp_path, V4_FLASH)), tensor_parallel=16)
+    with pytest.raises(Unfit, match="o_groups = 8"):
+        check_fit(config, served=False)

@@ -1,0 +1,69 @@
+"""Two ranks of a DeepSeek V4 over gloo give the logits that one rank gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepseek_v4_layout import QUANTIZATION, VOCAB, published_v4, quantized_v4, tiny_v4, write_v4
+from rank_processes import run_ranks
+from torch import Tensor
+
+from workers.cache.paged import PagedCache
+from workers.families.deepseek_v4 import DeepseekV4
+from workers.families.loading import load_model
+from workers.models import deepseek_v4
+from workers.models.deepseek_v4_model import CompressedModel
+from workers.models.deepseek_v4_parts import CompressedTokens
+from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
+
+CPU = torch.device("cpu")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # An expert's share has whole groups of 32, and a rank's rows whole parts of a block.
+    "quantized": {"expert_dtype": "fp4", "quantization_config": QUANTIZATION, "moe_intermediate_size": 128}
+    | {"head_dim": 64, "qk_rope_head_dim": 16, "o_lora_rank": 64},
+}
+
+
+def logits(folder: Path, group: Group) -> Tensor:
+    """Logits of 150 tokens, fed in three chunks."""
+    model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=256)
+    assert isinstance(model, CompressedModel)
+    cache = PagedCache.allocate(model.caches, 4, CPU, model.rings(1), 1)
+    token_T = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(2))
+    found, start = [], 0
+    for own_T in token_T.split([61, 3, 86]):
+        at = CompressedTokens((start,), (len(own_T),), (1,), torch.tensor([[2, 1, 3]], dtype=torch.int32))
+        found.append(deepseek_v4.forward(model, own_T, at, model.caches_of(cache)))
+        start += len(own_T)
+    return torch.cat(found)
+
+
+def rank_main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    DeepseekV4.unserved = ""
+    group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
+    try:
+        torch.save({kind: logits(folder / kind, group) for kind in KINDS}, folder / f"rank{rank}.pt")
+    finally:
+        group.close()
+
+
+@pytest.mark.long
+def test_ranks_agree_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepseekV4, "unserved", "")
+    for kind, values in KINDS.items():
+        config, model = tiny_v4(seed=4, **values)
+        tensors = published_v4(model)
+        write_v4(tmp_path / kind, config, quantized_v4(tensors)[0] if kind == "quantized" else tensors)
+    run_ranks(rank_main, 2, 2, tmp_path)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for kind in KINDS:
+        alone = logits(tmp_path / kind, Group())
+        assert alone.shape == (150, VOCAB)
+        assert torch.equal(ranks[0][kind], ranks[1][kind]), "ranks differ"
+        torch.testing.assert_close(ranks[0][kind], alone, atol=1e-4, rtol=0)

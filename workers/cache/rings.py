@@ -1,0 +1,38 @@
+"""What a layer keeps of the newest tokens of each running request, in memory of its slot instead of pages.
+
+Shape legend: X slots, L tokens of a ring, C features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NULL_SLOT = 0
+"""Place in a ring's tensor that no slot has: slot s has place s + 1. Padding is written there, and never read."""
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """A ring: what it keeps of the token at position p lies at p modulo its length, over that of the token so many
+    before it.
+
+    It takes no pages, so prompts cannot share it. A request that gives up its slot loses it, and is computed again.
+    """
+
+    tokens: int
+    """Tokens that it holds."""
+    width: int
+    """Features of each."""
+    dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a slot takes."""
+        return self.tokens * self.width * self.dtype.itemsize
+
+    def allocate(self, slots: int, device: torch.device) -> Tensor:
+        """Memory for so many slots, [slots + 1, tokens, width], zeros. Place 0 is nobody's."""
+        return torch.zeros(slots + 1, self.tokens, self.width, dtype=self.dtype, device=device)

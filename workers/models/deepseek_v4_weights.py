@@ -1,0 +1,218 @@
+"""The weights of DeepSeek V4 on one rank, by the names of its checkpoints.
+
+Heads and groups of heads are shared out over the ranks along `heads`, intermediate features along `experts`. Indexers,
+compressors and routers are whole on every rank, because what they decide is the same for all heads.
+
+Shape legend: E hidden features, A features of a query's latent, H heads of this rank, D features of an entry,
+Q = H * D, S residual streams, M gates of the streams, C features that a compressor makes of a token, R tokens of a
+compressed entry, J heads of an indexer, I features of its keys, G groups of heads of this rank, U features of a group's
+projected output, X experts, K experts of a token, Y vocabulary, F rows of a gate and an up projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.models.config import ModelConfig, Routing
+from workers.models.layer_ops import Gated
+from workers.weights.checkpoint import WeightsError
+from workers.weights.part import Part, Shard
+from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
+
+
+@dataclass(frozen=True)
+class StreamMix:
+    """The weights by which a part of a layer reads the residual streams, mixes them and adds to them, fp32."""
+
+    weight_MF: Tensor
+    """[S gates of what is read, S of what is added, S * S of the mixing; S * E]."""
+    base_M: Tensor
+    scale_3: Tensor
+    """A factor for each of the three kinds of gates."""
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """The weights that make one compressed entry of several tokens."""
+
+    both_FE: Weight
+    """C rows for what is averaged, then C rows for the logits of its weights. C is twice the features of an entry where
+    tokens of the entry before take part: their features come first."""
+    bias_RC: Tensor
+    """fp32: added to those logits, by the place of a token among those of its entry."""
+    norm_D: Tensor
+    overlapping: bool
+    """Whether tokens of the entry before take part."""
+
+    @property
+    def ratio(self) -> int:
+        """Tokens for which there is one entry."""
+        return self.bias_RC.shape[0]
+
+    @property
+    def reach(self) -> int:
+        """Tokens of which an entry is made."""
+        return self.ratio * (2 if self.overlapping else 1)
+
+
+@dataclass(frozen=True)
+class CompressedIndexer:
+    """The weights that select the compressed entries of a query."""
+
+    q_FA: Weight
+    """J * I rows."""
+    weight_JE: Weight
+    compressor: Compressor
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """The weights of a layer's attention."""
+
+    q_down_AE: Weight
+    q_norm_A: Tensor
+    q_up_QA: Weight
+    kv_DE: Weight
+    kv_norm_D: Tensor
+    sink_H: Tensor
+    """fp32."""
+    out_FD: Weight
+    """G * U rows: each group of them reads the output of the heads of one group."""
+    out_EF: Weight
+    compressor: Compressor | None
+    indexer: CompressedIndexer | None
+
+
+@dataclass(frozen=True)
+class CompressedExperts:
+    """The weights of a layer's experts."""
+
+    router_XE: Weight
+    bias_X: Tensor | None
+    """fp32; None in layers that have a table."""
+    expert_YK: Tensor | None
+    """int32: the experts of each token id; None where the router chooses."""
+    gate_up_XFE: Weight
+    down_XEI: Weight
+    shared: Gated
+
+
+@dataclass(frozen=True)
+class CompressedBlock:
+    """The weights of a layer."""
+
+    attention_streams: StreamMix
+    attention_norm_E: Tensor
+    attention: CompressedAttention
+    feed_forward_streams: StreamMix
+    feed_forward_norm_E: Tensor
+    experts: CompressedExperts
+
+
+def load_block(source: WeightSource, config: ModelConfig, index: int) -> CompressedBlock:
+    """Load layer `index`. `WeightsError` for a table with experts that there are not."""
+    prefix, hidden = f"layers.{index}.", config.hidden_size
+    return CompressedBlock(
+        attention_streams=_streams(source, f"{prefix}hc_attn_", config),
+        attention_norm_E=source.load(f"{prefix}attn_norm.weight", hidden),
+        attention=_attention(source, f"{prefix}attn.", config, index),
+        feed_forward_streams=_streams(source, f"{prefix}hc_ffn_", config),
+        feed_forward_norm_E=source.load(f"{prefix}ffn_norm.weight", hidden),
+        experts=_experts(source, f"{prefix}ffn.", config, index),
+    )
+
+
+def _streams(source: WeightSource, prefix: str, config: ModelConfig) -> StreamMix:
+    assert config.streams is not None
+    count = config.streams.count
+    gates = count * (2 + count)
+    return StreamMix(
+        source.load(f"{prefix}fn", gates, count * config.hidden_size, dtype=torch.float32),
+        source.load(f"{prefix}base", gates, dtype=torch.float32),
+        source.load(f"{prefix}scale", 3, dtype=torch.float32),
+    )
+
+
+def _attention(source: WeightSource, prefix: str, config: ModelConfig, index: int) -> CompressedAttention:
+    compression, hidden, latent = config.compression, config.hidden_size, config.q_lora_rank
+    assert compression is not None
+    assert latent is not None
+    layer, heads, entry = compression.layers[index], config.num_heads, config.cache_width
+    groups, rank = compression.output_groups, compression.output_rank
+    own = source.mesh.heads.share(heads, "num_attention_heads")
+    by_heads, by_groups = Shard(0, "heads"), Shard(1, "heads")
+    sink_H = source.empty(own.stop - own.start, dtype=torch.float32)
+    source.fill_part(sink_H, f"{prefix}attn_sink", (heads,), (own,))
+    indexer = None
+    if layer.indexed:
+        features, count = compression.index_features, compression.index_heads
+        indexer = CompressedIndexer(
+            source.matrix(Part(f"{prefix}indexer.wq_b.weight", count * features, latent)),
+            source.matrix(Part(f"{prefix}indexer.weights_proj.weight", count, hidden)),
+            _compressor(source, f"{prefix}indexer.compressor.", hidden, layer.ratio, features, overlapping=True),
+        )
+    compressor = None
+    if layer.ratio:
+        name = f"{prefix}compressor."
+        compressor = _compressor(source, name, hidden, layer.ratio, entry, overlapping=layer.indexed)
+    return CompressedAttention(
+        q_down_AE=source.matrix(Part(f"{prefix}wq_a.weight", latent, hidden)),
+        q_norm_A=source.load(f"{prefix}q_norm.weight", latent),
+        q_up_QA=source.matrix(Part(f"{prefix}wq_b.weight", heads * entry, latent, shard=by_heads)),
+        kv_DE=source.matrix(Part(f"{prefix}wkv.weight", entry, hidden)),
+        kv_norm_D=source.load(f"{prefix}kv_norm.weight", entry),
+        sink_H=sink_H,
+        out_FD=source.matrix(Part(f"{prefix}wo_a.weight", groups * rank, heads * entry // groups, shard=by_heads)),
+        out_EF=source.matrix(Part(f"{prefix}wo_b.weight", hidden, groups * rank, shard=by_groups)),
+        compressor=compressor,
+        indexer=indexer,
+    )
+
+
+def _compressor(
+    source: WeightSource, prefix: str, hidden: int, ratio: int, features: int, *, overlapping: bool
+) -> Compressor:
+    made = features * (2 if overlapping else 1)
+    return Compressor(
+        source.matrix(*(Part(f"{prefix}{name}.weight", made, hidden) for name in ("wkv", "wgate"))),
+        source.load(f"{prefix}ape", ratio, made, dtype=torch.float32),
+        source.load(f"{prefix}norm.weight", features),
+        overlapping,
+    )
+
+
+def _experts(source: WeightSource, prefix: str, config: ModelConfig, index: int) -> CompressedExperts:
+    routing, hidden, width = config.routing, config.hidden_size, config.moe_intermediate_size
+    assert routing is not None
+    gate = f"{prefix}gate.weight"
+    hashed = index < routing.hash_layers
+
+    def network(name: str, features: int) -> tuple[list[Part], list[Part]]:
+        """The parts of a network's two matrices: the gate is called w1, the up projection w3."""
+        rows, columns = Shard(0, "experts"), Shard(1, "experts")
+        gate_up = [Part(f"{name}w{number}.weight", features, hidden, shard=rows) for number in (1, 3)]
+        return gate_up, [Part(f"{name}w2.weight", hidden, features, shard=columns)]
+
+    routed = [network(f"{prefix}experts.{expert}.", width) for expert in range(routing.experts)]
+    gate_up, down = network(f"{prefix}shared_experts.", routing.shared_experts * width)
+    return CompressedExperts(
+        router_XE=Weight(source.load(gate, routing.experts, hidden, dtype=source.lossless(gate))),
+        bias_X=None if hashed else source.load(f"{prefix}gate.bias", routing.experts, dtype=torch.float32),
+        expert_YK=_table(source, f"{prefix}gate.tid2eid", config.vocab_size, routing) if hashed else None,
+        gate_up_XFE=source.experts([gate_up for gate_up, _ in routed]),
+        down_XEI=source.experts([down for _, down in routed]),
+        shared=Gated(source.matrix(*gate_up), source.matrix(*down)),
+    )
+
+
+def _table(source: WeightSource, name: str, vocab: int, routing: Routing) -> Tensor:
+    expert_YK = source.empty(vocab, routing.experts_per_token, dtype=torch.int32)
+    source.fill_part(expert_YK, name, tuple(expert_YK.shape), (slice(0, vocab), slice(0, routing.experts_per_token)))
+    source.settle()
+    if not expert_YK.is_meta and not bool(((expert_YK >= 0) & (expert_YK < routing.experts)).all()):
+        raise WeightsError(f"{name} names experts outside of 0 to {routing.experts - 1}. Is the download complete?")
+    return expert_YK
