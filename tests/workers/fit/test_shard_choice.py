@@ -75,14 +75,18 @@ def test_what_is_chosen_and_why(tmp_path: Path, settings: dict[str, Any], total:
     assert re.search(why, choice.words), choice.words
 
 
-def test_sparse_models_have_whole_caches(tmp_path: Path) -> None:
-    choice = choose_shards(config(tmp_path, {**V32, "num_hidden_layers": 4}, max_rows=256, token_budget=4096), 28 * GIB)
-    assert choice.shards == 1
-    assert (
-        "(cache_shards = 2, but this model's sparse attention reads a whole cache on every rank: give 1)"
-        in choice.words
-    )
-
+@pytest.mark.parametrize(
+    ("topk", "shards", "why"),
+    [
+        (2048, 4, "the smallest number with which the cache holds"),
+        (2047, 1, r"\(index_topk = 2047, of which ranks .* exchange an even number"),
+    ],
+)
+def test_sparse_models(tmp_path: Path, topk: int, shards: int, why: str) -> None:
+    values = {**V32, "num_hidden_layers": 4, "index_topk": topk}
+    choice = choose_shards(config(tmp_path, values, max_rows=256, token_budget=4096), 28 * GIB)
+    assert choice.shards == shards
+    assert re.search(why, choice.words), choice.words
 
 def test_nobody_shares_before_the_choice(tmp_path: Path) -> None:
     made = config(tmp_path, SMALL)
