@@ -279,7 +279,7 @@ async def crowd(app: Application, options: argparse.Namespace) -> list[str]:
         body = {"model": "demo", "prompt": "def f(", "max_tokens": 4}
         while time.monotonic() < until:
             try:
-                answer = await http.post(f"{app.url}/v1/completions", json=body)
+                answer = await http.post(f"{app.url}/v1/completions", json=body, timeout=600)
                 habits.seen[str(answer.status_code)] += 1
             except httpx.HTTPError as error:
                 failures[f"asks for little: {type(error).__name__}: {str(error)[:60]}"] += 1

@@ -128,6 +128,10 @@ def _earlier_answer(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     made = {name: value for name, value in message.items() if name != "function_call"}
     made["content"] = said(content, BESIDE)
+    made.pop("tool_call_id", None)
+    if not isinstance(made.get("reasoning_content") or "", str):
+        texts = made.pop("reasoning_content")
+        made["reasoning"] = "".join(text_of(text) or "" for text in texts) if isinstance(texts, list) else None
     if "reasoning_content" not in made and isinstance(content, list) and (thought := _thought(content)):
         made.setdefault("reasoning", thought)
     calls = message.get("tool_calls")

@@ -209,9 +209,19 @@ def _said_by_item(item: Mapping[str, Any]) -> str:
 
 
 def readable_items(items: Sequence[Any]) -> list[Any]:
-    """Items, of which those before the newest one of the assistant are such as can be read, whatever they are."""
+    """Items, of which those up to the newest one of the assistant are such as can be read, whatever they are, and the
+    results behind it. What is new behind it, or nothing follows, stays as it is."""
     last = max((place for place, item in enumerate(items) if _of_assistant(item)), default=-1)
-    return [_readable(item) if place < last else item for place, item in enumerate(items)]
+    earlier = last if last < len(items) - 1 else last - 1
+    return [
+        _readable(item) if place <= earlier or (last >= 0 and _is_result(item)) else item
+        for place, item in enumerate(items)
+    ]
+
+
+def _is_result(item: Any) -> bool:
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return isinstance(kind, str) and kind in ITEMS and kind.endswith("_call_output")
 
 
 def _of_assistant(item: Any) -> bool:

@@ -365,6 +365,8 @@ EARLIER: list[tuple[list[Any], str]] = [
     ([{"role": "assistant", "content": [{"type": "spell", "x": 1}]}], "cannot read: spell"),
     ([{"role": "assistant", "content": {"answer": 1}}], '{"answer": 1}'),
     ([{"role": "assistant", "content": ["one", "two"]}], "two"),
+    ([{"role": "assistant", "content": "Said.", "reasoning_content": {"a": 1}, "tool_call_id": 5}], "Said."),
+    ([{"role": "assistant", "content": "Said.", "reasoning_content": ["Hm."], "tool_calls": "none"}], "Said."),
 ]
 """Earlier turns of other servers, libraries and models, and a part of their form in the prompt."""
 
@@ -408,6 +410,12 @@ ITEMS: list[tuple[list[Any], str]] = [
         "[An",
     ),
     ([{"type": "oracle_call", "id": "x"}, {"role": "assistant", "content": "a"}], "oracle_call"),
+    ([{"type": "oracle_call", "id": "x"}], "oracle_call"),
+    ([{"type": "message", "role": "assistant", "content": None}], "q"),
+    ([{"role": "assistant", "content": {"a": 1}}], '{"a": 1}'),
+    ([{"role": "assistant", "content": [{"type": "output_audio"}]}], "output_audio"),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": {"a": 1}}], "f"),
+    ([{"type": "function_call", "name": None}, {"type": "function_call_output", "output": "Wet."}], "Wet."),
     ([{"type": "function_call", "call_id": None, "name": ""}, {"role": "assistant", "content": "a"}], "a"),
     ([{"role": "assistant", "content": [{"type": "spell"}]}, {"role": "assistant", "content": "a"}], "spell"),
     (

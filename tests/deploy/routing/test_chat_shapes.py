@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.api.anthropic.bodies import parse_messages
+from deploy.api.http.body import parse_object, validate
+from deploy.api.job.bodies import ChatBody
 from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig
@@ -22,7 +24,7 @@ from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 LONG = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(40))
 CONFIG = ApiConfig(chat_template=GLM)
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,8 @@ def lengthened(value: Any) -> Any:
 def replicas_ids(tokenizer: Tokenizer, path: str, raw: bytes) -> list[int]:
     if path == MESSAGES:
         _, chat, _ = parse_messages(raw)
+    elif path == CHATS:
+        chat = validate(ChatBody, parse_object(raw))
     else:
         body = parse_response(raw)
         chat = chat_of(body, messages_of(body.input), tools_of(body))
@@ -83,7 +87,50 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": [{"role": "developer", "content": "c"}, {"role": "user", "content": "b"}]}),
     (RESPONSES, {"input": [{"role": "system", "content": "c"}], "instructions": "a"}),
 ]
-BODIES = [*((path, body) for path in (MESSAGES, RESPONSES) for body in RICH[path]), *OTHERS]
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "x"}}
+CALL: dict[str, Any] = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x = 1"}}
+USED: dict[str, Any] = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+EARLIER: list[tuple[str, dict[str, Any]]] = [
+    (
+        CHATS,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]},
+                {"role": "assistant", "content": [{"type": "spell"}], "tool_calls": [CALL]},
+                {"role": "tool", "content": {"wet": True}},
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                {"role": "function", "name": "f", "content": [{"type": "flight"}]},
+                {"role": "user", "content": "b"},
+            ]
+        },
+    ),
+    (
+        MESSAGES,
+        {
+            "max_tokens": 5,
+            "system": "a",
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "oracle"}, USED]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": {"wet": True}}]},
+            ],
+        },
+    ),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]},
+                {"type": "oracle_call", "id": "o"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": None},
+                {"type": "function_call_output", "call_id": "c", "output": [{"type": "flight"}]},
+                {"role": "user", "content": "b"},
+            ]
+        },
+    ),
+]
+"""Conversations whose earlier turns hold what is no text."""
+BODIES = [*EARLIER, *((path, body) for path in (MESSAGES, RESPONSES) for body in RICH[path]), *OTHERS]
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -94,7 +141,7 @@ async def test_a_body_is_rendered_as_its_replica_renders_it(
     ids = replicas_ids(tokenizer, path, raw)
     ask = await FeatureReader(tokenizer, CONFIG.chat_template).read(raw)
     # A chat that nothing marks as Anthropic's may end otherwise: what its template asks about thinking is not known.
-    marked = path == RESPONSES or body.keys() & {"system", "thinking", "tools"}
+    marked = path in (CHATS, RESPONSES) or body.keys() & {"system", "thinking", "tools"}
     keys = ask.keys(NO_ROOT)
     assert keys == unpack_keys(pack_keys(page_keys(ids)))[: len(keys)]
     assert len(keys) >= len(page_keys(ids)) - (not marked) > 3
