@@ -63,12 +63,14 @@ def test_shards_give_the_tokens_of_one(
     entries, a page, short rows attend to all, and have graphs in which they attend densely."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
-    folder = write_tiny(tmp_path, kind, seed=1, index_topk=top_k)
+    # Kernels of experts take features in multiples of 16, on every rank.
+    folder = write_tiny(tmp_path, kind, seed=1, index_topk=top_k, moe_intermediate_size=64)
     want = asyncio.run(generated(config(folder, 1, 1, dtype="float32", graphs=graphs)))
     assert asyncio.run(generated(config(folder, ranks, shards, dtype="float32", graphs=graphs))) == want
 
 
 SIZES: dict[str, Any] = {
+    "moe_intermediate_size": 64,
     "hidden_size": 512,
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
