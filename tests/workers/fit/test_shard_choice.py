@@ -88,6 +88,7 @@ def test_sparse_models(tmp_path: Path, topk: int, shards: int, why: str) -> None
     assert choice.shards == shards
     assert re.search(why, choice.words), choice.words
 
+
 def test_nobody_shares_before_the_choice(tmp_path: Path) -> None:
     made = config(tmp_path, SMALL)
     assert made.mesh(3) == Mesh.of(3, 8)
