@@ -131,7 +131,8 @@ def _piece_writer(cycle: Any) -> WritePiece | None:
     def write_piece(body: bytes) -> bool:
         if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or flow.write_paused:
             return False
-        write(b"%x\r\n%b\r\n" % (len(body), body))
+        # In HTTP/1.1 an empty chunk is the last one.
+        write(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
         return True
 
     return write_piece

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
-from deploy.text.chat import MOST_MESSAGES, Content, content_of
+from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 
 NOT_SHOWN: Final[Mapping[str, str]] = {
     "image": "[An image was here, which this model cannot see.]",
@@ -27,6 +27,8 @@ IN_WORDS: Final[Mapping[str, str]] = {
 }
 """Texts that a model reads in place of parts of OpenAI's APIs, and of MCP's results, that are no text, by type."""
 _TEXTS: Final = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+MOST_PARTS: Final = 8192
+"""Most parts of a message that are put into words."""
 BESIDE: Final = ("thinking", "reasoning", "redacted_thinking", "tool_use", "tool_call", "function_call")
 """Parts that other libraries keep beside what an assistant said, and that are no part of it."""
 
@@ -70,6 +72,8 @@ def said(value: Any, leave_out: Sequence[str] = ()) -> Content:
         return value or ""
     if not isinstance(value, list):
         return in_json(value)
+    if len(value) > MOST_PARTS:
+        return value  # it is refused later
     typed = [(part.get("type") if isinstance(part, Mapping) else None, part) for part in value]
     texts = [(kind, text_of(part)) for kind, part in typed if kind not in leave_out]
     return content_of([unknown(kind) if text is None else text for kind, text in texts])
@@ -88,14 +92,14 @@ def readable(messages: Any) -> Any:
         return messages
     last = max((place for place, message in enumerate(messages) if _role(message) == "assistant"), default=-1)
     made: list[Any] = []
-    waiting: list[str] = []
-    """Ids of the calls that have no result yet."""
+    waiting: dict[str, None] = {}
+    """Ids of the calls that have no result yet, in their order."""
     for place, message in enumerate(messages):
         role = _role(message)
         if role == "assistant" and place < len(messages) - 1:
             message = _earlier_answer(message)
             calls = message.get("tool_calls")
-            waiting = [call["id"] for call in calls] if isinstance(calls, list) else []
+            waiting = dict.fromkeys(call["id"] for call in calls) if _few(calls) else {}
         elif role in ("tool", "function"):
             message = _result(message, waiting)
         elif place < last and role in ("user", "system", "developer"):
@@ -109,17 +113,21 @@ def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _result(message: Mapping[str, Any], waiting: list[str]) -> Mapping[str, Any]:
+def _few(calls: Any) -> TypeGuard[list[Any]]:
+    """Whether these are no more calls than a message may have; a message with more is refused later."""
+    return isinstance(calls, list) and len(calls) <= MOST_TOOLS
+
+
+def _result(message: Mapping[str, Any], waiting: dict[str, None]) -> Mapping[str, Any]:
     """The result of a call. One without an id is the next call's, and one of the older role `function`, too."""
     call_id = message.get("tool_call_id")
     if isinstance(call_id, int):
         call_id = str(call_id)
     elif not isinstance(call_id, str) and waiting:
-        call_id = waiting[0]
-    if call_id in waiting:
-        waiting.remove(call_id)
+        call_id = next(iter(waiting))
     if not isinstance(call_id, str):
         return message
+    waiting.pop(call_id, None)
     return {**message, "role": "tool", "tool_call_id": call_id, "content": result_of(message.get("content"))}
 
 
@@ -137,9 +145,9 @@ def _earlier_answer(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls and isinstance(function := message.get("function_call"), Mapping):
         calls = [{"id": f"call_{function.get('name')}", "function": function}]
-    if isinstance(calls, list):
+    if _few(calls):
         made["tool_calls"] = [_call(call) for call in calls]
-    else:
+    elif not isinstance(calls, list):
         made.pop("tool_calls", None)
     return made
 

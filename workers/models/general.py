@@ -230,6 +230,8 @@ class GeneralOps(LayerOps[Rows]):
     ) -> Rows:
         (tokens, _), features, weight = out_TF.shape, norm_A.shape[0], weight_FE.matrix
         out, early = self.allocate_normed(tokens, features, out_TF.dtype, eps, scratch), dependent(out_TF)
+        if isinstance(out, RoundedRows):  # no experts read a latent
+            out = replace(out, fp8=replace(out.fp8, by_token_TG=None))
         if isinstance(out, RoundedRows) and self._quantizes_for(weight, out_TF):
             pieces = w8a8_pieces(tokens, weight)
             if pieces is not None:

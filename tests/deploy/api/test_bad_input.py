@@ -231,6 +231,10 @@ TABLE = [
     chat("messages", [{"role": "user", "content": "hi", "tool_calls": [CALL]}], where="messages.0", says="assistant"),
     chat("messages", [{"role": "assistant", "tool_calls": [CALL]}], UNSUPPORTED, says="chat template"),
     *[
+        chat("messages", [{"role": "assistant", name: [0] * 9000}, *CHAT["messages"]], where=f"messages.0.{name}")
+        for name in ("tool_calls", "content")
+    ],
+    *[
         chat("messages", [{"role": "assistant", "tool_calls": calls}], where="messages.0.tool_calls")
         for calls in (5, [5], [{}], [{"id": 5, **CALL["function"]}])
     ],

@@ -19,7 +19,9 @@ from tool_templates import DEEPSEEK_V31, GLM, KIMI, KIMI_K25
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
+from deploy.text.chat import MOST_TOOLS
 from deploy.text.encoders import ENCODERS
+from deploy.text.in_words import MOST_PARTS, readable
 from deploy.text.tokenizer import Tokenizer
 
 LARGE = replace(INFO, max_context=8192, vocab_size=1024)
@@ -458,3 +460,17 @@ def test_earlier_items_and_turns_of_any_kind_are_taken() -> None:
             used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
             result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}]}
             assert seen in server.raw("/v1/messages", json.dumps({**head, "messages": [ASK, used, result]})), content
+
+
+def test_what_is_too_much_is_left_for_those_who_refuse_it() -> None:
+    """Routers put turns into words between others' requests: more calls or parts than a message may have are no work.
+    Results find their calls at once, whatever their number is."""
+    calls, parts = [0] * (MOST_TOOLS + 1), [0] * (MOST_PARTS + 1)
+    made = readable([{"role": "assistant", "tool_calls": calls, "content": parts}, *[ASK] * 2])
+    assert made[0]["tool_calls"] is calls
+    assert made[0]["content"] is parts
+    ids = [f"c{i}" for i in range(MOST_TOOLS)]
+    answer = {"role": "assistant", "tool_calls": [{"id": call_id, "function": {"name": "f"}} for call_id in ids]}
+    results = [{"role": "tool", "content": "r"}] * MOST_TOOLS
+    made = readable([answer, *results, ASK])
+    assert [message["tool_call_id"] for message in made[1:-1]] == ids

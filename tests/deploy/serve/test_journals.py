@@ -89,7 +89,7 @@ async def test_a_journal_is_released_before_the_next_answer_of_its_connection_be
         assert list(kept._held) == [second]
 
 
-PIECES = [b"data: a\n\n", b"data: " + b"b" * 300 + b"\n\n", b"data: \xc3\xa4\n\n"]
+PIECES = [b"data: a\n\n", b"", b"data: " + b"b" * 300 + b"\n\n", b"data: \xc3\xa4\n\n"]
 
 
 async def test_pieces_that_are_written_straight_to_a_client_are_those_that_uvicorn_would_write() -> None:
