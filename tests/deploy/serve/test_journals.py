@@ -131,7 +131,7 @@ async def test_pieces_that_are_written_straight_to_a_client_are_those_that_uvico
     assert answers[0] == answers[1]
     assert all(piece in answers[0] for piece in PIECES)
     assert recorded[0] == recorded[1]
-    assert [output.tokens for output in recorded[0][2][0]] == [(0,), (1,), (2,)]
+    assert [output.tokens for output in recorded[0][2][0]] == [(0,), (1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize(
