@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CalledGraph]:
     monkeypatch.setattr(captures, "PAUSE", 0.0)
+    monkeypatch.setattr(captures, "QUIET_S", 0.0)
     return call_graphs(monkeypatch)
 
 
@@ -218,6 +219,7 @@ def rank_main(rank: int, folder: Path, place: Path, settings: dict[str, Any]) ->
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captures, "PAUSE", 0.0)  # else the schedulers' clocks decide
+        patch.setattr(captures, "QUIET_S", 0.0)
         call_graphs(patch)
         config = EngineConfig(model=str(folder), width=3, tensor_parallel=2, **{**SETTINGS, **settings})
         group = Group.connect(config.mesh(rank), f"file://{place}/rendezvous", torch.device("cpu"), timeout_s=120)

@@ -12,7 +12,7 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.captures import PAUSE, SPARE_PAGES
+from workers.scheduler.captures import PAUSE, QUIET_S, SPARE_PAGES
 
 SLOTS = 3
 
@@ -20,12 +20,14 @@ SLOTS = 3
 class Replica:
     """A scheduler whose ranks answer when the test says so."""
 
-    def __init__(self, *portions: tuple[int, int], pages: int = 101, **settings: Any) -> None:
+    def __init__(self, *portions: tuple[int, int], pages: int = 101, quiet_s: float = QUIET_S, **settings: Any) -> None:
+        """`quiet_s`: seconds from the start of which nothing is asked for."""
         self.now = 10.0
         config = SchedulerConfig(
             SLOTS, pages, 600, token_budget=64, width=1, queue_limit=8, portions=portions, **settings
         )
         self.scheduler = Scheduler(config, lambda: self.now)
+        self.now += quiet_s
 
     def ask(self, name: str, tokens: int = 300, prompt: int = 3) -> None:
         assert self.scheduler.add(Request(name, tuple(range(prompt)), SamplingParams(tokens))) is None
@@ -62,6 +64,33 @@ def test_an_idle_engine_captures_one_portion_after_the_other() -> None:
         assert not made.scheduler.capturing
         assert made.free == 100
     assert made.scheduler.capture() is None
+
+
+def test_who_waits_for_an_engine_has_a_step_before_the_first_capture() -> None:
+    made = Replica((10, 5), (0, 0), quiet_s=0.0)
+    for name in "abc":
+        made.ask(name)
+    made.now += 100.0  # however long it took until these were taken in
+    assert made.scheduler.capture() is None
+    plan = made.scheduler.plan()
+    assert plan is not None
+    assert made.scheduler.capture() is None
+    made.answer(plan)
+    assert made.scheduler.capture() is not None
+
+
+def test_an_engine_that_just_started_is_quiet_before_it_captures() -> None:
+    """The first requests, or a health probe, are on their way to it."""
+    made = Replica((0, 0), (0, 0), quiet_s=0.0)
+    made.now += QUIET_S - 0.01
+    assert made.scheduler.capture() is None
+    made.now += 0.02
+    assert made.scheduler.capture() is not None
+    made = Replica((0, 0), (0, 0), quiet_s=0.0)
+    made.ask("a", tokens=1)
+    made.step()
+    assert made.scheduler.idle
+    assert made.scheduler.capture() is not None  # it has come
 
 
 def test_while_rows_run_they_have_most_of_the_time() -> None:
