@@ -64,14 +64,17 @@ class Captures:
         if self.under_way or not self._left or self._clock() < (self._idle_not_before if idle else self._not_before):
             return None
         wanted, least = self._left[0]
-        spare = self._cache.available - (0 if idle else SPARE_PAGES * self._slots)
-        if spare < least and not idle:
+        spare = max(self._cache.available - SPARE_PAGES * self._slots, 0)
+        if least > spare and not idle:
             return None
         self._left.popleft()
         self._number += 1
         self._answers, self._longest = 0, 0.0
+        # Cached pages are worth more to who comes next than to a proof, for which fewer do as well.
+        free = self._cache.free if idle else min(self._cache.free, spare)
+        pages = min(wanted, max(least, free), self._cache.available)
         # All of them will be overwritten, and zeroed in the end.
-        self._under_way = self._cache.open((), min(wanted, spare), overwritten=True)
+        self._under_way = self._cache.open((), pages, overwritten=True)
         return CapturePortion(self._number, tuple(self._under_way.pages))
 
     def step_ended(self) -> None:

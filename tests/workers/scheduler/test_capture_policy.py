@@ -132,19 +132,58 @@ def test_rows_find_pages_while_a_portion_is_proven() -> None:
     assert made.scheduler.stats().preemptions == 0
 
 
-def test_cached_pages_give_way_and_nobody_finds_them_then() -> None:
-    made = Replica((90, 20), pages=31)
-    made.ask("a", tokens=2, prompt=599)
-    while (plan := made.scheduler.plan()) is not None:
-        made.answer(plan)
-    cached = made.scheduler.stats()
+def test_portions_that_take_no_page_come_while_rows_have_all_pages() -> None:
+    made = Replica((0, 0), (10, 5), (0, 0), pages=11)
+    made.ask("a")
+    made.step()
+    assert made.free == 9 < SPARE_PAGES * SLOTS
     message = made.scheduler.capture()
     assert message is not None
-    assert len(message.pages) == 30 == cached.pages_free
+    assert message.pages == ()
+    made.captured(message, seconds=0.0)
+    assert made.scheduler.capture() is None  # this one is to be proven
+
+
+def answer_all(made: Replica) -> None:
+    while (plan := made.scheduler.plan()) is not None:
+        made.answer(plan)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_proof_takes_free_pages_and_as_few_cached_ones_as_will_do(running: bool) -> None:
+    made = Replica((90, 20), (90, 30), pages=46)
+    made.ask("a", tokens=2, prompt=599)  # nine complete pages, which stay cached
+    answer_all(made)
+    cached, free = 9, 45 - 9
+    if running:
+        made.ask("b")
+        made.step()
+        free = min(free - 1, 45 - 1 - SPARE_PAGES * SLOTS)
+    message = made.scheduler.capture()
+    assert message is not None
+    assert len(message.pages) == free
+    made.captured(message, seconds=0.0)
+    message = made.scheduler.capture()
+    assert message is not None
+    assert len(message.pages) == max(30, free)
+    made.captured(message, seconds=0.0)
+    made.scheduler.cancel("b")
+    made.ask("c", tokens=2, prompt=599)
+    answer_all(made)
+    assert made.scheduler.stats().cached_tokens == 64 * cached
+
+
+def test_cached_pages_give_way_where_too_few_are_free_and_nobody_finds_them_then() -> None:
+    made = Replica((90, 25), pages=31)
+    made.ask("a", tokens=2, prompt=599)
+    answer_all(made)
+    message = made.scheduler.capture()
+    assert message is not None
+    assert len(message.pages) == 25  # of which 21 were free
     made.captured(message)
     made.ask("b", tokens=2, prompt=599)
     made.step()
-    assert made.scheduler.stats().cached_tokens == 0
+    assert made.scheduler.stats().cached_tokens == 64 * (9 - 4)
 
 
 def test_times_of_all_steps_replace_those_of_the_first_ones() -> None:
