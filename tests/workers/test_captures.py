@@ -21,8 +21,9 @@ from workers.graphs.segments import CapturedStage
 from workers.memory.keeper import WeightKeeper
 from workers.parallel.group import Group
 from workers.proof.prove import GraphProof
+from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
-from workers.rank.captures import SelfTestFailedError
+from workers.rank.captures import Captures, SelfTestFailedError
 from workers.scheduler import captures
 from workers.step.stage import Stage
 
@@ -212,6 +213,38 @@ def test_an_engine_that_inherits_a_proof_proves_the_ends_of_each_kind(folder: Pa
         assert graphs_of(third).count == graphs_of(first).count
     finally:
         keeper.close()
+
+
+def test_every_page_that_a_proof_is_granted_is_zero_afterwards(
+    folder: Path, made: list[CalledGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a former tenant has left in it was to be zeroed before anybody else has it. Of a portion the tail alone may
+    be proven, where the proof is inherited: then no page is granted."""
+    capture, granted = Captures.capture, dict[int, int]()
+
+    def checked(self: Captures, message: CapturePortion) -> PortionCaptured:
+        portion, pages = self._graphs.left[0], list(message.pages)
+        for layer in self._runner.parts.cache.layers:
+            layer[pages] = torch.nan
+        captured = capture(self, message)
+        assert not any(layer[pages].any() for layer in self._runner.parts.cache.layers)
+        if portion.tails:
+            granted[portion.tokens] = len(pages)
+        return captured
+
+    settings = {"width": 1, "max_rows": 17}
+    keeper = WeightKeeper()
+    try:
+        engine(folder, keeper=keeper.path(), **settings)
+        run = engine(folder, waiting=1, keeper=keeper.path(), **settings)
+        assert run.reports[0].inherited > 0
+        monkeypatch.setattr(Captures, "capture", checked)
+        run.run()
+    finally:
+        keeper.close()
+    assert not graphs_of(run).left
+    assert run.reports[-1].passed
+    assert granted[16] > 0 == granted[32]  # of 32 tokens the tail is the largest, and the stage is not
 
 
 def rank_main(rank: int, folder: Path, place: Path, settings: dict[str, Any]) -> None:

@@ -51,8 +51,8 @@ class Captures:
         return tuple(map(self._pages, self._graphs.left))
 
     def _pages(self, portion: Portion) -> tuple[int, int]:
-        if self._proof is None or not self._proof.tests(portion):
-            return 0, 0
+        if self._proof is None or not self._proof.overwrites(portion):
+            return 0, 0  # pages that were granted all the same would go unzeroed to whoever has them next
         parts = self._runner.parts
         rows, tokens = min(portion.rows, parts.state.slots), portion.tokens
         most = max(decode_steps.most_pages(parts, rows), segments.most_pages(parts, tokens) if tokens else 0)
