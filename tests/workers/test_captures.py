@@ -24,6 +24,7 @@ from workers.proof.prove import GraphProof
 from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.rank.captures import Captures, SelfTestFailedError
+from workers.rank.rank import Rank
 from workers.scheduler import captures
 from workers.step.stage import Stage
 
@@ -245,6 +246,37 @@ def test_every_page_that_a_proof_is_granted_is_zero_afterwards(
     assert not graphs_of(run).left
     assert run.reports[-1].passed
     assert granted[16] > 0 == granted[32]  # of 32 tokens the tail is the largest, and the stage is not
+
+
+def test_copies_of_the_slots_are_counted_before_the_cache_gets_the_rest(
+    folder: Path, made: list[CalledGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    pages, clone = Rank._pages, torch.Tensor.clone
+
+    def asked(*sizes: Any) -> int:
+        taken.append(sizes[-1])
+        return pages(*sizes)
+
+    monkeypatch.setattr(Rank, "_pages", staticmethod(asked))
+    settings = {"width": 1, "max_rows": 2, "token_budget": 16}
+    engine(folder, **settings)
+    engine(folder, waiting=1, selftest=False, **settings)
+    run = engine(folder, waiting=1, **settings)
+    copied = 0
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal copied
+        copied += tensor.nbytes
+        return clone(tensor)
+
+    assert run.runner.parts.sampling is not None
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(torch.Tensor, "clone", counted)
+        with run.runner.parts.state.kept(), run.runner.parts.sampling.kept():
+            pass
+    assert copied > VOCAB
+    assert taken == [taken[0], taken[0], taken[0] + copied]
 
 
 def rank_main(rank: int, folder: Path, place: Path, settings: dict[str, Any]) -> None:

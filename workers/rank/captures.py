@@ -114,6 +114,12 @@ class Captures:
         return tell(self._proof.report(), self._group, whole, self._progress, self._on_selftest)
 
 
+def bytes_of_copies(runner: Runner) -> int:
+    """Return the bytes of the device that a proof while rows run takes for copies of the slots (`Captures`)."""
+    sampling = runner.parts.sampling
+    return runner.parts.state.kept_bytes + (0 if sampling is None else sampling.kept_bytes)
+
+
 def tell(
     report: SelfTestReport,
     group: Group,
