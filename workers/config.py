@@ -157,8 +157,8 @@ class EngineConfig(BaseModel):
     few captures decode steps of the fewest rows, of the most, and of those that wait for an engine that is started
     again. All others are captured, and proven, between the steps of the first streams, of whose time that takes a
     quarter at the most. Until then other decode steps run in larger buckets, and mixed steps are launched kernel by
-    kernel: tokens are the same, and come a little later. Commands that serve nobody, and replicas with
-    `host_cache_bytes`, capture all at the start."""
+    kernel: tokens come a little later, and where rounding makes two nearly equal the other one may, except with
+    `invariant`. Commands that serve nobody, and replicas with `host_cache_bytes`, capture all at the start."""
     selftest: bool = True
     """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"

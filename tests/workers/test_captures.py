@@ -21,8 +21,10 @@ from workers.graphs.segments import CapturedStage
 from workers.memory.keeper import WeightKeeper
 from workers.parallel.group import Group
 from workers.proof.prove import GraphProof
+from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
-from workers.rank.captures import SelfTestFailedError
+from workers.rank.captures import Captures, SelfTestFailedError
+from workers.rank.rank import Rank
 from workers.scheduler import captures
 from workers.step.stage import Stage
 
@@ -37,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CalledGraph]:
     monkeypatch.setattr(captures, "PAUSE", 0.0)
+    monkeypatch.setattr(captures, "QUIET_S", 0.0)
     return call_graphs(monkeypatch)
 
 
@@ -213,11 +216,75 @@ def test_an_engine_that_inherits_a_proof_proves_the_ends_of_each_kind(folder: Pa
         keeper.close()
 
 
+def test_every_page_that_a_proof_is_granted_is_zero_afterwards(
+    folder: Path, made: list[CalledGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a former tenant has left in it was to be zeroed before anybody else has it. Of a portion the tail alone may
+    be proven, where the proof is inherited: then no page is granted."""
+    capture, granted = Captures.capture, dict[int, int]()
+
+    def checked(self: Captures, message: CapturePortion) -> PortionCaptured:
+        portion, pages = self._graphs.left[0], list(message.pages)
+        for layer in self._runner.parts.cache.layers:
+            layer[pages] = torch.nan
+        captured = capture(self, message)
+        assert not any(layer[pages].any() for layer in self._runner.parts.cache.layers)
+        if portion.tails:
+            granted[portion.tokens] = len(pages)
+        return captured
+
+    settings = {"width": 1, "max_rows": 17}
+    keeper = WeightKeeper()
+    try:
+        engine(folder, keeper=keeper.path(), **settings)
+        run = engine(folder, waiting=1, keeper=keeper.path(), **settings)
+        assert run.reports[0].inherited > 0
+        monkeypatch.setattr(Captures, "capture", checked)
+        run.run()
+    finally:
+        keeper.close()
+    assert not graphs_of(run).left
+    assert run.reports[-1].passed
+    assert granted[16] > 0 == granted[32]  # of 32 tokens the tail is the largest, and the stage is not
+
+
+def test_copies_of_the_slots_are_counted_before_the_cache_gets_the_rest(
+    folder: Path, made: list[CalledGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    pages, clone = Rank._pages, torch.Tensor.clone
+
+    def asked(*sizes: Any) -> int:
+        taken.append(sizes[-1])
+        return pages(*sizes)
+
+    monkeypatch.setattr(Rank, "_pages", staticmethod(asked))
+    settings = {"width": 1, "max_rows": 2, "token_budget": 16}
+    engine(folder, **settings)
+    engine(folder, waiting=1, selftest=False, **settings)
+    run = engine(folder, waiting=1, **settings)
+    copied = 0
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal copied
+        copied += tensor.nbytes
+        return clone(tensor)
+
+    assert run.runner.parts.sampling is not None
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(torch.Tensor, "clone", counted)
+        with run.runner.parts.state.kept(), run.runner.parts.sampling.kept():
+            pass
+    assert copied > VOCAB
+    assert taken == [taken[0], taken[0], taken[0] + copied]
+
+
 def rank_main(rank: int, folder: Path, place: Path, settings: dict[str, Any]) -> None:
     """Be a rank whose scheduler makes the same plans as all others'; leave its tokens and what was proven."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captures, "PAUSE", 0.0)  # else the schedulers' clocks decide
+        patch.setattr(captures, "QUIET_S", 0.0)
         call_graphs(patch)
         config = EngineConfig(model=str(folder), width=3, tensor_parallel=2, **{**SETTINGS, **settings})
         group = Group.connect(config.mesh(rank), f"file://{place}/rendezvous", torch.device("cpu"), timeout_s=120)

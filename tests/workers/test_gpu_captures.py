@@ -26,6 +26,7 @@ def ask(run: InlineEngine, first: int, count: int) -> None:
 @pytest.mark.parametrize("width", [3, "auto"])
 def test_streams_go_on_unchanged_while_graphs_are_captured(width: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "PAUSE", 0.0)
+    monkeypatch.setattr(captures, "QUIET_S", 0.0)
     settings = {"model": "demo", "device": "cuda", "dtype": "bfloat16", "invariant": True, "max_rows": 16}
     config = EngineConfig(**settings, width=width, token_budget=256, cache_pages=400, max_context=600)
     found: list[dict[str, list[int]]] = []

@@ -158,6 +158,8 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     shards = group.mesh.shards
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
+    if graphs and config.graphs_at_start == "few" and config.selftest and not config.host_cache_bytes:
+        rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
     refuse_host_memory(config, model.caches)
     page_bytes = bytes_of_page(model.caches, shards)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest - rings, total, graphs or 0, config.memory_fraction)

@@ -110,9 +110,12 @@ class GraphProof:
 
     def tests(self, portion: Portion) -> bool:
         """Whether any graph of a portion is to be tested."""
-        kinds = ("step", portion.steps), ("split", portion.split_steps)
-        of_tokens = ("stage", portion.stages), ("tail", portion.tails)
-        return any(self._chosen(*kind) for kind in kinds) or any(self._chosen(*kind) for kind in of_tokens)
+        return self.overwrites(portion) or bool(self._chosen("tail", portion.tails))
+
+    def overwrites(self, portion: Portion) -> bool:
+        """Whether testing a portion overwrites pages, all that are granted: that of tails touches none."""
+        steps = self._chosen("step", portion.steps) or self._chosen("split", portion.split_steps)
+        return bool(steps or self._chosen("stage", portion.stages))
 
     def _chosen(self, kind: str, keys: Sequence[Key]) -> list[Key]:
         """Keys of the graphs of a kind that are to be tested."""

@@ -11,7 +11,7 @@ import torch
 
 from kernels.page import pages_for
 from workers.graphs.portions import Portion
-from workers.parallel.group import Group
+from workers.parallel.group import Group, PeerLost
 from workers.proof import decode_steps, segments
 from workers.proof.prove import GraphProof
 from workers.protocol.captures import CapturePortion, PortionCaptured
@@ -22,6 +22,10 @@ from workers.rank.runner import Runner
 
 class SelfTestFailedError(RuntimeError):
     """Some step does not compute what it should; the text is for the user."""
+
+
+class CaptureFailedError(RuntimeError):
+    """Graphs could not be captured, or not be proven, while an engine served; the text is for the user."""
 
 
 class Captures:
@@ -51,17 +55,29 @@ class Captures:
         return tuple(map(self._pages, self._graphs.left))
 
     def _pages(self, portion: Portion) -> tuple[int, int]:
-        if self._proof is None or not self._proof.tests(portion):
-            return 0, 0
+        if self._proof is None or not self._proof.overwrites(portion):
+            return 0, 0  # pages that were granted all the same would go unzeroed to whoever has them next
         parts = self._runner.parts
         rows, tokens = min(portion.rows, parts.state.slots), portion.tokens
         most = max(decode_steps.most_pages(parts, rows), segments.most_pages(parts, tokens) if tokens else 0)
         return most, max(rows, pages_for(tokens)) + 2
 
-    @torch.inference_mode()
     def capture(self, message: CapturePortion) -> PortionCaptured:
         """Capture the next portion and prove it, before any step can take it. None may be under way. All ranks
-        together. Raises SelfTestFailedError, on rank 0 after it has told what failed."""
+        together. Raises SelfTestFailedError, on rank 0 after it has told what failed; PeerLost where another rank is
+        gone; and CaptureFailedError for whatever else goes wrong, which no stream has asked for."""
+        try:
+            return self._capture(message)
+        except (SelfTestFailedError, PeerLost):
+            raise
+        except Exception as error:
+            raise CaptureFailedError(
+                f"graphs could not be captured while the replica served: {type(error).__name__}: {error}; with "
+                "--graphs-at-start all they are captured, or refused, before it serves"
+            ) from error
+
+    @torch.inference_mode()
+    def _capture(self, message: CapturePortion) -> PortionCaptured:
         begin, rank = time.perf_counter(), self._group.mesh.world.rank
         portion = self._graphs.capture()
         proof = self._proof
@@ -96,6 +112,12 @@ class Captures:
             return None
         whole = None if self._graphs.left else self._inherited
         return tell(self._proof.report(), self._group, whole, self._progress, self._on_selftest)
+
+
+def bytes_of_copies(runner: Runner) -> int:
+    """Return the bytes of the device that a proof while rows run takes for copies of the slots (`Captures`)."""
+    sampling = runner.parts.sampling
+    return runner.parts.state.kept_bytes + (0 if sampling is None else sampling.kept_bytes)
 
 
 def tell(

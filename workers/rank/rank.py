@@ -40,7 +40,7 @@ from workers.proof.prove import GraphProof, prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, Moved
-from workers.rank.captures import Captures, step_times, tell
+from workers.rank.captures import Captures, bytes_of_copies, step_times, tell
 from workers.rank.inherited_proof import InheritedProof
 from workers.rank.root import cache_root, identities
 from workers.rank.runner import Runner
@@ -208,6 +208,8 @@ class Rank:
             _compile(trial, group, progress, proof=config.selftest)
             times.end("kernels")
             graph_bytes = trial.warm_up().bytes
+            if waiting is not None and memory is None and config.selftest:
+                graph_bytes += bytes_of_copies(trial)
             del trial
             torch.cuda.empty_cache()
             times.end("warm-up")

@@ -30,7 +30,7 @@ from workers.protocol.captures import CapturePortion
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
-from workers.rank.captures import Captures, SelfTestFailedError
+from workers.rank.captures import CaptureFailedError, Captures, SelfTestFailedError
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
 from workers.rank.sharing import share_out
@@ -240,10 +240,12 @@ def run_worker(
         if built.mover is not None:
             built.mover.close()
     except BaseException as error:
-        lost, unproven = isinstance(error, PeerLost), isinstance(error, SelfTestFailedError)
-        speaks = (loading or unproven) and isinstance(error, _SPEAK) and str(error)
+        lost = isinstance(error, PeerLost)
+        # Of graphs, that another start would have, too, and that no stream is to blame for.
+        of_graphs = isinstance(error, SelfTestFailedError | CaptureFailedError)
+        speaks = (loading or of_graphs) and isinstance(error, _SPEAK) and str(error)
         cause = str(error) if speaks else f"{type(error).__name__}: {error}"
-        lasting, in_step = (loading or unproven) and not lost, serving and not lost and not unproven
+        lasting, in_step = (loading or of_graphs) and not lost, serving and not lost and not of_graphs
         results.send(Fault(f"rank {rank}: {cause}", rank, lost, lasting, in_step))
         hang_up()
         last_words_have_left()  # before anything that could end this process

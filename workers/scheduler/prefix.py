@@ -82,6 +82,11 @@ class PrefixCache:
         return self._pool.free_count + len(self._unheld)
 
     @property
+    def free(self) -> int:
+        """Pages that could be taken now and that nobody would find again."""
+        return self._pool.free_count
+
+    @property
     def cached(self) -> int:
         """Pages with an entry."""
         return len(self._entries)

@@ -285,6 +285,7 @@ class Scheduler:
         flight = self._flights[0]
         check(flight, result)
         self._flights.popleft()
+        self._captures.step_ended()
         outputs, accepted_drafts = self._results.take(flight, result)
         plan = flight.plan
         chunks = [(row.start, len(row.tokens)) for row in plan.prefill]

@@ -131,11 +131,19 @@ class SamplingState:
             if admission.sampling.has_penalties:
                 self._count_history(admission)
 
+    def _live(self) -> list[torch.Tensor]:
+        tables = [getattr(self.tables, field.name) for field in dataclasses.fields(self.tables)]
+        return [*tables, self.fault_1, self.invalid_drafts_1]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the device that `kept` takes."""
+        return sum(tensor.nbytes for tensor in self._live())
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put all that is known of the slots back at the end of the block."""
-        live = [getattr(self.tables, field.name) for field in dataclasses.fields(self.tables)]
-        live += [self.fault_1, self.invalid_drafts_1]
+        live = self._live()
         copies = [tensor.clone() for tensor in live]
         known = [*self._asked], [*self._named], [*self._features]
         try:

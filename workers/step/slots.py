@@ -37,10 +37,18 @@ class SlotState:
         self._granted = [pages_per_row] * slots
         self.tensors = SlotTensors.allocate(slots, drafts, pages_per_row, device, tokens=tokens)
 
+    def _live(self) -> list[torch.Tensor]:
+        return [getattr(self.tensors, field.name) for field in fields(self.tensors)]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the device that `kept` takes."""
+        return sum(tensor.nbytes for tensor in self._live())
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put all that is known of the slots back at the end of the block."""
-        live = [getattr(self.tensors, field.name) for field in fields(self.tensors)]
+        live = self._live()
         copies, granted = [tensor.clone() for tensor in live], [*self._granted]
         try:
             yield

@@ -141,6 +141,24 @@ def test_room_for_the_largest_matrix_that_is_dequantized(tmp_path: Path) -> None
     assert plans[1].graphs - plans[0].graphs == 2 * (2 * 2 * 18432 // 8 * 7168)
 
 
+def test_copies_of_the_slots_for_late_proofs_are_counted(tmp_path: Path) -> None:
+    """Most of them are the counts of each token in each row, int32."""
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4}))
+    at_once, few, unproven, no_graphs, late_none = (
+        plan_of(tmp_path, 80 * GIB, tensor_parallel=8, **settings)
+        for settings in (
+            {},
+            {"graphs_at_start": "few"},
+            {"graphs_at_start": "few", "selftest": False},
+            {"graphs_at_start": "few", "graphs": False},
+            {"graphs_at_start": "few", "host_cache_bytes": GIB},
+        )
+    )
+    assert 1 < (few.rest - at_once.rest) / (64 * 129280 * 4) < 1.1
+    assert few.room == at_once.room - (few.rest - at_once.rest)
+    assert unproven.rest == no_graphs.rest == late_none.rest == at_once.rest
+
+
 @pytest.mark.parametrize(("dtype", "ratio"), [("auto", 1152 / 656), ("float32", 2304 / 784)])
 def test_pages_in_fp8_are_smaller(dtype: str, ratio: float, tmp_path: Path) -> None:
     """Entries have 512 + 64 features, those of the draft layer, too."""

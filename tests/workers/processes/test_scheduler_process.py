@@ -20,7 +20,6 @@ from workers.protocol.messages import (
     Fault,
     Heartbeat,
     Outputs,
-    Progress,
     Ready,
     Request,
     Requests,
@@ -282,27 +281,40 @@ def test_a_loop_that_is_busy_for_longer_than_silence_may_last_is_alive(monkeypat
 
 
 def test_graphs_that_are_left_are_captured_between_plans_by_all_ranks() -> None:
-    with played(2, serving=False) as world:
+    """Every rank hears of plans and portions in the same order, while streams begin and end."""
+    portions = ((5, 2), (0, 0), (3, 2), (0, 0))
+    heard: list[list[StepPlan | CapturePortion]] = [[], []]
+    with played(2, serving=False, max_rows=3) as world:
         for rank in range(2):
-            world.results.send(Ready(rank, 40, 200, 50, portions=((5, 2), (0, 0))))
+            world.results.send(Ready(rank, 60, 200, 50, portions=portions))
         assert isinstance(world.hears(Ready), Ready)
-        world.ask("a")
-        heard = [plans.receive(timeout_ms=5000) for plans in world.plans]
-        assert heard[0] == heard[1]
-        assert isinstance(heard[0], CapturePortion)
-        assert len(heard[0].pages) == 5
-        plan = world.plan()
-        world.results.send(PortionCaptured(0, 1, 0.01))
-        world.answer(plan)
-        plan = world.plan()
-        world.results.send(Progress(0, "captured"))
-        assert world.hears(Progress).text == "captured"
-        world.results.send(PortionCaptured(1, 1, 0.01))
-        world.answer(plan)
-        while not isinstance(message := world.plans[0].receive(timeout_ms=5000), CapturePortion):
-            assert isinstance(message, StepPlan)
-            world.answer(message)
-        assert (message.number, message.pages) == (2, ())
+        for name in "ab":
+            world.ask(name, tokens=150)
+        captured = 0
+        while captured < len(portions):
+            message = world.plans[0].receive(timeout_ms=5000)
+            assert isinstance(message, StepPlan | CapturePortion)
+            heard[0].append(message)
+            if isinstance(message, StepPlan):
+                world.answer(message)
+                continue
+            # The other rank answers a while later, and nothing is captured before it has.
+            world.results.send(PortionCaptured(0, message.number, 0.0))
+            world.ask(f"at {message.number}", tokens=1)
+            for _ in range(2):
+                plan = world.plan()
+                heard[0].append(plan)
+                world.answer(plan)
+            world.results.send(PortionCaptured(1, message.number, 0.0))
+            captured += 1
+        for _ in heard[0]:
+            other = world.plans[1].receive(timeout_ms=5000)
+            assert isinstance(other, StepPlan | CapturePortion)
+            heard[1].append(other)
+    assert heard[0] == heard[1]
+    told = [message for message in heard[0] if isinstance(message, CapturePortion)]
+    assert [(message.number, len(message.pages)) for message in told] == [(1, 5), (2, 0), (3, 3), (4, 0)]
+    assert isinstance(heard[0][0], StepPlan)  # the streams' first step
 
 
 def test_a_capture_that_never_ends_is_noticed() -> None:

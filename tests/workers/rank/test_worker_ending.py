@@ -23,11 +23,14 @@ from tests.rank_processes import start_method
 from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, Binding
 from workers.config import EngineConfig
-from workers.parallel.group import Group
+from workers.graphs.guard import CaptureViolation
+from workers.parallel.group import Group, PeerLost
 from workers.processes.launch import _worker_main
+from workers.protocol.captures import CapturePortion
 from workers.protocol.messages import Fault, FromWorker, Ready, Shutdown, ToScheduler
 from workers.protocol.plan import StepPlan
 from workers.rank import worker_process
+from workers.rank.captures import CaptureFailedError, Captures
 from workers.rank.worker_process import run_worker
 
 CONFIG = EngineConfig(model="demo", tensor_parallel=2, device="cpu")
@@ -77,6 +80,36 @@ def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -
     sent, flushed = "connect_sender().close", "last_words_have_left"
     assert order(world, sent, flushed, GRAPHS, GROUP) == [sent, flushed, GRAPHS, GROUP]
     assert world.Group.close.call_args == call(abort=True)  # the peers may never come to what is under way
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("the cause: out of memory"),
+        CaptureViolation("the cause: a capture waits for the device"),
+        KeyError("the cause"),
+    ],
+)
+def test_what_fails_in_a_late_capture_is_blamed_on_no_stream(world: Mock, error: Exception) -> None:
+    world.connect_receiver.return_value.receive.return_value = CapturePortion(1, ())
+    replica = world.Rank.return_value
+    replica.captures = Captures(replica.runner, world.Group.connect.return_value, None, None)
+    replica.runner.graphs.capture.side_effect = error
+    run(CaptureFailedError)
+    told = [told.args[0] for told in world.connect_sender.return_value.send.call_args_list]
+    why = f"graphs could not be captured while the replica served: {type(error).__name__}: {error}; with"
+    assert told[-1].cause.startswith(f"rank 1: {why}")
+    assert (told[-1].secondary, told[-1].lasting, told[-1].in_step) == (False, True, False)
+
+
+def test_a_peer_that_is_lost_during_a_late_capture_is_no_fault_of_the_graphs(world: Mock) -> None:
+    world.connect_receiver.return_value.receive.return_value = CapturePortion(1, ())
+    replica = world.Rank.return_value
+    replica.captures = Captures(replica.runner, world.Group.connect.return_value, None, None)
+    replica.runner.graphs.capture.side_effect = PeerLost("the cause: a peer")
+    run(PeerLost)
+    told = [told.args[0] for told in world.connect_sender.return_value.send.call_args_list]
+    assert told[-1] == Fault("rank 1: PeerLost: the cause: a peer", 1, secondary=True)
 
 
 @pytest.mark.parametrize("known_to", ["the error", "its cause", "what it was raised after"])

@@ -12,7 +12,7 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.captures import PAUSE, SPARE_PAGES
+from workers.scheduler.captures import PAUSE, QUIET_S, SPARE_PAGES
 
 SLOTS = 3
 
@@ -20,12 +20,14 @@ SLOTS = 3
 class Replica:
     """A scheduler whose ranks answer when the test says so."""
 
-    def __init__(self, *portions: tuple[int, int], pages: int = 101, **settings: Any) -> None:
+    def __init__(self, *portions: tuple[int, int], pages: int = 101, quiet_s: float = QUIET_S, **settings: Any) -> None:
+        """`quiet_s`: seconds from the start of which nothing is asked for."""
         self.now = 10.0
         config = SchedulerConfig(
             SLOTS, pages, 600, token_budget=64, width=1, queue_limit=8, portions=portions, **settings
         )
         self.scheduler = Scheduler(config, lambda: self.now)
+        self.now += quiet_s
 
     def ask(self, name: str, tokens: int = 300, prompt: int = 3) -> None:
         assert self.scheduler.add(Request(name, tuple(range(prompt)), SamplingParams(tokens))) is None
@@ -62,6 +64,33 @@ def test_an_idle_engine_captures_one_portion_after_the_other() -> None:
         assert not made.scheduler.capturing
         assert made.free == 100
     assert made.scheduler.capture() is None
+
+
+def test_who_waits_for_an_engine_has_a_step_before_the_first_capture() -> None:
+    made = Replica((10, 5), (0, 0), quiet_s=0.0)
+    for name in "abc":
+        made.ask(name)
+    made.now += 100.0  # however long it took until these were taken in
+    assert made.scheduler.capture() is None
+    plan = made.scheduler.plan()
+    assert plan is not None
+    assert made.scheduler.capture() is None
+    made.answer(plan)
+    assert made.scheduler.capture() is not None
+
+
+def test_an_engine_that_just_started_is_quiet_before_it_captures() -> None:
+    """The first requests, or a health probe, are on their way to it."""
+    made = Replica((0, 0), (0, 0), quiet_s=0.0)
+    made.now += QUIET_S - 0.01
+    assert made.scheduler.capture() is None
+    made.now += 0.02
+    assert made.scheduler.capture() is not None
+    made = Replica((0, 0), (0, 0), quiet_s=0.0)
+    made.ask("a", tokens=1)
+    made.step()
+    assert made.scheduler.idle
+    assert made.scheduler.capture() is not None  # it has come
 
 
 def test_while_rows_run_they_have_most_of_the_time() -> None:
@@ -103,19 +132,58 @@ def test_rows_find_pages_while_a_portion_is_proven() -> None:
     assert made.scheduler.stats().preemptions == 0
 
 
-def test_cached_pages_give_way_and_nobody_finds_them_then() -> None:
-    made = Replica((90, 20), pages=31)
-    made.ask("a", tokens=2, prompt=599)
-    while (plan := made.scheduler.plan()) is not None:
-        made.answer(plan)
-    cached = made.scheduler.stats()
+def test_portions_that_take_no_page_come_while_rows_have_all_pages() -> None:
+    made = Replica((0, 0), (10, 5), (0, 0), pages=11)
+    made.ask("a")
+    made.step()
+    assert made.free == 9 < SPARE_PAGES * SLOTS
     message = made.scheduler.capture()
     assert message is not None
-    assert len(message.pages) == 30 == cached.pages_free
+    assert message.pages == ()
+    made.captured(message, seconds=0.0)
+    assert made.scheduler.capture() is None  # this one is to be proven
+
+
+def answer_all(made: Replica) -> None:
+    while (plan := made.scheduler.plan()) is not None:
+        made.answer(plan)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_proof_takes_free_pages_and_as_few_cached_ones_as_will_do(running: bool) -> None:
+    made = Replica((90, 20), (90, 30), pages=46)
+    made.ask("a", tokens=2, prompt=599)  # nine complete pages, which stay cached
+    answer_all(made)
+    cached, free = 9, 45 - 9
+    if running:
+        made.ask("b")
+        made.step()
+        free = min(free - 1, 45 - 1 - SPARE_PAGES * SLOTS)
+    message = made.scheduler.capture()
+    assert message is not None
+    assert len(message.pages) == free
+    made.captured(message, seconds=0.0)
+    message = made.scheduler.capture()
+    assert message is not None
+    assert len(message.pages) == max(30, free)
+    made.captured(message, seconds=0.0)
+    made.scheduler.cancel("b")
+    made.ask("c", tokens=2, prompt=599)
+    answer_all(made)
+    assert made.scheduler.stats().cached_tokens == 64 * cached
+
+
+def test_cached_pages_give_way_where_too_few_are_free_and_nobody_finds_them_then() -> None:
+    made = Replica((90, 25), pages=31)
+    made.ask("a", tokens=2, prompt=599)
+    answer_all(made)
+    message = made.scheduler.capture()
+    assert message is not None
+    assert len(message.pages) == 25  # of which 21 were free
     made.captured(message)
     made.ask("b", tokens=2, prompt=599)
     made.step()
-    assert made.scheduler.stats().cached_tokens == 0
+    assert made.scheduler.stats().cached_tokens == 64 * (9 - 4)
 
 
 def test_times_of_all_steps_replace_those_of_the_first_ones() -> None:
