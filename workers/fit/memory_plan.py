@@ -28,7 +28,6 @@ from workers.fit.cache_budget import (
     gpu_cache_budget,
     longest_request,
     pages_within,
-    refuse_host_memory,
     refuse_rings,
     refuse_shards,
     rows_at,
@@ -136,7 +135,7 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
         from_files = has_any is not None
     weights, roped = dry_run.bytes, model_config.qk_rope_head_dim + (model_config.query_scaling is not None)
     if (draft_folder := config.draft_folder) is not None:
-        eagle3 = read_eagle3(draft_folder, model_config, group.mesh)
+        eagle3 = read_eagle3(draft_folder, model_config, group.mesh, host_memory=config.host_cache_bytes > 0)
         model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
         weights += own.bytes
         roped += model.drafter.rotation_PO.shape[1]
@@ -158,7 +157,6 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     shards = group.mesh.shards
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
-    refuse_host_memory(config, model.caches)
     page_bytes = bytes_of_page(model.caches, shards)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest - rings, total, graphs or 0, config.memory_fraction)
     if cache_bytes is not None:

@@ -27,7 +27,6 @@ from workers.fit.cache_budget import (
     in_words,
     longest_request,
     pages_within,
-    refuse_host_memory,
     refuse_rings,
     refuse_shards,
     rows_at,
@@ -148,7 +147,8 @@ class Rank:
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
-            eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.mesh)
+            tiers = config.host_cache_bytes > 0
+            eagle3 = read_eagle3(draft_folder, config_of_model, group.mesh, host_memory=tiers)
         kept = None if keeper is None else KeptWeights(keeper, group, device, progress)
         model = load_model(
             config.folder,
@@ -168,7 +168,6 @@ class Rank:
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
         width = choose_drafter(model, config)
-        refuse_host_memory(config, model.caches)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         rings = model.rings(width)
         ring_bytes = (config.max_rows + 1) * sum(ring.slot_bytes for ring in rings)

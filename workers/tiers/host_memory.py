@@ -1,9 +1,11 @@
 """Host memory for pages of the latent cache, which the ranks of a node share.
 
 A slot holds one page of all caches of a rank. All ranks that have a page have the same bits of it, as heads share
-latents: so one copy serves all ranks of a node. Each writes its part of the slots and reads any. Where ranks share out
-the pages of one cache, a slot is written and read by those that have its page. The memory is that of an anonymous file
-(`memfd_create`), which no limit of `/dev/shm` concerns, and which is gone when the last process that has it is.
+latents: so one copy serves all ranks of a node. Keys and values of a draft model with grouped-query attention are
+others on each rank, so that is refused beside host memory (`workers.drafters.eagle3.misfits`). Each rank writes its
+part of the slots and reads any. Where ranks share out the pages of one cache, a slot is written and read by those that
+have its page. The memory is that of an anonymous file (`memfd_create`), which no limit of `/dev/shm` concerns, and
+which is gone when the last process that has it is.
 """
 
 from __future__ import annotations
