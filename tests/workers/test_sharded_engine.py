@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,5 +145,6 @@ async def test_ranks_choose_how_many_share(tmp_path: Path, size: dict[str, int])
         assert client.stats.cache_shards == 2
         assert client.stats.pages_total == 2 * 6
     assert len(got) == 8
+    assert any(re.search(r"started in [\d.]+ s: choice of shards [\d.]+ s, weights", line) for line in lines)
     said = [line for line in lines if "cache_shards = 2 (auto): the smallest number with which the cache holds" in line]
     assert len(said) == 1

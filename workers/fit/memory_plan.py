@@ -43,6 +43,7 @@ from workers.step.slots import SlotState
 from workers.tiers.disk_files import slots_within
 from workers.tiers.mover import record_layout
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.source import DryRun
 
 DRIVER_BYTES: Final = 1 << 30
 """Bytes for the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
@@ -105,9 +106,12 @@ class MemoryPlan:
 
 
 @torch.inference_mode()
-def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = None) -> MemoryPlan:
+def memory_plan(
+    config: EngineConfig, total: int, *, cache_bytes: int | None = None, known: DryRun.Known | None = None
+) -> MemoryPlan:
     """The plan of a start on GPUs of `total` bytes; `config.max_context` or the model's own context is asked for.
-    `cache_bytes`: room for the cache, where that is known.
+    `cache_bytes`: room for the cache, where that is known. `known`: feed-forward parts, most of what there is to count,
+    of plans of the same model that differ in `cache_shards` alone; those that are missing are added.
 
     Whether a draft layer's embedding and head repeat the model's, only their numbers say, which are not read here: the
     plan counts none, as DeepSeek's repeat them. A start compares them, counts those that are others, and says so.
@@ -131,6 +135,7 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
             draft_layer=drafts,
             invariant=config.invariant,
             fp8_cache=fp8_cache(config, dtype),
+            known=known,
         )
         from_files = has_any is not None
     weights, roped = dry_run.bytes, model_config.qk_rope_head_dim + (model_config.query_scaling is not None)

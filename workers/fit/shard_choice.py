@@ -12,6 +12,7 @@ from workers.config import EngineConfig
 from workers.fit.cache_budget import SHORT
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.parallel.mesh import CACHE_SHARDS
+from workers.weights.source import DryRun
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,15 @@ def choose_shards(config: EngineConfig, total: int, *, cache_bytes: int | None =
 
     `total`, `cache_bytes`: see `memory_plan`, which says what this raises.
     """
-    plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes)
+    known: DryRun.Known = {}
+    plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes, known=known)
     chosen, whole, why = 1, plan, ""
     for shards in CACHE_SHARDS[1:]:
         if config.mesh().heads.size % shards or plan.pages > plan.wanted_pages or whole.pages < 2:
             break
         try:
-            plan, chosen = memory_plan(config.shared_out(shards), total, cache_bytes=cache_bytes), shards
+            plan = memory_plan(config.shared_out(shards), total, cache_bytes=cache_bytes, known=known)
+            chosen = shards
         except ValueError as error:
             # pydantic puts lines of its own around what a validator says.
             why = str(error).split("Value error, ")[-1].split(" [type=")[0]

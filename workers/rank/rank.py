@@ -122,6 +122,7 @@ class Rank:
         on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
         keeper: Path | None = None,
         waiting: int | None = None,
+        times: StartTimes | None = None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
@@ -130,6 +131,7 @@ class Rank:
         pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`. `keeper`: of weights, if
         the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
         as soon as possible; then `captures` has graphs that are still to be captured. None: all are captured at once.
+        `times`: of the start so far; None: it begins here.
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks, of what was proven at the start; None if it did not run."""
@@ -141,7 +143,7 @@ class Rank:
         compressed = config_of_model.compression is not None
         refuse_shards(config, sparse=config_of_model.indexing is not None)
         refuse_rings(config, rings=compressed)
-        times = StartTimes()
+        times = StartTimes() if times is None else times
         weights = times.beside("identity of the weights", partial(identities, config))
         dtype = pick_dtype(config, device)
         context = max_context(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from workers.config import EngineConfig
 from workers.fit.memory_plan import memory_plan
 from workers.fit.shard_choice import choose_shards
 from workers.parallel.mesh import Mesh
+from workers.weights.formats.format import Format
+from workers.weights.formats.registry import stored_format
 
 GIB = 1 << 30
 H200 = int(139.8 * GIB)
@@ -87,6 +90,30 @@ def test_sparse_models(tmp_path: Path, topk: int, shards: int, why: str) -> None
     choice = choose_shards(config(tmp_path, values, max_rows=256, token_budget=4096), 28 * GIB)
     assert choice.shards == shards
     assert re.search(why, choice.words), choice.words
+
+
+@pytest.mark.parametrize("kind", ["V3", "V32"])
+def test_the_weights_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """They are the same for any number of shards, and take nearly all of the time of a plan. A planted fault: the parts
+    that are known are not counted in the plans behind the first."""
+    values = {**(V3 if kind == "V3" else V32), "num_hidden_layers": 4, "quantization_config": FP8_CONFIG}
+    made, asked, known = config(tmp_path, values, max_rows=1024, token_budget=8192), list[str](), dict[str, Any]()
+
+    def stored(name: str, dtype_of: Callable[[str], str | None]) -> Format:
+        asked.append(name)
+        return stored_format(name, dtype_of)
+
+    monkeypatch.setattr("workers.weights.source.stored_format", stored)
+    plans, counts = [], []
+    for shards in (1, 2, 4, 8):
+        asked.clear()
+        plans.append(memory_plan(made.shared_out(shards), 28 * GIB, known=known))
+        counts.append(len(asked))
+    assert counts[0] > 1000 > 10 * max(counts[1:])
+    asked.clear()
+    assert choose_shards(made, 28 * GIB).shards == 8
+    assert len(asked) == sum(counts)
+    assert plans == [memory_plan(made.shared_out(shards), 28 * GIB) for shards in (1, 2, 4, 8)]
 
 
 def test_nobody_shares_before_the_choice(tmp_path: Path) -> None:
