@@ -215,6 +215,7 @@ class DryRun(WeightSource):
         if name not in self._known:
             counted = DryRun(self.mesh, self.dtype, self.stored, self._dtype_of, self._invariant, self._own)
             self._known[name] = build(counted), counted
+        part: T
         part, counted = self._known[name]
         self.wanted |= counted.wanted
         self.bytes += counted.bytes

@@ -188,8 +188,8 @@ class SharedSelection:
         self.group.merge_shards(out_TXL.view(*by_shard, -1), lse_TX.view(by_shard), out_THL, lse_TH)
 
     def reserve(self, own: DecodeMemory) -> None:
-        """Exchange nothing of use once, of one token and of all: kernels for few and for many are compiled then. All
-        ranks together. `own`: memory of this rank's heads."""
+        """Exchange nothing of use once, of one token and of all: kernels for few and for many are compiled then, and so
+        is that of `keep`. All ranks together. `own`: memory of this rank's heads."""
         shards = self.group.mesh.cache.size
         part_TY, part_TDY = (x.view(torch.float32) for x in (self.candidates.part_TY, self.candidates.part_TDY))
         for count in sorted({min(1, len(part_TY)), len(part_TY)} - {0}):
@@ -201,3 +201,5 @@ class SharedSelection:
             self.group.gather_shards(mine.q_RWHC.view(count, -1), all.q_RWHC.view(count, shards, -1))
             parts = all.attended_RWHL.view(count, shards, heads, -1), all.lse_RWH.view(count, shards, heads)
             self.group.merge_shards(*parts, mine.attended_RWHL.squeeze(1), mine.lse_RWH.squeeze(1))
+        if self.pages is not None:
+            self.keep()  # the self-test alone does this without candidates
