@@ -6,6 +6,7 @@ finds the same.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from workers.config import EngineConfig
@@ -26,10 +27,12 @@ class ShardChoice:
 def choose_shards(config: EngineConfig, total: int, *, cache_bytes: int | None = None) -> ShardChoice:
     """Choose the smallest number of ranks with which the cache holds one request of the context that is asked for, and
     `max_rows` of an eighth of it; the largest where none does, and 1 where more cannot share or the cache holds
-    nothing.
+    nothing. A number of `cache_pages` is taken at its word, as a start takes it.
 
     `total`, `cache_bytes`: see `memory_plan`, which says what this raises.
     """
+    if config.cache_pages is not None:
+        cache_bytes = sys.maxsize
     known: DryRun.Known = {}
     plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes, known=known)
     chosen, whole, why = 1, plan, ""

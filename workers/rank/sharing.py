@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import psutil
@@ -47,5 +46,4 @@ def _choice(config: EngineConfig, group: Group, device: torch.device) -> ShardCh
     as_here = config.model_copy(
         update={"graphs": False, "dtype": "float32" if config.dtype == "auto" else config.dtype}
     )
-    # A number of pages is taken at its word here.
-    return choose_shards(as_here, least, cache_bytes=least if config.cache_pages is None else sys.maxsize)
+    return choose_shards(as_here, least, cache_bytes=least)

@@ -60,6 +60,8 @@ SMALL = {**V3, "num_hidden_layers": 4}
         ({"max_rows": 1024, "tensor_parallel": 2}, 48, 2, "the largest number that there may be"),
         ({"max_rows": 1024, "tensor_parallel": 3}, 48, 1, "the largest number that there may be"),
         ({"max_rows": 1024}, 8, 1, "no room for a cache, which shards would not give"),
+        # By the plan's estimate they do not fit; a start takes as many as it is told to.
+        ({"max_rows": 1024, "cache_pages": 100_000}, 28, 4, r"the smallest number .* each rank alone .* 6,399,936"),
         (
             {"max_rows": 1024, "dtype": "float16"},
             28,
