@@ -59,6 +59,15 @@ class HostMemory:
         nodes = group.gather_bytes(node_name().encode(), device)
         own = group.mesh.world.rank
         peers = [rank for rank, node in enumerate(nodes) if node == nodes[own]]
+        shards = group.mesh.shards.count  # of which neighbours have one each
+        for name in dict.fromkeys(nodes):  # every rank looks at every node: all of them start, or none
+            lacking = set(range(shards)) - {rank % shards for rank, node in enumerate(nodes) if node == name}
+            if lacking:
+                raise RuntimeError(
+                    f"host_cache_bytes = {size} and cache_shards = {shards}: a node of rank {nodes.index(name)} has no "
+                    f"rank with shard {min(lacking)} of the cache, so nobody there would write its pages: give "
+                    "host_cache_bytes 0, or no more cache_shards than there are ranks on each node"
+                )
         descriptor, path = -1, ""
         if own == peers[0]:
             free = available_bytes()
@@ -82,7 +91,6 @@ class HostMemory:
         group.gather_bytes(b"mapped", device)  # whoever made the file keeps it open until all have it
         os.close(descriptor)
         slot_SB = torch.frombuffer(mapped, dtype=torch.uint8).view(slots, record_bytes)
-        shards = group.mesh.shards.count  # of which neighbours have one each
         return HostMemory(slot_SB, peers.index(own), tuple(rank % shards for rank in peers))
 
 
