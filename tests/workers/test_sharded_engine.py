@@ -19,7 +19,6 @@ from tests.workers.harness import InlineEngine
 from tests.workers.processes.test_replica_processes import collect
 from tests.workers.processes.test_replica_processes import config as processes_config
 from workers.config import EngineConfig
-from workers.fit.cache_budget import refuse_shards
 from workers.models.attention import expanded
 from workers.parallel.group import Group
 from workers.processes.launch import local_engine
@@ -116,16 +115,6 @@ def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(tmp_path, **settings)
-
-
-def test_sparse_attention_in_invariant_mode_is_refused_where_it_is_found(tmp_path: Path) -> None:
-    made = config(tmp_path, tensor_parallel=2, cache_shards=2)
-    invariant = made.model_copy(update={"invariant": True})
-    with pytest.raises(ValueError, match="in invariant mode this model's sparse attention reads a whole cache"):
-        refuse_shards(invariant, sparse=True)
-    refuse_shards(invariant, sparse=False)
-    refuse_shards(made, sparse=True)
-    refuse_shards(config(tmp_path, invariant=True), sparse=True)
 
 
 PAGE_BYTES = 64 * 4 * 40 * 3

@@ -45,15 +45,6 @@ def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width:
     return min(room // page_bytes, -(-max_rows * max_pages_per_row(context, width) // shards) + 1)
 
 
-def refuse_shards(config: EngineConfig, *, sparse: bool) -> None:
-    """ValueError where ranks are to share out a cache, and attention is `sparse` and in invariant mode."""
-    if config.mesh().cache.size > 1 and sparse and config.invariant:
-        raise ValueError(
-            f"cache_shards = {config.cache_shards}, but in invariant mode this model's sparse attention reads a whole "
-            "cache on every rank: give 1, or leave out invariant"
-        )
-
-
 def refuse_rings(config: EngineConfig, *, rings: bool) -> None:
     """ValueError where layers keep something beside their pages in `rings` of slots, and pages are to be kept in host
     memory, where they would be of no use to another request, or to be shared out over ranks."""

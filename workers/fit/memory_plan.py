@@ -29,7 +29,6 @@ from workers.fit.cache_budget import (
     longest_request,
     pages_within,
     refuse_rings,
-    refuse_shards,
     rows_at,
     wanted_pages,
 )
@@ -120,7 +119,6 @@ def memory_plan(
     """
     model_config = load_config(config.folder)
     compressed = model_config.compression is not None
-    refuse_shards(config, sparse=model_config.indexing is not None)
     refuse_rings(config, rings=compressed)
     context = config.max_context or model_config.max_positions
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)

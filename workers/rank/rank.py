@@ -28,7 +28,6 @@ from workers.fit.cache_budget import (
     longest_request,
     pages_within,
     refuse_rings,
-    refuse_shards,
     rows_at,
 )
 from workers.grammar.compiler import Compiler
@@ -141,7 +140,6 @@ class Rank:
             config = config.shared_out(group.mesh.shards.count)
         config_of_model = load_config(config.folder)
         compressed = config_of_model.compression is not None
-        refuse_shards(config, sparse=config_of_model.indexing is not None)
         refuse_rings(config, rings=compressed)
         times = StartTimes() if times is None else times
         weights = times.beside("identity of the weights", partial(identities, config))
