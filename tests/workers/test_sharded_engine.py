@@ -131,7 +131,7 @@ async def test_ranks_choose_how_many_share(tmp_path: Path, size: dict[str, int])
     made = made.model_copy(update={"cache_shards": "auto", "cache_pages": None, **size})
     async with local_engine(made, lines.append) as client:
         got = await collect(client, "r0", list(range(100)) * 4, SamplingParams(8, temperature=0.0))
-        assert client.stats.cache_shards == 2
+        assert client.stats.cache_shards == client.info.cache_shards == 2
         assert client.stats.pages_total == 2 * 6
     assert len(got) == 8
     assert any(re.search(r"started in [\d.]+ s: choice of shards [\d.]+ s, weights", line) for line in lines)
