@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from msgspec.structs import replace
 
@@ -311,7 +312,7 @@ class Rank:
                 "more ranks, or end what else uses it"
             )
         else:
-            room = cpu_cache_bytes(config)
+            room = cpu_cache_bytes(config, psutil.virtual_memory().available)
         pages = pages_within(room, page_bytes, config.max_rows, context, width, config.mesh().shards.count)
         if pages < 2:
             raise RuntimeError(

@@ -6,16 +6,21 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from published_configs import K25, V3, V32
 from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
 
 from workers.config import EngineConfig
 from workers.fit.memory_plan import memory_plan
 from workers.fit.shard_choice import choose_shards
+from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
+from workers.rank.sharing import choose_together
 from workers.weights.formats.format import Format
 from workers.weights.formats.registry import stored_format
 
@@ -124,3 +129,18 @@ def test_nobody_shares_before_the_choice(tmp_path: Path) -> None:
     assert made.shared_out(4).mesh(3) == Mesh.of(3, 8, cache=4)
     with pytest.raises(ValueError, match="by a number that divides theirs"):
         made.shared_out(3)
+
+
+@pytest.mark.parametrize(("gib", "shards"), [(256, 2), (2, 4)])
+def test_on_a_cpu_it_does_not_depend_on_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, shards: int
+) -> None:
+    """Of two starts on one machine the second one chose another number, while somebody else used memory."""
+    chosen = []
+    for free in (gib * GIB, GIB // 8):
+        memory = SimpleNamespace(total=gib * GIB, available=free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        made = config(tmp_path, SMALL, device="cpu", max_context=65536, max_rows=32, cpu_cache_bytes=2 * GIB)
+        chosen.append(choose_together(made, Group(), torch.device("cpu")))
+    assert chosen[0] == chosen[1]
+    assert chosen[0].shards == shards
