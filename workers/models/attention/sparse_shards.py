@@ -14,7 +14,7 @@ entries per page, S selected positions, N scores of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,9 +56,9 @@ def own_selection(batch: Batch, row_T: Tensor, bound_T: Tensor, selected_TS: Ten
         selected_TS=scratch.empty(*selected_TS.shape, dtype=torch.int32),
     )
 
-    def found(part: slice, page_RP: Tensor, empty: Callable[..., Tensor]) -> OwnPages:
+    def found(part: slice, page_RP: Tensor) -> OwnPages:
         rows, columns = page_RP.shape
-        pages = OwnPages.allocate(rows, columns, empty)
+        pages = OwnPages.allocate(rows, columns, scratch.empty)
         find_own_pages(page_RP, pages, shards)
         own_bounds(row_T[part], bound_T[part], pages, own.bound_T[part], own.first_T[part])
         if batch.given_TS is not None:
@@ -67,12 +67,11 @@ def own_selection(batch: Batch, row_T: Tensor, bound_T: Tensor, selected_TS: Ten
 
     decode, prefill = None, None
     if batch.decode is not None and split:
-        decode = found(slice(0, split), batch.decode.page_RP, scratch.empty)
+        decode = found(slice(0, split), batch.decode.page_RP)
     if batch.prefill is not None and batch.prefill.count:
         # As wide as the rows' tables are in `SparseGeometry`.
         longest = max(start + count for start, count in zip(batch.prefill.start, batch.prefill.count, strict=True))
-        page_NP = batch.prefill.page_NP[:, : pages_for(longest)]
-        prefill = found(slice(split, tokens), page_NP, page_NP.new_empty)
+        prefill = found(slice(split, tokens), batch.prefill.page_NP[:, : pages_for(longest)])
     return replace(own, decode=decode, prefill=prefill)
 
 
