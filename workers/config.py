@@ -68,7 +68,7 @@ class EngineConfig(BaseModel):
 
     A number divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
     exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache.
-    Invariant mode is still to come: a start that has it beside more than one shard is refused."""
+    What more than one shard does not go with, such as invariant mode, is refused (docs/tune.md)."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 

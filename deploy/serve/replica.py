@@ -57,8 +57,8 @@ MEMORY_FREED_S = 30.0
 """Seconds in which killed processes give the memory of GPUs and node back: the driver needs some for a full GPU."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
-NUMERIC = {"tensor_parallel", "cache_shards", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
-"""Settings of the engine that decide how it rounds."""
+NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
+"""Settings of the engine that decide how it rounds, beside `cache_shards`, which the engine says (`ModelInfo`)."""
 FRONT_DIED = "the replica's front died"
 
 

@@ -19,9 +19,12 @@ from workers.cache.random_pages import RandomPages
 from workers.cache.spec import LatentSpec, page_bytes
 from workers.config import EngineConfig
 from workers.drafters.attention import KeyValueSpec
-from workers.fit.cache_budget import refuse_host_memory
+from workers.fit.memory_plan import memory_plan
+from workers.fit.settings import Unfit, check_fit
+from workers.models.config import ConfigError
 from workers.parallel.group import Group
 from workers.protocol.plan import SamplingParams
+from workers.rank.rank import Rank
 
 CPU = torch.device("cpu")
 DRAFTERS = ("mtp", "ngram", "gqa", "mla")
@@ -124,11 +127,28 @@ def test_a_cache_that_is_not_shared_out_has_the_pages_of_all() -> None:
     ]
 
 
-def test_host_memory_has_no_keys_of_all_heads(tmp_path: Path) -> None:
-    """A planted fault: nobody asks, and a rank drafts with what another request has left of its keys."""
-    made = settings_of(tmp_path, "gqa", tensor_parallel=2, cache_shards=2, host_cache_bytes=1 << 20)
-    latents, keys = LatentSpec(5, torch.float32), KeyValueSpec(4, torch.float32)
-    with pytest.raises(ValueError, match="host memory keeps what the owner of a page has: give host_cache_bytes 0"):
-        refuse_host_memory(made, [latents, keys])
-    refuse_host_memory(made, [latents])
-    refuse_host_memory(settings_of(tmp_path, "gqa", host_cache_bytes=1 << 20), [latents, keys])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_host_memory_has_no_keys_of_all_heads(tmp_path: Path, shards: int) -> None:
+    """One rank writes what all of them load. A planted fault: it is asked for only where ranks share out a cache.
+    Nothing but the configs is there, so it is known before anything is loaded."""
+    write_tiny(tmp_path / "v3", "v3", seed=3, num_hidden_layers=4)
+    for layout in ("gqa", "mla"):
+        write_draft(tmp_path / layout, layout, hidden_size=48, vocab_size=VOCAB, draft_vocab=90)
+    tiers = {"host_cache_bytes": 1 << 20}
+    two = {"tensor_parallel": 2, "cache_shards": shards}
+    made = settings_of(tmp_path, "gqa", **two, **tiers)
+    said = "each of 2 ranks has the keys and values of its own heads alone.*: give --host-cache-bytes 0"
+    with pytest.raises(Unfit, match=said):
+        check_fit(made)
+    with pytest.raises(ConfigError, match=said):
+        memory_plan(made, 8 << 30)
+    (tmp_path / "v3" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=said):
+        Rank(made, Group(made.mesh()), CPU)
+    for works in (
+        settings_of(tmp_path, "mla", **two, **tiers),
+        settings_of(tmp_path, "gqa", **two),
+        settings_of(tmp_path, "gqa", width=1, **two, **tiers),
+        settings_of(tmp_path, "gqa", **tiers),
+    ):
+        check_fit(works)

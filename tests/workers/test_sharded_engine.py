@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tests.workers.harness import InlineEngine
 from tests.workers.processes.test_replica_processes import collect
 from tests.workers.processes.test_replica_processes import config as processes_config
 from workers.config import EngineConfig
-from workers.fit.cache_budget import refuse_shards
 from workers.models.attention import expanded
 from workers.parallel.group import Group
 from workers.processes.launch import local_engine
@@ -117,16 +117,6 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str
         config(tmp_path, **settings)
 
 
-def test_sparse_attention_in_invariant_mode_is_refused_where_it_is_found(tmp_path: Path) -> None:
-    made = config(tmp_path, tensor_parallel=2, cache_shards=2)
-    invariant = made.model_copy(update={"invariant": True})
-    with pytest.raises(ValueError, match="in invariant mode this model's sparse attention reads a whole cache"):
-        refuse_shards(invariant, sparse=True)
-    refuse_shards(invariant, sparse=False)
-    refuse_shards(made, sparse=True)
-    refuse_shards(config(tmp_path, invariant=True), sparse=True)
-
-
 PAGE_BYTES = 64 * 4 * 40 * 3
 """Of the model below: 3 layers of 40 features in fp32."""
 
@@ -141,8 +131,9 @@ async def test_ranks_choose_how_many_share(tmp_path: Path, size: dict[str, int])
     made = made.model_copy(update={"cache_shards": "auto", "cache_pages": None, **size})
     async with local_engine(made, lines.append) as client:
         got = await collect(client, "r0", list(range(100)) * 4, SamplingParams(8, temperature=0.0))
-        assert client.stats.cache_shards == 2
+        assert client.stats.cache_shards == client.info.cache_shards == 2
         assert client.stats.pages_total == 2 * 6
     assert len(got) == 8
+    assert any(re.search(r"started in [\d.]+ s: choice of shards [\d.]+ s, weights", line) for line in lines)
     said = [line for line in lines if "cache_shards = 2 (auto): the smallest number with which the cache holds" in line]
     assert len(said) == 1

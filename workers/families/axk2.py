@@ -81,7 +81,7 @@ class AXK2(DeepseekV32):
             attention_norm_E=attention_norm_E,
             attention=attention,
             feed_forward_norm_E=feed_forward_norm_E,
-            feed_forward=self.feed_forward(source, config, index),
+            feed_forward=source.once(f"{prefix}mlp.", lambda own: self.feed_forward(own, config, index)),
             attention_gate=attention_gate,
             feed_forward_gate=feed_forward_gate,
         )

@@ -98,7 +98,7 @@ class Family(ABC):
             attention_norm_E=source.load(f"{prefix}input_layernorm.weight", hidden),
             attention=self.attention(source, config, index, invariant=invariant, fp8_cache=fp8_cache),
             feed_forward_norm_E=source.load(f"{prefix}post_attention_layernorm.weight", hidden),
-            feed_forward=self.feed_forward(source, config, index),
+            feed_forward=source.once(f"{prefix}mlp.", lambda own: self.feed_forward(own, config, index)),
         )
 
     def attention(

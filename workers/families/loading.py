@@ -118,13 +118,14 @@ def counted(
     invariant: bool,
     fp8_cache: bool = False,
     own: Container[str] = (),
+    known: DryRun.Known | None = None,
 ) -> tuple[Model, DryRun]:
     """Build this rank's share of a model without memory. Also return the dry run that says what it wants of a
-    checkpoint whose tensors have these dtypes and that has these matrices of its `own` (see `WeightSource`). ValueError
-    for sizes that ranks cannot share."""
+    checkpoint whose tensors have these dtypes and that has these matrices of its `own` (see `WeightSource`). `known`:
+    see `DryRun`. ValueError for sizes that ranks cannot share."""
     _check_shares(config, group.mesh)
     family = FAMILIES[config.model_type]
-    dry_run = DryRun(group.mesh, dtype, family.tensor, dtype_of, invariant, own)
+    dry_run = DryRun(group.mesh, dtype, family.tensor, dtype_of, invariant, own, known)
     model = family.model(
         dry_run, config, group, max_positions=0, draft_layer=draft_layer, invariant=invariant, fp8_cache=fp8_cache
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 import torch
 
 from kernels.page import PAGE_TOKENS
-from workers.cache.spec import CacheSpec
 from workers.config import EngineConfig
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 
@@ -45,26 +43,6 @@ def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width:
     """Pages of a rank for so many bytes, the null page included: more than every slot at full context is never used.
     `shards`: ranks that share out the pages."""
     return min(room // page_bytes, -(-max_rows * max_pages_per_row(context, width) // shards) + 1)
-
-
-def refuse_shards(config: EngineConfig, *, sparse: bool) -> None:
-    """ValueError where ranks are to share out a cache, and attention is `sparse` and in invariant mode."""
-    if config.mesh().cache.size > 1 and sparse and config.invariant:
-        raise ValueError(
-            f"cache_shards = {config.cache_shards}, but in invariant mode this model's sparse attention reads a whole "
-            "cache on every rank: give 1, or leave out invariant"
-        )
-
-
-def refuse_host_memory(config: EngineConfig, specs: Iterable[CacheSpec]) -> None:
-    """ValueError where host memory is to keep pages that ranks share out, of caches of which every rank has its own
-    numbers: what the owner of a page has serves nobody else."""
-    if config.mesh().cache.size > 1 and config.host_cache_bytes and not all(spec.sharded for spec in specs):
-        raise ValueError(
-            f"cache_shards = {config.cache_shards} and host_cache_bytes = {config.host_cache_bytes}: keys and values "
-            "of this draft model lie on the ranks of their heads, and host memory keeps what the owner of a page has: "
-            "give host_cache_bytes 0, cache_shards 1, or another drafter"
-        )
 
 
 def refuse_rings(config: EngineConfig, *, rings: bool) -> None:

@@ -28,9 +28,7 @@ from workers.fit.cache_budget import (
     gpu_cache_budget,
     longest_request,
     pages_within,
-    refuse_host_memory,
     refuse_rings,
-    refuse_shards,
     rows_at,
     wanted_pages,
 )
@@ -44,6 +42,7 @@ from workers.step.slots import SlotState
 from workers.tiers.disk_files import slots_within
 from workers.tiers.mover import record_layout
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.source import DryRun
 
 DRIVER_BYTES: Final = 1 << 30
 """Bytes for the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
@@ -106,9 +105,12 @@ class MemoryPlan:
 
 
 @torch.inference_mode()
-def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = None) -> MemoryPlan:
+def memory_plan(
+    config: EngineConfig, total: int, *, cache_bytes: int | None = None, known: DryRun.Known | None = None
+) -> MemoryPlan:
     """The plan of a start on GPUs of `total` bytes; `config.max_context` or the model's own context is asked for.
-    `cache_bytes`: room for the cache, where that is known.
+    `cache_bytes`: room for the cache, where that is known. `known`: feed-forward parts, most of what there is to count,
+    of plans of the same model that differ in `cache_shards` alone; those that are missing are added.
 
     Whether a draft layer's embedding and head repeat the model's, only their numbers say, which are not read here: the
     plan counts none, as DeepSeek's repeat them. A start compares them, counts those that are others, and says so.
@@ -117,7 +119,6 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     """
     model_config = load_config(config.folder)
     compressed = model_config.compression is not None
-    refuse_shards(config, sparse=model_config.indexing is not None)
     refuse_rings(config, rings=compressed)
     context = config.max_context or model_config.max_positions
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -132,11 +133,12 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
             draft_layer=drafts,
             invariant=config.invariant,
             fp8_cache=fp8_cache(config, dtype),
+            known=known,
         )
         from_files = has_any is not None
     weights, roped = dry_run.bytes, model_config.qk_rope_head_dim + (model_config.query_scaling is not None)
     if (draft_folder := config.draft_folder) is not None:
-        eagle3 = read_eagle3(draft_folder, model_config, group.mesh)
+        eagle3 = read_eagle3(draft_folder, model_config, group.mesh, host_memory=config.host_cache_bytes > 0)
         model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
         weights += own.bytes
         roped += model.drafter.rotation_PO.shape[1]
@@ -160,7 +162,6 @@ def memory_plan(config: EngineConfig, total: int, *, cache_bytes: int | None = N
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
     if graphs and config.graphs_at_start == "few" and config.selftest and not config.host_cache_bytes:
         rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
-    refuse_host_memory(config, model.caches)
     page_bytes = bytes_of_page(model.caches, shards)
     room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest - rings, total, graphs or 0, config.memory_fraction)
     if cache_bytes is not None:

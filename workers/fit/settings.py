@@ -147,5 +147,5 @@ def _draft_model(config: EngineConfig, values: dict[str, Any]) -> list[str]:
         return [f"cannot read {folder / 'config.json'}: {error}"]
     if not isinstance(draft, dict):
         return [f"{folder / 'config.json'} does not hold a JSON object"]
-    found = misfits(draft, values, config.mesh())
+    found = misfits(draft, values, config.mesh(), host_memory=config.host_cache_bytes > 0)
     return [f"draft_model = {folder} (--draft-model) does not fit the model: {why}" for why in found]

@@ -6,12 +6,14 @@ finds the same.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from workers.config import EngineConfig
 from workers.fit.cache_budget import SHORT
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.parallel.mesh import CACHE_SHARDS
+from workers.weights.source import DryRun
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,21 @@ class ShardChoice:
 def choose_shards(config: EngineConfig, total: int, *, cache_bytes: int | None = None) -> ShardChoice:
     """Choose the smallest number of ranks with which the cache holds one request of the context that is asked for, and
     `max_rows` of an eighth of it; the largest where none does, and 1 where more cannot share or the cache holds
-    nothing.
+    nothing. A number of `cache_pages` is taken at its word, as a start takes it.
 
     `total`, `cache_bytes`: see `memory_plan`, which says what this raises.
     """
-    plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes)
+    if config.cache_pages is not None:
+        cache_bytes = sys.maxsize
+    known: DryRun.Known = {}
+    plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes, known=known)
     chosen, whole, why = 1, plan, ""
     for shards in CACHE_SHARDS[1:]:
         if config.mesh().heads.size % shards or plan.pages > plan.wanted_pages or whole.pages < 2:
             break
         try:
-            plan, chosen = memory_plan(config.shared_out(shards), total, cache_bytes=cache_bytes), shards
+            plan = memory_plan(config.shared_out(shards), total, cache_bytes=cache_bytes, known=known)
+            chosen = shards
         except ValueError as error:
             # pydantic puts lines of its own around what a validator says.
             why = str(error).split("Value error, ")[-1].split(" [type=")[0]

@@ -15,7 +15,7 @@ from kernels.sampling import TokenMasks
 from workers.memory.scratch import Scratch
 from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.attention.expanded import entries_of_a_row
-from workers.models.batch import Batch, DecodeBatch
+from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step.buckets import TokenBuckets
 from workers.step.mixed import MixedStep
@@ -184,8 +184,15 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)
     length_R = torch.zeros(rows, dtype=torch.int32, device=device)
     decode = DecodeBatch(length_R, length_R.new_zeros(rows, pages)) if rows else None
-    layout = BatchLayout(parts.width, rows, (stage.tokens - rows * parts.width,), (True,))
-    batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, None, group=parts.group.sharing)
+    chunk = stage.tokens - rows * parts.width
+    layout = BatchLayout(parts.width, rows, (chunk,), (True,))
+    prefill = None
+    if parts.group.sharing is not None:
+        # Each rank lists its pages of all rows: of as many as there may be of both kinds together.
+        start = max(0, pages * PAGE_TOKENS - chunk)
+        others = max(1, min(parts.state.slots, stage.tokens) - rows)
+        prefill = PrefillBatch((start,), (chunk,), torch.zeros(others, pages, dtype=torch.int32, device=device))
+    batch = Batch(layout, stage.position_T, stage.cache_slot_T, decode, prefill, group=parts.group.sharing)
     for geometry in attention.largest_geometries(stage.tokens, parts.state.slots, pages, device):
         with stage.scratch.scope(), stage.inner.scope():
             planned, rotation_PO = attention.plan(batch, stage.scratch), parts.model.rotation_PO

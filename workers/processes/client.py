@@ -188,6 +188,7 @@ class EngineClient:
                             max_width=message.width,
                             created=int(time.time()),
                             root=message.root,
+                            cache_shards=message.cache_shards,
                         )
                     )
             case Charges():

@@ -171,7 +171,11 @@ class SchedulerProcess:
         self._record(first)
         self._heard = [time.monotonic()] * self._ranks
         self._binding.outputs.send(
-            Ready(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids, root=first.root)
+            Ready(
+                *(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids),
+                root=first.root,
+                cache_shards=first.cache_shards,
+            )
         )
         scheduler = Scheduler(scheduler_config(config, first))
         for message in found:

@@ -26,6 +26,8 @@ class ModelInfo:
     """Unix time, seconds."""
     root: bytes = NO_ROOT
     """Hash of all that decides what its cached pages hold (`Ready.root`)."""
+    cache_shards: int = 1
+    """Ranks that share out one cache: a number where the settings say auto, too."""
 
     def __post_init__(self) -> None:
         if self.max_context < 2 or self.vocab_size < 1 or self.max_width < 1:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from msgspec.structs import replace
 
@@ -27,9 +28,7 @@ from workers.fit.cache_budget import (
     in_words,
     longest_request,
     pages_within,
-    refuse_host_memory,
     refuse_rings,
-    refuse_shards,
     rows_at,
 )
 from workers.grammar.compiler import Compiler
@@ -123,6 +122,7 @@ class Rank:
         on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
         keeper: Path | None = None,
         waiting: int | None = None,
+        times: StartTimes | None = None,
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
@@ -131,6 +131,7 @@ class Rank:
         pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`. `keeper`: of weights, if
         the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
         as soon as possible; then `captures` has graphs that are still to be captured. None: all are captured at once.
+        `times`: of the start so far; None: it begins here.
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks, of what was proven at the start; None if it did not run."""
@@ -140,15 +141,15 @@ class Rank:
             config = config.shared_out(group.mesh.shards.count)
         config_of_model = load_config(config.folder)
         compressed = config_of_model.compression is not None
-        refuse_shards(config, sparse=config_of_model.indexing is not None)
         refuse_rings(config, rings=compressed)
-        times = StartTimes()
+        times = StartTimes() if times is None else times
         weights = times.beside("identity of the weights", partial(identities, config))
         dtype = pick_dtype(config, device)
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
-            eagle3 = read_eagle3(draft_folder, load_config(config.folder), group.mesh)
+            tiers = config.host_cache_bytes > 0
+            eagle3 = read_eagle3(draft_folder, config_of_model, group.mesh, host_memory=tiers)
         kept = None if keeper is None else KeptWeights(keeper, group, device, progress)
         model = load_model(
             config.folder,
@@ -168,7 +169,6 @@ class Rank:
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
         width = choose_drafter(model, config)
-        refuse_host_memory(config, model.caches)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         rings = model.rings(width)
         ring_bytes = (config.max_rows + 1) * sum(ring.slot_bytes for ring in rings)
@@ -314,7 +314,7 @@ class Rank:
                 "more ranks, or end what else uses it"
             )
         else:
-            room = cpu_cache_bytes(config)
+            room = cpu_cache_bytes(config, psutil.virtual_memory().available)
         pages = pages_within(room, page_bytes, config.max_rows, context, width, config.mesh().shards.count)
         if pages < 2:
             raise RuntimeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import psutil
@@ -13,9 +12,9 @@ from workers.fit.shard_choice import ShardChoice, choose_shards
 from workers.parallel.group import Group
 
 
-def cpu_cache_bytes(config: EngineConfig) -> int:
-    """Bytes that a rank on a CPU takes for its cache."""
-    return min(config.cpu_cache_bytes, int(psutil.virtual_memory().available * 0.5))
+def cpu_cache_bytes(config: EngineConfig, memory: int) -> int:
+    """Bytes that a rank on a CPU takes for its cache, of so many bytes of memory."""
+    return min(config.cpu_cache_bytes, memory // 2)
 
 
 def share_out(
@@ -29,23 +28,23 @@ def share_out(
     says in a line what they have chosen. Raises what `memory_plan` raises."""
     if config.cache_shards != "auto":
         return group
-    choice = _choice(config, group, device)
+    choice = choose_together(config, group, device)
     if progress is not None and group.mesh.world.first:
         progress(choice.words)
     return group.sharing_out(choice.shards, device, timeout_s)
 
 
-def _choice(config: EngineConfig, group: Group, device: torch.device) -> ShardChoice:
-    """The choice for the rank that has least, which is equal on all ranks."""
+def choose_together(config: EngineConfig, group: Group, device: torch.device) -> ShardChoice:
+    """The choice for the rank that has least, which is equal on all ranks, and in every start on such machines: it goes
+    by memory as a whole, however much of it others use at the time."""
     cuda = device.type == "cuda"
     if cuda and group.symmetric is None and group.mesh.world.size > 1:
         return ShardChoice(1, "cache_shards = 1 (auto): these ranks cannot write each other's memory")
-    own = torch.cuda.mem_get_info(device)[1] if cuda else cpu_cache_bytes(config)
+    own = torch.cuda.mem_get_info(device)[1] if cuda else cpu_cache_bytes(config, psutil.virtual_memory().total)
     least = min(int(size) for size in group.gather_bytes(b"%d" % own, device))
     if cuda:
         return choose_shards(config, least)
     as_here = config.model_copy(
         update={"graphs": False, "dtype": "float32" if config.dtype == "auto" else config.dtype}
     )
-    # A number of pages is taken at its word here.
-    return choose_shards(as_here, least, cache_bytes=least if config.cache_pages is None else sys.maxsize)
+    return choose_shards(as_here, least, cache_bytes=least)

@@ -34,6 +34,7 @@ from workers.rank.captures import CaptureFailedError, Captures, SelfTestFailedEr
 from workers.rank.rank import Rank, passed_over, pick_device
 from workers.rank.runner import Launched, Runner
 from workers.rank.sharing import share_out
+from workers.rank.start_times import StartTimes
 from workers.tiers.disk_mover import DiskMover
 from workers.tiers.mover import PageMover
 
@@ -216,9 +217,12 @@ def run_worker(
         mesh = config.mesh(rank)
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
+        times = StartTimes()
         group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress)
+        if config.cache_shards == "auto":
+            times.end("choice of shards")
         heard = results.send, news, news.progress, news.moved
-        built = Rank(config, group, device, progress, *heard, keeper, waiting)
+        built = Rank(config, group, device, progress, *heard, keeper, waiting, times)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.

@@ -1,9 +1,11 @@
 """Host memory for pages of the latent cache, which the ranks of a node share.
 
 A slot holds one page of all caches of a rank. All ranks that have a page have the same bits of it, as heads share
-latents: so one copy serves all ranks of a node. Each writes its part of the slots and reads any. Where ranks share out
-the pages of one cache, a slot is written and read by those that have its page. The memory is that of an anonymous file
-(`memfd_create`), which no limit of `/dev/shm` concerns, and which is gone when the last process that has it is.
+latents: so one copy serves all ranks of a node. Keys and values of a draft model with grouped-query attention are
+others on each rank, so that is refused beside host memory (`workers.drafters.eagle3.misfits`). Each rank writes its
+part of the slots and reads any. Where ranks share out the pages of one cache, a slot is written and read by those that
+have its page. The memory is that of an anonymous file (`memfd_create`), which no limit of `/dev/shm` concerns, and
+which is gone when the last process that has it is.
 """
 
 from __future__ import annotations
@@ -57,6 +59,15 @@ class HostMemory:
         nodes = group.gather_bytes(node_name().encode(), device)
         own = group.mesh.world.rank
         peers = [rank for rank, node in enumerate(nodes) if node == nodes[own]]
+        shards = group.mesh.shards.count  # of which neighbours have one each
+        for name in dict.fromkeys(nodes):  # every rank looks at every node: all of them start, or none
+            lacking = set(range(shards)) - {rank % shards for rank, node in enumerate(nodes) if node == name}
+            if lacking:
+                raise RuntimeError(
+                    f"host_cache_bytes = {size} and cache_shards = {shards}: a node of rank {nodes.index(name)} has no "
+                    f"rank with shard {min(lacking)} of the cache, so nobody there would write its pages: give "
+                    "host_cache_bytes 0, or no more cache_shards than there are ranks on each node"
+                )
         descriptor, path = -1, ""
         if own == peers[0]:
             free = available_bytes()
@@ -80,7 +91,6 @@ class HostMemory:
         group.gather_bytes(b"mapped", device)  # whoever made the file keeps it open until all have it
         os.close(descriptor)
         slot_SB = torch.frombuffer(mapped, dtype=torch.uint8).view(slots, record_bytes)
-        shards = group.mesh.shards.count  # of which neighbours have one each
         return HostMemory(slot_SB, peers.index(own), tuple(rank % shards for rank in peers))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from workers.weights.part import Part, RopeRows
 from workers.weights.stored import PLAIN_DTYPES
 from workers.weights.wanted import INTEGER_NAMES, Shape, Wanted
 from workers.weights.weight import Formats, Weight
+
+T = TypeVar("T")
 
 
 class WeightSource(ABC):
@@ -104,6 +107,11 @@ class WeightSource(ABC):
             self._stack(weight[expert], parts)
         return weight
 
+    def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
+        """Return what `build` makes of this source: a part of a model that is the same, by `name`, in models that
+        differ in something else alone. See `DryRun`, which may know it already."""
+        return build(self)
+
     def layout(self, stacks: Sequence[Sequence[Part]]) -> Layout:
         """Choose the form in which `experts` keeps these: as they are stored, if all are stored alike and no rank's
         share begins inside of a block with one scale; else plain, which the user is told."""
@@ -175,6 +183,9 @@ class WeightSource(ABC):
 class DryRun(WeightSource):
     """Collects what a model wants, without memory."""
 
+    Known = dict[str, tuple[Any, "DryRun"]]
+    """Parts of models, by name, each with what it wants."""
+
     def __init__(
         self,
         mesh: Mesh,
@@ -183,14 +194,35 @@ class DryRun(WeightSource):
         dtype_of: Callable[[str], str | None] | None = None,
         invariant: bool = False,
         own: Container[str] = (),
+        known: Known | None = None,
     ) -> None:
+        """`known`: parts that were counted before, of the same checkpoint on as many ranks, to which others are added;
+        None: each part is counted."""
         super().__init__(mesh, dtype, torch.device("meta"), stored, dtype_of, invariant, own)
+        self._known = known
         self.wanted: dict[str, Wanted] = {}
         """Wanted tensors by the checkpoint's names."""
         self.bytes = 0
         """Bytes of this rank's share, scales included."""
         self.census: list[Item] = []
         """Its tensors, in the order in which the model asks for them."""
+
+    @override
+    def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
+        """Counts a part that is known as it was counted before."""
+        if self._known is None:
+            return build(self)
+        if name not in self._known:
+            counted = DryRun(self.mesh, self.dtype, self.stored, self._dtype_of, self._invariant, self._own)
+            self._known[name] = build(counted), counted
+        part: T
+        part, counted = self._known[name]
+        self.wanted |= counted.wanted
+        self.bytes += counted.bytes
+        self.census += counted.census
+        self.formats.experts.update(counted.formats.experts)
+        self.formats.others.update(counted.formats.others)
+        return part
 
     @override
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

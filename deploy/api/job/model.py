@@ -65,9 +65,10 @@ class ServedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short hash of what decides which numbers come out: model, version and the engine's numeric settings. 503
-        while there is no model."""
-        parts = [kernels.__version__, self.info().name, sorted(self._numerics.items())]
+        """A short hash of what decides which numbers come out: model, version, the engine's numeric settings and the
+        ranks that share out its cache. 503 while there is no model."""
+        info = self.info()
+        parts = [kernels.__version__, info.name, sorted(self._numerics.items()), info.cache_shards]
         return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
 
     def names(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import gc
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -451,6 +451,13 @@ def test_the_fingerprint_follows_numeric_settings(engine: FakeEngine, changed: d
         for numerics in (before, dict(reversed(before.items())), before | changed)
     ]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_the_fingerprint_follows_the_shards_that_auto_chose(engine: FakeEngine) -> None:
+    """The settings say auto whatever the ranks have chosen, so the engine is asked."""
+    before = create_app(engine, tiny(), numerics={}).state.model.fingerprint
+    engine.info = replace(engine.info, cache_shards=2)
+    assert create_app(engine, tiny(), numerics={}).state.model.fingerprint != before
 
 
 def test_overload(engine: FakeEngine) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from published_configs import K25, V3, V32
 from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
 
 from workers.config import EngineConfig
 from workers.fit.memory_plan import memory_plan
 from workers.fit.shard_choice import choose_shards
+from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
+from workers.rank.sharing import choose_together
+from workers.weights.formats.format import Format
+from workers.weights.formats.registry import stored_format
 
 GIB = 1 << 30
 H200 = int(139.8 * GIB)
@@ -57,6 +65,8 @@ SMALL = {**V3, "num_hidden_layers": 4}
         ({"max_rows": 1024, "tensor_parallel": 2}, 48, 2, "the largest number that there may be"),
         ({"max_rows": 1024, "tensor_parallel": 3}, 48, 1, "the largest number that there may be"),
         ({"max_rows": 1024}, 8, 1, "no room for a cache, which shards would not give"),
+        # By the plan's estimate they do not fit; a start takes as many as it is told to.
+        ({"max_rows": 1024, "cache_pages": 100_000}, 28, 4, r"the smallest number .* each rank alone .* 6,399,936"),
         (
             {"max_rows": 1024, "dtype": "float16"},
             28,
@@ -89,9 +99,48 @@ def test_sparse_models(tmp_path: Path, topk: int, shards: int, why: str) -> None
     assert re.search(why, choice.words), choice.words
 
 
+@pytest.mark.parametrize("kind", ["V3", "V32"])
+def test_the_weights_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """They are the same for any number of shards, and take nearly all of the time of a plan. A planted fault: the parts
+    that are known are not counted in the plans behind the first."""
+    values = {**(V3 if kind == "V3" else V32), "num_hidden_layers": 4, "quantization_config": FP8_CONFIG}
+    made, asked, known = config(tmp_path, values, max_rows=1024, token_budget=8192), list[str](), dict[str, Any]()
+
+    def stored(name: str, dtype_of: Callable[[str], str | None]) -> Format:
+        asked.append(name)
+        return stored_format(name, dtype_of)
+
+    monkeypatch.setattr("workers.weights.source.stored_format", stored)
+    plans, counts = [], []
+    for shards in (1, 2, 4, 8):
+        asked.clear()
+        plans.append(memory_plan(made.shared_out(shards), 28 * GIB, known=known))
+        counts.append(len(asked))
+    assert counts[0] > 1000 > 10 * max(counts[1:])
+    asked.clear()
+    assert choose_shards(made, 28 * GIB).shards == 8
+    assert len(asked) == sum(counts)
+    assert plans == [memory_plan(made.shared_out(shards), 28 * GIB) for shards in (1, 2, 4, 8)]
+
+
 def test_nobody_shares_before_the_choice(tmp_path: Path) -> None:
     made = config(tmp_path, SMALL)
     assert made.mesh(3) == Mesh.of(3, 8)
     assert made.shared_out(4).mesh(3) == Mesh.of(3, 8, cache=4)
     with pytest.raises(ValueError, match="by a number that divides theirs"):
         made.shared_out(3)
+
+
+@pytest.mark.parametrize(("gib", "shards"), [(256, 2), (2, 4)])
+def test_on_a_cpu_it_does_not_depend_on_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, shards: int
+) -> None:
+    """Of two starts on one machine the second one chose another number, while somebody else used memory."""
+    chosen = []
+    for free in (gib * GIB, GIB // 8):
+        memory = SimpleNamespace(total=gib * GIB, available=free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        made = config(tmp_path, SMALL, device="cpu", max_context=65536, max_rows=32, cpu_cache_bytes=2 * GIB)
+        chosen.append(choose_together(made, Group(), torch.device("cpu")))
+    assert chosen[0] == chosen[1]
+    assert chosen[0].shards == shards

@@ -338,6 +338,32 @@ def test_all_ranks_do_the_same_together(width: int | str, invariant: bool, shard
     assert first == other
 
 
+@pytest.mark.parametrize(
+    ("cache", "shared", "width"),
+    [
+        pytest.param("fp8", ["full", "shared", "shared"], 3, marks=pytest.mark.long),
+        pytest.param("auto", [], 1, marks=pytest.mark.soak),
+    ],
+)
+def test_sparse_attention_of_shards_compiles_nothing_late(
+    cache: str, shared: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: what the self-test alone launches, which looks for a rank's part of what it has put in the place
+    of a selection, is compiled then."""
+    sizes = PUBLISHED | {"q_lora_rank": 128, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 128}
+    sizes |= {"indexer_types": shared} if shared else {}
+    sizes |= {"num_attention_heads": 64, "num_key_value_heads": 64, "moe_intermediate_size": 64}
+    folder = write_tiny(tmp_path, "glm5" if shared else "v32", **sizes, num_hidden_layers=3)
+    monkeypatch.setattr(sparse_workspaces, "works_in_memory", lambda heads, device: True)
+    monkeypatch.setattr(sparse_rows, "refuse_out_of_bounds", lambda fault_1: None)
+    collectives(monkeypatch)
+    how = {"kv_cache_dtype": cache, "max_rows": 4, "token_budget": 64, "max_context": 300}
+    start = Start(monkeypatch, settings(str(folder), width, **how), ranks=2, shards=2)
+    assert late(start, 64, seed=3) == []
+    launched = {kernel for kernel, _ in start.variants}
+    assert {"find_own_pages", "own_bounds", "offer_candidates", "order_candidates", "keep_selected"} <= launched
+
+
 def test_what_is_not_warmed_up_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(monkeypatch, settings("demo", 3))
     with monkeypatch.context() as patch:

@@ -98,7 +98,7 @@ class Bench:
         if "draft_model" in settings:
             settings["draft_model"] = str(self.drafts[settings["draft_model"]])
         host, disk, shards = (settings.pop(name, 0) for name in ("host_pages", "disk_pages", "shards"))
-        if shards > 1 and schedule.engine.get("draft_model") == "gqa":
+        if self.size > 1 and schedule.engine.get("draft_model") == "gqa":
             host = 0  # a start is refused
         if host and settings["prefix_cache"]:
             record = self._record(settings)

@@ -3,17 +3,22 @@ is needed to count it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from published_configs import V32
 
 from kernels.sparse import SparseWorkspace, workspace
 from kernels.sparse_shards import Candidates
+from workers.config import EngineConfig
+from workers.fit.memory_plan import memory_plan
 from workers.memory.scratch import Scratch
 from workers.models.attention import sparse_rows, sparse_workspaces, widened
 from workers.models.attention.backend import Heads
@@ -212,3 +217,47 @@ def test_turns_of_attention_share_their_memory() -> None:
         assert spans[0][0] == shared.data_ptr()
         assert spans[-1][1] <= shared.data_ptr() + shared.nbytes
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_page_lists_of_shards_are_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """However rows are divided into those that decode and those with chunks. A planted fault: lists of rows with chunks
+    come from torch's allocator, and nobody counts them."""
+    planned: list[Batch] = []
+    plan = SparseAttention.plan
+
+    def noted(own: SparseAttention, batch: Batch, scratch: Scratch) -> Batch:
+        planned.append(batch)
+        return plan(own, batch, scratch)
+
+    monkeypatch.setattr(SparseAttention, "plan", noted)
+    values = {**V32, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    context, slots, budget = 160_000, 40, 40 * width + 90
+    sizes: dict[str, Any] = {"max_rows": slots, "token_budget": budget, "max_context": context, "width": width}
+    made = EngineConfig(model=str(tmp_path), tensor_parallel=8, cache_shards=8, **sizes)
+    memory_plan(made, 140 << 30)
+    attention, reserving = attention_of(16, 2048, False, 8), planned[0]
+    assert reserving.decode is not None
+    pages = reserving.decode.page_RP.shape[1]
+
+    def peak(batch: Batch) -> int:
+        scratch = Scratch(META)
+        plan(attention, batch, scratch)
+        return scratch.peak
+
+    most = peak(reserving)
+    for decode in range(slots):
+        for chunks in {1, (slots - decode + 1) // 2, slots - decode}:
+            room = budget - decode * width
+            count = (room - chunks + 1, *(1 for _ in range(chunks - 1)))
+            start = tuple(pages * 64 - each for each in count)
+            length_R = torch.zeros(decode, dtype=torch.int32, device=META)
+            batch = replace(
+                reserving,
+                layout=BatchLayout(width, decode, count, (True,) * chunks),
+                decode=DecodeBatch(length_R, length_R.new_zeros(decode, pages)) if decode else None,
+                prefill=PrefillBatch(start, count, length_R.new_zeros(chunks, pages)),
+            )
+            taken_here = peak(batch)
+            assert 16 * pages * (decode + chunks) < taken_here <= most

@@ -16,9 +16,10 @@ from kernels.page import PAGE_TOKENS, LocalPage, Shards
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, IndexSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
+from workers.parallel.mesh import Mesh
 from workers.protocol.tiers import Moved, Moves
 from workers.tiers import host_memory
-from workers.tiers.host_memory import HostMemory, available_bytes
+from workers.tiers.host_memory import HostMemory, available_bytes, node_name
 from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout, runs
 
 CPU = torch.device("cpu")
@@ -159,6 +160,35 @@ def test_host_memory_says_what_is_too_much_and_what_too_little(monkeypatch: pyte
     fits = HostMemory.shared(4999, 1000, Group(), CPU)
     assert fits.slots == 4
     assert not fits.slot_SB.any()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "lacking"),
+    [
+        ("ab", 2, r"a node of rank 0 has no rank with shard 1 of the cache"),
+        ("aaab", 2, r"a node of rank 3 has no rank with shard 0 of the cache"),
+        ("aabb", 4, r"a node of rank 0 has no rank with shard 2 of the cache"),
+        ("aabb", 2, ""),
+        ("ab", 1, ""),
+    ],
+)
+def test_a_node_has_all_shards_or_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, shards: int, lacking: str
+) -> None:
+    """Pages of a shard that no rank of a node has would be loaded, and nobody would have written them. All ranks find
+    it, though on some nodes there are all shards: none waits for the others."""
+
+    def gather_bytes(group: Group, payload: bytes, device: torch.device) -> list[bytes]:
+        return [node.encode() for node in nodes] if payload == node_name().encode() else [payload] * len(nodes)
+
+    monkeypatch.setattr(Group, "gather_bytes", gather_bytes)
+    for rank in range(len(nodes)):
+        group = Group(Mesh.of(rank, len(nodes), cache=shards))
+        if lacking:
+            with pytest.raises(RuntimeError, match=lacking):
+                HostMemory.shared(4096, 1024, group, CPU)
+        elif nodes.index(nodes[rank]) == rank:  # the others open the file of this one
+            assert HostMemory.shared(4096, 1024, group, CPU).slots == 4
 
 
 def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

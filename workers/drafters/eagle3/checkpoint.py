@@ -50,9 +50,9 @@ class Eagle3Config:
     """Sizes of latent attention, where it has that."""
 
 
-def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh) -> Eagle3Config:
-    """The config.json of the draft model in `folder`. `ConfigError` names what does not fit `target`, or is not
-    understood."""
+def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh, *, host_memory: bool = False) -> Eagle3Config:
+    """The config.json of the draft model in `folder`. `ConfigError` names what does not fit `target`, the ranks or
+    `host_memory` (see `misfits`), or is not understood."""
     folder = Path(folder)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh) -> Eagle3Co
         "num_hidden_layers": target.num_layers,
         "hc_mult": None if target.streams is None else target.streams.count,
     }
-    if found := misfits(values, of_target, mesh):
+    if found := misfits(values, of_target, mesh, host_memory=host_memory):
         raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))
     fields = Fields(values)
     _refuse_unsupported(fields)

@@ -43,9 +43,10 @@ def aux_hidden_state_layers_of(draft: dict[str, Any], layers: int) -> tuple[int,
     return tuple(layer + behind for layer in given)
 
 
-def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh) -> list[str]:
+def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh, *, host_memory: bool = False) -> list[str]:
     """Return why a draft model cannot draft, a line per cause. `target`: hidden_size, vocab_size,
-    num_hidden_layers and, of a model with several residual streams, hc_mult."""
+    num_hidden_layers and, of a model with several residual streams, hc_mult. `host_memory`: whether pages of the cache
+    are kept there, of which one rank writes what all of them load."""
     draft, found = flattened(draft), []
     if target.get("hc_mult"):
         found.append(f"the model has {target['hc_mult']} residual streams (hc_mult), and a draft model reads one")
@@ -72,4 +73,10 @@ def misfits(draft: dict[str, Any], target: dict[str, Any], mesh: Mesh) -> list[s
         count, ranks = draft.get(name), mesh.axis(axis).size
         if type(count) is int and count % ranks:
             found.append(f"{name} = {count} of the draft model cannot be divided by {ranks} ranks (--tensor-parallel)")
+    if host_memory and mesh.heads.size > 1 and draft.get("kv_lora_rank") is None:
+        found.append(
+            f"it has grouped-query attention, so each of {mesh.heads.size} ranks has the keys and values of its own "
+            "heads alone, and a page in host memory holds what one rank has: give --host-cache-bytes 0, a draft model "
+            "with latent attention, or another drafter"
+        )
     return found

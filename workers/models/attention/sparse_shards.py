@@ -14,7 +14,7 @@ entries per page, S selected positions, N scores of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,9 +56,9 @@ def own_selection(batch: Batch, row_T: Tensor, bound_T: Tensor, selected_TS: Ten
         selected_TS=scratch.empty(*selected_TS.shape, dtype=torch.int32),
     )
 
-    def found(part: slice, page_RP: Tensor, empty: Callable[..., Tensor]) -> OwnPages:
+    def found(part: slice, page_RP: Tensor) -> OwnPages:
         rows, columns = page_RP.shape
-        pages = OwnPages.allocate(rows, columns, empty)
+        pages = OwnPages.allocate(rows, columns, scratch.empty)
         find_own_pages(page_RP, pages, shards)
         own_bounds(row_T[part], bound_T[part], pages, own.bound_T[part], own.first_T[part])
         if batch.given_TS is not None:
@@ -67,12 +67,11 @@ def own_selection(batch: Batch, row_T: Tensor, bound_T: Tensor, selected_TS: Ten
 
     decode, prefill = None, None
     if batch.decode is not None and split:
-        decode = found(slice(0, split), batch.decode.page_RP, scratch.empty)
+        decode = found(slice(0, split), batch.decode.page_RP)
     if batch.prefill is not None and batch.prefill.count:
         # As wide as the rows' tables are in `SparseGeometry`.
         longest = max(start + count for start, count in zip(batch.prefill.start, batch.prefill.count, strict=True))
-        page_NP = batch.prefill.page_NP[:, : pages_for(longest)]
-        prefill = found(slice(split, tokens), page_NP, page_NP.new_empty)
+        prefill = found(slice(split, tokens), batch.prefill.page_NP[:, : pages_for(longest)])
     return replace(own, decode=decode, prefill=prefill)
 
 
@@ -188,8 +187,8 @@ class SharedSelection:
         self.group.merge_shards(out_TXL.view(*by_shard, -1), lse_TX.view(by_shard), out_THL, lse_TH)
 
     def reserve(self, own: DecodeMemory) -> None:
-        """Exchange nothing of use once, of one token and of all: kernels for few and for many are compiled then. All
-        ranks together. `own`: memory of this rank's heads."""
+        """Exchange nothing of use once, of one token and of all: kernels for few and for many are compiled then, and so
+        is that of `keep`. All ranks together. `own`: memory of this rank's heads."""
         shards = self.group.mesh.cache.size
         part_TY, part_TDY = (x.view(torch.float32) for x in (self.candidates.part_TY, self.candidates.part_TDY))
         for count in sorted({min(1, len(part_TY)), len(part_TY)} - {0}):
@@ -201,3 +200,5 @@ class SharedSelection:
             self.group.gather_shards(mine.q_RWHC.view(count, -1), all.q_RWHC.view(count, shards, -1))
             parts = all.attended_RWHL.view(count, shards, heads, -1), all.lse_RWH.view(count, shards, heads)
             self.group.merge_shards(*parts, mine.attended_RWHL.squeeze(1), mine.lse_RWH.squeeze(1))
+        if self.pages is not None:
+            self.keep()  # the self-test alone does this without candidates
