@@ -245,7 +245,7 @@ def run_worker(
             built.mover.close()
     except BaseException as error:
         lost = isinstance(error, PeerLost)
-        # Of graphs, that another start would have, too, and that no stream is to blame for.
+        # Another start would capture the same graphs, and no stream is to blame for what is wrong with them.
         of_graphs = isinstance(error, SelfTestFailedError | CaptureFailedError)
         speaks = (loading or of_graphs) and isinstance(error, _SPEAK) and str(error)
         cause = str(error) if speaks else f"{type(error).__name__}: {error}"
