@@ -29,9 +29,13 @@ def find_own_pages(
         at = start + tl.arange(0, COLUMNS)
         inside = at < pages
         page = tl.load(table + row * table_stride + at, mask=inside, other=0)
-        # As `kernels.page.Shards` has it, without negative numbers.
-        mine = (page != 0) & ((page + SHARDS - 1) % SHARDS == SHARD)
-        here = (page + SHARDS - 1) // SHARDS
+        # As `kernels.page.Shards` has it, which rounds down: the remainder here has the sign of what is divided. A page
+        # below 0 is a fault, which its owner is to count.
+        rest = page + SHARDS - 1
+        over = rest % SHARDS
+        over = tl.where(over < 0, over + SHARDS, over)
+        mine = (page != 0) & (over == SHARD)
+        here = (rest - over) // SHARDS
         one = mine.to(tl.int32)
         earlier = found + tl.cumsum(one, 0) - one
         tl.store(local + row * pages + at, tl.where(mine, here, 0), mask=inside)

@@ -87,6 +87,19 @@ def test_faults_stay_what_they_are(kernels: bool) -> None:
 
 
 @KERNELS
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_pages_below_0_have_an_owner_who_finds_them_out_of_bounds(kernels: bool, count: int) -> None:
+    """A planted fault: division rounds towards 0, and nobody has them."""
+    how, table = launch if kernels else reference, list(range(-20, 20))
+    for index in range(count):
+        shards, pages = Shards(count, index), OwnPages.allocate(1, len(table), garbage)
+        how.find_own_pages(torch.tensor([table], dtype=torch.int32), pages, shards)
+        assert pages.local_RP[0].tolist() == [shards.local(page) if shards.owns(page) else 0 for page in table]
+        own = [page for page in table if shards.owns(page)]
+        assert pages.own_RP[0, : len(own)].tolist() == [shards.local(page) for page in own]
+
+
+@KERNELS
 def test_pages_beyond_one_block_of_columns(kernels: bool) -> None:
     how, pages = launch if kernels else reference, OwnPages.allocate(1, 600, garbage)
     how.find_own_pages(torch.arange(1, 601, dtype=torch.int32).unsqueeze(0), pages, Shards(2, 1))
