@@ -12,6 +12,7 @@ from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
 _KIND = re.compile(r"(?:functions?|tools?)(?:[.:/]|\s+)")
 _MAY_END_NAME = re.compile(r"[\n`{<(]").search
+_END_OF_NAME = re.compile(r"[\n`{<]").search
 _KINDS = ("function", "functions", "tool", "tools", "type")
 
 
@@ -50,6 +51,8 @@ class DeepSeekCalls(JsonCalls):
         """Id and name. The name is "" where a kind of tool stands for it, and a name follows."""
         if (kind := text.strip()) in _KINDS and kind not in self._schemas:  # the common cases, made short
             return "", ""
+        if kind in self._schemas and is_name(kind):
+            return self._make_id(), kind
         name = known_name(text, self._schemas)
         if name in self._schemas and is_name(name):
             return self._make_id(), name
@@ -69,14 +72,17 @@ class DeepSeekCalls(JsonCalls):
 
     def _name(self) -> bool:
         """The line with the name, which a fence, an object or the call's end may end, too."""
+        if _MAY_END_NAME(self._rest) is None and len(self._rest) < MOST_NAME:  # the common case, made short
+            self._ends_wait = _MAY_END_NAME
+            return False
         self._skip_space()
-        marker = self._markers.at(self._rest) or ""
+        marker = (self._markers.at(self._rest) or "") if self._rest[:1] == "<" else ""
         if self._meant(marker) == self.separator:
             self._take(len(marker))  # written twice
             return True
         if marker == self.close:
             return self._leave_close_out() is True
-        if not marker and self._markers.begun(self._rest):
+        if not marker and self._rest[:1] in ("", "<") and self._markers.begun(self._rest):
             return False
         if len(self._rest) < MOST_NAME and _MAY_END_NAME(self._rest) is None:
             self._ends_wait = _MAY_END_NAME
@@ -84,13 +90,12 @@ class DeepSeekCalls(JsonCalls):
         may_be_python = "(" in self._rest or self._rest[0] in "[`"
         if may_be_python and (python := self._python()) is not False:
             return python is True
-        line = self._rest[:MOST_NAME]
-        ends = [end for mark in ("\n", "`", "{", "<") if (end := line.find(mark)) >= 0]
-        if not ends:
-            return len(line) == MOST_NAME and self._give_up()
-        call = self.head(line[: min(ends)])
+        found = _END_OF_NAME(self._rest[:MOST_NAME])
+        if found is None:
+            return len(self._rest) >= MOST_NAME and self._give_up()
+        call = self.head(self._rest[: found.start()])
         if call is None or not call[1]:
             return self._give_up()
         self._call = call
-        self._take(min(ends))
+        self._take(found.start())
         return True

@@ -28,6 +28,8 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
+from deploy.parsing.json_body import call_of, is_wrapper
+from deploy.parsing.json_object import in_json
 from deploy.parsing.markers import markers_of
 from deploy.parsing.parser import MakeId, Schemas, is_name, known_name
 from deploy.parsing.schema_types import properties_of, types_of_argument
@@ -43,17 +45,21 @@ _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜paramet
 _ALSO = ("<｜｜DSML｜｜", "<|DSML|")
 """Spellings of `_TAG` that models write besides."""
 _TAGS = tuple(f"<{slash}{begin[1:]}" for begin in (_TAG, *_ALSO) for slash in ("", "/"))
+_ARGUMENTS = ("parameter", "param", "argument", "arg")
+_ENDS = [f"{tag}{kind}>" for tag in _TAGS if tag.startswith("</") for kind in _ARGUMENTS]
+_MARKED_END, _ANY_END = markers_of(*_ENDS), markers_of(*_ENDS, "</parameter>")
+"""What ends a value, by whether the tag before it has its marker."""
 _BARE_INVOKE = "<invoke"
 _BARE = ("<param", "</param", "</invoke", _BARE_INVOKE)
 """Beginnings of tags within a call whose marker may be missing."""
 _SECTIONS = ("function_calls", "tool_calls", "calls")
-_KINDS = (*_SECTIONS, "invoke", "parameter", "param")
+_KINDS = (*_SECTIONS, "invoke", *_ARGUMENTS)
 _KINDS_BEGUN = frozenset(name[:end] for name in _KINDS for end in range(len(name) + 1))
 _MOST_TAG = MOST_KEY + 128
 
 _MARK = "[｜|]{1,2}DSML[｜|]{1,2}"
 _QUOTED = "\"[^\"]*\"|'[^']*'"
-_ATTRIBUTE = re.compile(rf"\s*([a-z]+)\s*=\s*({_QUOTED}|[^\s\"'<>/]+)")
+_ATTRIBUTE = re.compile(rf"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*({_QUOTED}|[^\s\"'<>/]+)")
 _START = re.compile(rf"</?(?:{_MARK})?\s*(?P<kind>[a-z_]*)")
 _WHOLE = re.compile(rf"<[^<>\"']*(?:(?:{_QUOTED})[^<>\"']*)*>")
 _CUT = re.compile(rf"<[^<>\"']*(?:(?:{_QUOTED})[^<>\"']*)*(?:\"[^\"]*|'[^']*)?")
@@ -87,8 +93,6 @@ class DeepSeekV32Calls(TaggedCalls):
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
-        ends = [f"{tag}{kind}>" for tag in _TAGS if tag.startswith("</") for kind in ("parameter", "param")]
-        self._marked_end, self._any_end = markers_of(*ends), markers_of(*ends, "</parameter>")
         self._bare = False
         """Whether the tag that began the call lacks its marker."""
         self._spaced = False
@@ -130,11 +134,26 @@ class DeepSeekV32Calls(TaggedCalls):
             if is_name(name):
                 self._bare = not tag.text.startswith(_TAGS)
                 self._begin_call(name)
+                if len(tag.attributes) > 1:
+                    self._attributes(tag)
                 if tag.closed:
                     self._end_call()
         elif tag.kind in _SECTIONS and not tag.ends:
             self._raw, self._state = [], self._in_section
         return True
+
+    def _attributes(self, tag: _Tag) -> None:
+        """Take the arguments that stand as attributes within the tag of the call."""
+        schema = self._schemas.get(self._name)
+        given = {key: value for key, value in tag.attributes.items() if key != "name"}
+        for key in (key for key in given if key in (properties_of(schema) or {})):
+            self._begin_argument(key, "")
+            self._add(given[key])
+            self._end_value()
+        called = call_of({"name": self._name, **given}, self._schemas)
+        if not self._arguments and called is not None and any(is_wrapper(key, schema) for key in given):
+            self._write(in_json(called[1]))
+            self._arguments, self._complete = -1, True
 
     def _in_section(self) -> bool:
         """Where a call begins whose tag may lack its marker."""
@@ -171,7 +190,8 @@ class DeepSeekV32Calls(TaggedCalls):
         whole = _WHOLE.match(self._rest, 0, _MOST_TAG) if kind in _KINDS else None
         if whole is not None:
             text = whole.group()
-            attributes = {name: value.strip("\"'") for name, value in _ATTRIBUTE.findall(text)}
+            given = _ATTRIBUTE.findall(text, start.end()) if start is not None and "=" in text else ()
+            attributes = {name: value.strip("\"'") for name, value in given}
             return _Tag(kind, text.startswith("</"), attributes, text.endswith("/>"), text)
         if kind in _KINDS and len(self._rest) < _MOST_TAG and _CUT.fullmatch(self._rest) is not None:
             self._ends_wait = _MAY_END_TAG
@@ -202,7 +222,7 @@ class DeepSeekV32Calls(TaggedCalls):
                 self._end_call()
         elif tag.kind in _SECTIONS and tag.ends:
             self._end_call()
-        elif tag.kind in ("parameter", "param") and not tag.ends and self._arguments >= 0:
+        elif tag.kind in _ARGUMENTS and not tag.ends and self._arguments >= 0:
             return self._parameter(tag)
         elif not tag.kind and not tag.text.startswith(_TAGS):
             return self._stray(tag.text)
@@ -235,9 +255,10 @@ class DeepSeekV32Calls(TaggedCalls):
         if key is None:
             return self._give_up()
         self._take(len(tag.text))
-        self._ends_of_value = self._marked_end if tag.text.startswith(_TAGS) else self._any_end
+        self._ends_of_value = _MARKED_END if tag.text.startswith(_TAGS) else _ANY_END
         is_string = says == "true" and "string" in types_of_argument(self._schemas.get(self._name), key)
-        self._begin_argument(key, tag.text, STRING if is_string else None, is_json=says == "false")
+        begin = self._begin_argument if tag.closed else self._begin_argument_or_all
+        begin(key, tag.text, STRING if is_string else None, says == "false")
         if tag.closed:
             self._add(tag.attributes.get("value", ""))
             self._end_value()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar
 
 from typing_extensions import override
@@ -25,6 +26,7 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
+from deploy.parsing.markers import begun_pattern
 from deploy.parsing.parser import MOST_NAME, is_name, known_name
 from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
@@ -36,6 +38,15 @@ _NOT_BLANK = re.compile(r"\S").search
 _TAG_BEGUN = re.compile("<").search
 _BREAK = optional(text("\n"))
 """The line break that the older templates have."""
+
+
+@cache
+def _argument_patterns(key: str, key_end: str, value: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Patterns of an argument's name between its tags with the tag of its value, and of what may become that."""
+    named = rf"\n?{re.escape(key)}\s*(?P<key>[^<]+?)\s*{re.escape(key_end)}\s*"
+    rest = rf"[^<]*(?:<{begun_pattern(key_end[1:])}|{re.escape(key_end)}\s*{begun_pattern(value)})?"
+    begun = rf"\n?(?:<{begun_pattern(key[1:])}|{re.escape(key)}{rest})\Z"
+    return re.compile(f"{named}{re.escape(value)}"), re.compile(begun)
 
 
 class GlmCalls(TaggedCalls):
@@ -84,6 +95,11 @@ class GlmCalls(TaggedCalls):
         if found is None:
             return len(self._rest) > MOST_NAME and self._give_up()
         end = found.start()
+        if self._rest[0] in "<\n " and found.group() == "<" and not self._rest[:end].strip():
+            self._take(end)
+            if (function := self._function()) is not False:
+                return function is True
+            end = 0
         tag = self._tags.at(self._rest[end:])
         if tag is None and self._markers.begun(self._rest[end:]):
             return False
@@ -175,6 +191,17 @@ class GlmCalls(TaggedCalls):
             return True
         return self._begin_aside()
 
+    @override
+    def _next_argument(self, end: int) -> tuple[int, bool]:
+        """Another argument of the tool's, with all its tags: code about such tags is a value, too."""
+        whole, begun = _argument_patterns(self.key, self.key_end, self.value)
+        known = properties_of(self._schemas.get(self._name)) or ()
+        for found in whole.finditer(self._rest, 0, end):
+            if found["key"] in known:
+                return found.start(), True
+        held = begun.search(self._rest, max(0, len(self._rest) - MOST_KEY)) if end == len(self._rest) else None
+        return (held.start() if held is not None else end), False
+
     def _in_key(self) -> bool:
         """An argument's name, and the tags between it and the value, one of which may be missing."""
         self._skip_space()
@@ -203,5 +230,5 @@ class GlmCalls(TaggedCalls):
                 return self._give_up()
             behind = behind[len(self.value) :] if tag == self.value else behind
         self._take(len(self._rest) - len(behind))
-        self._begin_argument(key, self.value if tag == self.value else "")
+        self._begin_argument_or_all(key, self.value if tag == self.value else "")
         return True

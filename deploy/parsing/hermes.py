@@ -49,6 +49,8 @@ class HermesCalls(ObjectCalls):
             return True
         if self._rest and (closed := self._leave_close_out()) is not False:
             return closed is True
+        if self._rest and (function := self._function()) is not False:
+            return function is True
         begun = self._body_begun()
         if begun == "maybe" or (begun == "no" and _BEGIN.startswith(self._rest)):
             return False

@@ -7,14 +7,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from typing_extensions import override
+
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_object import JsonObject, State, in_json
-from deploy.parsing.parser import CallParser, Schemas, known_name
+from deploy.parsing.parser import MOST_NAME, CallParser, Schemas, known_name
 from deploy.parsing.schema_types import properties_of
 
 _FENCE = re.compile(r"```[ \t]*[A-Za-z]*[ \t]*(?=[^A-Za-z \t])")
 _FENCE_BEGUN = re.compile(r"`{1,2}|```[ \t]*[A-Za-z]*[ \t]*")
 _FENCE_END = "```"
+_ENDS_FENCE = re.compile(r"[^A-Za-z]").search
 NOTHING: Final = ("null", "None", "none", "undefined")
 """Words for no arguments."""
 _WORDS = "|".join(NOTHING)
@@ -25,7 +28,13 @@ _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _NAMES: Final = ("name", "function", "function_name", "tool_name", "tool")
 _ABOUT: Final = ("id", "call_id", "type", "index")
 """Members that say something of the call, where the tool has no parameters of these names."""
-_ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "kwargs")
+ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "kwargs")
+"""Names of members that hold all arguments of a call."""
+_BEGINS_WRAPPER: Final = frozenset(name[0] for name in (*ARGUMENTS, "name"))
+_WRAPPER = re.compile(rf'\{{\s*(?:"name"\s*:\s*"[^"\\]*"\s*,\s*)?"(?:{"|".join(ARGUMENTS)})"\s*:\s*(?=[{{"])', re.ASCII)
+_ANY_SPACE = re.compile(r"\s+")
+_COMPOSED: Final = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "additionalProperties")
+"""Keywords by which a tool may have arguments beside its properties."""
 
 
 def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
@@ -45,7 +54,7 @@ def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
     name = value.get(key)
     if not isinstance(name, str) or (name := known_name(name, schemas)) not in schemas:
         return None
-    held = next((held for held in _ARGUMENTS if held in value), None)
+    held = next((held for held in ARGUMENTS if held in value), None)
     if held is not None:
         arguments = _object_of(value[held])
         return None if arguments is None else (name, arguments)
@@ -57,6 +66,14 @@ def call_of(value: Any, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
         return name, beside
     taken = {other: value[other] for other in beside if other in known}
     return (name, taken) if taken else None
+
+
+def is_wrapper(name: str, schema: Mapping[str, Any] | None) -> bool:
+    """Whether an argument of this name is none of the tool's, but holds them all."""
+    known = properties_of(schema)
+    if name not in ARGUMENTS or schema is None or known is None or name in known:
+        return False
+    return not any(schema.get(keyword) for keyword in _COMPOSED)
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:
@@ -87,13 +104,14 @@ class JsonBody(CallParser):
 
     def _body_begun(self) -> Literal["yes", "no", "maybe"]:
         """Whether a body begins with `_rest`, which does not begin with white space. A fence before it is taken."""
-        if not self._fenced and (fence := _FENCE.match(self._rest)) is not None:
+        if self._rest[:1] == "`" and not self._fenced and (fence := _FENCE.match(self._rest)) is not None:
             self._take(fence.end())
             self._fenced = True
             self._skip_space()
-        if self._rest.startswith("{"):
+        if self._rest[:1] == "{":
             return "yes"
         if not self._rest or (not self._fenced and _FENCE_BEGUN.fullmatch(self._rest) is not None):
+            self._ends_wait = _ENDS_FENCE if self._rest.startswith(_FENCE_END) else None
             return "maybe"
         return "no"
 
@@ -116,7 +134,7 @@ class JsonBody(CallParser):
     def _begin_body(self) -> None:
         """The call has begun: its arguments come next."""
         self._json, self._bracketed = JsonObject(), False
-        self._state = self._body
+        self._state = self._body_start
 
     def _begin_other(self) -> None:
         """The call has begun: arguments that are no object come next."""
@@ -158,6 +176,43 @@ class JsonBody(CallParser):
         closing = self._json.closing()
         ends = self._ends_body() if closing is not None else False
         return text + (closing or "") if ends else text, ends
+
+    def _body_start(self) -> bool:
+        """State before the object, which may hold the arguments as its one member `arguments`, perhaps behind the
+        tool's name."""
+        if self._rest == '{"':  # the common cases, made short
+            return False
+        if self._rest[:1] == "{" and (self._rest[1:2] != '"' or self._rest[2] in _BEGINS_WRAPPER):
+            wraps = self._wraps()
+            if wraps is None:
+                return False
+            if wraps and (found := _WRAPPER.match(self._rest)) is not None:
+                self._take(found.end())
+                if self._rest.startswith('"'):
+                    self._take(1)
+                    self._pieces, self._state = [], self._in_string
+                    return True
+        self._state = self._body
+        return True
+
+    @override
+    def _ended(self) -> None:
+        if self._state == self._body_start:
+            self._state = self._body
+        else:
+            super()._ended()
+
+    def _wraps(self) -> bool | None:
+        """Whether `_rest` begins with an object around the arguments; None where more text will tell."""
+        schema = self._schemas.get(self._called_tool)
+        begun = _ANY_SPACE.sub("", self._rest[:MOST_NAME])
+        for name in (name for name in ARGUMENTS if is_wrapper(name, schema)):
+            for head in (f'{{"{name}":', f'{{"name":"{self._called_tool}","{name}":'):
+                if begun.startswith(head) and len(begun) > len(head):
+                    return begun[len(head)] in '{"'
+                if head.startswith(begun):
+                    return None
+        return False
 
     def _body(self) -> bool:
         text, complete = self._read()

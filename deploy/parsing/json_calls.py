@@ -34,19 +34,6 @@ _OBJECT = re.compile(r"\s*+(?:```[a-zA-Z]*+)?[\s,\[]*+\{")
 _OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
 
 
-@cache
-def _end_of_head(*markers: str) -> re.Pattern[str]:
-    """What ends the head of a call."""
-    return re.compile("[{`]|" + "|".join(map(re.escape, markers)))
-
-
-@cache
-def _ends_wait(*markers: str) -> Callable[[str], object | None]:
-    """Finds a character that may end the head of a call, or begin one within it that Python writes."""
-    first = "".join(sorted({marker[0] for marker in markers}))
-    return re.compile(f"[{{`(\\[{re.escape(first)}]").search
-
-
 class JsonCalls(PythonCalls):
     """A subclass says what its markers and heads are. Models leave markers out, and write text between calls: each call
     is found by its own markers, or within a section by the separator alone."""
@@ -66,11 +53,20 @@ class JsonCalls(PythonCalls):
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
         self._call_ends = (self.call_end, self.section_end)
-        self._end_of_head = _end_of_head(*self.ends_content, self.close)
-        self._may_end_head = _ends_wait(*self.ends_content, self.close)
+        self._end_of_head, self._may_end_head = self._ends_of_head()
         self._call = ("", "")
         """Id and name of the call whose arguments come next."""
         self._in_section = False
+
+    @classmethod
+    @cache
+    def _ends_of_head(cls) -> tuple[re.Pattern[str], Callable[[str], object | None]]:
+        """What ends the head of a call; and a search for a character that may end it, or begin a call within it that
+        Python writes."""
+        markers = (*cls.ends_content, cls.close)
+        first = "".join(sorted({marker[0] for marker in markers}))
+        whole = "[{`]|" + "|".join(map(re.escape, markers))
+        return re.compile(whole), re.compile(f"[{{`(\\[{re.escape(first)}]").search
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
@@ -198,6 +194,8 @@ class JsonCalls(PythonCalls):
             self._begin(*self._call)
             self._begin_body()
             return True
+        if not self._rest:
+            return False
         marker = self._markers.at(self._rest) or ""
         if marker == self.close:
             return self._leave_close_out() is True
@@ -209,6 +207,8 @@ class JsonCalls(PythonCalls):
             self._begin(*self._call)
             self._begin_body()
             return True
+        if not self._rest:
+            return False
         other = self._other_begun() if begun == "no" else "no"
         if other == "yes":
             self._begin(*self._call)
@@ -249,6 +249,8 @@ class JsonCalls(PythonCalls):
         if not self._fence_end():
             return False
         self._raw = []
+        if not self._rest:
+            return False
         stray_fence = self._rest.startswith("```")
         text = self._rest[3:].lstrip() if stray_fence else self._rest
         marker = self._markers.at(text)

@@ -46,6 +46,14 @@ class Markers:
         return text in self._beginnings
 
 
+def begun_pattern(literal: str) -> str:
+    """A pattern for all beginnings of `literal`, the empty one among them, but for the whole."""
+    pattern = ""
+    for char in reversed(literal[:-1]):
+        pattern = f"(?:{re.escape(char)}{pattern})?"
+    return pattern
+
+
 @lru_cache(maxsize=128)
 def markers_of(*markers: str) -> Markers:
     """`Markers`, made once for all answers."""

@@ -9,9 +9,9 @@ from typing import ClassVar, Final
 from typing_extensions import override
 
 from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, together, within_text
+from deploy.parsing.function_calls import FunctionCalls
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.parser import MOST_NAME, is_name, known_name
-from deploy.parsing.python_calls import PythonCalls
 
 _SPACE: Final = r"[ \t\n\r]*"
 _HEAD = re.compile(
@@ -22,7 +22,7 @@ _MOST_HEAD: Final = MOST_NAME + 64
 """Characters before the arguments."""
 
 
-class ObjectCalls(PythonCalls):
+class ObjectCalls(FunctionCalls):
     """States that read such an object. Arguments are passed on as they come where the name stands right before them,
     which is the order of every template; an object in another order is read when it is complete. Its other members mean
     nothing."""

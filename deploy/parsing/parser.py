@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar, Final, Protocol
 
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event
-from deploy.parsing.markers import Line, markers_of
+from deploy.parsing.markers import Line, Markers, markers_of
 from deploy.parsing.reasoning import CLOSE
 
 MOST_NAME: Final = 256
@@ -74,7 +75,7 @@ class CallParser:
     """The closing tag of the model's reasoning."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
-        self._markers = markers_of(*self.ends_content, self.close)
+        self._markers = self._own_markers()
         self._schemas = schemas
         self._make_id = make_id
         self._rest = ""
@@ -86,8 +87,8 @@ class CallParser:
         self._marked = False
         """Whether there was a marker."""
         self._calls = 0
-        self._open = False
-        """Whether a call has begun and not ended."""
+        self._called_tool = ""
+        """The tool of the call that has begun and not ended; "" where none has."""
         self._cut = False
         """Whether the text has ended before the model ended it."""
         self._drops_close = False
@@ -101,6 +102,12 @@ class CallParser:
         """Tells whether all of a text that comes now is the next part of a call's arguments as it is."""
         self._ends_wait: Callable[[str], object | None] | None = None
         """Finds characters without which more text changes nothing while `_rest` is shorter than a name."""
+
+    @classmethod
+    @cache
+    def _own_markers(cls) -> Markers:
+        """What ends content."""
+        return markers_of(*cls.ends_content, cls.close)
 
     def push(self, text: str) -> list[Event]:
         """See `Parser`."""
@@ -226,12 +233,12 @@ class CallParser:
 
     def _begin(self, call_id: str, name: str) -> None:
         self._out.append(CallBegin(self._calls, call_id, name))
-        self._open = True
+        self._called_tool = name
 
     def _end(self) -> None:
         """The call is complete."""
         self._out.append(CallEnd(self._calls))
-        self._open = False
+        self._called_tool = ""
         self._calls += 1
         self._raw = []
         self._blank = []
@@ -239,9 +246,9 @@ class CallParser:
     def _give_up(self, more: str = "") -> bool:
         """Give up the call, as there is none after all: what was taken, and `more`, is content, less what is never
         content."""
-        if self._open:
+        if self._called_tool:
             self._out.append(CallBroken(self._calls))
-            self._open = False
+            self._called_tool = ""
             self._calls += 1
         raw, self._raw = "".join(self._raw) + more, []
         self._say(self._cleaned(raw))

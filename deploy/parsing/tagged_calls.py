@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Final
 
 from typing_extensions import override
 
+from deploy.parsing.function_calls import FunctionCalls
+from deploy.parsing.json_body import ARGUMENTS, is_wrapper
 from deploy.parsing.json_object import in_json
-from deploy.parsing.markers import markers_of
+from deploy.parsing.markers import begun_pattern, markers_of
 from deploy.parsing.parser import MakeId, Schemas
-from deploy.parsing.python_calls import PythonCalls
 from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 
 MOST_KEY: Final = 1024
@@ -27,7 +30,7 @@ class CallTail:
 
     def __init__(self, *ends: str) -> None:
         whole = "|".join(map(re.escape, ends))
-        begun = "|".join(_begun(end) for end in ends)
+        begun = "|".join(begun_pattern(end) for end in ends)
         self._whole = re.compile(rf"\n?(?:(?:{whole})\s*)+\Z")
         self._begun = re.compile(rf"\n?(?:(?:{whole})\s*)*(?:{begun})?\Z")
 
@@ -44,15 +47,7 @@ class CallTail:
         return found.start() if found is not None else len(text)
 
 
-def _begun(literal: str) -> str:
-    """A pattern for all beginnings of `literal`."""
-    pattern = ""
-    for char in reversed(literal[:-1]):
-        pattern = f"(?:{re.escape(char)}{pattern})?"
-    return pattern
-
-
-class TaggedCalls(PythonCalls):
+class TaggedCalls(FunctionCalls):
     """A subclass says what the tags are. Strings are passed on as they come, other values when they are complete.
 
     Models also write all arguments as one JSON object. A call whose end is missing is complete where another call
@@ -65,6 +60,9 @@ class TaggedCalls(PythonCalls):
     """Markers that end text within a call."""
     call_tail: ClassVar[CallTail]
     """The end of a call. Where the text ends so, the end of a value may be missing before it."""
+
+    _if_alone: Callable[[], None] | None = None
+    """Begins the argument that may hold all others, if it does not."""
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
@@ -161,6 +159,28 @@ class TaggedCalls(PythonCalls):
         self._value, self._value_tag = [], tag
         self._state = self._value_begun
 
+    def _begin_argument_or_all(
+        self, key: str, tag: str, types: frozenset[str] | None = None, is_json: bool = False
+    ) -> None:
+        """`_begin_argument`, unless the value is an object that holds all arguments."""
+        if self._arguments or key not in ARGUMENTS or not is_wrapper(key, self._schemas.get(self._name)):
+            self._begin_argument(key, tag, types, is_json)
+            return
+        self._if_alone = partial(self._begin_argument, key, tag, types, is_json)
+        self._state = self._one_or_all
+
+    def _one_or_all(self) -> bool:
+        """State before a value that may be an object with all arguments."""
+        self._skip_space()
+        if not self._rest:
+            return False
+        assert self._if_alone is not None
+        if self._rest.startswith("{"):
+            self._begin_body()
+        else:
+            self._if_alone()
+        return True
+
     def _value_begun(self) -> bool:
         """State before a value, whose tag may have been written twice."""
         if self._value_tag and self._value_tag.startswith(self._rest) and self._rest != self._value_tag:
@@ -174,8 +194,14 @@ class TaggedCalls(PythonCalls):
         if self._ends_of_value.begun(self._rest) and self._ends_of_value.at(self._rest) is None:
             return False
         end = self._ends_of_value.search(self._rest)
+        most = end.start() if end is not None else len(self._rest)
+        place, begins = self._next_argument(most) if self._rest.find("<", 0, most) >= 0 else (most, False)
+        if begins:
+            self._add(self._take(place))
+            self._end_value()
+            return True
         if end is None:
-            cut = self.call_tail.held(self._rest)
+            cut = min(place, self.call_tail.held(self._rest))
             if not self._ends_of_value.absent(self._rest):
                 cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
             self._add(self._take(cut))
@@ -185,6 +211,11 @@ class TaggedCalls(PythonCalls):
         self._take(len(end.group()))
         self._end_value()
         return True
+
+    def _next_argument(self, end: int) -> tuple[int, bool]:
+        """Return the place before `end` in `_rest` at which another argument begins, so that the value ends without
+        its tag, and True; or where one may begin if more came, else `end`, and False."""
+        return end, False
 
     def _add(self, text: str) -> None:
         """Add text to the value."""

@@ -20,6 +20,7 @@ _MILD: Final = ("auto", "default", "minimal", "low", "medium")
 """Efforts that a model without reasoning may ignore: clients send them whatever the model is."""
 _KINDS: Final[Mapping[Any, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 """Values of the field `type` of `thinking`."""
+_BUDGETS: Final = ("max_tokens", "budget_tokens", "budget")
 FIELDS: Final = (EFFORT, "reasoning", *SWITCHES, "thinking_budget", "thinking_token_budget")
 """Fields of chats that speak of it."""
 
@@ -143,9 +144,10 @@ def _with_reasoning(found: Thinking, value: object) -> Thinking:
         found = _with_switch(found, switch, "reasoning")
     if (effort := value.get("effort")) is not None:
         found = _with_effort(found, effort, "reasoning")
-    if (budget := value.get("max_tokens")) is not None:
-        found = _with_budget(found, budget, "reasoning")
-    return found
+    if value.get("exclude"):
+        raise ValueError("exclude: reasoning is always told apart from the answer; leave it unread")
+    budget = _budget_of(value)
+    return found if budget is None else _with_budget(found, budget, "reasoning")
 
 
 def _with_switch(found: Thinking, value: object, field: str) -> Thinking:
@@ -154,11 +156,16 @@ def _with_switch(found: Thinking, value: object, field: str) -> Thinking:
         if not isinstance(kind, str) or kind not in _KINDS:
             raise ValueError(f"its type should be one of {', '.join(_KINDS)}, not {str(kind)[:64]!r}")
         found = Thinking(_KINDS[kind], found.effort, found.budget, field)
-        budget = value.get("budget_tokens")
+        budget = _budget_of(value)
         return _with_budget(found, budget, field) if budget is not None and kind == "enabled" else found
     if not isinstance(value, bool):
         raise ValueError("true, false or an object with a type is expected")
     return Thinking(value, found.effort, found.budget, field)
+
+
+def _budget_of(value: Mapping[str, Any]) -> object:
+    """The bound that an object about reasoning has, by the name that one API or another gives it."""
+    return next((value[name] for name in _BUDGETS if value.get(name) is not None), None)
 
 
 def _with_budget(found: Thinking, value: object, field: str) -> Thinking:

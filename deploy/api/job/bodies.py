@@ -181,6 +181,7 @@ _RESPONSE_FORMAT: Final = {
     "type": "object",
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"], "type": "string"},
+        "schema": {"type": "object"},
         "json_schema": {
             "type": "object",
             "properties": {
@@ -290,7 +291,8 @@ class GenerationBody(SamplingFields):
     """Ids whose own log-probabilities are told at each generated token, too, behind the most probable ones, where
     log-probabilities are asked for. As in vLLM."""
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(_RESPONSE_FORMAT)] = None
-    """{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", "strict"}}."""
+    """{"type": "json_object"}, with a `schema` or without, or {"type": "json_schema", "json_schema": {"name", "schema",
+    "strict"}}."""
 
     @property
     def forms(self) -> list[str]:

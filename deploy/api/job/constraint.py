@@ -93,7 +93,11 @@ async def _form(
 def _response_format(value: dict[str, Any]) -> Grammar:
     kind = value.get("type")
     if kind == "json_object":
-        return Grammar("json")
+        if not (schema := value.get("schema")):
+            return Grammar("json")
+        if not isinstance(schema, dict):
+            raise invalid("response_format.schema: a JSON schema is expected", "response_format")
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), strict=False)
     if kind == "structural_tag":
         return Grammar("structural_tag", json.dumps(value, ensure_ascii=False))
     if kind != "json_schema":

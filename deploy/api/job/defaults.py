@@ -58,21 +58,23 @@ def read_defaults(folder: Path) -> SamplingDefaults:
 
     `do_sample: false` is a temperature of 0. Tokens that are never to come have a bias of -100.
     """
-    values = _values(folder)
+    values = {name: _whole(value) for name, value in _values(folder).items()}
     found = {name: values[name] for name in FIELDS if values.get(name) is not None}
     if values.get("do_sample") is False:
         found["temperature"] = 0.0
+    if isinstance(stop := values.get("stop_strings"), str | list):
+        values["stop_strings"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text != ""]
     for name, field in _OTHERWISE_NAMED.items():
         if values.get(name):
             found[field] = values[name]
-    if isinstance(stop := found.get("stop"), str):
-        found["stop"] = [stop]
     if never := _never(values, folder):
         found["logit_bias"] = {str(token): _NEVER_BIAS for token in never}
     try:
         validate(GenerationBody, {"model": "", **found})
     except ApiError as error:
-        raise ValueError(_wrong(folder, str(error))) from None
+        own = {field: name for name, field in _OTHERWISE_NAMED.items()}
+        field, colon, why = str(error).partition(":")
+        raise ValueError(_wrong(folder, f"{own.get(field, field)}{colon}{why}")) from None
     return found
 
 
@@ -124,6 +126,11 @@ def _values(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return values
+
+
+def _whole(value: Any) -> Any:
+    """A number as a request has it: files that programs write have whole ones with a point, as `50.0`."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def _never(values: Mapping[str, Any], folder: Path) -> list[int]:

@@ -90,6 +90,9 @@ def test_the_list_of_models_says_which_hold(port: Any) -> None:
         ({"stop_strings": "END"}, {"stop": ["END"]}),
         ({"stop_strings": ["A", "B"]}, {"stop": ["A", "B"]}),
         ({"suppress_tokens": [5, 6], "bad_words_ids": [[6], [7], [8, 9]]}, {"logit_bias": dict.fromkeys("567", -100)}),
+        ({"stop_strings": ["", "A"]}, {"stop": ["A"]}),
+        ({"stop_strings": [""]}, {}),
+        ({"top_k": 50.0, "max_new_tokens": 1e4}, {"top_k": 50, "max_tokens": 10000}),
         ({"suppress_tokens": [], "bad_words_ids": None, "stop_strings": []}, {}),
     ],
 )
@@ -192,6 +195,12 @@ def test_limits_are_for_what_a_request_asks(engine: FakeEngine) -> None:
             refused = ask(stop=["a"] * 17)
             assert refused.status_code == 400
             assert "at most 16 strings are allowed, not 17" in refused.text
+
+
+def test_an_error_names_the_field_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: max_new_tokens: "):
+        read_defaults(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ def ask(port: int, **fields: Any) -> httpx.Response:
 ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, Grammar("json")),
+    ({"response_format": {"type": "json_object", "schema": {}}}, Grammar("json")),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        Grammar("json_schema", json.dumps(SCHEMA), False),
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
         Grammar("json_schema", json.dumps(SCHEMA), True),

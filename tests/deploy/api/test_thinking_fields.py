@@ -191,6 +191,8 @@ def test_a_model_that_does_not_think_takes_what_clients_send_by_themselves() -> 
         {"reasoning": {"effort": ["high"]}},
         {"reasoning": {"enabled": "yes"}},
         {"reasoning": {"max_tokens": 0}},
+        {"reasoning": {"effort": "high", "exclude": True}},
+        {"thinking": {"type": "enabled", "budget": "high"}},
         {"thinking": {"type": "sometimes"}},
         {"thinking": {}},
         {"thinking": "on"},
@@ -214,6 +216,8 @@ def test_values_that_nobody_knows_are_refused_by_name(fields: dict[str, Any]) ->
         {"thinking_token_budget": 9},
         {"thinking": {"type": "enabled", "budget_tokens": 9}},
         {"reasoning": {"max_tokens": 9}},
+        {"reasoning": {"budget_tokens": 9}},
+        {"thinking": {"type": "enabled", "budget": 9}},
     ],
 )
 def test_every_bound_of_the_reasoning_is_one(fields: dict[str, Any]) -> None:

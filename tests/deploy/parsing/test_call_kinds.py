@@ -652,3 +652,107 @@ def test_schemas_that_say_nothing_allow_everything() -> None:
 )
 def test_what_is_no_json_value_in_python_either_stays_a_string(text: str) -> None:
     assert json.loads(as_json(text, types_of({"type": ["array", "object", "integer", "null"]}))) == text
+
+
+QWEN = [
+    "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>",
+    "<function=get_weather><parameter=city>Oslo</parameter></function>",
+    '<function name="get_weather">\n<parameter name="city">Oslo</parameter>\n</function>',
+    "<function=get_weather>\n<parameter=city>\nOslo\n</function>",
+    "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n",
+]
+
+
+@pytest.mark.parametrize("name", ["glm", "hermes"])
+@pytest.mark.parametrize("written", QWEN)
+def test_calls_as_qwen_s_coders_write_them(name: str, written: str) -> None:
+    call = f"<tool_call>\n{written}\n</tool_call>"
+    check(name, f"Hm. {call}\n{call}", "Hm.", [OSLO, OSLO])
+    check(name, f"<tool_call>{written}", "", [OSLO])
+
+
+@pytest.mark.parametrize("name", ["glm", "hermes"])
+def test_arguments_of_qwen_s_calls_have_their_types(name: str) -> None:
+    code = "if a < b:\n    print('<parameter=x>', \"</p\")\n"
+    text = (
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n"
+        f'<parameter=places>\n[{{"a": 1}}]\n<parameter=note>\n{code}\n</parameter>\n</function>\n</tool_call>'
+    )
+    check(name, text, "", [("get_weather", {"days": 3, "exact": True, "places": [{"a": 1}], "note": code})])
+    check(name, "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW])
+    answer = found(events_of(parser(name), ["<tool_call><function=other><parameter=a>1</parameter></function>"]))
+    assert (answer.calls, "other" in answer.content) == ([], True)
+
+
+@pytest.mark.parametrize("breaks", ["", "\n"])
+def test_a_value_of_glm_ends_where_the_next_argument_begins(breaks: str) -> None:
+    def call(*arguments: str) -> str:
+        return f"<tool_call>get_weather{breaks}{breaks.join(arguments)}</tool_call>"
+
+    days = f"<arg_key>days</arg_key>{breaks}<arg_value>3</arg_value>"
+    note = f"<arg_key>note</arg_key>{breaks}<arg_value>a"
+    both = ("get_weather", {"city": "Oslo", "days": 3})
+    check("glm", call(f"<arg_key>city</arg_key>{breaks}<arg_value>Oslo", days), "", [both])
+    check("glm", call(days.removesuffix("</arg_value>"), f"{note}</arg_value>"), "", [
+        ("get_weather", {"days": 3, "note": "a"})
+    ])  # fmt: skip
+    for code in ("<arg_key>", "<arg_key>city</arg_key> b", "<arg_key>b</arg_key><arg_value>c", "<arg_k", "\n<a\n<"):
+        check("glm", call(f"{note}{code}</arg_value>", days), "", [("get_weather", {"note": f"a{code}", "days": 3})])
+
+
+INVOKED = [
+    '>\n<｜DSML｜arg name="city" string="true">Oslo</｜DSML｜arg>\n</｜DSML｜invoke>',
+    '>\n<｜DSML｜argument name="city">Oslo</｜DSML｜argument>\n</｜DSML｜invoke>',
+    ' city="Oslo">\n</｜DSML｜invoke>',
+    ' city="Oslo"/>',
+    """ arguments='{"city": "Oslo"}'>\n</｜DSML｜invoke>""",
+    '>\n<｜DSML｜parameter name="arguments" string="false">{"city": "Oslo"}</｜DSML｜parameter>\n</｜DSML｜invoke>',
+]
+
+
+@pytest.mark.parametrize("written", INVOKED)
+def test_arguments_of_deepseek_v32_that_stand_elsewhere(written: str) -> None:
+    text = f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather"{written}\n</｜DSML｜function_calls>'
+    check("deepseek_v32", text, "", [OSLO])
+
+
+def test_attributes_of_deepseek_v32_have_their_types() -> None:
+    text = '<｜DSML｜invoke name="get_weather" id="1" days="3" city="4">\n<｜DSML｜parameter name="exact">true'
+    text += "</｜DSML｜parameter>\n</｜DSML｜invoke>"
+    check("deepseek_v32", text, "", [("get_weather", {"days": 3, "city": "4", "exact": True})])
+
+
+WRAPPED = ['{"arguments": {"city": "Oslo"}}', '{ "parameters" :\n{"city": "Oslo"} }',
+           '{"name": "get_weather", "arguments": {"city": "Oslo"}}',
+           '{"arguments": "{\\"city\\": \\"Oslo\\"}"}']  # fmt: skip
+BEHIND_HEADS = {
+    "kimi_k2": spelled("<<[functions.get_weather:0|{}]>>", KIMI),
+    "deepseek_v31": spelled("<<[get_weather|{}]>>", DEEPSEEK),
+    "deepseek_v3": spelled("<<[function|get_weather\n```json\n{}\n```]>>", DEEPSEEK),
+    "mistral": "[TOOL_CALLS]get_weather[ARGS]{}",
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>',
+    "glm": "<tool_call>get_weather\n{}\n</tool_call>",
+    "deepseek_v32": '<｜DSML｜invoke name="get_weather">\n{}\n</｜DSML｜invoke>',
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_HEADS)
+@pytest.mark.parametrize("written", WRAPPED)
+def test_arguments_within_an_object_of_their_own(name: str, written: str) -> None:
+    check(name, BEHIND_HEADS[name].replace("{}", written, 1), "", [OSLO])
+
+
+@pytest.mark.parametrize("schema", [
+    {}, {"properties": {"arguments": {}}}, {"properties": {}, "additionalProperties": True},
+    {"properties": {"a": {}}, "anyOf": [{"required": ["arguments"]}]},
+])  # fmt: skip
+@pytest.mark.parametrize("name", BEHIND_HEADS)
+def test_an_argument_that_may_be_one_of_the_tool_s_is_no_such_object(name: str, schema: dict[str, Any]) -> None:
+    one = TOOL_PARSERS[name]({"get_weather": schema}, lambda: "id")
+    text = BEHIND_HEADS[name].replace("{}", WRAPPED[0], 1)
+    assert found(events_of(AnswerParser(None, one), [text])).calls == [("get_weather", {"arguments": OSLO[1]})]
+
+
+def test_an_argument_of_such_a_name_that_holds_no_object_is_one() -> None:
+    text = "<tool_call>get_weather<arg_key>input</arg_key><arg_value>Oslo</arg_value></tool_call>"
+    check("glm", text, "", [("get_weather", {"input": "Oslo"})])
