@@ -31,7 +31,7 @@ class ScriptedClient:
     def __init__(self, dies_after: int) -> None:
         self.info, self.stats, self.selftest = INFO, EngineStats(), None
         self.fault: str | None = None
-        self.died_of_an_error = False
+        self.died_of_an_error = self.fault_is_lasting = False
         self.on_fault: list[Callable[[str], None]] = []
         self.on_charges: list[Any] = []
         self.asked: list[Request] = []
