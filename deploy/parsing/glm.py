@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from typing import ClassVar
 
 from typing_extensions import override
@@ -26,7 +25,6 @@ from deploy.parsing.call_grammar import (
     together,
     within_text,
 )
-from deploy.parsing.markers import begun_pattern
 from deploy.parsing.parser import MOST_NAME, is_name, known_name
 from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
@@ -38,15 +36,6 @@ _NOT_BLANK = re.compile(r"\S").search
 _TAG_BEGUN = re.compile("<").search
 _BREAK = optional(text("\n"))
 """The line break that the older templates have."""
-
-
-@cache
-def _argument_patterns(key: str, key_end: str, value: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns of an argument's name between its tags with the tag of its value, and of what may become that."""
-    named = rf"\n?{re.escape(key)}\s*(?P<key>[^<]+?)\s*{re.escape(key_end)}\s*"
-    rest = rf"[^<]*(?:<{begun_pattern(key_end[1:])}|{re.escape(key_end)}\s*{begun_pattern(value)})?"
-    begun = rf"\n?(?:<{begun_pattern(key[1:])}|{re.escape(key)}{rest})\Z"
-    return re.compile(f"{named}{re.escape(value)}"), re.compile(begun)
 
 
 class GlmCalls(TaggedCalls):
@@ -190,17 +179,6 @@ class GlmCalls(TaggedCalls):
             self._state = self._in_key
             return True
         return self._begin_aside()
-
-    @override
-    def _next_argument(self, end: int) -> tuple[int, bool]:
-        """Another argument of the tool's, with all its tags: code about such tags is a value, too."""
-        whole, begun = _argument_patterns(self.key, self.key_end, self.value)
-        known = properties_of(self._schemas.get(self._name)) or ()
-        for found in whole.finditer(self._rest, 0, end):
-            if found["key"] in known:
-                return found.start(), True
-        held = begun.search(self._rest, max(0, len(self._rest) - MOST_KEY)) if end == len(self._rest) else None
-        return (held.start() if held is not None else end), False
 
     def _in_key(self) -> bool:
         """An argument's name, and the tags between it and the value, one of which may be missing."""

@@ -194,14 +194,8 @@ class TaggedCalls(FunctionCalls):
         if self._ends_of_value.begun(self._rest) and self._ends_of_value.at(self._rest) is None:
             return False
         end = self._ends_of_value.search(self._rest)
-        most = end.start() if end is not None else len(self._rest)
-        place, begins = self._next_argument(most) if self._rest.find("<", 0, most) >= 0 else (most, False)
-        if begins:
-            self._add(self._take(place))
-            self._end_value()
-            return True
         if end is None:
-            cut = min(place, self.call_tail.held(self._rest))
+            cut = self.call_tail.held(self._rest)
             if not self._ends_of_value.absent(self._rest):
                 cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
             self._add(self._take(cut))
@@ -211,11 +205,6 @@ class TaggedCalls(FunctionCalls):
         self._take(len(end.group()))
         self._end_value()
         return True
-
-    def _next_argument(self, end: int) -> tuple[int, bool]:
-        """Return the place before `end` in `_rest` at which another argument begins, so that the value ends without
-        its tag, and True; or where one may begin if more came, else `end`, and False."""
-        return end, False
 
     def _add(self, text: str) -> None:
         """Add text to the value."""

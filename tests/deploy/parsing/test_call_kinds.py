@@ -684,20 +684,12 @@ def test_arguments_of_qwen_s_calls_have_their_types(name: str) -> None:
     assert (answer.calls, "other" in answer.content) == ([], True)
 
 
-@pytest.mark.parametrize("breaks", ["", "\n"])
-def test_a_value_of_glm_ends_where_the_next_argument_begins(breaks: str) -> None:
-    def call(*arguments: str) -> str:
-        return f"<tool_call>get_weather{breaks}{breaks.join(arguments)}</tool_call>"
-
-    days = f"<arg_key>days</arg_key>{breaks}<arg_value>3</arg_value>"
-    note = f"<arg_key>note</arg_key>{breaks}<arg_value>a"
-    both = ("get_weather", {"city": "Oslo", "days": 3})
-    check("glm", call(f"<arg_key>city</arg_key>{breaks}<arg_value>Oslo", days), "", [both])
-    check("glm", call(days.removesuffix("</arg_value>"), f"{note}</arg_value>"), "", [
-        ("get_weather", {"days": 3, "note": "a"})
-    ])  # fmt: skip
-    for code in ("<arg_key>", "<arg_key>city</arg_key> b", "<arg_key>b</arg_key><arg_value>c", "<arg_k", "\n<a\n<"):
-        check("glm", call(f"{note}{code}</arg_value>", days), "", [("get_weather", {"note": f"a{code}", "days": 3})])
+@pytest.mark.parametrize("code", ["<arg_key>", "<arg_key>days</arg_key><arg_value>c", "<arg_k", "\n<a\n<"])
+def test_a_value_of_glm_may_be_about_its_tags(code: str) -> None:
+    """A value ends at the tag for that, whatever stands before it: a grammar allows all of it."""
+    days, note = "<arg_key>days</arg_key><arg_value>3</arg_value>", f"<arg_key>note</arg_key><arg_value>a{code}"
+    text = f"<tool_call>get_weather{note}</arg_value>{days}</tool_call>"
+    check("glm", text, "", [("get_weather", {"note": f"a{code}", "days": 3})])
 
 
 INVOKED = [

@@ -33,7 +33,7 @@ def logits(folder: Path, group: Group) -> Tensor:
     """Logits of 150 tokens, fed in three chunks."""
     model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=256)
     assert isinstance(model, CompressedModel)
-    cache = PagedCache.allocate(model.caches, 4, CPU, model.rings(1), 1)
+    cache = PagedCache.allocate(model.caches, 4, CPU, rings=model.rings(1), slots=1)
     token_T = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(2))
     found, start = [], 0
     for own_T in token_T.split([61, 3, 86]):

@@ -81,7 +81,7 @@ def case(kind: str) -> Case:
 
 def poisoned(model: CompressedModel, width: int = WIDTH) -> list[LayerCaches]:
     """Caches full of NaN: what is read before it is written shows."""
-    cache = PagedCache.allocate(model.caches, 12, torch.device("cpu"), model.rings(width), SLOTS)
+    cache = PagedCache.allocate(model.caches, 12, torch.device("cpu"), rings=model.rings(width), slots=SLOTS)
     for tensor in [*cache.layers, *cache.rings]:
         tensor.fill_(torch.nan)
     return model.caches_of(cache)
