@@ -234,16 +234,20 @@ def dies(*_: Any) -> None:
 worker_main = launch._worker_main
 
 
-def one_rank_dies(settings: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
+def one_rank_dies(
+    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, parent: Connection
+) -> None:
     if rank == 1:
         os._exit(3)
-    worker_main(settings, rank, keeper, parent)
+    worker_main(settings, rank, keeper, waiting, parent)
 
 
-def one_rank_aborts(settings: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
+def one_rank_aborts(
+    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, parent: Connection
+) -> None:
     if rank == 1:
         os.abort()
-    worker_main(settings, rank, keeper, parent)
+    worker_main(settings, rank, keeper, waiting, parent)
 
 
 def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) -> None:
