@@ -6,7 +6,7 @@ Shape legend: X experts (or none), N output features, K input features, B rows o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -66,20 +66,23 @@ class BlockScaled:
 
 
 @dataclass(frozen=True)
-class GroupScaled:
-    """INT4 with a scale for every 32 input features of a row, as compressed-tensors packs it:
-    w[n, k] = (nibble[n, k] - 8) * scales[n, k // 32]."""
+class _InGroups:
+    """Numbers with a scale for every 32 input features of a row."""
 
     data: Tensor
-    """uint8 [N, K / 2] or [X, N, K / 2], contiguous: two nibbles per byte, the lower one for the even feature."""
+    """[N, K] or [X, N, K], contiguous; K / 2 where there are two numbers in a byte."""
     scales: Tensor
-    """bf16 [N, G] or [X, N, G], contiguous."""
+    """[N, G] or [X, N, G], contiguous."""
+    dtypes: ClassVar[tuple[torch.dtype, torch.dtype]]
+    """Of data and of scales."""
+    packed: ClassVar[int] = 2
+    """Numbers of an element, the lowest for the first feature."""
 
     def __post_init__(self) -> None:
-        features = 2 * self.data.shape[-1]
-        groups = (*self.data.shape[:-1], features // GROUP)
-        if self.data.dtype != torch.uint8 or self.scales.dtype != torch.bfloat16:
-            raise ValueError(f"data is uint8 and scales bf16, not {self.data.dtype} and {self.scales.dtype}")
+        *outer, features = self.shape
+        found, groups = (self.data.dtype, self.scales.dtype), (*outer, features // GROUP)
+        if found != self.dtypes:
+            raise ValueError(f"data is {self.dtypes[0]} and scales {self.dtypes[1]}, not {found[0]} and {found[1]}")
         if features % GROUP or tuple(self.scales.shape) != groups:
             raise ValueError(f"{features} features in groups of {GROUP} have scales {groups}, not {self.scales.shape}")
         if not self.data.is_contiguous() or not self.scales.is_contiguous():
@@ -88,16 +91,24 @@ class GroupScaled:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix."""
-        return (*self.data.shape[:-1], 2 * self.data.shape[-1])
+        return (*self.data.shape[:-1], self.packed * self.data.shape[-1])
 
     @property
     def device(self) -> torch.device:
         """Device of the matrix."""
         return self.data.device
 
-    def __getitem__(self, expert: int) -> GroupScaled:
+    def __getitem__(self, expert: int) -> Self:
         """The matrix of an expert."""
-        return GroupScaled(self.data[expert], self.scales[expert])
+        return type(self)(self.data[expert], self.scales[expert])
+
+
+@dataclass(frozen=True)
+class GroupScaled(_InGroups):
+    """INT4 with a scale in bf16 for every 32 input features of a row, as compressed-tensors packs it, in uint8:
+    w[n, k] = (nibble[n, k] - 8) * scales[n, k // 32]."""
+
+    dtypes: ClassVar = (torch.uint8, torch.bfloat16)
 
     def float(self) -> Tensor:
         """The matrix in fp32, exactly."""
@@ -106,38 +117,13 @@ class GroupScaled:
 
 
 @dataclass(frozen=True)
-class MicroScaled:
-    """MXFP8 (OCP Microscaling Formats, 2023): FP8 (e4m3) with a scale for every 32 input features of a row, which is a
-    power of 2: w[n, k] = data[n, k] * 2^(scales[n, k // 32] - 127)."""
+class MicroScaled(_InGroups):
+    """MXFP8 (OCP Microscaling Formats, 2023): FP8 (e4m3) with a scale for every 32 input features of a row, a byte that
+    is an exponent of 2 (E8M0): w[n, k] = data[n, k] * 2^(scales[n, k // 32] - 127). The least, 0, counts as a factor of
+    0."""
 
-    data: Tensor
-    """float8_e4m3fn [N, K] or [X, N, K], contiguous."""
-    scales: Tensor
-    """uint8 [N, G] or [X, N, G], contiguous: exponents (E8M0). The least, 0, counts as a factor of 0."""
-
-    def __post_init__(self) -> None:
-        features = self.data.shape[-1]
-        groups = (*self.data.shape[:-1], features // GROUP)
-        if self.data.dtype != torch.float8_e4m3fn or self.scales.dtype != torch.uint8:
-            raise ValueError(f"data is float8_e4m3fn and scales uint8, not {self.data.dtype} and {self.scales.dtype}")
-        if features % GROUP or tuple(self.scales.shape) != groups:
-            raise ValueError(f"{features} features in groups of {GROUP} have scales {groups}, not {self.scales.shape}")
-        if not self.data.is_contiguous() or not self.scales.is_contiguous():
-            raise ValueError("data and scales are contiguous")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-        return tuple(self.data.shape)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the matrix."""
-        return self.data.device
-
-    def __getitem__(self, expert: int) -> MicroScaled:
-        """The matrix of an expert."""
-        return MicroScaled(self.data[expert], self.scales[expert])
+    dtypes: ClassVar = (torch.float8_e4m3fn, torch.uint8)
+    packed: ClassVar = 1
 
     def float(self) -> Tensor:
         """The matrix in fp32, exactly."""
@@ -145,38 +131,11 @@ class MicroScaled:
 
 
 @dataclass(frozen=True)
-class MicroScaled4:
-    """MXFP4 (OCP Microscaling Formats, 2023): FP4 (E2M1) with a scale for every 32 input features of a row, which is a
-    power of 2: w[n, k] = number[n, k] * 2^(scales[n, k // 32] - 127). Kernels dequantize it; none multiplies it yet."""
+class MicroScaled4(_InGroups):
+    """MXFP4: as `MicroScaled`, with FP4 (E2M1), two numbers per byte in uint8. Kernels dequantize it; none multiplies
+    it yet."""
 
-    data: Tensor
-    """uint8 [N, K / 2] or [X, N, K / 2], contiguous: two numbers per byte, the lower half for the even feature."""
-    scales: Tensor
-    """uint8 [N, G] or [X, N, G], contiguous: exponents (E8M0). The least, 0, counts as a factor of 0."""
-
-    def __post_init__(self) -> None:
-        features = 2 * self.data.shape[-1]
-        groups = (*self.data.shape[:-1], features // GROUP)
-        if self.data.dtype != torch.uint8 or self.scales.dtype != torch.uint8:
-            raise ValueError(f"data and scales are uint8, not {self.data.dtype} and {self.scales.dtype}")
-        if features % GROUP or tuple(self.scales.shape) != groups:
-            raise ValueError(f"{features} features in groups of {GROUP} have scales {groups}, not {self.scales.shape}")
-        if not self.data.is_contiguous() or not self.scales.is_contiguous():
-            raise ValueError("data and scales are contiguous")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-        return (*self.data.shape[:-1], 2 * self.data.shape[-1])
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the matrix."""
-        return self.data.device
-
-    def __getitem__(self, expert: int) -> MicroScaled4:
-        """The matrix of an expert."""
-        return MicroScaled4(self.data[expert], self.scales[expert])
+    dtypes: ClassVar = (torch.uint8, torch.uint8)
 
     def float(self) -> Tensor:
         """The matrix in fp32, exactly."""

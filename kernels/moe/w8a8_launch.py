@@ -19,8 +19,8 @@ from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspa
 from kernels.quantize import launch_quantize
 
 MOST_UNCLAIMED: Final = 256
-"""Most tokens whose programs do not claim items of `down`. Of an eighth of DeepSeek-V3 and 16 tokens it takes 53 us so,
-and 58 with claims; of 64 tokens 113 and 123 (one H200, `bench/share.py --layers 8 --timeline`)."""
+"""Most tokens whose programs do not claim items of `down`. Of an eighth of DeepSeek-V3 and 16 tokens it takes 52 us so,
+and 58 with claims; of 64 tokens 108 and 123 (one H200, `bench/share.py --layers 8 --timeline`)."""
 
 
 def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:

@@ -46,8 +46,8 @@ from workers.weights.weight import Formats, Weight
 MOST_DEPENDENT: Final = 512
 """Most tokens whose kernels of ours are launched dependently."""
 MIN_TOKENS_PARTS: Final = 9
-"""Fewest tokens whose router's sums are spread; the weights of fewer are streamed. Of 9 to 16 cuBLAS's kernels take
-5.3 + 2.0 us where these take 4.6 (256 x 7168 weights on one H200, in `bench/share.py --layers 8 --timeline`)."""
+"""Fewest tokens whose router's sums are spread; the weights of fewer are streamed. Of 16 cuBLAS's two kernels
+take 7.3 us where this one takes 3.9 (256 x 7168 weights on one H200, `bench/share.py --layers 8 --timeline`)."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
 MIN_TOKENS_W8A8: Final = 9

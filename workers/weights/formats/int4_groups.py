@@ -7,23 +7,21 @@ Shape legend: N output features, K input features, G = K / 32 groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
-from workers.weights.formats.format import Block, Format, Kept, StoredPart, check_scales, differences
-from workers.weights.wanted import Shape, Wanted
+from workers.weights.formats.format import Block, StoredPart, differences
+from workers.weights.formats.grouped import GROUP, Grouped
+from workers.weights.wanted import Wanted
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kernels.matrix import Matrix
-    from workers.parallel.mesh import Mesh
-    from workers.weights.part import Part
 
-GROUP: Final = 32
-"""Input features of a row that share a scale."""
 WORD: Final = 8
 """Numbers in an int32."""
 INT4_PACKED: Final = "_packed"
@@ -39,7 +37,7 @@ _PUBLISHED: Final = re.compile(r"\.experts\.\d+\.\w+_proj\.weight$")
 _NOTHING: Final[tuple[Any, ...]] = (None, {}, [])
 
 
-class Int4Groups(Format):
+class Int4Groups(Grouped):
     """Two numbers per byte, [.., N, K / 2], the low half the even input feature, stored with 8 added; 32 neighbouring
     input features of a row share a bf16 scale, [.., N, K / 32]."""
 
@@ -52,6 +50,13 @@ class Int4Groups(Format):
     most_few: ClassVar = MOST_WITH_INT4
     clamps: ClassVar = False
     experts_alone: ClassVar = True
+    packed: ClassVar = 2
+
+    @override
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        import torch
+
+        return torch.uint8, torch.bfloat16
 
     @override
     def difference(self, given: Mapping[str, Any]) -> str:
@@ -108,26 +113,6 @@ class Int4Groups(Format):
         return _numbers(data, scales)[:, begin : begin + part.columns.stop - part.columns.start]
 
     @override
-    def kept(self, stacks: Sequence[Sequence[Part]], mesh: Mesh) -> Kept:
-        from workers.weights.part import sharing
-
-        for part in (part for parts in stacks for part in parts):
-            _, columns = part.index(mesh)
-            if part.steps(mesh)[1] % GROUP or (columns.stop - columns.start) % GROUP:
-                ranks = sharing(stacks, mesh)
-                return Kept(note=f"on {ranks} ranks a share's columns begin or end inside of a group of {GROUP}")
-        return Kept()
-
-    @override
-    def room(
-        self, outer: Shape, rows: int, columns: int, block: Block, empty: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        import torch
-
-        data = empty(*outer, rows, columns // 2, dtype=torch.uint8)
-        return data, empty(*outer, rows, columns // GROUP, dtype=torch.bfloat16)
-
-    @override
     def data(self, part: StoredPart) -> Tensor:
         """The words are little-endian, so that their bytes are in order."""
         return _words(part, slice(part.columns.start // WORD, -(-part.columns.stop // WORD)))
@@ -144,22 +129,6 @@ class Int4Groups(Format):
                 "too large for the fp16 in which GPUs multiply them"
             )
         return scales
-
-    @override
-    def check(self, data: Tensor, scales: Tensor | None, block: Block) -> None:
-        import torch
-
-        if block is not None:
-            raise ValueError("INT4 weights have groups of input features, no blocks")
-        *rows, columns = self.shape(data)
-        if columns % GROUP:
-            raise ValueError(f"{self.name}: scales are of whole groups of {GROUP}, not of {columns} columns")
-        check_scales(self, data, scales, (*rows, columns // GROUP), (torch.uint8, torch.bfloat16))
-
-    @override
-    def shape(self, data: Tensor) -> Shape:
-        *outer, last = data.shape
-        return (*outer, 2 * last)
 
     @override
     def matrix(self, data: Tensor, scales: Tensor | None, block: Block) -> Matrix:

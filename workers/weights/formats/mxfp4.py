@@ -7,36 +7,39 @@ Shape legend: N output features, K input features, G = K / 32 groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from typing_extensions import override
 
-from workers.weights.formats.format import Block, Format, Kept, StoredPart, check_scales
-from workers.weights.wanted import MX_SCALES, Shape, Wanted
+from workers.weights.formats.format import Block, StoredPart
+from workers.weights.formats.grouped import GROUP, MicroScaling
+from workers.weights.wanted import MX_SCALES, Wanted
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kernels.matrix import Matrix
-    from workers.parallel.mesh import Mesh
-    from workers.weights.part import Part
 
-GROUP: Final = 32
-"""Input features of a row that share a scale."""
 _BYTES: Final = ("I8", "U8")
 _SCALES: Final = ("F8_E8M0",)
-_NAN: Final = 0xFF
-"""The byte that is no scale."""
 
 
-class Mxfp4(Format):
+class Mxfp4(MicroScaling):
     """Two numbers per byte, uint8 [.., N, K / 2]; 32 neighbouring input features of a row share a scale, uint8
     [.., N, K / 32]. No quantization_config says so: a checkpoint whose other matrices are in FP8 has its experts so."""
 
     name: ClassVar = "MXFP4"
     suffixes: ClassVar = {"": "I8", MX_SCALES: "F8_E8M0"}
     clamps: ClassVar = False
+    packed: ClassVar = 2
+
+    @override
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        import torch
+
+        return torch.uint8, torch.uint8
 
     @override
     def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:
@@ -65,59 +68,8 @@ class Mxfp4(Format):
         return _numbers(data, scales)[:, begin : begin + part.columns.stop - part.columns.start]
 
     @override
-    def kept(self, stacks: Sequence[Sequence[Part]], mesh: Mesh) -> Kept:
-        from workers.weights.part import sharing
-
-        for part in (part for parts in stacks for part in parts):
-            _, columns = part.index(mesh)
-            if part.steps(mesh)[1] % GROUP or (columns.stop - columns.start) % GROUP:
-                ranks = sharing(stacks, mesh)
-                return Kept(note=f"on {ranks} ranks a share's columns begin or end inside of a group of {GROUP}")
-        return Kept()
-
-    @override
-    def room(
-        self, outer: Shape, rows: int, columns: int, block: Block, empty: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        import torch
-
-        data = empty(*outer, rows, columns // 2, dtype=torch.uint8)
-        return data, empty(*outer, rows, columns // GROUP, dtype=torch.uint8)
-
-    @override
     def data(self, part: StoredPart) -> Tensor:
         return _packed(part, slice(part.columns.start // 2, -(-part.columns.stop // 2)))
-
-    @override
-    def scales(self, part: StoredPart, block: Block) -> Tensor:
-        """The groups that this part has a number of."""
-        import torch
-
-        from workers.weights.checkpoint import WeightsError
-
-        groups = slice(part.columns.start // GROUP, -(-part.columns.stop // GROUP))
-        byte = part.files.read(part.name + MX_SCALES, (part.rows, groups)).view(torch.uint8)
-        if byte.numel() and int(byte.max()) == _NAN:
-            raise WeightsError(
-                f"{part.name}{MX_SCALES} has scales that are NaN; scales are numbers. Is the download complete?"
-            )
-        return byte
-
-    @override
-    def check(self, data: Tensor, scales: Tensor | None, block: Block) -> None:
-        import torch
-
-        if block is not None:
-            raise ValueError("MXFP4 weights have groups of input features, no blocks")
-        *rows, columns = self.shape(data)
-        if columns % GROUP:
-            raise ValueError(f"{self.name}: scales are of whole groups of {GROUP}, not of {columns} columns")
-        check_scales(self, data, scales, (*rows, columns // GROUP), (torch.uint8, torch.uint8))
-
-    @override
-    def shape(self, data: Tensor) -> Shape:
-        *outer, last = data.shape
-        return (*outer, 2 * last)
 
     @override
     def matrix(self, data: Tensor, scales: Tensor | None, block: Block) -> Matrix:

@@ -7,37 +7,39 @@ Shape legend: N output features, K input features, G = K / 32 groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
-from workers.weights.formats.format import Block, Format, Kept, StoredPart, check_scales, differences
+from workers.weights.formats.format import Block, StoredPart, differences
 from workers.weights.formats.fp8_blocks import e4m3_of
-from workers.weights.wanted import FP8_DTYPE, MX_DTYPES, MX_SCALES, Shape, Wanted
+from workers.weights.formats.grouped import GROUP, MicroScaling
+from workers.weights.wanted import FP8_DTYPE, MX_DTYPES, MX_SCALES, Wanted
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kernels.matrix import Matrix
-    from workers.parallel.mesh import Mesh
-    from workers.weights.part import Part
 
-GROUP: Final = 32
-"""Input features of a row that share a scale."""
-_NAN: Final = 0xFF
-"""The byte that is no scale."""
 _PUBLISHED: Final = re.compile(r"(?<!\.eh)(?<!\.weights)_proj(_with_mqa)?\.weight$")
 """Every projection but that of the draft layer's inputs and of an indexer's weights."""
 
 
-class Mxfp8(Format):
+class Mxfp8(MicroScaling):
     """e4m3 numbers [.., N, K]; 32 neighbouring input features of a row share a scale, uint8 [.., N, K / 32]."""
 
     name: ClassVar = "MXFP8"
     method: ClassVar = "modelopt"
     published: ClassVar = "MXFP8 (e4m3 in groups of 32 with scales in E8M0), as modelopt stores it"
     suffixes: ClassVar = {"": FP8_DTYPE, MX_SCALES: "U8"}
+
+    @override
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        import torch
+
+        return torch.float8_e4m3fn, torch.uint8
 
     @override
     def difference(self, given: Mapping[str, Any]) -> str:
@@ -76,54 +78,8 @@ class Mxfp8(Format):
         return data.float() * e8m0(scales).index_select(-1, group_K)
 
     @override
-    def kept(self, stacks: Sequence[Sequence[Part]], mesh: Mesh) -> Kept:
-        from workers.weights.part import sharing
-
-        for part in (part for parts in stacks for part in parts):
-            _, columns = part.index(mesh)
-            if part.steps(mesh)[1] % GROUP or (columns.stop - columns.start) % GROUP:
-                ranks = sharing(stacks, mesh)
-                return Kept(note=f"on {ranks} ranks a share's columns begin or end inside of a group of {GROUP}")
-        return Kept()
-
-    @override
-    def room(
-        self, outer: Shape, rows: int, columns: int, block: Block, empty: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        import torch
-
-        data = empty(*outer, rows, columns, dtype=torch.float8_e4m3fn)
-        return data, empty(*outer, rows, columns // GROUP, dtype=torch.uint8)
-
-    @override
     def data(self, part: StoredPart) -> Tensor:
         return e4m3_of(part)
-
-    @override
-    def scales(self, part: StoredPart, block: Block) -> Tensor:
-        """The groups that this part has a number of."""
-        import torch
-
-        from workers.weights.checkpoint import WeightsError
-
-        groups = slice(part.columns.start // GROUP, -(-part.columns.stop // GROUP))
-        byte = part.files.read(part.name + MX_SCALES, (part.rows, groups)).view(torch.uint8)
-        if byte.numel() and int(byte.max()) == _NAN:
-            raise WeightsError(
-                f"{part.name}{MX_SCALES} has scales that are NaN; scales are numbers. Is the download complete?"
-            )
-        return byte
-
-    @override
-    def check(self, data: Tensor, scales: Tensor | None, block: Block) -> None:
-        import torch
-
-        if block is not None:
-            raise ValueError("MXFP8 weights have groups of input features, no blocks")
-        *rows, columns = data.shape
-        if columns % GROUP:
-            raise ValueError(f"{self.name}: scales are of whole groups of {GROUP}, not of {columns} columns")
-        check_scales(self, data, scales, (*rows, columns // GROUP), (torch.float8_e4m3fn, torch.uint8))
 
     @override
     def matrix(self, data: Tensor, scales: Tensor | None, block: Block) -> Matrix:
