@@ -219,7 +219,7 @@ async def test_nothing_outlives_a_killed_parent(folder: Path, connected: bool) -
     assert len(pids) == 2
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60  # they may still be importing, on a busy machine
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
