@@ -72,20 +72,25 @@ class Bench:
     def __init__(self, folder: Path, kind: str = "v3", ranks: Ranks | None = None, **overrides: Any) -> None:
         """`kind`, `overrides`: see `write_tiny`. `ranks`: on which engines run; None: they have one."""
         self.ranks = ranks
-        self.folder = write_tiny(folder, kind, seed=3, num_hidden_layers=2, vocab_size=VOCAB, **overrides)
-        tensors = load_file(self.folder / "model.safetensors")
-        tensors["model.embed_tokens.weight"][POISON] = torch.nan
-        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+        self.folder, self.drafts = self._written(folder, kind, overrides)
         self.reference = Reference(self.folder, MAX_CONTEXT)
         write_tokenizer(self.folder)
-        self.drafts = {
-            kind: write_draft(folder / kind, kind, hidden_size=48, vocab_size=VOCAB, **values)
-            for kind, values in DRAFT_MODELS.items()
-        }
         self._grammars: Any = None
         self._records: dict[str, int] = {}
         """Bytes of a page of all caches, by what drafts."""
         self._disks = count()
+
+    def _written(self, folder: Path, kind: str, overrides: dict[str, Any]) -> tuple[Path, dict[str, Path]]:
+        """The folder of the model, in which token `POISON` is not finite, and those of its draft models by kind."""
+        model = write_tiny(folder, kind, seed=3, num_hidden_layers=2, vocab_size=VOCAB, **overrides)
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.embed_tokens.weight"][POISON] = torch.nan
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        drafts = {
+            kind: write_draft(folder / kind, kind, hidden_size=48, vocab_size=VOCAB, **values)
+            for kind, values in DRAFT_MODELS.items()
+        }
+        return model, drafts
 
     @property
     def size(self) -> int:

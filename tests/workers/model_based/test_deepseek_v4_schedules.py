@@ -5,7 +5,6 @@ it is taken for one that is."""
 from __future__ import annotations
 
 import dataclasses
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from typing_extensions import override
 from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from tests.workers.model_based.drive import Bench
-from tests.workers.model_based.grammars import write_tokenizer
-from tests.workers.model_based.reference_engine import Reference
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Schedule
 from tests.workers.model_based.soak import soak
 from workers.families.deepseek_v4 import DeepseekV4
@@ -33,15 +30,13 @@ class CompressedBench(Bench):
     """A tiny model with layers of every kind. Its indexers select all entries: which of nearly equal ones they would
     select, rounding decides."""
 
-    def __init__(self, folder: Path) -> None:
+    @override
+    def _written(self, folder: Path, kind: str, overrides: dict[str, Any]) -> tuple[Path, dict[str, Path]]:
         layers: dict[str, Any] = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
         config, model = tiny_v4(seed=3, vocab_size=VOCAB, index_topk=MAX_CONTEXT, **layers)
         tensors = published_v4(model)
         tensors["embed.weight"][POISON] = torch.nan
-        self.folder = write_v4(folder, config, tensors)
-        self.reference = Reference(folder, MAX_CONTEXT)
-        write_tokenizer(folder)
-        self.drafts, self._grammars, self._records, self._disks = {}, None, {}, count()
+        return write_v4(folder, config, tensors), {}
 
     @override
     def engine(self, schedule: Schedule) -> InlineEngine:
