@@ -86,10 +86,10 @@ def read_tools(tools: Sequence[Any]) -> AskedTools:
 def _add(asked: AskedTools, tool: Mapping[str, Any], namespace: Mapping[str, Any] | None) -> None:
     custom = tool["type"] == "custom"
     name, within = tool.get("name"), None if namespace is None else namespace["name"]
-    if custom and not isinstance(name, str):
-        raise ValueError("a custom tool should have a name")
+    if not isinstance(name, str):
+        raise ValueError(f"a {tool['type']} tool should have a name, which is a string")
     function = _of_custom(tool) if custom else {key: tool[key] for key in tool if key != "type"}
-    if isinstance(name, str) and (custom or within is not None):
+    if custom or within is not None:
         function["name"] = qualified(name, within)
         asked.origins[function["name"]] = Origin(name, within, custom)
         if custom and (grammar := _grammar_of(tool)) is not None:

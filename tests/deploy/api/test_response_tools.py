@@ -266,6 +266,16 @@ def test_a_name_says_which_tool_is_meant() -> None:
             assert found.value.param == "tools"
 
 
+@pytest.mark.parametrize("name", [{"a": "b"}, ["a"], 5, None])
+def test_a_name_that_is_none_is_refused(name: object) -> None:
+    within = {**NAMESPACE, "tools": [{**TOOL, "name": name}]}
+    with Served().client() as client:
+        for tool in ({**TOOL, "name": name}, {"type": "custom", "name": name}, within, {**NAMESPACE, "name": name}):
+            with pytest.raises(openai.BadRequestError) as found:
+                ask(client, tools=[tool])
+            assert "name" in found.value.message, tool
+
+
 def test_a_coding_agent_s_request() -> None:
     served = Served(f"Hm.</think>I write.{written('apply_patch', {'input': PATCH})}")
     with served.client() as client:
