@@ -12,7 +12,7 @@ Gluon, for compute capability 9.0.
 """
 
 # ruff: noqa: RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc, var-annotated"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, attr-defined, misc, var-annotated"
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def stage(x, x_s, STEPS: gl.constexpr):
             most = gl.maximum(most, gl.abs(held[step].to(gl.float32)))
         unit, inverse = unit_of(gl.max(most, 0))
     for step in gl.static_range(STEPS):
-        value = held[step]
-        if x_s.dtype == gl.float16:
-            value = (value.to(gl.float32) * inverse).to(gl.float16)
+        value = (held[step].to(gl.float32) * inverse).to(x_s.dtype)
         x_s.index(step).store(value.reshape(2, 4, 4, 2, 4).permute((0, 2, 1, 4, 3)).reshape(8, 1, 32))
     return unit
 
