@@ -49,7 +49,7 @@ LONGEST := $(addprefix tests/, e2e/test_two_nodes.py e2e/test_rolling_update.py 
   kernels/test_interpreted.py kernels/mla_decode_triton/test_mla_decode_emulated.py \
   kernels/one_shot_triton/test_one_shot_ranks.py workers/processes/test_replica_processes.py \
   workers/models/test_decode_rows_emulated.py workers/model_based/test_model_based.py workers/parallel/test_rank_features.py \
-  kernels/sparse_triton/test_sparse_emulated.py kernels/moe_triton/test_int4_grouped_emulated.py \
+  kernels/sparse_triton/test_sparse_emulated.py kernels/moe_triton/test_four_bit_grouped_emulated.py \
   deploy/cli/test_cli_processes.py workers/graphs/test_compiled_ahead.py)
 
 # What shows in minutes that a change is sound. Tests that measure how fast something happens get the machine for themselves.

@@ -8,6 +8,7 @@
     python bench/moe.py --model v3+shared --format fp8 --tokens 1024,2048,4096,8192    # activations in FP8, too: 128*8
     python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 0*, 2*, 8*
     python bench/moe.py --model k2 --format int4 --tokens 1024,8192    # and for many, 64*, 128*
+    python bench/moe.py --model v4-flash --format mxfp4 --tokens 1,16,64,1024
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
 "floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more,
@@ -20,6 +21,7 @@ it says which is fastest. Exit status 1 when a result is wrong; activations in F
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from timing import microseconds
 from verdict import MOST_ERROR, error, verdict
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled4
 from kernels.moe import launch, reference, schedule
 from kernels.moe.records import PLAIN, Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
@@ -47,9 +49,11 @@ MODELS = {
     "v3+shared": (9, 257, 7168, 2048, 1),
     "v3+shared/8": (9, 257, 7168, 256, 1),
     "k2": (8, 384, 7168, 2048, 0),
+    "v4-flash": (6, 256, 4096, 2048, 0),
+    "v4-flash/2": (6, 256, 4096, 1024, 0),
 }
 """Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's.
-"v3+shared/8" is what one of 8 ranks has."""
+"v3+shared/8" is what one of 8 ranks has, "v4-flash/2" one of 2."""
 ROUTINGS = 8
 MOST_ERROR_W8A8 = 2**-4
 """Error of activations in FP8: they are rounded twice, each time by about a fortieth of a vector's norm."""
@@ -75,7 +79,9 @@ class Problem:
         """Microseconds no kernel can beat on one H200; `part` of an expert's three matrices."""
         shape = self.shape
         size = part * shape.hidden * shape.intermediate
-        width = 0.5 + 2 / GROUP if isinstance(self.gate_up, GroupScaled) else self.gate_up_data.element_size()
+        width = float(self.gate_up_data.element_size())
+        if isinstance(self.gate_up, GroupScaled | MicroScaled4):
+            width = 0.5 + self.gate_up.scales.element_size() / GROUP
         return max(width * size * self.active / 4.2e6, 2 * size * shape.pairs / (1580e6 if w8a8 else 790e6))
 
     @property
@@ -203,13 +209,18 @@ def with_product(shape: ExpertsShape, name: str, rows: int, product: Product) ->
 
 
 def weights(experts: int, rows: int, features: int, format: str, device: str) -> Matrix:
-    """Random experts' matrices of standard deviation 1 / sqrt(features): bf16, fp8 in blocks or int4 in groups."""
+    """Random experts' matrices of standard deviation 1 / sqrt(features): bf16, fp8 in blocks, int4 in groups
+    or mxfp4."""
     if format == "bf16":
         return torch.randn(experts, rows, features, device=device, dtype=torch.bfloat16) * features**-0.5
     if format == "int4":
         data = torch.randint(0, 256, (experts, rows, features // 2), dtype=torch.uint8, device=device)
         scales = (torch.rand(experts, rows, features // GROUP, device=device) + 0.5) * (features**-0.5 / 4.6)
         return GroupScaled(data, scales.bfloat16())
+    if format == "mxfp4":
+        data = torch.randint(0, 256, (experts, rows, features // 2), dtype=torch.uint8, device=device)
+        exponents = torch.randint(-3, 0, (experts, rows, features // GROUP), device=device)
+        return MicroScaled4(data, (exponents + round(math.log2(features**-0.5)) + 127).to(torch.uint8))
     data = torch.empty(experts, rows, features, device=device, dtype=torch.float8_e4m3fn)
     for expert in data:
         expert.copy_(torch.randn(rows, features, device=device) * 64)
@@ -245,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="v2-lite")
     parser.add_argument("--tokens", default="1,2,4,16,64,128,256,512,1024,2048,4096,8192,16384")
-    parser.add_argument("--format", choices=("bf16", "fp8", "int4"), default="bf16", help="of the weights")
+    parser.add_argument("--format", choices=("bf16", "fp8", "int4", "mxfp4"), default="bf16", help="of the weights")
     parser.add_argument("--activations", choices=("bf16", "fp8"), default="fp8", help="fp8: of FP8 weights, either way")
     parser.add_argument("--groups", type=int, default=0, help="sums of so many groups, as invariant mode has them")
     parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
@@ -298,13 +309,13 @@ def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTilin
     if shape.groups or torch.cuda.get_device_capability() != (9, 0):
         return found
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    if how[0].format == "int4":
-        if shape.for_int4_alone:
-            found.append(schedule.int4_alone(shape, programs, how))
-        if shape.for_int4_tiles:
-            found.append(schedule.int4_tiled(shape, programs, how))
-        if shape.for_int4_grouped and shape.mean >= 4:
-            found.append(schedule.int4_grouped(shape, programs, how))
+    if schedule.alike_in_four_bits(how):
+        if shape.for_four_bit_alone:
+            found.append(schedule.four_bit_alone(shape, programs, how))
+        if shape.for_four_bit_tiles:
+            found.append(schedule.four_bit_tiled(shape, programs, how))
+        if shape.for_four_bit_grouped(how) and shape.mean >= 4:
+            found.append(schedule.four_bit_grouped(shape, programs, how))
     elif how == (PLAIN, PLAIN) and shape.tokens >= 256:
         found.append(schedule.grouped(shape, programs))
     elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.quantize_activations and shape.suits_w8a8:

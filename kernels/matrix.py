@@ -132,14 +132,17 @@ class MicroScaled(_InGroups):
 
 @dataclass(frozen=True)
 class MicroScaled4(_InGroups):
-    """MXFP4: as `MicroScaled`, with FP4 (E2M1), two numbers per byte in uint8. Kernels dequantize it; none multiplies
-    it yet."""
+    """MXFP4: as `MicroScaled`, with FP4 (E2M1), two numbers per byte in uint8."""
 
     dtypes: ClassVar = (torch.uint8, torch.uint8)
 
     def float(self) -> Tensor:
         """The matrix in fp32, exactly."""
         return e2m1(self.data) * e8m0(self.scales).repeat_interleave(GROUP, -1)
+
+
+FourBits = GroupScaled | MicroScaled4
+"""A matrix with two numbers in a byte."""
 
 
 def e2m1(packed: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ LEANING = {
     "kernels/mla_decode/widen.py": (TRITON,),
     "kernels/moe/__init__.py": (TRITON,),
     "kernels/moe/hopper.py": (TRITON,),
-    "kernels/moe/int4_grouped.py": (TRITON,),
+    "kernels/moe/four_bit_grouped.py": (TRITON,),
     "kernels/moe/w8a8.py": (TRITON,),
     "kernels/runtime/operators.py": (TORCH,),
     "kernels/runtime/repeat.py": (TRITON, TORCH),

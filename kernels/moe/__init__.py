@@ -3,7 +3,7 @@
 Shape legend: T tokens, E features, X experts, K experts per token, F = 2 I, I intermediate features of one expert. Of
 logits and their bias X is the routed experts; everything else counts shared ones as well.
 
-Hopper's own kernels (`hopper`, `rounded`, `int4_grouped`) need a private part of Gluon, of Triton 3.6. Without it a
+Hopper's own kernels (`hopper`, `rounded`, `four_bit_grouped`) need a private part of Gluon, of Triton 3.6. Without it a
 line is logged, and Triton's tiles stand in for them.
 """
 
@@ -40,8 +40,8 @@ __all__ = [
 _REINTERPRETED: Final = PrivateApi(
     "triton",
     ("triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",),
-    "the experts of many tokens, and all with INT4 weights, go without Hopper's own kernels, which are faster by up to "
-    "a tenth, with INT4 weights twice and with FP8 weights and rounded activations three times as fast",
+    "the experts of many tokens, and all with weights of four bits, go without Hopper's own kernels, which are faster "
+    "by up to a tenth, with INT4 weights twice and with FP8 weights and rounded activations three times as fast",
 )
 
 
@@ -97,14 +97,15 @@ def experts(
 
     - `gate_up_XFE` holds the I gate rows of an expert, then its I up rows. Rows of `x_TE` and `out_TE` may be strided,
       everything else is contiguous. On a GPU E and I are multiples of 16.
-    - Weights are plain, in the dtype of `x_TE`, or in FP8 or INT4 (`kernels.matrix`), either matrix for itself. On a
+    - Weights are plain, in the dtype of `x_TE`, or in 8 or 4 bits (`kernels.matrix`), either matrix for itself. On a
       GPU those stay as they are stored until they are in registers. FP8 is then multiplied exactly, and sums within a
-      block are scaled in fp32; INT4 times its scale is rounded to the dtype, but for few tokens on Hopper, whose
-      kernels need scales below 32 and multiply exactly.
+      block are scaled in fp32; INT4 and MXFP4 times their scale are rounded to the dtype, which rounds nothing of MXFP4
+      in bf16. For few tokens on Hopper INT4, too, is multiplied exactly. Kernels there need scales of INT4 below 32,
+      and of MXFP4 up to 2.
     - `id_TK` (int64): -1 marks a pair that is no work; a token of which all pairs are -1 gets 0, whatever its input
       holds. An id of X or more is the caller's error and treated the same. A token has no expert twice.
     - `weight_TK`: fp32. The sum over k is taken in fp32, in the order of k, and rounded once; on a GPU what is
-      summed, of more than one token or with INT4 weights, has been rounded to the dtype before.
+      summed, of more than one token or with weights of four bits, has been rounded to the dtype before.
     - `shared`: the last so many of the X experts are the last of every token's K (see `route`), but for padding. It
       changes nothing but how the work is cut up.
     - `add_norm`: the sum, rounded as above, is added to a residual instead, and `out_TE` gets the residual's norm: as
@@ -116,8 +117,7 @@ def experts(
       `kernels.quantize` says. Sums of 128 products are then scaled and added up in fp32.
     - `rounded`: the numbers and scales that `kernels.quantize` has made of `x_TE`, if it has, both contiguous: then the
       call need not.
-    - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit), of all experts that
-      are not in INT4: of those ValueError on a GPU.
+    - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit).
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.matrix import BlockScaled, GroupScaled, Matrix
+from kernels.matrix import BlockScaled, FourBits, Matrix
 from kernels.moe import kernel, routing, scaled_launch, single, sorting, w8a8_launch
 from kernels.moe.schedule import (
     FEW,
@@ -116,8 +116,6 @@ class ExpertLaunches:
         """Launch everything."""
         if not self.shape.tokens:
             return
-        if self.shape.limit and isinstance(self.gate_up_XFE, GroupScaled):
-            raise ValueError("no kernel clamps what experts with INT4 weights multiply")
         if self.tiling.rows == 0 and not self.tiling.programs:
             self.gate_up_singly()
             self.down_singly()
@@ -198,7 +196,7 @@ class ExpertLaunches:
         w8a8_launch.quantize(self.x_TE, self.scratch, self.shape)
 
     def rearrange(self) -> None:
-        """Bring the tokens' features into the order of Hopper's kernels for many tokens with INT4 weights."""
+        """Bring the tokens' features into the order of Hopper's kernels for many tokens with weights of four bits."""
         scaled_launch.rearrange(self.x_TE, self.scratch, self.shape)
 
     def gate_up(self) -> None:
@@ -207,17 +205,17 @@ class ExpertLaunches:
         if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
             w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, scratch, shape, self.tiling)
             return
-        if not self.tiling.rows and isinstance(self.gate_up_XFE, GroupScaled):
+        if not self.tiling.rows and isinstance(self.gate_up_XFE, FourBits):
             call = (shape, self.tiling, self._dependent)
-            scaled_launch.int4_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call, settled=False)
+            scaled_launch.four_bit_singly(self.x_TE, self.id_TK, self.gate_up_XFE, scratch.act_YI, *call, settled=False)
             return
-        if self.tiling.programs and isinstance(self.gate_up_XFE, GroupScaled):
+        if self.tiling.programs and isinstance(self.gate_up_XFE, FourBits):
             if self.tiling.rearranged:
                 tokens_TE = scaled_launch.tokens(scratch, shape)
-                scaled_launch.int4_grouped(tokens_TE, self.gate_up_XFE, scratch.act_YI, scratch, shape, self.tiling)
+                scaled_launch.four_bit_grouped(tokens_TE, self.gate_up_XFE, scratch.act_YI, scratch, shape, self.tiling)
                 return
             where = (scratch.act_YI, scratch, shape, self.tiling)
-            scaled_launch.int4_tiled(self.x_TE, self.gate_up_XFE, *where, self._dependent, settled=False)
+            scaled_launch.four_bit_tiled(self.x_TE, self.gate_up_XFE, *where, self._dependent, settled=False)
             return
         if not isinstance(self.gate_up_XFE, Tensor):
             scaled_launch.gate_up(self.x_TE, self.gate_up_XFE, scratch, shape, self.tiling, self._dependent)
@@ -247,17 +245,17 @@ class ExpertLaunches:
         if self.tiling.w8a8 and isinstance(self.down_XEI, BlockScaled):
             w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
             return
-        if not self.tiling.rows and isinstance(self.down_XEI, GroupScaled):
+        if not self.tiling.rows and isinstance(self.down_XEI, FourBits):
             call = (shape, self.tiling, self._dependent)
             into = scratch.partial_YGE[:, 0]
-            scaled_launch.int4_singly(scratch.act_YI, self.id_TK, self.down_XEI, into, *call, settled=True)
+            scaled_launch.four_bit_singly(scratch.act_YI, self.id_TK, self.down_XEI, into, *call, settled=True)
             return
-        if self.tiling.programs and isinstance(self.down_XEI, GroupScaled):
+        if self.tiling.programs and isinstance(self.down_XEI, FourBits):
             where = (scratch.partial_YGE[:, 0], scratch, shape, self.tiling)
             if self.tiling.rearranged:
-                scaled_launch.int4_grouped(scratch.act_YI, self.down_XEI, *where)
+                scaled_launch.four_bit_grouped(scratch.act_YI, self.down_XEI, *where)
                 return
-            scaled_launch.int4_tiled(scratch.act_YI, self.down_XEI, *where, self._dependent, settled=True)
+            scaled_launch.four_bit_tiled(scratch.act_YI, self.down_XEI, *where, self._dependent, settled=True)
             return
         if not isinstance(self.down_XEI, Tensor):
             scaled_launch.down(self.down_XEI, scratch, shape, self.tiling, self._dependent)

@@ -1,4 +1,5 @@
-"""The experts of a few tokens with INT4 weights between pending norms, on Hopper: what the small-batch path launches.
+"""The experts of a few tokens with weights of four bits between pending norms, on Hopper: what the small-batch path
+launches.
 
 The tokens' division by their root mean square is done by gate and up, and the sum over a token's experts is spread over
 programs for some features each, which leave the next norm pending. The shared experts may stand between the choice and
@@ -17,7 +18,7 @@ import triton
 from torch import Tensor
 
 from kernels import pending_norm
-from kernels.matrix import GroupScaled, Matrix
+from kernels.matrix import FourBits, Matrix
 from kernels.moe import kernel, reference, scaled_launch, schedule
 from kernels.moe.launch import ExpertLaunches
 from kernels.moe.records import stored
@@ -32,8 +33,8 @@ SUMMED = 256
 
 
 def takes(shape: ExpertsShape) -> bool:
-    """Whether there are kernels for a call with INT4 weights."""
-    return bool(shape.hopper) and (shape.for_int4_alone or shape.for_int4_tiles)
+    """Whether there are kernels for a call with weights of four bits."""
+    return bool(shape.hopper) and (shape.for_four_bit_alone or shape.for_four_bit_tiles)
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,15 @@ class PendingExperts:
         self._combine(self.launches, before_TE, norm_E, out)
 
     def _products(self, call: ExpertLaunches, settled: bool) -> None:
-        gate_up, down, scratch = cast(GroupScaled, self.gate_up_XFE), cast(GroupScaled, self.down_XEI), call.scratch
+        gate_up, down, scratch = cast(FourBits, self.gate_up_XFE), cast(FourBits, self.down_XEI), call.scratch
         act_YI, part_YE = scratch.act_YI, scratch.partial_YGE[:, 0]
         how = call.shape, call.tiling, call.dependent
         if call.tiling.rows:
-            scaled_launch.int4_tiled(self.x, gate_up, act_YI, scratch, *how, settled=settled)
-            scaled_launch.int4_tiled(act_YI, down, part_YE, scratch, *how, settled=True)
+            scaled_launch.four_bit_tiled(self.x, gate_up, act_YI, scratch, *how, settled=settled)
+            scaled_launch.four_bit_tiled(act_YI, down, part_YE, scratch, *how, settled=True)
         else:
-            scaled_launch.int4_singly(self.x, self.id_TK, gate_up, act_YI, *how, settled=settled)
-            scaled_launch.int4_singly(act_YI, self.id_TK, down, part_YE, *how, settled=True)
+            scaled_launch.four_bit_singly(self.x, self.id_TK, gate_up, act_YI, *how, settled=settled)
+            scaled_launch.four_bit_singly(act_YI, self.id_TK, down, part_YE, *how, settled=True)
 
     def _combine(
         self, call: ExpertLaunches, before_TE: Tensor | None, norm_E: Tensor, out: PendingNorm | Tensor

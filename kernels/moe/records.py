@@ -9,14 +9,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled, MicroScaled4
 
 
 class Stored(NamedTuple):
     """Storage of the matrices of a product, with the numbers of features that share a scale, where they have scales."""
 
     format: str = "plain"
-    """"plain", "fp8" or "int4"."""
+    """"plain", "fp8", "int4" or "mxfp4"."""
     rows: int = 1
     """Output features that share a scale."""
     features: int = 1
@@ -28,6 +28,8 @@ class Stored(NamedTuple):
 
 
 PLAIN: Final = Stored()
+FOUR_BITS: Final = ("int4", "mxfp4")
+"""Formats with two numbers in a byte, and scales of a row's groups."""
 
 
 class Tile(NamedTuple):
@@ -52,6 +54,7 @@ STORED: Final[dict[type, Callable[[Any], tuple[str, int, int]]]] = {
     BlockScaled: lambda matrix: ("fp8", matrix.rows, matrix.features),
     GroupScaled: lambda matrix: ("int4", 1, GROUP),
     MicroScaled: lambda matrix: ("fp8", 1, GROUP),
+    MicroScaled4: lambda matrix: ("mxfp4", 1, GROUP),
 }
 """Storage by the class of a matrix: its format, and the output and input features that share a scale."""
 

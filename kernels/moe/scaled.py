@@ -6,7 +6,8 @@ take that one from registers, the right one, which are the pairs' inputs, from s
 
 FP8 weights become bf16, which is exact, and the fp32 sums of at most a block's features are multiplied by its scale
 before they are added: nothing is rounded but what the checkpoint has rounded. INT4 weights are multiplied by their
-group's scale and rounded to the dtype of the inputs, as consumers of such checkpoints do in bf16.
+group's scale and rounded to the dtype of the inputs, as consumers of such checkpoints do in bf16. MXFP4 weights are,
+too; a power of 2 rounds nothing in bf16.
 
 A step's features begin at a multiple of their number, so that they lie in one block, or in whole groups or a part of
 one. A group of features to be summed apart may begin and end within a step: inputs outside it are 0 there.
@@ -65,9 +66,23 @@ def centred(nibble):
 
 
 @triton.jit
+def e2m1(nibble):
+    """Numbers of E2M1 in bf16, exactly: exponent and mantissa move to where bf16 has them, which leaves a number 2^126
+    times too small, zero and subnormal numbers included."""
+    bits = ((nibble & 7).to(tl.int16) << 6) | ((nibble & 8).to(tl.int16) << 12)
+    return bits.to(tl.bfloat16, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def power(byte):
+    """Exponents in bytes (E8M0) as powers of 2 in bf16. The least counts as 0, as in `kernels.matrix`."""
+    return (byte.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _bytes(data, box, row, k, K: tl.constexpr, STORED: tl.constexpr, TILE: tl.constexpr):
     """The bytes of weights [block, block_k] from (row, k) on: through the copy engine, or plain loads."""
-    PACKED: tl.constexpr = 2 if STORED.format == "int4" else 1
+    PACKED: tl.constexpr = 1 if STORED.format == "fp8" else 2
     BLOCK: tl.constexpr = TILE.block
     WIDTH: tl.constexpr = TILE.block_k // PACKED
     if TILE.tma:
@@ -92,7 +107,9 @@ def _scales(scales, expert, row, k, STORED: tl.constexpr, TILE: tl.constexpr):
     elif STORED.scales % GROUPS == 0:
         scale = tl.load(line[:, None] + at[None, :])
     else:
-        scale = tl.load(line[:, None] + at[None, :], mask=(at < STORED.scales)[None, :], other=0.0)
+        scale = tl.load(line[:, None] + at[None, :], mask=(at < STORED.scales)[None, :], other=0)
+    if STORED.format == "mxfp4":
+        scale = power(scale)
     return scale
 
 
@@ -105,7 +122,11 @@ def _added(sum, byte, scale, x, STORED: tl.constexpr, TILE: tl.constexpr):
     if STORED.format == "fp8":
         sum += tl.dot(wide(byte).to(x.dtype), x, input_precision=TILE.precision) * scale[:, None]
     else:
-        number = tl.reshape(tl.join(centred(byte & 15), centred(byte >> 4)), [BLOCK, GROUPS, BLOCK_K // GROUPS])
+        if STORED.format == "int4":
+            both = tl.join(centred(byte & 15), centred(byte >> 4))
+        else:
+            both = tl.join(e2m1(byte & 15), e2m1(byte >> 4))
+        number = tl.reshape(both, [BLOCK, GROUPS, BLOCK_K // GROUPS])
         if x.dtype == tl.bfloat16:
             weight = number * scale[:, :, None]
         else:

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.matrix import GroupScaled, Scaled
+from kernels.matrix import FourBits, Scaled
 from kernels.moe import scaled, scaled_single
 from kernels.moe.records import Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
@@ -19,11 +19,11 @@ from kernels.runtime.carveout import leave_to_cache
 REGISTERS: Final = 168
 """Registers of a thread, where a multiprocessor is to have three programs of four warps."""
 SINGLE_PROGRAMS: Final = 4
-"""Programs of a single token's products with INT4 weights, on a multiprocessor."""
+"""Programs of a single token's products with weights of four bits, on a multiprocessor."""
 SINGLE_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
 TILED_PROGRAMS: Final = {2: 4, 8: 1}
-"""Programs of several tokens' products with INT4 weights, on a multiprocessor, by the pairs of a tile."""
+"""Programs of several tokens' products with weights of four bits, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
 REARRANGED: Final = 1024
@@ -131,10 +131,10 @@ def down_singly(
     )
 
 
-def int4_singly(
+def four_bit_singly(
     x: Tensor | PendingNorm,
     id_TK: Tensor,
-    matrix: GroupScaled,
+    matrix: FourBits,
     out_YF: Tensor,
     shape: ExpertsShape,
     tiling: ExpertTiling,
@@ -142,17 +142,17 @@ def int4_singly(
     *,
     settled: bool,
 ) -> None:
-    """One of the products of a single token with weights in INT4, on Hopper: of `x`, the token [1, E] for gate and up,
-    the pairs' activations [Y, I] for down. `x` may be a pending norm. `settled`: the choice of experts was there when
-    the kernel before let this one start."""
-    from kernels.moe import int4_single  # a machine without Hopper GPUs need not have Gluon
+    """One of the products of a single token with weights of four bits, on Hopper: of `x`, the token [1, E] for gate and
+    up, the pairs' activations [Y, I] for down. `x` may be a pending norm. `settled`: the choice of experts was there
+    when the kernel before let this one start."""
+    from kernels.moe import four_bit_single  # a machine without Hopper GPUs need not have Gluon
 
     pending, x = _pending(x)
     gate = len(x) < shape.pairs
     _checked(matrix, tiling.stored[0 if gate else 1])
     product = tiling.gate_up if gate else tiling.down
     pieces = shape.pairs * (2 if gate else 1) * out_YF.shape[-1] // product.block
-    kernel = int4_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
+    kernel = four_bit_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
         x,
         x if pending is None else pending.square_TP,
         matrix.data.view(torch.int16),
@@ -160,6 +160,7 @@ def int4_singly(
         id_TK,
         out_YF,
         0.0 if pending is None else pending.eps,
+        FORMAT=tiling.stored[0].format,
         GATE=gate,
         CHOSEN=shape.chosen,
         EXPERTS=shape.experts,
@@ -167,6 +168,7 @@ def int4_singly(
         FEATURES=out_YF.shape[-1],
         PIECES=0 if pending is None else pending.square_TP.shape[1],
         AHEAD=product.stages,
+        LIMIT=shape.limit,
         SETTLED=settled,
         DEPENDENT=dependent,
         num_warps=product.warps,
@@ -176,9 +178,9 @@ def int4_singly(
     leave_to_cache(kernel)
 
 
-def int4_tiled(
+def four_bit_tiled(
     x: Tensor | PendingNorm,
-    matrix: GroupScaled,
+    matrix: FourBits,
     out_YF: Tensor,
     scratch: Workspace,
     shape: ExpertsShape,
@@ -187,17 +189,17 @@ def int4_tiled(
     *,
     settled: bool,
 ) -> None:
-    """One of the products of several tokens with weights in INT4, on Hopper: of `x`, the tokens [T, E] for gate and up,
-    the sorted pairs' activations [Y, I] for down. `x` may be a pending norm. `settled`: the tiles were there when the
-    kernel before let this one start."""
-    from kernels.moe import int4_tiles  # a machine without Hopper GPUs need not have Gluon
+    """One of the products of several tokens with weights of four bits, on Hopper: of `x`, the tokens [T, E] for gate
+    and up, the sorted pairs' activations [Y, I] for down. `x` may be a pending norm. `settled`: the tiles were there
+    when the kernel before let this one start."""
+    from kernels.moe import four_bit_tiles  # a machine without Hopper GPUs need not have Gluon
 
     pending, x = _pending(x)
     gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
     _checked(matrix, tiling.stored[0 if gate else 1])
     product, programs = tiling.gate_up if gate else tiling.down, TILED_PROGRAMS[tiling.rows] * tiling.programs
     pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // product.block
-    kernel = int4_tiles.product[(min(programs, pieces),)](
+    kernel = four_bit_tiles.product[(min(programs, pieces),)](
         x,
         x if pending is None else pending.square_TP,
         matrix.data.view(torch.int16),
@@ -207,6 +209,7 @@ def int4_tiled(
         out_YF,
         0.0 if pending is None else pending.eps,
         X_STRIDE=x.stride(0),
+        FORMAT=tiling.stored[0].format,
         GATE=gate,
         CHOSEN=shape.chosen,
         K=x.shape[-1],
@@ -215,6 +218,7 @@ def int4_tiled(
         PAIRS=tiling.rows,
         AHEAD=product.stages,
         WARPS=product.warps,
+        LIMIT=shape.limit,
         SETTLED=settled,
         DEPENDENT=dependent,
         num_warps=product.warps,
@@ -225,17 +229,17 @@ def int4_tiled(
 
 
 def tokens(scratch: Workspace, shape: ExpertsShape) -> Tensor:
-    """The tokens [T, E] in the order of `int4_grouped`. They lie where `down` leaves the pairs' results, for by then
-    nobody reads them any more."""
+    """The tokens [T, E] in the order of `four_bit_grouped`. They lie where `down` leaves the pairs' results, for by
+    then nobody reads them any more."""
     return scratch.partial_YGE.view(-1)[: shape.tokens * shape.hidden].view(shape.tokens, shape.hidden)
 
 
 def rearrange(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
     """Bring the tokens into that order."""
-    from kernels.moe import int4_grouped  # a machine without Hopper GPUs need not have Gluon
+    from kernels.moe import four_bit_grouped  # a machine without Hopper GPUs need not have Gluon
 
     grid = (shape.tokens, triton.cdiv(shape.hidden, REARRANGED))
-    int4_grouped.rearrange[grid](
+    four_bit_grouped.rearrange[grid](
         x_TE,
         tokens(scratch, shape),
         X_STRIDE=x_TE.stride(0),
@@ -245,24 +249,25 @@ def rearrange(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
     )
 
 
-def int4_grouped(
-    x: Tensor, matrix: GroupScaled, out_YF: Tensor, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling
+def four_bit_grouped(
+    x: Tensor, matrix: FourBits, out_YF: Tensor, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling
 ) -> None:
-    """One of the products of many tokens with weights in INT4, on Hopper: of `x` in its order, the tokens [T, E] for
-    gate and up, the sorted pairs' activations [Y, I] for down."""
-    from kernels.moe import int4_grouped  # a machine without Hopper GPUs need not have Gluon
+    """One of the products of many tokens with weights of four bits, on Hopper: of `x` in its order, the tokens [T, E]
+    for gate and up, the sorted pairs' activations [Y, I] for down."""
+    from kernels.moe import four_bit_grouped  # a machine without Hopper GPUs need not have Gluon
 
     gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
-    _checked(matrix, tiling.stored[0 if gate else 1])
+    how = _checked(matrix, tiling.stored[0 if gate else 1]).format
     product, features = tiling.gate_up if gate else tiling.down, out_YF.shape[-1]
-    int4_grouped.product[(tiling.programs,)](
+    four_bit_grouped.product[(tiling.programs,)](
         x,
-        int4_grouped.word_box(matrix),
-        int4_grouped.scale_box(matrix),
+        four_bit_grouped.word_box(matrix),
+        four_bit_grouped.scale_box(matrix, how),
         scratch.sorted_Y,
         scratch.table,
         out_YF,
-        x.shape[-1] // (2 * product.block_k),
+        x.shape[-1] // (four_bit_grouped.turn_of(how) * product.block_k),
+        FORMAT=how,
         GATE=gate,
         COLUMNS=shape.chosen,
         K=x.shape[-1],
@@ -271,6 +276,7 @@ def int4_grouped(
         GROUP=product.group,
         ROWS=tiling.rows,
         STAGES=product.stages,
+        LIMIT=shape.limit,
         num_warps=product.warps,
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.matrix import GROUP
-from kernels.moe.records import PLAIN, Stored
+from kernels.moe.records import FOUR_BITS, PLAIN, Stored
 
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
@@ -24,15 +24,16 @@ SPAN = 2048
 """Pairs a sorting program looks at at once."""
 SEGMENTS = 16
 """Most parts the pairs are sorted in."""
-INT4_FEATURES: Final = 256
-"""Input features come in multiples of so many in Hopper's kernels for few tokens and INT4 weights."""
-INT4_PAIRS: Final = (2, 8)
+FOUR_BIT_FEATURES: Final = 256
+"""Input features come in multiples of so many in Hopper's kernels for few tokens and weights of four bits (INT4 and
+MXFP4)."""
+FOUR_BIT_PAIRS: Final = (2, 8)
 """Pairs of a tile in that for several tokens: of few tokens, of more."""
-FEW_INT4: Final = 4
+FEW_FOUR_BIT: Final = 4
 """Tokens up to which tiles of two are the better: of Kimi K2's 216 us on one H200, where those of eight took 227."""
-MOST_INT4: Final = 7168
+MOST_FOUR_BIT: Final = 7168
 """Input features there, so that the shared memory of a program leaves half of a multiprocessor's to its cache."""
-MOST_INT4_MEAN: Final = 7
+MOST_FOUR_BIT_MEAN: Final = 7
 """Tokens that an expert may have on average there: of more, too many have several tiles, each of which reads its
 weights. On one H200 an average of 5 of Kimi K2 took 2.6 ms; one of 8 took 3.8, in tiles of 64 pairs 3.5."""
 FEWEST_OF_64: Final = 12
@@ -112,27 +113,29 @@ class ExpertsShape:
         return whole and self.hidden >= 2 * W8A8_BLOCK and self.dtype == torch.bfloat16 and not self.groups
 
     @property
-    def for_int4_alone(self) -> bool:
-        """Whether Hopper's kernel for a single token and INT4 weights takes these sizes: bf16, in one sum, whole steps
-        of features."""
-        return self._in_int4_steps and self.tokens == 1 and self.chosen > 1
+    def for_four_bit_alone(self) -> bool:
+        """Whether Hopper's kernel for a single token and weights of four bits takes these sizes: bf16, in one sum,
+        whole steps of features."""
+        return self._in_four_bit_steps and self.tokens == 1 and self.chosen > 1
 
     @property
-    def for_int4_tiles(self) -> bool:
-        """Whether Hopper's kernel for several tokens and INT4 weights takes these sizes: the same, and few enough that
-        inputs of a tile find room."""
-        fit = max(self.hidden, self.intermediate) <= MOST_INT4
-        return self._in_int4_steps and self.tokens > 1 and self.mean <= MOST_INT4_MEAN and fit
+    def for_four_bit_tiles(self) -> bool:
+        """Whether Hopper's kernel for several tokens and weights of four bits takes these sizes: the same, and few
+        enough that inputs of a tile find room."""
+        fit = max(self.hidden, self.intermediate) <= MOST_FOUR_BIT
+        return self._in_four_bit_steps and self.tokens > 1 and self.mean <= MOST_FOUR_BIT_MEAN and fit
+
+    def for_four_bit_grouped(self, stored: tuple[Stored, Stored]) -> bool:
+        """Whether Hopper's kernels for many tokens and weights of four bits take these sizes: bf16, in one sum, whole
+        steps of features. The copy engine fetches scales of a row 16 bytes at a time, which MXFP4 has for twice as many
+        features as INT4."""
+        fetched = 2 * FOUR_BIT_FEATURES if stored[0].format == "mxfp4" else FOUR_BIT_FEATURES
+        whole = self.hidden % fetched == 0 and self.intermediate % fetched == 0
+        return self._in_four_bit_steps and whole and self.tokens > 1
 
     @property
-    def for_int4_grouped(self) -> bool:
-        """Whether Hopper's kernels for many tokens and INT4 weights take these sizes: bf16, in one sum, whole steps of
-        features."""
-        return self._in_int4_steps and self.tokens > 1
-
-    @property
-    def _in_int4_steps(self) -> bool:
-        whole = self.hidden % INT4_FEATURES == 0 and self.intermediate % INT4_FEATURES == 0
+    def _in_four_bit_steps(self) -> bool:
+        whole = self.hidden % FOUR_BIT_FEATURES == 0 and self.intermediate % FOUR_BIT_FEATURES == 0
         return whole and self.dtype == torch.bfloat16 and not self.groups
 
     @property
@@ -165,16 +168,16 @@ class ExpertTiling:
     """The static choices of one call."""
 
     rows: int
-    """Pairs of a tile; 0: every pair on its own (`single`, `int4_single`)."""
+    """Pairs of a tile; 0: every pair on its own (`single`, `four_bit_single`)."""
     gate_up: Product
     down: Product
     partial: torch.dtype
     """Dtype of a pair's result, before weighting: that of the call, so that fewer bytes are written and read between
     weights; fp32 where groups are summed apart."""
     programs: int = 0
-    """Number of programs. Hopper's own kernels (`hopper`, `w8a8`, `int4_grouped`) go through all tiles with one program
-    for each multiprocessor; for those of few tokens with INT4 weights it is the number of multiprocessors, each of
-    which has several programs; 0: the Triton kernels."""
+    """Number of programs. Hopper's own kernels (`hopper`, `w8a8`, `four_bit_grouped`) go through all tiles with one
+    program for each multiprocessor; for those of few tokens with weights of four bits it is the number of
+    multiprocessors, each of which has several programs; 0: the Triton kernels."""
     spread: bool = False
     """Whether Hopper's own kernels spread the work of shared experts evenly among that of the others."""
     w8a8: bool = False
@@ -184,9 +187,9 @@ class ExpertTiling:
 
     @property
     def rearranged(self) -> bool:
-        """Whether they are the ones for many tokens with INT4 weights (`int4_grouped`), whose inputs have an order of
-        their own."""
-        return self.programs > 0 and self.rows > INT4_PAIRS[-1] and self.stored[0].format == "int4"
+        """Whether they are the ones for many tokens with weights of four bits (`four_bit_grouped`), whose inputs have
+        an order of their own."""
+        return self.programs > 0 and self.rows > FOUR_BIT_PAIRS[-1] and alike_in_four_bits(self.stored)
 
     def tiles(self, shape: ExpertsShape) -> int:
         """Most tiles the pairs of a call can fill."""
@@ -213,7 +216,7 @@ SCALED = {
     64: (Product(64, 64, 4, 4, 128, tma=True), Product(64, 128, 3, 4, 4, tma=True)),
     128: (Product(64, 128, 3, 8, 8, tma=True), Product(128, 128, 3, 8, 8, tma=True)),
 }
-"""The same of weights in FP8 or INT4, of which 64 rows make a product of Hopper's tensor cores, whatever the pairs.
+"""The same of weights in 8 or 4 bits, of which 64 rows make a product of Hopper's tensor cores, whatever the pairs.
 What they become in registers, and sums that wait for their scale, leave room for smaller tiles than plain weights have.
 Of 64 pairs three programs stand on a multiprocessor, as of plain weights. Not compared with others on a GPU yet."""
 SCALED_IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(64, 64, 4, 4, tma=True))
@@ -222,8 +225,8 @@ SCALED_IN_GROUPS = (Product(64, 64, 4, 4, tma=True), Product(64, 64, 4, 4, tma=T
 def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) -> ExpertTiling:
     """The tiles for a call: as tall as a routed expert's tokens are many on average, so that weights are streamed once.
     A shared expert, which has all tokens, fills as many tiles as it takes. Hopper has kernels of its own for the
-    tallest with plain weights, for FP8 where activations may be quantized, and for INT4. Whether they take a call or
-    not, and however the weights of `gate_up` and of `down` are stored, its memory is the same.
+    tallest with plain weights, for FP8 where activations may be quantized, and for four bits. Whether they take a call
+    or not, and however the weights of `gate_up` and of `down` are stored, its memory is the same.
 
     Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
     """
@@ -237,16 +240,17 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         return fitted(ExpertTiling(64, gate_up, down, torch.float32, stored=stored), shape)
     mean = shape.mean
     rows = 16 if mean < FEWEST_OF_64 else 64 if mean <= MOST_OF_64 else 128
+    few_bits = shape.hopper > 0 and alike_in_four_bits(stored)
     if shape.tokens <= 1:
-        if shape.hopper and shape.for_int4_alone and all(how.format == "int4" for how in stored):
-            return int4_alone(shape, shape.hopper, stored)
-        if "int4" not in {how.format for how in stored}:  # the cores that are not for tensors are too slow to unpack it
+        if few_bits and shape.for_four_bit_alone:
+            return four_bit_alone(shape, shape.hopper, stored)
+        # The cores that are not for tensors are too slow to unpack four bits.
+        if not any(how.format in FOUR_BITS for how in stored):
             rows = 0
-    if rows and shape.hopper and shape.for_int4_tiles and all(how.format == "int4" for how in stored):
-        return int4_tiled(shape, shape.hopper, stored)
-    many = mean > MOST_INT4_MEAN
-    if many and shape.hopper and shape.for_int4_grouped and all(how.format == "int4" for how in stored):
-        return int4_grouped(shape, shape.hopper, stored)
+    if rows and few_bits and shape.for_four_bit_tiles:
+        return four_bit_tiled(shape, shape.hopper, stored)
+    if mean > MOST_FOUR_BIT_MEAN and few_bits and shape.for_four_bit_grouped(stored):
+        return four_bit_grouped(shape, shape.hopper, stored)
     if rows and shape.quantize_activations and shape.hopper and shape.suits_w8a8 and all(map(in_whole_blocks, stored)):
         return w8a8(shape, shape.hopper, stored)
     if rows == 128 and shape.hopper and shape.for_hopper and stored == (PLAIN, PLAIN):
@@ -273,6 +277,11 @@ def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
     return fitted(ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128), shape)
 
 
+def alike_in_four_bits(stored: tuple[Stored, Stored]) -> bool:
+    """Whether the weights of both products have one format of four bits."""
+    return stored[0].format in FOUR_BITS and stored[0].format == stored[1].format
+
+
 def in_whole_blocks(stored: Stored) -> bool:
     """Whether weights are FP8 with a scale for every 128 x 128."""
     return (stored.format, stored.rows, stored.features) == ("fp8", W8A8_BLOCK, W8A8_BLOCK)
@@ -286,44 +295,46 @@ def w8a8(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> E
     return ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128, w8a8=True, stored=stored)
 
 
-def int4_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
-    """One token without tiles, on tensor cores: Hopper's kernel for INT4 weights (`int4_single`)."""
-    if not shape.for_int4_alone or any(how.format != "int4" for how in stored):
+def four_bit_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """One token without tiles, on tensor cores: Hopper's kernel for weights of four bits (`four_bit_single`)."""
+    if not shape.for_four_bit_alone or not alike_in_four_bits(stored):
         raise ValueError(
-            f"a single token's INT4 weights take bf16, features in multiples of {INT4_FEATURES} and several experts a "
-            f"token, in one sum: {shape}"
+            f"a single token's weights of four bits take bf16, features in multiples of {FOUR_BIT_FEATURES} and "
+            f"several experts a token, in one sum: {shape}"
         )
-    return ExpertTiling(0, *_int4_products(shape, 4), shape.dtype, multiprocessors, stored=stored)
+    return ExpertTiling(0, *_four_bit_products(shape, 4), shape.dtype, multiprocessors, stored=stored)
 
 
-def int4_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
-    """Tiles of two or eight pairs for Hopper's kernel for several tokens with INT4 weights (`int4_tiles`)."""
-    if not shape.for_int4_tiles or any(how.format != "int4" for how in stored):
+def four_bit_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """Tiles of two or eight pairs for Hopper's kernel for several tokens with weights of four bits
+    (`four_bit_tiles`)."""
+    if not shape.for_four_bit_tiles or not alike_in_four_bits(stored):
         raise ValueError(
-            f"several tokens' INT4 weights take bf16, features in multiples of {INT4_FEATURES} up to {MOST_INT4}, at "
-            f"most {MOST_INT4_MEAN} tokens an expert, and one sum: {shape}"
+            f"several tokens' weights of four bits take bf16, features in multiples of {FOUR_BIT_FEATURES} up to "
+            f"{MOST_FOUR_BIT}, at most {MOST_FOUR_BIT_MEAN} tokens an expert, and one sum: {shape}"
         )
-    rows = INT4_PAIRS[shape.tokens > FEW_INT4]
-    products = _int4_products(shape, 4 if rows == 2 else 16)
+    rows = FOUR_BIT_PAIRS[shape.tokens > FEW_FOUR_BIT]
+    products = _four_bit_products(shape, 4 if rows == 2 else 16)
     return ExpertTiling(rows, *products, shape.dtype, multiprocessors, stored=stored)
 
 
-def int4_grouped(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
-    """Tiles of 64 or 128 pairs for Hopper's kernels for many tokens with INT4 weights (`int4_grouped`); a program for
-    each multiprocessor, as in `grouped`. Stages are as many as find room."""
-    if not shape.for_int4_grouped or any(how.format != "int4" for how in stored):
+def four_bit_grouped(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """Tiles of 64 or 128 pairs for Hopper's kernels for many tokens with weights of four bits (`four_bit_grouped`); a
+    program for each multiprocessor, as in `grouped`. Stages are as many as find room."""
+    if not alike_in_four_bits(stored) or not shape.for_four_bit_grouped(stored):
         raise ValueError(
-            f"many tokens' INT4 weights take bf16 and features in multiples of {INT4_FEATURES}, in one sum: {shape}"
+            f"many tokens' weights of four bits take bf16 and features in multiples of {FOUR_BIT_FEATURES}, of MXFP4 "
+            f"of {2 * FOUR_BIT_FEATURES}, in one sum: {shape}"
         )
     rows, stages = (64, 5) if shape.mean <= MOST_OF_64 else (128, 4)
     products = Product(128, 128, stages, 4, 4, tma=True), Product(256, 128, stages, 4, 4, tma=True)
     return ExpertTiling(rows, *products, shape.dtype, programs, shape.mean <= rows, stored=stored)
 
 
-def _int4_products(shape: ExpertsShape, warps: int) -> tuple[Product, Product]:
+def _four_bit_products(shape: ExpertsShape, warps: int) -> tuple[Product, Product]:
     """Gate and up, and down. Two steps of weights are on their way, where the features are whole pairs of steps."""
-    ahead = [2 if features % (2 * INT4_FEATURES) == 0 else 1 for features in (shape.hidden, shape.intermediate)]
-    gate_up, down = (Product(16 * warps, INT4_FEATURES, steps, warps) for steps in ahead)
+    ahead = [2 if features % (2 * FOUR_BIT_FEATURES) == 0 else 1 for features in (shape.hidden, shape.intermediate)]
+    gate_up, down = (Product(16 * warps, FOUR_BIT_FEATURES, steps, warps) for steps in ahead)
     return gate_up, down
 
 
@@ -342,10 +353,10 @@ def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:
         if stored.format == "fp8" and tiling.rows:
             block_k = min(block_k, stored.features)
         if stored != PLAIN and tiling.rows and shape.groups and depth % block_k:
-            # Steps begin where they would if the features of other ranks stood before: at groups of INT4 at least.
+            # Steps begin where they would if the features of other ranks stood before: at groups at least.
             block_k = min(block_k, GROUP)
         # The copy engine fetches what begins at a multiple of 16 bytes, no fewer at a time.
-        fetched = depth % 8 == 0 if stored == PLAIN else block_k >= (32 if stored.format == "int4" else 16)
+        fetched = depth % 8 == 0 if stored == PLAIN else block_k >= (32 if stored.format in FOUR_BITS else 16)
         tma = product.tma and shape.dtype != torch.float32 and fetched
         return replace(product, block=block, block_k=block_k, tma=tma)
 
@@ -404,7 +415,7 @@ def _parts(shape: ExpertsShape, tiling: ExpertTiling) -> list[tuple[torch.dtype,
     that of the lowest.
     """
     act = (shape.dtype, shape.pairs * shape.intermediate * shape.dtype.itemsize)
-    lowest = tiling.rows if shape.groups or shape.mean >= FEWEST_OF_64 else min(INT4_PAIRS)
+    lowest = tiling.rows if shape.groups or shape.mean >= FEWEST_OF_64 else min(FOUR_BIT_PAIRS)
     tiles = replace(tiling, rows=lowest).tiles(shape)
     sizes = [
         (torch.int32, 4 * shape.pairs),

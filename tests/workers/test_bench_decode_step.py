@@ -101,7 +101,7 @@ def test_bytes_of_a_product_with_int4_experts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import decode_step as bench
 
-    from kernels.moe import int4_tiles
+    from kernels.moe import four_bit_tiles
 
-    launch = (int4_tiles.product, (1,), (), {"AHEAD": 2, "GATE": True, "FEATURES": 2048, "K": 7168})
+    launch = (four_bit_tiles.product, (1,), (), {"AHEAD": 2, "GATE": True, "FEATURES": 2048, "K": 7168})
     assert bench.streamed_bytes(launch, 2.5) == 2.5 * 4096 * 7168 * (1 / 2 + 2 / 32)

@@ -87,11 +87,6 @@ class MixtureOfExperts:
             networks += shared
         gate_up_XFE = source.experts([network.gate_up for network in networks])
         down_XEI = source.experts([network.down for network in networks])
-        if routing.limit and not gate_up_XFE.format.clamps:
-            raise ConfigError(
-                f"swiglu_limit = {routing.limit} is not supported for experts in {gate_up_XFE.format.name}: no kernel "
-                "clamps what they multiply. Use a checkpoint in bf16 or FP8"
-            )
         self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart, norm_E)
 
     def __call__(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled
+from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled, MicroScaled4
 from kernels.moe import launch, schedule
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
@@ -18,8 +18,8 @@ from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
 """Distance between the seeds of a case's tokens and of its weights."""
-Format = Literal["int4", "mxfp8"] | tuple[int, int] | None
-"""INT4; MXFP8; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
+Format = Literal["int4", "mxfp8", "mxfp4"] | tuple[int, int] | None
+"""INT4; MXFP8; MXFP4; FP8 with a scale for every block of so many rows and features; or weights in the call's dtype."""
 
 
 def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: torch.Generator) -> Matrix:
@@ -41,6 +41,10 @@ def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: t
         exponent += round(math.log2(scale))
         # Far from the largest number, beyond which there is NaN: large matrices have numbers of six deviations.
         return MicroScaled((plain * 48).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8))
+    if format == "mxfp4":
+        data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random, device=device).to(torch.uint8)
+        exponent = torch.randint(-3, 0, (*shape[:-1], shape[-1] // GROUP), generator=random, device=device)
+        return MicroScaled4(data, (exponent + round(math.log2(scale)) + 127).to(torch.uint8))
     rows, features = format
     codes = plain * 64
     codes[uniform(*shape) < 0.1] *= 2**-13  # zero and subnormal numbers
@@ -52,7 +56,7 @@ def exact(matrix: Matrix, expert: int) -> Tensor:
     """An expert's matrix in float64, in which no product of a number and its scale is rounded."""
     if isinstance(matrix, Tensor):
         return matrix[expert].double()
-    if isinstance(matrix, GroupScaled | MicroScaled):
+    if isinstance(matrix, GroupScaled | MicroScaled | MicroScaled4):
         return matrix[expert].float().double()
     assert isinstance(matrix, BlockScaled)
     rows, features = matrix.shape[1:]

@@ -1,5 +1,5 @@
-"""The experts' products with FP8 and INT4 weights in the repaired interpreter, which reads nothing but the arguments'
-memory. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
+"""The experts' products with weights in FP8, INT4 and MXFP4 in the repaired interpreter, which reads nothing but the
+arguments' memory. Run with TRITON_INTERPRET=1, see test_interpreted.py."""
 
 from tests.support import bounds, interpreter
 
@@ -14,11 +14,11 @@ from experts_case import Experts, Format, exact  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from kernels.matrix import BlockScaled, GroupScaled, Matrix  # noqa: E402
+from kernels.matrix import BlockScaled, GroupScaled, Matrix, MicroScaled4  # noqa: E402
 from kernels.moe import schedule  # noqa: E402
 from kernels.moe.schedule import ExpertsShape, Workspace  # noqa: E402
 
-FORMATS: list[Format] = ["int4", "mxfp8", (128, 128), (16, 64)]
+FORMATS: list[Format] = ["int4", "mxfp8", "mxfp4", (128, 128), (16, 64)]
 BLOCKS: list[Format] = [(rows, features) for rows in (16, 32, 64, 128) for features in (64, 128)]
 
 
@@ -31,17 +31,12 @@ def test_any_number_of_tokens(tokens: int, format: Format, dtype: torch.dtype) -
     case.check()
 
 
+@pytest.mark.parametrize("format", ["int4", "mxfp4", (16, 64)])
 @pytest.mark.parametrize("tokens", [1, 2, 12])
-def test_clamped(tokens: int) -> None:
-    case = Experts(tokens, 3, 6, 192, 32, holes=True, formats=((16, 64), (16, 64)), limit=0.5)
+def test_clamped(tokens: int, format: Format) -> None:
+    case = Experts(tokens, 3, 6, 192, 32, holes=True, formats=(format, format), limit=0.5)
     case.run()
     case.check()
-
-
-def test_no_kernel_clamps_experts_in_int4() -> None:
-    case = Experts(2, 3, 6, 192, 32, formats=("int4", "int4"), limit=0.5)
-    with pytest.raises(ValueError, match="INT4"):
-        case.run()
 
 
 @settings(max_examples=40, deadline=None)
@@ -49,7 +44,8 @@ def test_no_kernel_clamps_experts_in_int4() -> None:
     tokens=st.integers(1, 9),
     sizes=st.tuples(st.sampled_from([32, 64, 96, 160, 288]), st.sampled_from([32, 64, 96, 224])),
     formats=st.tuples(
-        st.sampled_from(["int4", "mxfp8", None, *BLOCKS]), st.sampled_from(["int4", "mxfp8", None, *BLOCKS])
+        st.sampled_from(["int4", "mxfp8", "mxfp4", None, *BLOCKS]),
+        st.sampled_from(["int4", "mxfp8", "mxfp4", None, *BLOCKS]),
     ),
     rows=st.sampled_from([None, 16, 64, 128]),
     groups=st.sampled_from([0, 0, 1, 2, 4, 8]),
@@ -84,7 +80,7 @@ def test_features_that_pieces_of_fp8_do_not_divide(sizes: tuple[int, int], rows:
     case.check()
 
 
-@pytest.mark.parametrize(("rows", "format"), [(0, FORMATS[1]), (0, FORMATS[2]), *((16, format) for format in FORMATS)])
+@pytest.mark.parametrize(("rows", "format"), [(0, "mxfp8"), (0, (128, 128)), *((16, format) for format in FORMATS)])
 def test_padded_tokens_get_zero_and_disturb_nobody(rows: int, format: Format) -> None:
     case = Experts(5, 2, 4, 64, 32, padded=(0, 3), holes=True, formats=(format, format))
     case.tensors["id"][1] = torch.tensor([4, 2**40])
@@ -107,7 +103,7 @@ def test_a_token_alone_equals_the_token_in_a_batch(tokens: int, format: Format) 
 
 @pytest.mark.parametrize(
     ("intermediate", "format", "ranks"),
-    [(512, (64, 128), 4), (384, (16, 64), 2), (64, "int4", 2), (768, "int4", 8)],
+    [(512, (64, 128), 4), (384, (16, 64), 2), (64, "int4", 2), (768, "int4", 8), (64, "mxfp4", 2)],
 )
 def test_ranks_parts_are_the_parts_of_one(intermediate: int, format: Format, ranks: int) -> None:
     """Shares may be any of the rows of `gate_up` and of the columns of `down` that keep blocks or groups whole."""
@@ -143,18 +139,18 @@ def _share(gate_up: Matrix, down: Matrix, rank: int, share: int) -> tuple[Matrix
             BlockScaled(rows(gate_up.data, 1), scales[0], *sizes),
             BlockScaled(columns(down.data, 1), scales[1], *sizes),
         )
-    assert isinstance(gate_up, GroupScaled)
-    assert isinstance(down, GroupScaled)
+    assert isinstance(gate_up, GroupScaled | MicroScaled4)
+    assert isinstance(down, GroupScaled | MicroScaled4)
     return (
-        GroupScaled(rows(gate_up.data, 1), rows(gate_up.scales, 1)),
-        GroupScaled(columns(down.data, 2), columns(down.scales, 32)),
+        type(gate_up)(rows(gate_up.data, 1), rows(gate_up.scales, 1)),
+        type(down)(columns(down.data, 2), columns(down.scales, 32)),
     )
 
 
-@pytest.mark.parametrize(("format", "most"), [((64, 128), 2e-6), ((128, 64), 2e-6), ("int4", 2**-9)])
+@pytest.mark.parametrize(("format", "most"), [((64, 128), 2e-6), ((128, 64), 2e-6), ("int4", 2**-9), ("mxfp4", 2e-6)])
 def test_what_is_rounded(format: Format, most: float) -> None:
     """Sums of FP8 weights differ from float64 by what sums of a hundred in fp32 do. INT4 weights are rounded to 8 bits,
-    by at most 2**-9 of each, independently."""
+    by at most 2**-9 of each, independently; MXFP4 weights are not."""
     case = Experts(5, 2, 3, 64, 256, groups=2, formats=(None, format))
     tiling = case.tiling()
     call = case.call(tiling, case.workspace(tiling))

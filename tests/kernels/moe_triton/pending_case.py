@@ -37,7 +37,9 @@ class Pending:
             wide = torch.randn(tokens, case.hidden + 32, generator=random, device=case.device)
             self.before, self.kept = wide[:, 16:-16], wide[:, 16:-16].clone()
         alone = tokens == 1
-        self.tiling = (schedule.int4_alone if alone else schedule.int4_tiled)(case.shape, multiprocessors, case.stored)
+        self.tiling = (schedule.four_bit_alone if alone else schedule.four_bit_tiled)(
+            case.shape, multiprocessors, case.stored
+        )
         self.workspace = case.workspace(self.tiling)
         # A product that the way has between the choice and the experts.
         self.weight = torch.randn(32, case.hidden, generator=random, device=case.device).bfloat16()

@@ -1,4 +1,4 @@
-"""The experts with FP8 and INT4 weights on a GPU: eager, replayed on other tokens, and alone against in a batch."""
+"""The experts with weights of 8 and 4 bits on a GPU: eager, replayed on other tokens, and alone against in a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experts_case import Experts, Format
 from replayed import check_replayed
 
 from kernels import moe
-from kernels.matrix import BlockScaled, GroupScaled, Matrix, MicroScaled
+from kernels.matrix import BlockScaled, GroupScaled, Matrix, MicroScaled, MicroScaled4
 from kernels.moe import schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 V3 = {"chosen": 9, "experts": 25, "shared": 1, "hidden": 7168, "intermediate": 2048, "device": "cuda"}
 """DeepSeek-V3's, of fewer experts."""
 SMALL = {"chosen": 3, "experts": 9, "shared": 1, "hidden": 288, "intermediate": 160, "device": "cuda"}
-FORMATS: list[Format] = ["int4", "mxfp8", (128, 128)]
+FORMATS: list[Format] = ["int4", "mxfp8", "mxfp4", (128, 128)]
 _weights: dict[Format, tuple[Matrix, Matrix]] = {}
 
 
@@ -41,7 +41,7 @@ def test_eager(format: Format, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("formats", [("int4", (16, 64)), ((64, 128), None), (None, "int4")])
+@pytest.mark.parametrize("formats", [("int4", (16, 64)), ((64, 128), None), (None, "int4"), ("mxfp4", "int4")])
 @pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("tokens", [1, 40, 500])
 def test_blocks_that_tiles_do_not_divide(
@@ -121,7 +121,7 @@ def _last_of(experts: int, matrix: Matrix) -> Matrix:
     )
     data[-1].view(torch.uint8).copy_(matrix.data[0].view(torch.uint8))
     scales[-1] = matrix.scales[0]
-    if isinstance(matrix, (GroupScaled, MicroScaled)):
+    if isinstance(matrix, (GroupScaled, MicroScaled, MicroScaled4)):
         return type(matrix)(data, scales)
     assert isinstance(matrix, BlockScaled)
     return BlockScaled(data, scales, matrix.rows, matrix.features)

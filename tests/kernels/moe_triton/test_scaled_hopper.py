@@ -1,11 +1,11 @@
-"""Compilation of the experts' products with FP8 and INT4 weights for Hopper, at the sizes of published models."""
+"""Compilation of the experts' products with weights of 8 and 4 bits for Hopper, at the sizes of published models."""
 
 import re
 
 import pytest
 import torch
 
-from kernels.matrix import BlockScaled, GroupScaled, MicroScaled
+from kernels.matrix import BlockScaled, GroupScaled, MicroScaled, MicroScaled4
 from kernels.moe import launch, schedule
 from kernels.moe.records import stored
 from kernels.moe.scaled_launch import REGISTERS
@@ -19,14 +19,19 @@ V3 = (9, 257, 7168, 2048)
 KIMI = (9, 385, 7168, 2048)
 HY4 = (8, 256, 6144, 256)
 """Experts of a rank of eight."""
+V4_FLASH = (7, 257, 4096, 256)
+"""Experts of a rank of eight."""
 SMALL = (3, 9, 192, 128)
 
 
-def matrix(rows: int, features: int, format: str) -> BlockScaled | GroupScaled | MicroScaled:
+def matrix(rows: int, features: int, format: str) -> BlockScaled | GroupScaled | MicroScaled | MicroScaled4:
     """An expert's, of no value: nothing runs."""
     if format == "int4":
         data = torch.empty(1, rows, features // 2, dtype=torch.uint8)
         return GroupScaled(data, torch.empty(1, rows, features // 32, dtype=torch.bfloat16))
+    if format == "mxfp4":
+        data = torch.empty(1, rows, features // 2, dtype=torch.uint8)
+        return MicroScaled4(data, torch.empty(1, rows, features // 32, dtype=torch.uint8))
     data = torch.empty(1, rows, features, dtype=torch.float8_e4m3fn)
     if format == "mxfp8":
         return MicroScaled(data, torch.empty(1, rows, features // 32, dtype=torch.uint8))
@@ -57,12 +62,15 @@ def products(shape: ExpertsShape, format: str) -> list[object]:
     [(V3, "fp8", tokens, 0) for tokens in (1, 256, 1024, 4096)]
     + [(KIMI, "int4", tokens, 0) for tokens in (1, 1024, 4096)]
     + [(V3, "fp8", 16, 8)]
-    + [(HY4, "mxfp8", tokens, 0) for tokens in (1, 16, 1024, 4096)],
+    + [(HY4, "mxfp8", tokens, 0) for tokens in (1, 16, 1024, 4096)]
+    + [(V4_FLASH, "mxfp4", tokens, 0) for tokens in (16, 4096)],
 )
 def test_compiles_to_what_it_was_written_for(
     model: tuple[int, int, int, int], format: str, tokens: int, groups: int
 ) -> None:
-    shape = ExpertsShape(tokens, *model, groups=groups, shared=0 if model == HY4 else 1, limit=10.0 * (model == HY4))
+    shape = ExpertsShape(
+        tokens, *model, groups=groups, shared=0 if model == HY4 else 1, limit=10.0 * (model in (HY4, V4_FLASH))
+    )
     rows = schedule.tiling(shape).rows if format != "int4" or tokens > 1 else 16
     for kernel in products(shape, format):
         found = resources(kernel)

@@ -155,10 +155,11 @@ def test_every_number_of_mxfp4() -> None:
     assert np.array_equal(e2m1(byte.unsqueeze(1)).numpy().T, want.astype(np.float32))
 
 
-def test_scales_of_mxfp4_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("byte", "message"), [(255, "that are NaN"), (129, "above 2")])
+def test_scales_of_mxfp4_that_are_not_numbers_or_too_large_are_refused(byte: int, message: str, tmp_path: Path) -> None:
     tensors, _ = mxfp4("a.weight", 64, 64, seed=1)
-    tensors["a.weight_scale"].view(torch.uint8)[3, 1] = 255
-    with pytest.raises(WeightsError, match=r"a\.weight_scale has scales that are NaN"):
+    tensors["a.weight_scale"].view(torch.uint8)[3, 1] = byte
+    with pytest.raises(WeightsError, match=rf"a\.weight_scale has scales {message}"):
         load(tmp_path, tensors, Part("a.weight", 64, 64))
 
 

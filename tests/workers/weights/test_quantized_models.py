@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from workers.families import load_model
-from workers.models.config import ConfigError
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.parallel.group import Group
@@ -271,8 +270,9 @@ def test_a_gpu_gets_what_a_cpu_gets(widths: str, kind: str, names: str, ranks: i
         assert torch.equal(tensor.cpu(), other), name
 
 
-def test_experts_in_int4_are_refused_where_they_would_have_to_be_clamped(tmp_path: Path) -> None:
-    """No kernel clamps what they multiply. Each expert has tensors of its own here, as INT4 is published."""
+def test_experts_in_int4_of_a_model_that_clamps_them(tmp_path: Path) -> None:
+    """They are kept as they are stored, and the mixture has its limit. Each expert has tensors of its own here, as INT4
+    is published."""
     folder = write_tiny(tmp_path, "hyv4", seed=1, hidden_size=64, moe_intermediate_size=32)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
@@ -282,7 +282,14 @@ def test_experts_in_int4_are_refused_where_they_would_have_to_be_clamped(tmp_pat
             tensors |= {f"{prefix}.{expert}.{part}_proj.weight": own.contiguous() for part, own in halves.items()}
     save_file(tensors, folder / "model.safetensors")
     how: dict[str, Any] = {"group": ALONE, "dtype": torch.float32, "device": CPU, "max_positions": 64}
-    assert load_model(folder, **how).config.routing is not None
-    quantize(folder, "int4", INT4_NAMES)
-    with pytest.raises(ConfigError, match=r"swiglu_limit = 0\.5 is not supported for experts in INT4 in groups"):
-        load_model(folder, **how)
+    plain = quantize(folder, "int4", INT4_NAMES)
+    mixtures = [layer.feed_forward for layer in load_model(folder, **how).layers]
+    found = [part.mixture for part in mixtures if isinstance(part, MixtureOfExperts)]
+    assert found
+    for mixture in found:
+        assert (mixture.routing.limit, mixture.gate_up_XFE.format.name) == (0.5, "INT4 in groups")
+        assert any(
+            torch.equal(mixture.down_XEI.dequantized(torch.float32)[0], tensor.float())
+            for name, tensor in plain.items()
+            if name.endswith(".experts.0.down_proj.weight")
+        )

@@ -168,8 +168,6 @@ class Format(ABC):
     """Most tokens of the small-batch path in a model with such weights; 0: its kernels do not read them."""
     experts_alone: ClassVar[bool] = False
     """Whether that path reads them in experts alone, all of which must then be stored so (`moe.PendingExperts`)."""
-    clamps: ClassVar[bool] = True
-    """Whether kernels clamp what experts with such weights multiply, where a model asks for it (`Routing.limit`)."""
     w8a8: ClassVar[bool] = False
     """Whether there are products with activations that are rounded to FP8."""
 

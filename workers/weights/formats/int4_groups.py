@@ -28,7 +28,7 @@ INT4_PACKED: Final = "_packed"
 INT4_SCALES: Final = "_scale"
 INT4_SHAPE: Final = "_shape"
 INT4_SCALES_END: Final = 32
-"""Scales of groups are below, because kernels multiply by them in fp16 (`kernels/moe/int4_columns.py`)."""
+"""Scales of groups are below, because kernels multiply by them in fp16 (`kernels/moe/four_bit_columns.py`)."""
 MOST_WITH_INT4: Final = 8
 """Most tokens of the small-batch path in a model with INT4 experts: of 16 the general path is no slower
 (`bench/decode_step.py --shape k2-slice`)."""
@@ -48,7 +48,6 @@ class Int4Groups(Grouped):
     )
     suffixes: ClassVar = {INT4_PACKED: "I32", INT4_SCALES: "BF16", INT4_SHAPE: "I32"}
     most_few: ClassVar = MOST_WITH_INT4
-    clamps: ClassVar = False
     experts_alone: ClassVar = True
     packed: ClassVar = 2
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _BYTES: Final = ("I8", "U8")
 _SCALES: Final = ("F8_E8M0",)
+MOST_EXPONENT: Final = 128
+"""Largest byte of a scale, 2 as a number, because kernels multiply 2^126 times it in bf16 (`kernels/moe/e2m1.py`)."""
 
 
 class Mxfp4(MicroScaling):
@@ -32,7 +34,6 @@ class Mxfp4(MicroScaling):
 
     name: ClassVar = "MXFP4"
     suffixes: ClassVar = {"": "I8", MX_SCALES: "F8_E8M0"}
-    clamps: ClassVar = False
     packed: ClassVar = 2
 
     @override
@@ -70,6 +71,18 @@ class Mxfp4(MicroScaling):
     @override
     def data(self, part: StoredPart) -> Tensor:
         return _packed(part, slice(part.columns.start // 2, -(-part.columns.stop // 2)))
+
+    @override
+    def scales(self, part: StoredPart, block: Block) -> Tensor:
+        from workers.weights.checkpoint import WeightsError
+
+        byte = super().scales(part, block)
+        if byte.numel() and int(byte.max()) > MOST_EXPONENT:
+            raise WeightsError(
+                f"{part.name}{MX_SCALES} has scales above 2, times which numbers of MXFP4 are too large for the bf16 "
+                "in which GPUs multiply them"
+            )
+        return byte
 
     @override
     def matrix(self, data: Tensor, scales: Tensor | None, block: Block) -> Matrix:

@@ -1,25 +1,30 @@
-"""Hopper's products of several tokens with INT4 weights as they were compiled, run by the PTX emulator under drawn
-schedules, on memory that holds poison."""
+"""Hopper's products of several tokens with weights of four bits as they were compiled, run by the PTX emulator under
+drawn schedules, on memory that holds poison."""
 
 from typing import Any
 
 import pytest
 import torch
-from experts_case import Experts
+from experts_case import Experts, Format
 
 from kernels.moe import schedule
 from kernels.moe.schedule import ExpertsShape, ExpertTiling
 from tests.support.ptx import emulated
 
-INT4 = ("int4", "int4")
 
-
-def case(tokens: int, chosen: int = 2, experts: int = 16, sizes: tuple[int, int] = (512, 512), **more: Any) -> Experts:
-    return Experts(tokens, chosen, experts, *sizes, formats=INT4, **more)
+def case(
+    tokens: int,
+    chosen: int = 2,
+    experts: int = 16,
+    sizes: tuple[int, int] = (512, 512),
+    format: Format = "int4",
+    **more: Any,
+) -> Experts:
+    return Experts(tokens, chosen, experts, *sizes, formats=(format, format), **more)
 
 
 def tiled(case: Experts, multiprocessors: int = 1) -> ExpertTiling:
-    return schedule.int4_tiled(case.shape, multiprocessors, case.stored)
+    return schedule.four_bit_tiled(case.shape, multiprocessors, case.stored)
 
 
 def check(case: Experts, seed: int = 0) -> None:
@@ -34,6 +39,20 @@ def check(case: Experts, seed: int = 0) -> None:
 def test_every_height_of_tile(tokens: int, experts: int) -> None:
     """The last height's experts have more pairs than a tile has."""
     check(case(tokens, experts=experts), tokens)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "found",
+    [
+        case(3, 3, 9, (1024, 512), "mxfp4", holes=True),
+        case(13, 2, 4, (512, 256), "mxfp4", limit=0.5),
+        case(2, limit=0.5),
+    ],
+    ids=["tiles of two", "tiles of eight, clamped", "INT4, clamped"],
+)
+def test_mxfp4_and_clamped_experts(found: Experts) -> None:
+    check(found, 2)
 
 
 @pytest.mark.long
@@ -96,7 +115,7 @@ def test_what_it_does_not_take() -> None:
         case(2, dtype=torch.float16),
         case(2, groups=2),
     ):
-        with pytest.raises(ValueError, match="several tokens' INT4 weights take"):
+        with pytest.raises(ValueError, match="several tokens' weights of four bits take"):
             tiled(wrong, 132)
 
 

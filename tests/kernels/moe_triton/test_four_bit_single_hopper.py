@@ -1,7 +1,7 @@
-"""Compilation of Hopper's products of a single token with INT4 weights, at published sizes."""
+"""Compilation of Hopper's products of a single token with weights of four bits, at published sizes."""
 
 import pytest
-from int4_compiled import check_main_loop, compiled
+from four_bit_compiled import check_main_loop, compiled
 
 from kernels.moe import schedule
 from kernels.moe.scaled_launch import SINGLE_PROGRAMS, SINGLE_REGISTERS
@@ -11,13 +11,19 @@ from tests.support.hopper import resources
 
 pytestmark = pytest.mark.gate
 
-SIZES = {"K2": (8, 384, 7168, 2048), "K2 on 8 ranks": (8, 384, 7168, 256), "small": (2, 8, 1024, 512)}
+SIZES = {
+    "K2": (8, 384, 7168, 2048),
+    "K2 on 8 ranks": (8, 384, 7168, 256),
+    "small": (2, 8, 1024, 512),
+    "V4-Flash": (6, 256, 4096, 2048),
+}
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_compiles_to_what_it_was_written_for(name: str) -> None:
-    shape = ExpertsShape(1, *SIZES[name])
-    kernels = compiled(shape, schedule.int4_alone)
+    format, limit = ("mxfp4", 10.0) if name == "V4-Flash" else ("int4", 0.0)
+    shape = ExpertsShape(1, *SIZES[name], limit=limit)
+    kernels = compiled(shape, schedule.four_bit_alone, format)
     names = [*["product"] * 4, "combine_pending"]
     assert [resources(kernel).name for kernel in kernels] == names
     combine = resources(kernels.pop())
@@ -29,4 +35,4 @@ def test_compiles_to_what_it_was_written_for(name: str) -> None:
         assert SINGLE_PROGRAMS * (found.shared + 1024) <= SHARED_BYTES
         assert (found.waits, found.releases) == (True, True)
         if features > 512:  # else a block's steps are no loop of their own
-            check_main_loop(kernel)
+            check_main_loop(kernel, format)

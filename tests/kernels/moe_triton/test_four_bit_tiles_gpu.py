@@ -1,4 +1,4 @@
-"""Hopper's products of several tokens with INT4 weights on a GPU: eager, and replayed on other tokens."""
+"""Hopper's products of several tokens with weights of four bits on a GPU: eager, and replayed on other tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from captured import same_bits
-from experts_case import Experts
+from experts_case import Experts, Format
 from replayed import check_replayed
 
 from kernels.moe import schedule
@@ -27,17 +27,22 @@ OF_8_RANKS: dict[str, Any] = {**K2, "intermediate": 256}
 SMALL: dict[str, Any] = {"chosen": 2, "experts": 32, "hidden": 1024, "intermediate": 512}
 
 
+V4_FLASH: dict[str, Any] = {"chosen": 6, "experts": 64, "hidden": 4096, "intermediate": 1024, "limit": 10.0}
+"""DeepSeek-V4-Flash's on two ranks, of fewer experts."""
+
+
 def make(tokens: int, sizes: dict[str, Any], **more: Any) -> Experts:
-    return Experts(tokens, **sizes, device="cuda", formats=("int4", "int4"), **more)
+    format: Format = "mxfp4" if sizes is V4_FLASH else "int4"
+    return Experts(tokens, **sizes, device="cuda", formats=(format, format), **more)
 
 
 def tiled(case: Experts) -> ExpertTiling:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    return schedule.int4_tiled(case.shape, multiprocessors, case.stored)
+    return schedule.four_bit_tiled(case.shape, multiprocessors, case.stored)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 7, 10])
-@pytest.mark.parametrize("sizes", [K2, OF_8_RANKS, SMALL], ids=["K2", "on 8 ranks", "small"])
+@pytest.mark.parametrize("sizes", [K2, OF_8_RANKS, SMALL, V4_FLASH], ids=["K2", "on 8 ranks", "small", "V4-Flash"])
 @pytest.mark.parametrize("more", [{}, {"holes": True, "padded": (1,)}], ids=["all", "holes and padding"])
 def test_eager(sizes: dict[str, Any], tokens: int, more: dict[str, Any]) -> None:
     case = make(tokens, sizes, **more)
@@ -54,9 +59,10 @@ def test_experts_of_several_tiles(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 4, 10])
 @pytest.mark.parametrize("dependent", [False, True])
-def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
-    case = make(tokens, K2)
-    other = make(tokens, K2, seed=1, holes=True, weights=case.weights)
+@pytest.mark.parametrize("sizes", [K2, V4_FLASH], ids=["K2", "V4-Flash"])
+def test_replayed_on_other_tokens(sizes: dict[str, Any], tokens: int, dependent: bool) -> None:
+    case = make(tokens, sizes)
+    other = make(tokens, sizes, seed=1, holes=True, weights=case.weights)
     check_replayed(case, other, tiled(case), dependent)
 
 

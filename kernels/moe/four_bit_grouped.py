@@ -1,9 +1,9 @@
-"""The experts' products on Hopper for many tokens with INT4 weights in groups of 32: tiles of ROWS pairs by 256 weight
-rows, on wgmma, with the weights as the left operand.
+"""The experts' products on Hopper for many tokens with weights of four bits in groups of 32: tiles of ROWS pairs by 256
+weight rows, on wgmma, with the weights as the left operand.
 
-That operand may come from registers. So weights stay INT4 until a thread has them, and become what the checkpoint means
-there: a number times its group's scale, rounded to bf16 once. The right operand is the pairs' inputs in shared memory,
-and a tile of results is [weight rows, pairs].
+That operand may come from registers. So weights stay as they are stored until a thread has them, and become what the
+checkpoint means there: a number times its group's scale, rounded to bf16 once. The right operand is the pairs' inputs
+in shared memory, and a tile of results is [weight rows, pairs].
 
 Items, claims, announcements and the ring are `hopper`'s. Here the two multiplying partitions have the same pairs and
 different weights, 128 rows each in two chunks of 64: of gate and of up, so that both results of a feature lie in one
@@ -11,18 +11,19 @@ thread, or neighbours of `down`. A partition makes one chunk's weights bf16 whil
 registers of a product that is under way are never written. A tile with at most half of ROWS pairs costs products of
 half the width.
 
-A thread of the tensor cores' left operand has two features, the two that lie eight further, and so on. Of INT4 as it
-is stored that would be pieces of four words. But a sum does not care in what order its terms are numbered: so inputs
-lie in memory as `place` says, every 64 features in an order in which a thread's are neighbours in the weights' memory,
-and each word has one reader. `rearrange` brings the tokens into that order; what `gate_up` makes has it already.
+A thread of the tensor cores' left operand has two features, the two that lie eight further, and so on. Of weights as
+they are stored that would be pieces of four words. But a sum does not care in what order its terms are numbered: so
+inputs lie in memory as `place` says, every 64 features in an order in which a thread's are neighbours in the weights'
+memory, and each word has one reader. `rearrange` brings the tokens into that order; what `gate_up` makes has it
+already.
 
-The two numbers of a word that are 16 bits apart become bf16 at once: behind the exponent of 128 they are the lowest
-bits, and 128 + 8 less is exact.
+The two numbers of a word that are 16 bits apart become bf16 at once. INT4: behind the exponent of 128 they are the
+lowest bits, and 128 + 8 less is exact. MXFP4: see `e2m1`.
 
-A stage has 128 input features. Their four scales of a row are half of the 16 bytes that the copy engine fetches at
-least, from a multiple of 16 bytes on: so they are the first four of what comes with an even stage, and the last four of
-the same with an odd one. Inputs come with cp.async, sorted ones as well as gathered ones: so nobody reads rows past a
-tile's pairs.
+A stage has 128 input features. Their four scales of a row are a part of the 16 bytes that the copy engine fetches at
+least, from a multiple of 16 bytes on: of INT4 half, of MXFP4 a quarter. So stages go in turns of two or four, each of
+which gets the same 16 bytes and reads its own four. Inputs come with cp.async, sorted ones as well as gathered ones: so
+nobody reads rows past a tile's pairs.
 
 No deadlock, as in `hopper`: a multiplying partition holds at most the stage that it multiplies when it waits for the
 next, and the fetching one reports that as full once it has filled the STAGES - 2 after it, which need nothing more.
@@ -34,6 +35,8 @@ whether it is there before it chooses these kernels.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, has-type"
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 import triton
@@ -51,8 +54,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.linear.hopper import TILED
-from kernels.matrix import GroupScaled
-from kernels.moe.hopper import announce, announcement, claim, report_full, store_rows, work_item
+from kernels.matrix import FourBits
+from kernels.moe import e2m1
+from kernels.moe.hopper import announce, announcement, claim, clamped, report_full, store_rows, work_item
 
 STEP = gl.constexpr(128)
 """Input features of a stage."""
@@ -65,11 +69,10 @@ CHUNK = gl.constexpr(64)
 LEAD = gl.constexpr(4)
 """Stages before the end of an item at which a program claims its next item."""
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
-SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2))
-FETCHED = gl.constexpr(8)
-"""Scales of a row that come at a time: 16 bytes."""
+FETCHED: Final = 16
+"""Bytes of scales of a row that come at a time."""
 
-_TO_BF16 = gl.constexpr(
+_INT4_TO_BF16 = gl.constexpr(
     """
     {
     .reg .b32 word, bits, place;
@@ -95,15 +98,34 @@ _TO_BF16 = gl.constexpr(
 """Conversion of eight numbers to the four pairs that are 16 bits apart, times a scale. (0x4300 is 128, 0x4308 136.)"""
 
 
-def word_box(matrix: GroupScaled) -> TensorDescriptor:
+@gluon.constexpr_function
+def turn_of(FORMAT):
+    """Return how many stages have their scales in the same bytes."""
+    return FETCHED // (4 * (2 if FORMAT == "int4" else 1))
+
+
+@gluon.constexpr_function
+def scales_layout(FORMAT):
+    """Layout of the scales of a stage's rows."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16 if FORMAT == "int4" else 8, rank=2)
+
+
+@gluon.constexpr_function
+def scale_dtype(FORMAT):
+    """Dtype of the scales."""
+    return gl.bfloat16 if FORMAT == "int4" else gl.uint8
+
+
+def word_box(matrix: FourBits) -> TensorDescriptor:
     """Make the descriptor with which the copy engine fetches 128 rows' numbers of a stage."""
     halfwords = matrix.data.view(torch.int16).flatten(0, 1)
     return TensorDescriptor.from_tensor(halfwords, [BLOCK.value, STEP.value // 4], WORDS.value)
 
 
-def scale_box(matrix: GroupScaled) -> TensorDescriptor:
-    """Make the descriptor with which the copy engine fetches the scales of 128 rows of a stage."""
-    return TensorDescriptor.from_tensor(matrix.scales.flatten(0, 1), [BLOCK.value, FETCHED.value], SCALES.value)
+def scale_box(matrix: FourBits, format: str) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches the scales of 128 rows of a turn."""
+    box = [BLOCK.value, FETCHED // matrix.scales.itemsize]
+    return TensorDescriptor.from_tensor(matrix.scales.flatten(0, 1), box, scales_layout(format))
 
 
 @triton.jit
@@ -151,17 +173,18 @@ def sums_layout(WIDTH):
 
 
 @gluon.jit
-def _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, slot):
+def _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, slot, FORMAT: gl.constexpr):
     """Start copying 128 rows of weights of an item's stage i."""
+    TURN: gl.constexpr = turn_of(FORMAT)
     tma.async_copy_global_to_shared(w_box, [row, i * (STEP // 4)], bar, w_s.index(slot))
-    tma.async_copy_global_to_shared(s_box, [row, i // 2 * FETCHED], bar, s_s.index(slot))
+    tma.async_copy_global_to_shared(s_box, [row, i // TURN * (4 * TURN)], bar, s_s.index(slot))
 
 
 @gluon.jit
 def fetch(
     x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
-    GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    FORMAT: gl.constexpr, GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
+    BLOCKS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching partition: four warps that copy a tile's inputs 16 bytes per thread, and weights by the copy
     engine."""
@@ -204,8 +227,8 @@ def fetch(
             else:
                 row = expert * FEATURES + block * (2 * BLOCK)
                 second = row + BLOCK
-            _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, 2 * stage)
-            _fetch_rows(w_box, s_box, second, i, bar, w_s, s_s, 2 * stage + 1)
+            _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, 2 * stage, FORMAT)
+            _fetch_rows(w_box, s_box, second, i, bar, w_s, s_s, 2 * stage + 1, FORMAT)
             for half in gl.static_range(2):
                 async_copy.async_copy_global_to_shared(
                     x_s.index(2 * stage + half), source + i * STEP + half * HALF_TILE, mask=inside, cache_modifier=".cg"
@@ -239,19 +262,23 @@ def _words(w_s, slot):
 
 
 @gluon.jit
-def _scales(s_s, slot, ODD: gl.constexpr, SECOND: gl.constexpr):
-    """A chunk's scales [64, 2] of the first half, or the second, of the features of an even stage, or an odd one."""
-    return s_s.index(slot).slice(4 * ODD + 2 * SECOND, 2, 1).load(gl.SliceLayout(2, block_layout()))
+def _scales(s_s, slot, AT: gl.constexpr, SECOND: gl.constexpr):
+    """A chunk's factors [64, 2] of the first half, or the second, of the features of the stage AT of a turn."""
+    scale = s_s.index(slot).slice(4 * AT + 2 * SECOND, 2, 1).load(gl.SliceLayout(2, block_layout()))
+    if scale.dtype == gl.uint8:
+        scale = e2m1.factor(scale)
+    return scale
 
 
 @gluon.jit
-def _weights(words, scale, WIDTH: gl.constexpr):
-    """Numbers times scales in bf16: a left operand [64, 64], its features in their order."""
+def _weights(words, scale, FORMAT: gl.constexpr, WIDTH: gl.constexpr):
+    """Numbers times factors in bf16: a left operand [64, 64], its features in their order."""
     left: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTH), 2)
     kinds: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    convert: gl.constexpr = _INT4_TO_BF16 if FORMAT == "int4" else e2m1.TO_BF16
     scale, words = gl.broadcast(scale[:, :, None], words)
     a, b, c, d = gl.inline_asm_elementwise(
-        _TO_BF16, "=r,=r,=r,=r,r,r", [words, scale], dtype=kinds, is_pure=True, pack=2
+        convert, "=r,=r,=r,=r,r,r", [words, scale], dtype=kinds, is_pure=True, pack=2
     )  # fmt: skip
     # [row, quarter, two of four, one, the other two of four, eighth], see `place`.
     both = gl.join(gl.join(a, c), gl.join(b, d)).reshape([CHUNK, 4, 2, 2, 2, 2])
@@ -262,41 +289,41 @@ def _weights(words, scale, WIDTH: gl.constexpr):
 @gluon.jit
 def _multiplied(
     x_s, w_s, s_s, full, empty, step, turns,
-    WHICH: gl.constexpr, WIDTH: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, FORMAT: gl.constexpr, WIDTH: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a partition's two chunks [64, WIDTH] over `turns` pairs of stages from `step` on, of the first WIDTH
+    """The sums of a partition's two chunks [64, WIDTH] over `turns` turns of stages from `step` on, of the first WIDTH
     pairs of the tile; `x_s` has PART pieces of WIDTH rows for 64 features."""
     layout: gl.constexpr = sums_layout(WIDTH)
     top = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
     low = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
-    last = step + 2 * turns - 1
+    TURN: gl.constexpr = turn_of(FORMAT)
+    last = step + TURN * turns - 1
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
     slot = 4 * (step % STAGES) + WHICH
     top_first, top_second = _words(w_s, slot)
-    a = _weights(top_first, _scales(s_s, slot, 0, 0), WIDTH)
+    a = _weights(top_first, _scales(s_s, slot, 0, 0), FORMAT, WIDTH)
     for _i in range(turns):
-        for odd in gl.static_range(2):
+        for at in gl.static_range(TURN):
             stage = step % STAGES
             slot = 4 * stage + WHICH
             low_first, low_second = _words(w_s, slot + 2)
             x_first = x_s.index(2 * PART * stage).permute((1, 0))
             x_second = x_s.index(2 * PART * stage + PART).permute((1, 0))
 
-            # One product is under way while the next one's weights become bf16. None is at the end of a turn, which is
-            # of two stages: the loop would carry registers that are still read, and ptxas would let every product wait
-            # for the one before.
+            # One product is under way while the next one's weights become bf16. None is at the end of a turn: the loop
+            # would carry registers that are still read, and ptxas would let every product wait for the one before.
             top = warpgroup_mma(a, x_first, top, is_async=True)
-            if odd:
-                low, b = warpgroup_mma_wait(1, deps=(low, b))  # noqa: F821 - of the even stage
+            if at > 0:
+                low, b = warpgroup_mma_wait(1, deps=(low, b))  # noqa: F821 - of the stage before
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-            b = _weights(low_first, _scales(s_s, slot + 2, odd, 0), WIDTH)
+            b = _weights(low_first, _scales(s_s, slot + 2, at, 0), FORMAT, WIDTH)
             low = warpgroup_mma(b, x_first, low, is_async=True)
             top, a = warpgroup_mma_wait(1, deps=(top, a))
-            a = _weights(top_second, _scales(s_s, slot, odd, 1), WIDTH)
+            a = _weights(top_second, _scales(s_s, slot, at, 1), FORMAT, WIDTH)
             top = warpgroup_mma(a, x_second, top, is_async=True)
             low, b = warpgroup_mma_wait(1, deps=(low, b))
-            b = _weights(low_second, _scales(s_s, slot + 2, odd, 1), WIDTH)
+            b = _weights(low_second, _scales(s_s, slot + 2, at, 1), FORMAT, WIDTH)
             low = warpgroup_mma(b, x_second, low, is_async=True)
             top, a = warpgroup_mma_wait(1, deps=(top, a))
             # Behind the last stage that one's are read once more, and not used.
@@ -305,8 +332,8 @@ def _multiplied(
             mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
             slot = 4 * (after % STAGES) + WHICH
             top_first, top_second = _words(w_s, slot)
-            a = _weights(top_first, _scales(s_s, slot, 1 - odd, 0), WIDTH)
-            if odd:
+            a = _weights(top_first, _scales(s_s, slot, (at + 1) % TURN, 0), FORMAT, WIDTH)
+            if at == TURN - 1:
                 low, b = warpgroup_mma_wait(0, deps=(low, b))
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index(stage), count=1)
@@ -328,12 +355,14 @@ def _stored(value, target, first, sorted_pair, feature, pairs, begin, GATE: gl.c
 @gluon.jit
 def _finished(
     top, low, out, sorted_pair, first, pairs, block, begin,
-    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr,
+    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Write what a partition's sums of up to 64 pairs make, those from `begin` on."""
     WIDTH: gl.constexpr = top.shape[1]
     dtype: gl.constexpr = out.dtype.element_ty
     if GATE:
+        if LIMIT > 0:
+            top, low = clamped(top, low, LIMIT)
         value = (top * (1 / (1 + gl.exp(-top))) * low).to(dtype)
         value = value.reshape([4, 2, 2, 2, 2, WIDTH]).permute((5, 1, 3, 4, 0, 2)).reshape([WIDTH, CHUNK])
         feature = block * BLOCK + WHICH * CHUNK
@@ -349,33 +378,36 @@ def _finished(
 @gluon.jit
 def _wide_item(
     sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
-    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Everything of a tile of more than half of ROWS pairs; the step behind it. What is written takes turns in shared
     memory, one half of the pairs after the other."""
-    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, ROWS, 1, STAGES)
+    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, FORMAT, ROWS, 1, STAGES)
     top_near, top_far = top.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
     low_near, low_far = low.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
-    _finished(top_near, low_near, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
-    _finished(top_far, low_far, out, sorted_pair, first, pairs, block, ROWS // 2, WHICH, GATE, FEATURES)
+    _finished(top_near, low_near, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES, LIMIT)
+    _finished(top_far, low_far, out, sorted_pair, first, pairs, block, ROWS // 2, WHICH, GATE, FEATURES, LIMIT)
     return step
 
 
 @gluon.jit
 def _narrow_item(
     sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
-    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute a tile of at most ROWS pairs, as `_wide_item` does; `x_s` has halves of a stage's inputs."""
-    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, ROWS, 2, STAGES)
-    _finished(top, low, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES)
+    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, FORMAT, ROWS, 2, STAGES)
+    _finished(top, low, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES, LIMIT)
     return step
 
 
 @gluon.jit
 def multiply(
     sorted_pair, out, x_s, x_half_tiles, w_s, s_s, work_s, full, empty, announced, turns,
-    WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first chunk of weight rows of either block, or the second."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -387,12 +419,12 @@ def multiply(
         if pairs > ROWS // 2:
             step = _wide_item(
                 sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
-                WHICH, GATE, FEATURES, ROWS, STAGES,
+                WHICH, FORMAT, GATE, FEATURES, ROWS, STAGES, LIMIT,
             )  # fmt: skip
         else:
             step = _narrow_item(
                 sorted_pair, out, x_half_tiles, w_s, s_s, full, empty, step, turns, first, pairs, block,
-                WHICH, GATE, FEATURES, ROWS // 2, STAGES,
+                WHICH, FORMAT, GATE, FEATURES, ROWS // 2, STAGES, LIMIT,
             )  # fmt: skip
         turn += 1
         first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
@@ -401,21 +433,22 @@ def multiply(
 @gluon.jit(do_not_specialize=["turns"])
 def product(
     x, w_box, s_box, sorted_pair, table, out, turns,
-    GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    FORMAT: gl.constexpr, GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
+    BLOCKS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """`scaled.gate_up` of the tokens `x` (GATE), or `scaled.down` of the sorted pairs' `x`; four warps, the others come
     on top. Rows of `x`, contiguous, have K features in the order of `place`, and so have those of `out` (GATE).
 
-    `turns`: pairs of stages of an item, K / 256. It is no constant, so that all sizes have one machine code: what the
-    compiler made of a loop of a single turn computed something else on a GPU.
+    `turns`: of an item, K / (128 stages of a turn). It is no constant, so that all sizes have one machine code: what
+    the compiler made of a loop of a single turn computed something else on a GPU.
 
     `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their scales. FEATURES: of the output
-    (GATE: of gate, and as many of up).
+    (GATE: of gate, and as many of up). FORMAT: of the weights, "int4" or "mxfp4". LIMIT: see `activation`.
     """
+    AT_ONCE: gl.constexpr = 4 * turn_of(FORMAT)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, HALF_TILE], TILED)
     w_s = gl.allocate_shared_memory(gl.int16, [2 * STAGES, BLOCK, STEP // 4], WORDS)
-    s_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BLOCK, FETCHED], SCALES)
+    s_s = gl.allocate_shared_memory(scale_dtype(FORMAT), [2 * STAGES, BLOCK, AT_ONCE], scales_layout(FORMAT))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -429,16 +462,16 @@ def product(
     gl.thread_barrier()
     x_half_tiles = x_s._reinterpret(gl.bfloat16, [4 * STAGES, ROWS // 2, HALF_TILE], TILED)
     w_chunks = w_s._reinterpret(gl.int16, [4 * STAGES, CHUNK, STEP // 4], WORDS)
-    s_chunks = s_s._reinterpret(gl.bfloat16, [4 * STAGES, CHUNK, FETCHED], SCALES)
+    s_chunks = s_s._reinterpret(scale_dtype(FORMAT), [4 * STAGES, CHUNK, AT_ONCE], scales_layout(FORMAT))
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
         [
             (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, work_s, full, empty, announced, turns,
-                        0, GATE, FEATURES, ROWS, STAGES)),
+                        0, FORMAT, GATE, FEATURES, ROWS, STAGES, LIMIT)),
             (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, work_s, full, empty, announced, turns,
-                        1, GATE, FEATURES, ROWS, STAGES)),
+                        1, FORMAT, GATE, FEATURES, ROWS, STAGES, LIMIT)),
             (fetch, (x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
-                     GATE, COLUMNS, K, FEATURES, BLOCKS, GROUP, ROWS, STAGES)),
+                     FORMAT, GATE, COLUMNS, K, FEATURES, BLOCKS, GROUP, ROWS, STAGES)),
         ],
         [4, 4],
         [224, 64],

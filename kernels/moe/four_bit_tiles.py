@@ -1,8 +1,8 @@
-"""The experts of a few tokens with INT4 weights in groups of 32, on Hopper: bound by the time in which the weights are
-read.
+"""The experts of a few tokens with weights of four bits in groups of 32, on Hopper: bound by the time in which the
+weights are read.
 
-The columns of the tensor cores' tile are a tile's pairs, of which it has two or eight at most (`int4_columns`). Their
-inputs lie in shared memory for as long as a program works on the tile: of eight, fewer programs find room on a
+The columns of the tensor cores' tile are a tile's pairs, of which it has two or eight at most (`four_bit_columns`).
+Their inputs lie in shared memory for as long as a program works on the tile: of eight, fewer programs find room on a
 multiprocessor, and have the more warps.
 
 A program takes the pieces of work (a tile, block of features) in a row, and asks for a piece's first weights while it
@@ -21,21 +21,22 @@ from triton.experimental.gluon import language as gl
 
 from kernels.fp16_scaled import unit_of
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.moe.int4_columns import (
+from kernels.moe.four_bit_columns import (
     COLUMNS,
-    SCALE,
     STEP,
     asked,
+    factor_of,
+    inputs_dtype,
     left_to_divide,
     multiplied,
     products_layout,
     row_halves,
     weights_at,
 )
+from kernels.moe.hopper import clamped
 
 _STEP = gl.constexpr(STEP)
 _COLUMNS = gl.constexpr(COLUMNS)
-_SCALE = gl.constexpr(SCALE)
 
 
 @gluon.constexpr_function
@@ -56,22 +57,26 @@ def stage(
     x, row, pairs, x_s, square, eps,
     STRIDE: gl.constexpr, STEPS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Halve the rows `row` of `x` into `x_s` [STEPS, 8, PAIRS, 32], each in the order of `int4_single.stage`, 0 for
-    those past the pairs. The rows' units, one for each column; if PIECES is not 0, the rows are a pending norm's, and a
-    unit is divided as they are to be. Rows are read twice, for what a thread would hold of them meanwhile is more than
-    it has room for."""
+    """Bring the rows `row` of `x` into `x_s` [STEPS, 8, PAIRS, 32], each in the order of `four_bit_single.stage`, 0 for
+    those past the pairs. What is in fp16 is divided by a unit of its row before. The units are returned, one for each
+    column; if PIECES is not 0, the rows are a pending norm's, and a unit is divided as they are to be. For fp16 rows
+    are read twice, for what a thread would hold of them meanwhile is more than it has room for."""
     layout: gl.constexpr = rows_layout(PAIRS, WARPS)
     products: gl.constexpr = products_layout(WARPS)
     m = gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
     feature = gl.arange(0, _STEP, gl.SliceLayout(0, layout))
     inside = (m < pairs)[:, None] & (feature >= 0)[None, :]
     at = x + row.to(gl.int64)[:, None] * STRIDE + feature[None, :]
-    most = gl.zeros([PAIRS, _STEP], gl.float32, layout)
-    for step in gl.static_range(STEPS):
-        # .cg: a dependent launch may find lines of an earlier kernel in L1.
-        value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
-        most = gl.maximum(most, gl.abs(value.to(gl.float32)))
-    unit, inverse = unit_of(gl.max(most, 1))
+    HALVED: gl.constexpr = x_s.dtype == gl.float16
+    unit = gl.full([PAIRS], 1.0, gl.float32, gl.SliceLayout(1, layout))
+    inverse = unit
+    if HALVED:
+        most = gl.zeros([PAIRS, _STEP], gl.float32, layout)
+        for step in gl.static_range(STEPS):
+            # .cg: a dependent launch may find lines of an earlier kernel in L1.
+            value = gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg")
+            most = gl.maximum(most, gl.abs(value.to(gl.float32)))
+        unit, inverse = unit_of(gl.max(most, 1))
     if PIECES:
         unit *= left_to_divide(square, row, m < pairs, eps, STEPS * _STEP, PIECES, layout)
     # What is loaded behind a store waits for it. So several loads come before the first of their stores.
@@ -81,9 +86,11 @@ def stage(
         for step in gl.static_range(first, min(first + AT_ONCE, STEPS)):
             held = held + (gl.load(at + step * _STEP, mask=inside, other=0.0, cache_modifier=".cg"),)
         for step in gl.static_range(first, min(first + AT_ONCE, STEPS)):
-            value = held[step - first].to(gl.float32) * inverse[:, None]
-            half = value.to(gl.float16).reshape(PAIRS, 2, 4, 4, 2, 4)
-            x_s.index(step).store(half.permute((1, 3, 0, 2, 5, 4)).reshape(8, PAIRS, 32))
+            value = held[step - first]
+            if HALVED:
+                value = (value.to(gl.float32) * inverse[:, None]).to(gl.float16)
+            value = value.reshape(PAIRS, 2, 4, 4, 2, 4).permute((1, 3, 0, 2, 5, 4))
+            x_s.index(step).store(value.reshape(8, PAIRS, 32))
     repeated = gl.zeros([_COLUMNS // PAIRS, PAIRS], gl.float32, gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0]))
     _, repeated = gl.broadcast(repeated, gl.convert_layout(unit, gl.SliceLayout(0, repeated.type.layout))[None, :])
     return gl.convert_layout(repeated.reshape(_COLUMNS), gl.SliceLayout(0, products))
@@ -102,15 +109,16 @@ def record(table, tile, exists):
 @gluon.jit(do_not_specialize=["eps"])
 def product(
     x, square, data, scales, sorted_pair, table, out, eps,
-    X_STRIDE: gl.constexpr, GATE: gl.constexpr, CHOSEN: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    PIECES: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, SETTLED: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    X_STRIDE: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, CHOSEN: gl.constexpr, K: gl.constexpr,
+    FEATURES: gl.constexpr, PIECES: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+    LIMIT: gl.constexpr, SETTLED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every sorted pair i, of its token's x; otherwise
     out[pair] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES.
 
-    PIECES: if not 0, the tokens are a pending norm's with so many sums of squares each, and `eps`. SETTLED: the tiles
-    were there when the kernel before let this one start."""
+    FORMAT: of the weights, "int4" or "mxfp4". PIECES: if not 0, the tokens are a pending norm's with so many sums of
+    squares each, and `eps`. LIMIT: see `activation`. SETTLED: the tiles were there when the kernel before let this one
+    start."""
     STEPS: gl.constexpr = K // _STEP
     BLOCK: gl.constexpr = 16 * WARPS
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
@@ -120,7 +128,7 @@ def product(
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     at, scale_at = weights_at(K, FEATURES, GATE, WARPS)
-    x_s = gl.allocate_shared_memory(gl.float16, [STEPS, 8, PAIRS, 32], plain)
+    x_s = gl.allocate_shared_memory(inputs_dtype(FORMAT), [STEPS, 8, PAIRS, 32], plain)
     r = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     n = gl.arange(0, _COLUMNS, columns)
     m = gl.arange(0, PAIRS, gl.SliceLayout(1, rows_layout(PAIRS, WARPS)))
@@ -153,8 +161,8 @@ def product(
         after = gl.minimum(piece + 1, end - 1)
         later_expert, later_first, later_pairs = record(table, after // BLOCKS, True)
         later = later_expert * ROWS + after % BLOCKS * WIDTH
-        total, held = multiplied(x_s, held, data, scales, row, later, at, scale_at, K, PAIRS, AHEAD, WARPS)
-        total = total * (unit / _SCALE)[None, :]
+        total, held = multiplied(x_s, held, data, scales, row, later, at, scale_at, FORMAT, K, PAIRS, AHEAD, WARPS)
+        total = total * (unit / factor_of(FORMAT))[None, :]
         here = n < gl.minimum(pairs, PAIRS)
         feature = piece % BLOCKS * WIDTH
         if GATE:
@@ -162,6 +170,8 @@ def product(
             to = (first + n)[None, :] * FEATURES + feature + (r // 16 * 8 + r % 8)[:, None]
             where, _ = row_halves(to, WARPS)
             kept, _ = row_halves(((r >= 0)[:, None] & here[None, :]).to(gl.int32), WARPS)
+            if LIMIT > 0:
+                gate, up = clamped(gate, up, LIMIT)
             value = gate / (1 + gl.exp(-gate)) * up
             gl.store(out + where, value.to(out.dtype.element_ty), mask=kept > 0, eviction_policy="evict_last")
         else:

@@ -1,4 +1,4 @@
-"""Hopper's products of many tokens with INT4 weights on a GPU: eager, and replayed on other tokens."""
+"""Hopper's products of many tokens with weights of four bits on a GPU: eager, and replayed on other tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ K2: dict[str, Any] = {"chosen": 8, "experts": 48, "hidden": 7168, "intermediate"
 """Kimi K2's on four ranks, of fewer experts."""
 OF_8_RANKS: dict[str, Any] = {**K2, "intermediate": 256}
 SMALL: dict[str, Any] = {"chosen": 2, "experts": 8, "hidden": 512, "intermediate": 256}
-MODELS = {"K2": K2, "on 8 ranks": OF_8_RANKS, "small": SMALL}
+V4_FLASH: dict[str, Any] = {"chosen": 6, "experts": 48, "hidden": 4096, "intermediate": 1024, "limit": 10.0}
+"""DeepSeek-V4-Flash's on two ranks, of fewer experts."""
+MODELS = {"K2": K2, "on 8 ranks": OF_8_RANKS, "small": SMALL, "V4-Flash": V4_FLASH}
 _weights: dict[str, tuple[Matrix, Matrix]] = {}
 
 
 def make(model: str, tokens: int, **more: Any) -> Experts:
     """A case with the model's weights, made once."""
-    given = {**MODELS[model], "device": "cuda", "formats": ("int4", "int4"), "weights": _weights.get(model), **more}
+    format = "mxfp4" if model == "V4-Flash" else "int4"
+    given = {**MODELS[model], "device": "cuda", "formats": (format, format), "weights": _weights.get(model), **more}
     case = Experts(tokens, **given)
     if model not in _weights and case.weights:
         _weights[model] = case.weights
@@ -45,7 +48,7 @@ def make(model: str, tokens: int, **more: Any) -> Experts:
 def grouped(case: Experts, rows: int = 0) -> ExpertTiling:
     """Return the tiling of the call, or the one of other tiles."""
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    tiling = schedule.int4_grouped(case.shape, programs, case.stored)
+    tiling = schedule.four_bit_grouped(case.shape, programs, case.stored)
     if not rows:
         return tiling
     stages = {64: 5, 128: 4}[rows]
@@ -71,10 +74,11 @@ def test_shared_and_crowded_experts(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [100, 600])
-def test_replayed_on_other_tokens(tokens: int) -> None:
-    case = make("K2", tokens)
+@pytest.mark.parametrize("model", ["K2", "V4-Flash"])
+def test_replayed_on_other_tokens(model: str, tokens: int) -> None:
+    case = make(model, tokens)
     for more in ({"holes": True}, {"padded": tuple(range(tokens))}):
-        other = make("K2", tokens, seed=1, **more)
+        other = make(model, tokens, seed=1, **more)
         check_replayed(case, other, grouped(case), dependent=True)
 
 
@@ -89,21 +93,23 @@ def test_a_pair_does_not_depend_on_its_tile() -> None:
         assert same_bits(part.run(grouped(part, rows)), want[-tokens:])
 
 
-def test_as_triton_has_it_but_for_the_order_of_sums() -> None:
+@pytest.mark.parametrize("model", ["K2", "V4-Flash"])
+def test_as_triton_has_it_but_for_the_order_of_sums(model: str) -> None:
     """Weights are rounded alike, so that what differs is smaller than what their rounding does to a result."""
-    case = make("K2", 1000)
+    case = make(model, 1000)
     want = case.run(schedule.tiling(case.shape, case.stored)).float()
     out = case.run(grouped(case)).float()
     error = torch.linalg.vector_norm(out - want, dim=-1) / torch.linalg.vector_norm(want, dim=-1)
     assert float(error.max()) < 2**-8
 
 
-def test_the_public_function_chooses_them() -> None:
-    case = make("K2", 600)
+@pytest.mark.parametrize("model", ["K2", "V4-Flash"])
+def test_the_public_function_chooses_them(model: str) -> None:
+    case = make(model, 600)
     t = case.tensors
     assert case.weights is not None
     shape = moe.experts_shape(t["x"], t["id"], case.weights[1])
     assert schedule.tiling(shape, case.stored).rearranged
     workspace = torch.full((moe.workspace_bytes(shape),), 0x7F, dtype=torch.uint8, device="cuda")
-    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"], workspace=workspace)
+    moe.experts(t["x"], t["id"], t["weight"], *case.weights, t["out"], workspace=workspace, limit=case.limit)
     case.check()

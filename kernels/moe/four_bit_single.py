@@ -1,9 +1,9 @@
-"""The experts of one token with INT4 weights in groups of 32, on Hopper: bound by the time in which the weights are
-read.
+"""The experts of one token with weights of four bits in groups of 32, on Hopper: bound by the time in which the weights
+are read.
 
-Inputs are in scaled fp16 by every program while its first weights are on their way, and change rarely: a program takes
-the pieces of work (an expert of the token, block of features) in a row. The token is in every column of the tensor
-cores' tile. All else is in `int4_columns`.
+Inputs are brought into shared memory, for INT4 in scaled fp16, by every program while its first weights are on their
+way, and change rarely: a program takes the pieces of work (an expert of the token, block of features) in a row. The
+token is in every column of the tensor cores' tile. All else is in `four_bit_columns`.
 
 The token of gate and up may be a pending norm's; the sum of its squares is read and the division done with the unit of
 its halves.
@@ -12,7 +12,7 @@ Gluon, for compute capability 9.0.
 """
 
 # ruff: noqa: RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc, var-annotated"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, attr-defined, misc, var-annotated"
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from triton.experimental.gluon import language as gl
 
 from kernels.fp16_scaled import unit_of
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.moe.int4_columns import (
+from kernels.moe.four_bit_columns import (
     COLUMNS,
-    SCALE,
     STEP,
     asked,
+    factor_of,
+    inputs_dtype,
     left_to_divide,
     multiplied,
     products_layout,
     row_halves,
     weights_at,
 )
+from kernels.moe.hopper import clamped
 
 WARPS = 4
 BLOCK = 16 * WARPS
@@ -41,27 +43,29 @@ _STEP = gl.constexpr(STEP)
 _COLUMNS = gl.constexpr(COLUMNS)
 _WARPS = gl.constexpr(WARPS)
 _BLOCK = gl.constexpr(BLOCK)
-_SCALE = gl.constexpr(SCALE)
 
 
 @gluon.jit
 def stage(x, x_s, STEPS: gl.constexpr):
-    """Halve the row at `x` into `x_s` [STEPS, 8, 1, 32], in the order in which lanes read it: of 128 features the first
+    """Bring the row at `x` into `x_s` [STEPS, 8, 1, 32], in the order in which lanes read it: of 128 features the first
     8 of each of the four groups, then the next 8 of each and so on; of 8 a feature is beside the one four later, as
-    numbers of INT4 come out of a word. The row's unit."""
+    numbers come out of a word. What is in fp16 is divided by a unit before, which is returned."""
     layout: gl.constexpr = gl.BlockedLayout([_STEP // (32 * _WARPS)], [32], [_WARPS], [0])
     feature = gl.arange(0, _STEP, layout)
     held = ()
     for step in gl.static_range(STEPS):
         # .cg: a dependent launch may find lines of an earlier kernel in L1.
         held = held + (gl.load(x + step * _STEP + feature, cache_modifier=".cg"),)
-    most = gl.abs(held[0].to(gl.float32))
-    for step in gl.static_range(1, STEPS):
-        most = gl.maximum(most, gl.abs(held[step].to(gl.float32)))
-    unit, inverse = unit_of(gl.max(most, 0))
+    unit = 1.0
+    inverse = 1.0
+    if x_s.dtype == gl.float16:
+        most = gl.abs(held[0].to(gl.float32))
+        for step in gl.static_range(1, STEPS):
+            most = gl.maximum(most, gl.abs(held[step].to(gl.float32)))
+        unit, inverse = unit_of(gl.max(most, 0))
     for step in gl.static_range(STEPS):
-        half = (held[step].to(gl.float32) * inverse).to(gl.float16).reshape(2, 4, 4, 2, 4)
-        x_s.index(step).store(half.permute((0, 2, 1, 4, 3)).reshape(8, 1, 32))
+        value = (held[step].to(gl.float32) * inverse).to(x_s.dtype)
+        x_s.index(step).store(value.reshape(2, 4, 4, 2, 4).permute((0, 2, 1, 4, 3)).reshape(8, 1, 32))
     return unit
 
 
@@ -76,14 +80,15 @@ def expert_of(ids, pair, EXPERTS: gl.constexpr):
 @gluon.jit(do_not_specialize=["eps"])
 def product(
     x, square, data, scales, ids, out, eps,
-    GATE: gl.constexpr, CHOSEN: gl.constexpr, EXPERTS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
-    PIECES: gl.constexpr, AHEAD: gl.constexpr, SETTLED: gl.constexpr, DEPENDENT: gl.constexpr,
+    FORMAT: gl.constexpr, GATE: gl.constexpr, CHOSEN: gl.constexpr, EXPERTS: gl.constexpr, K: gl.constexpr,
+    FEATURES: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, LIMIT: gl.constexpr, SETTLED: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every expert i of the token; otherwise
     out[i] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES.
 
-    PIECES: if not 0, the token is a pending norm's with so many sums of squares and `eps`. SETTLED: `ids` were there
-    when the kernel before let this one start."""
+    FORMAT: of the weights, "int4" or "mxfp4". PIECES: if not 0, the token is a pending norm's with so many sums of
+    squares and `eps`. LIMIT: see `activation`. SETTLED: `ids` were there when the kernel before let this one start."""
     STEPS: gl.constexpr = K // _STEP
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
     WIDTH: gl.constexpr = _BLOCK // 2 if GATE else _BLOCK
@@ -91,7 +96,7 @@ def product(
     layout: gl.constexpr = products_layout(_WARPS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     at, scale_at = weights_at(K, FEATURES, GATE, _WARPS)
-    x_s = gl.allocate_shared_memory(gl.float16, [STEPS, 8, 1, 32], plain)
+    x_s = gl.allocate_shared_memory(inputs_dtype(FORMAT), [STEPS, 8, 1, 32], plain)
     r = gl.arange(0, _BLOCK, gl.SliceLayout(1, layout))
     n = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))
     begin = gl.program_id(0) * (CHOSEN * BLOCKS) // gl.num_programs(0)
@@ -125,13 +130,15 @@ def product(
         after = gl.minimum(piece + 1, end - 1)
         later_expert, later_valid = expert_of(ids, after // BLOCKS, EXPERTS)
         later = later_expert * ROWS + after % BLOCKS * WIDTH
-        total, held = multiplied(x_s, held, data, scales, row, later, at, scale_at, K, 1, AHEAD, _WARPS)
-        total = total * (unit / _SCALE)
+        total, held = multiplied(x_s, held, data, scales, row, later, at, scale_at, FORMAT, K, 1, AHEAD, _WARPS)
+        total = total * (unit / factor_of(FORMAT))
         to = out + pair * FEATURES + piece % BLOCKS * WIDTH
         if GATE:
             gate, up = row_halves(total, _WARPS)
             where, _ = row_halves((r // 16 * 8 + r % 8)[:, None] + 0 * n[None, :], _WARPS)
             kept, _ = row_halves(((r >= 0)[:, None] & (n == 0)[None, :] & valid).to(gl.int32), _WARPS)
+            if LIMIT > 0:
+                gate, up = clamped(gate, up, LIMIT)
             value = gate / (1 + gl.exp(-gate)) * up
             gl.store(to + where, value.to(out.dtype.element_ty), mask=kept > 0, eviction_policy="evict_last")
         else:

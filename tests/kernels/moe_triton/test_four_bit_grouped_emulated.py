@@ -1,4 +1,4 @@
-"""Hopper's products of many tokens with INT4 weights as they were compiled, run by the PTX emulator under drawn
+"""Hopper's products of many tokens with weights of four bits as they were compiled, run by the PTX emulator under drawn
 schedules, on memory that holds poison."""
 
 from dataclasses import replace
@@ -6,24 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from experts_case import Experts
+from experts_case import Experts, Format
 
-from kernels.moe import int4_grouped, schedule
+from kernels.moe import four_bit_grouped, schedule
 from kernels.moe.launch import ExpertLaunches as Call
 from kernels.moe.schedule import FEW, ExpertsShape, ExpertTiling
 from tests.support.ptx import emulated
 
-INT4 = ("int4", "int4")
 
-
-def case(tokens: int, chosen: int = 2, experts: int = 3, sizes: tuple[int, int] = (256, 256), **more: Any) -> Experts:
-    return Experts(tokens, chosen, experts, *sizes, formats=INT4, **more)
+def case(
+    tokens: int,
+    chosen: int = 2,
+    experts: int = 3,
+    sizes: tuple[int, int] = (256, 256),
+    format: Format = "int4",
+    **more: Any,
+) -> Experts:
+    return Experts(tokens, chosen, experts, *sizes, formats=(format, format), **more)
 
 
 def grouped(case: Experts, rows: int = 0, programs: int = 2, stages: int = 0, group: int = 4) -> ExpertTiling:
     """Return the tiling of the call, or one with other tiles, rings and programs. Tiles of a height have the rings of
     that height."""
-    tiling = schedule.int4_grouped(case.shape, programs, case.stored)
+    tiling = schedule.four_bit_grouped(case.shape, programs, case.stored)
     stages = stages or {0: tiling.gate_up.stages, 64: 5, 128: 4}[rows]
     gate_up, down = (replace(product, stages=stages, group=group) for product in (tiling.gate_up, tiling.down))
     return replace(tiling, rows=rows or tiling.rows, gate_up=gate_up, down=down)
@@ -53,6 +58,20 @@ def test_any_number_of_pairs(tokens: int, rows: int) -> None:
 def test_rings_and_blocks(sizes: tuple[int, int], stages: int, programs: int) -> None:
     """Rings go round several times, and programs take several items; one program has none."""
     check(case(20, sizes=sizes), stages, rows=64, stages=stages, programs=programs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("found", "rows", "stages"),
+    [
+        (case(20, sizes=(1024, 512), format="mxfp4", holes=True), 64, 5),
+        (case(65, 1, 2, (512, 512), "mxfp4", skewed=True, limit=0.5), 128, 4),
+        (case(9, limit=0.5), 64, 5),
+    ],
+    ids=["rings go round", "both widths of tile, clamped", "INT4, clamped"],
+)
+def test_mxfp4_and_clamped_experts(found: Experts, rows: int, stages: int) -> None:
+    check(found, 1, rows=rows, stages=stages)
 
 
 @pytest.mark.long
@@ -108,11 +127,12 @@ def test_a_pair_does_not_depend_on_its_tile() -> None:
 
 
 @pytest.mark.long
-def test_every_number_times_its_scale_is_rounded_once() -> None:
+@pytest.mark.parametrize(("format", "features"), [("int4", (0, 5, 37, 200, 255)), ("mxfp4", (3, 100, 290, 511))])
+def test_every_number_times_its_scale_is_rounded_once(format: Format, features: tuple[int, ...]) -> None:
     """A token that is 0 but for one feature gets, of gate and up, the checkpoint's weight in bf16."""
-    found = case(2, 1, 1, (256, 256))
+    found = case(2, 1, 1, (512, 512) if format == "mxfp4" else (256, 256), format)
     assert found.weights is not None
-    for feature in (0, 5, 37, 200, 255):
+    for feature in features:
         found.tensors["x"].zero_()
         found.tensors["x"][:, feature] = 1.0
         found.tensors["id"].zero_()
@@ -122,7 +142,7 @@ def test_every_number_times_its_scale_is_rounded_once() -> None:
             call.sort()
             call.rearrange()
             call.gate_up()
-        order = torch.cat([64 * j + places() for j in range(4)])
+        order = torch.cat([64 * j + places() for j in range(found.intermediate // 64)])
         gate, up = found.weights[0].float()[0, :, feature].bfloat16().float().chunk(2)
         want = (torch.nn.functional.silu(gate) * up)[order]
         torch.testing.assert_close(call.scratch.act_YI[0].float(), want, rtol=2**-8, atol=1e-6)
@@ -137,7 +157,7 @@ def places() -> torch.Tensor:
 
 def test_every_feature_has_a_place() -> None:
     assert sorted(places().tolist()) == list(range(64))
-    assert [int4_grouped.place.fn(i) for i in range(64)] == places().tolist()
+    assert [four_bit_grouped.place.fn(i) for i in range(64)] == places().tolist()
 
 
 def test_what_it_does_not_take() -> None:
@@ -148,8 +168,10 @@ def test_what_it_does_not_take() -> None:
         Experts(99, hidden=512, intermediate=512, formats=("int4", None)),
         case(99, dtype=torch.float16),
         case(99, groups=2),
+        case(99, sizes=(512, 256), format="mxfp4"),
+        Experts(99, hidden=512, intermediate=512, formats=("int4", "mxfp4")),
     ):
-        with pytest.raises(ValueError, match="many tokens' INT4 weights take"):
+        with pytest.raises(ValueError, match="many tokens' weights of four bits take"):
             grouped(wrong)
 
 

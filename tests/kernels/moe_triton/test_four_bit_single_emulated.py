@@ -1,13 +1,13 @@
-"""Hopper's products of a single token with INT4 weights as they were compiled, run by the PTX emulator under drawn
-schedules, on memory that holds poison."""
+"""Hopper's products of a single token with weights of four bits as they were compiled, run by the PTX emulator under
+drawn schedules, on memory that holds poison."""
 
 from typing import Any
 
 import pytest
 import torch
-from experts_case import Experts
+from experts_case import Experts, Format
 
-from kernels.matrix import GroupScaled
+from kernels.matrix import FourBits, GroupScaled, MicroScaled4
 from kernels.moe import schedule
 from kernels.moe.schedule import ExpertsShape
 from tests.support.ptx import emulated
@@ -21,15 +21,16 @@ def case(chosen: int = 2, experts: int = 3, sizes: tuple[int, int] = (512, 512),
 
 def check(case: Experts, seed: int = 0) -> None:
     with emulated(seed, consecutive=True) as launches:
-        case.run(schedule.int4_alone(case.shape, 1, case.stored), dependent=True)
+        case.run(schedule.four_bit_alone(case.shape, 1, case.stored), dependent=True)
     assert launches == ["product", "product", "combine"]
     case.check()
 
 
 @pytest.mark.long
-def test_one_token() -> None:
+@pytest.mark.parametrize(("format", "limit"), [("int4", 0.0), ("mxfp4", 0.0), ("int4", 0.5), ("mxfp4", 0.5)])
+def test_one_token(format: Format, limit: float) -> None:
     """Eight pieces of work for four programs, then sixteen: both products have programs with several experts."""
-    check(case())
+    check(Experts(1, 2, 3, 512, 512, formats=(format, format), limit=limit))
 
 
 @pytest.mark.long
@@ -48,17 +49,22 @@ def test_calls_of_every_kind(found: Experts) -> None:
 
 
 @pytest.mark.long
-def test_every_number_is_what_it_is() -> None:
+@pytest.mark.parametrize("format", ["int4", "mxfp4"])
+def test_every_number_is_what_it_is(format: Format) -> None:
     """Every nibble in any place of a word and in any group, with scales of their own, for inputs of one feature."""
     features = 512
     torch.manual_seed(0)
     number = (torch.arange(features) + torch.arange(512)[:, None]) % 16
     data = (number[:, ::2] | number[:, 1::2] << 4).to(torch.uint8)
-    down = GroupScaled(data[None].repeat(8, 1, 1), torch.rand(8, 512, features // 32).bfloat16())
-    found = Experts(1, 8, 8, 512, features, formats=INT4)
+    data = data[None].repeat(8, 1, 1)
+    down: FourBits = GroupScaled(data, torch.rand(8, 512, features // 32).bfloat16())
+    if format == "mxfp4":
+        # The largest that the loader lets in, and such as no product may make a number of fewer bits of.
+        down = MicroScaled4(data, torch.randint(20, 129, (8, 512, features // 32), dtype=torch.uint8))
+    found = Experts(1, 8, 8, 512, features, formats=(format, format))
     assert found.weights is not None
     found.weights = found.weights[0], down
-    tiling = schedule.int4_alone(found.shape, 1, found.stored)
+    tiling = schedule.four_bit_alone(found.shape, 1, found.stored)
     call = found.call(tiling, found.workspace(tiling))
     place = torch.randperm(features)[:8]
     with emulated(2):
@@ -72,7 +78,7 @@ def test_every_number_is_what_it_is() -> None:
 @pytest.mark.long
 def test_a_whole_call_with_the_norm_behind() -> None:
     found = case(3)
-    tiling = schedule.int4_alone(found.shape, 1, found.stored)
+    tiling = schedule.four_bit_alone(found.shape, 1, found.stored)
     with emulated():
         want = found.run(tiling).clone()
         found.refill()
@@ -87,12 +93,13 @@ def test_what_it_does_not_take() -> None:
         Experts(1, hidden=512, intermediate=128, formats=INT4),
         Experts(1, hidden=640, intermediate=512, formats=INT4),
         Experts(1, hidden=512, intermediate=512, formats=("int4", None)),
+        Experts(1, hidden=512, intermediate=512, formats=("int4", "mxfp4")),
         Experts(1, hidden=512, intermediate=512, formats=INT4, dtype=torch.float16),
         Experts(1, hidden=512, intermediate=512, formats=INT4, groups=2),
         Experts(1, 1, hidden=512, intermediate=512, formats=INT4),
     ):
-        with pytest.raises(ValueError, match="a single token's INT4 weights take"):
-            schedule.int4_alone(wrong.shape, 132, wrong.stored)
+        with pytest.raises(ValueError, match="a single token's weights of four bits take"):
+            schedule.four_bit_alone(wrong.shape, 132, wrong.stored)
 
 
 def test_it_serves_single_tokens_alone() -> None:

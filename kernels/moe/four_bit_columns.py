@@ -1,13 +1,16 @@
-"""Common parts of Hopper's kernels for few tokens with INT4 weights (`int4_single`, `int4_tiles`): weights, in groups
-of 32, go from memory to registers and are multiplied there with inputs from shared memory.
+"""Common parts of Hopper's kernels for few tokens with weights of four bits (`four_bit_single`, `four_bit_tiles`):
+weights, in groups of 32, go from memory to registers and are multiplied there with inputs from shared memory.
 
 A lane asks for the weights of two rows, a group of 32 at a time (16 bytes), some steps ahead of what it multiplies, and
 every warp has its own 16 rows. So no warp waits for another but where the inputs change.
 
-One logical operation takes two numbers of a word that are 16 bits apart, a number and the one four later, into the
-mantissas of two fp16 numbers; less an offset, and times the group's scale in fp16, they are exact: a scale has 8 bits,
-a number less 8 has 3. Inputs are in fp16 as well, divided by a power of two (`kernels.fp16_scaled`). So nothing is
-rounded but what the checkpoint has rounded. Scales of 32 and more would be infinite in fp16; the loader refuses them.
+INT4: one logical operation takes two numbers of a word that are 16 bits apart, a number and the one four later, into
+the mantissas of two fp16 numbers; less an offset, and times the group's scale in fp16, they are exact: a scale has 8
+bits, a number less 8 has 3. Inputs are in fp16 as well, divided by a power of two (`kernels.fp16_scaled`). So nothing
+is rounded but what the checkpoint has rounded. Scales of 32 and more would be infinite in fp16; the loader refuses
+them.
+
+MXFP4: the same two numbers become bf16, exactly (`e2m1`). So inputs stay as they are.
 
 The columns of a tile of the tensor cores are pairs of a token and an expert, PAIRS of them; where these are fewer than
 eight, the columns repeat them.
@@ -25,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.matrix import GROUP
+from kernels.moe import e2m1
 
 STEP = 256
 """Features that a warp multiplies at a time: 128 bytes of every row."""
@@ -99,6 +103,24 @@ def inputs_layout(PAIRS, WARPS):
     return gl.DistributedLinearLayout(registers, lanes, none, [], [8, COLUMNS // PAIRS, PAIRS, 32])
 
 
+@gluon.constexpr_function
+def inputs_dtype(FORMAT):
+    """Dtype in which inputs are multiplied with weights of a format."""
+    return gl.float16 if FORMAT == "int4" else gl.bfloat16
+
+
+@gluon.constexpr_function
+def four_times(dtype):
+    """The dtypes of four results."""
+    return (dtype,) * 4
+
+
+@gluon.constexpr_function
+def factor_of(FORMAT):
+    """Factor of the products with weights of a format."""
+    return SCALE if FORMAT == "int4" else 1.0
+
+
 @gluon.jit
 def left_to_divide(square, row, inside, eps, FEATURES: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr):
     """Compute the factor of a pending norm, 1 / sqrt(mean + eps), for each of `row` that is `inside`, from its PIECES
@@ -138,15 +160,16 @@ def asked(data, scales, row, step, at, scale_at, K: gl.constexpr):
 
 
 @gluon.jit
-def left_operand(words, scale, WARPS: gl.constexpr):
-    """Weights times scales in fp16: [16 * WARPS, 256], in the order [two, eight of a group, pair, group of four,
-    number]."""
+def left_operand(words, scale, FORMAT: gl.constexpr, WARPS: gl.constexpr):
+    """Weights times scales in the inputs' dtype: [16 * WARPS, 256], in the order [two, eight of a group, pair, group of
+    four, number]."""
     left: gl.constexpr = gl.DotOperandLayout(0, products_layout(WARPS), 2)
-    kinds: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
-    half = (scale.to(gl.float32) * _SCALE).to(gl.float16)
-    half, words = gl.broadcast(half[:, :, :, None], words)
+    kinds: gl.constexpr = four_times(inputs_dtype(FORMAT))
+    convert: gl.constexpr = _TO_FP16_PAIRS if FORMAT == "int4" else e2m1.TO_BF16
+    factor = (scale.to(gl.float32) * _SCALE).to(gl.float16) if FORMAT == "int4" else e2m1.factor(scale)
+    factor, words = gl.broadcast(factor[:, :, :, None], words)
     a, b, c, d = gl.inline_asm_elementwise(
-        _TO_FP16_PAIRS, "=r,=r,=r,=r,r,r", [words, half], dtype=kinds, is_pure=True, pack=2
+        convert, "=r,=r,=r,=r,r,r", [words, factor], dtype=kinds, is_pure=True, pack=2
     )  # fmt: skip
     both = gl.join(gl.join(a, c), gl.join(b, d)).reshape(16 * WARPS, 2, 4, 4, 2, 4)
     both = both.permute((0, 1, 3, 5, 2, 4)).reshape(16 * WARPS, _STEP)
@@ -159,7 +182,7 @@ def right_operand(step_s, PAIRS: gl.constexpr, WARPS: gl.constexpr):
     right: gl.constexpr = gl.DotOperandLayout(1, products_layout(WARPS), 2)
     layout: gl.constexpr = inputs_layout(PAIRS, WARPS)
     tile = gl.expand_dims(step_s.load(gl.SliceLayout(1, layout)), 1)
-    _, tile = gl.broadcast(gl.zeros([8, _COLUMNS // PAIRS, PAIRS, 32], gl.float16, layout), tile)
+    _, tile = gl.broadcast(gl.zeros([8, _COLUMNS // PAIRS, PAIRS, 32], step_s.dtype, layout), tile)
     tile = tile.reshape(8, _COLUMNS, 4, 4, 2).permute((0, 3, 2, 4, 1)).reshape(_STEP, _COLUMNS)
     return gl.convert_layout(tile, right, assert_trivial=True)
 
@@ -167,10 +190,10 @@ def right_operand(step_s, PAIRS: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def multiplied(
     x_s, held, data, scales, row, later, at, scale_at,
-    K: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+    FORMAT: gl.constexpr, K: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The products [16 * WARPS, 8] of the block whose first row is `row` and whose first AHEAD steps are `held`, times
-    SCALE; and the first steps of the block at `later`."""
+    `factor_of`; and the first steps of the block at `later`."""
     STEPS: gl.constexpr = K // _STEP
     total = gl.zeros([16 * WARPS, _COLUMNS], gl.float32, products_layout(WARPS))
     for step in range(0, STEPS, AHEAD):
@@ -179,7 +202,7 @@ def multiplied(
         next_step = gl.where(last, 0, step + AHEAD)
         for j in gl.static_range(AHEAD):
             words, scale = held[0]
-            weight = left_operand(words, scale, WARPS)
+            weight = left_operand(words, scale, FORMAT, WARPS)
             held = held[1:] + (asked(data, scales, next_row, next_step + j, at, scale_at, K),)
             total = mma_v2(weight, right_operand(x_s.index(step + j), PAIRS, WARPS), total)
     return total, held
