@@ -34,6 +34,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + exp(-x))
 
 
+def softplus(x: Tensor) -> Tensor:
+    """Natural logarithm of 1 + e to the power of `x`; from 20 on `x` itself, as in torch."""
+    return torch.where(x > 20, x, _whole(torch.log1p, exp(x.clamp(max=20))))
+
+
 def silu(x: Tensor) -> Tensor:
     """`x` times its sigmoid."""
     return x * sigmoid(x)

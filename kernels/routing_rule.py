@@ -13,12 +13,12 @@ class RoutingRule:
     """Rule by which a token's router logits become experts and weights.
 
     Source: DeepSeek-V2 (2024), section 2.2 (softmax, a group's best score), DeepSeek-V3 (2024), section 2.1.2 (sigmoid,
-    bias).
+    bias), DeepSeek-V4 (2026), section 2.1 (square root of softplus).
     """
 
     scoring: Scoring
-    """Function from logits to scores; no kernel knows sqrt_softplus, the square root of softplus, yet. A bias, where
-    there is one, is added to them for the choice only, never to the weights."""
+    """Function from logits to scores; sqrt_softplus is the square root of softplus, which `kernels.few_experts` does
+    not know. A bias, where there is one, is added to them for the choice only, never to the weights."""
     groups: int
     """Number of groups. With more than 1 the experts form equal groups of neighbours."""
     top_groups: int
@@ -31,9 +31,3 @@ class RoutingRule:
     closed_at_zero: bool = False
     """Whether an expert of another group counts as 0 in the choice, with a bias, instead of being out: it is chosen
     where too few experts of the best groups are above 0. `kernels.few_experts` knows of no such rule."""
-
-
-def refuse_scoring(rule: RoutingRule) -> None:
-    """ValueError for a rule whose scores no kernel computes."""
-    if rule.scoring == "sqrt_softplus":
-        raise ValueError(f"no kernel routes by {rule.scoring}: `workers.models.deepseek_v4` does, in plain torch")

@@ -21,7 +21,7 @@ from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import takes_fp16_scaled
 from kernels.matrix import Matrix
 from kernels.pending_norm import PendingNorm
-from kernels.routing_rule import RoutingRule, refuse_scoring
+from kernels.routing_rule import RoutingRule
 
 __all__ = ["ChosenExperts", "choosable", "choose", "experts", "router"]
 
@@ -80,7 +80,10 @@ def choose(
     ValueError where a warp cannot hold a token's experts: X, the groups and their members filled up to powers of two,
     is at most 512, in at most 32 groups; and for a scoring that it does not know.
     """
-    refuse_scoring(rule)
+    if rule.scoring == "sqrt_softplus":
+        raise ValueError(
+            f"experts of the small-batch path are not chosen by {rule.scoring}; `kernels.moe.route` does that"
+        )
     if logit_TX.is_cuda:
         launch.choose(logit_TX, bias_X, length_R, choice, rule, dependent=dependent)
     else:

@@ -21,6 +21,7 @@ def route(
     rule: RoutingRule,
     shared: int = 0,
     live_R: Tensor | None = None,
+    given_TK: Tensor | None = None,
 ) -> None:
     """See `kernels.moe.route`."""
     if logit_TX.dim() == 3:
@@ -30,6 +31,8 @@ def route(
     if rule.scoring == "softmax":
         power_TX = deterministic_math.exp(logit_TX - logit_TX.amax(-1, keepdim=True))
         score_TX = power_TX / power_TX.sum(-1, keepdim=True)
+    elif rule.scoring == "sqrt_softplus":
+        score_TX = deterministic_math.softplus(logit_TX).sqrt()
     else:
         score_TX = deterministic_math.sigmoid(logit_TX)
     choice_TX = score_TX if bias_X is None else score_TX + bias_X
@@ -39,8 +42,10 @@ def route(
         closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _best(group_TG, rule.top_groups), False)
         closed = 0.0 if rule.closed_at_zero else -torch.inf
         choice_TX = member_TGX.masked_fill(closed_TG.unsqueeze(-1), closed).flatten(1)
-    chosen_TK = _best(choice_TX, count)
-    chosen_weight_TK = score_TX.gather(1, chosen_TK)
+    chosen_TK = _best(choice_TX, count) if given_TK is None else given_TK.long()
+    there_TK = (chosen_TK >= 0) & (chosen_TK < experts)
+    chosen_weight_TK = score_TX.gather(1, chosen_TK.where(there_TK, 0)).where(there_TK, 0.0)
+    chosen_TK = chosen_TK.where(there_TK, -1)
     if rule.normalize:
         chosen_weight_TK = chosen_weight_TK / (chosen_weight_TK.sum(-1, keepdim=True) + 1e-20)
     id_TK[:, :count] = chosen_TK

@@ -31,6 +31,16 @@ def _score(order):
 
 
 @triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), to a few units in the last place however small; from 20 on x itself. NaN stays NaN."""
+    power = tl.exp(tl.where(x > 20, 0.0, x))
+    more = 1 + power
+    # What the sum has lost is in the quotient (Kahan).
+    small = tl.where(more == 1, power, tl.log(more) * (power / (more - 1)))
+    return tl.where(x > 20, x, small)
+
+
+@triton.jit
 def _places(order, expert, CHOSEN: tl.constexpr):
     """Place of each expert among the best, equal ones by their number; of the others at least CHOSEN."""
     place = tl.full(order.shape, CHOSEN, tl.int32)
@@ -59,6 +69,7 @@ def route(
     logit,
     bias,
     live,
+    given,
     id_out,
     weight_out,
     row_tokens,
@@ -74,11 +85,12 @@ def route(
     CHOSEN: tl.constexpr,
     SHARED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SCORING: tl.constexpr,
     BIASED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CLOSED_AT_ZERO: tl.constexpr,
     LIVE: tl.constexpr,
+    GIVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Scores lie in a tile [group, member]; both sides are padded to powers of two."""
@@ -103,9 +115,11 @@ def route(
         x += tl.load(at + part * PART_STRIDE, mask=exists, other=0.0, cache_modifier=".cg")
     if LIVE:
         x += tl.where(alive, 0.0, 1.0)  # of padding it is all the same; ptxas would read `live` behind the logits
-    if SOFTMAX:
+    if SCORING == "softmax":
         power = tl.exp(x - _score(tl.max(_order(x))))
         score = power / tl.sum(power)
+    elif SCORING == "sqrt_softplus":
+        score = tl.sqrt_rn(_softplus(x))
     else:
         score = tl.sigmoid(x)
     choice = score
@@ -128,7 +142,16 @@ def route(
         closed = 0.0 if CLOSED_AT_ZERO else _CLOSED
         choice = tl.where((tl.sum(before.to(tl.int32), 1) < TOP_GROUPS)[:, None], choice, closed)
 
-    place = _places(tl.where(exists, _order(choice), _NONE), expert, CHOSEN)
+    if GIVEN:
+        place = tl.full(expert.shape, CHOSEN, tl.int32)
+        for k in tl.static_range(CHOSEN):
+            one = tl.load(given + token * CHOSEN + k, cache_modifier=".cg")
+            place = tl.where(exists & (expert == one), k, place)
+            there = (one >= 0) & (one < EXPERTS)
+            tl.store(id_out + token * COLUMNS + k, tl.full([], -1, tl.int64), mask=~there)
+            tl.store(weight_out + token * COLUMNS + k, 0.0, mask=~there)
+    else:
+        place = _places(tl.where(exists, _order(choice), _NONE), expert, CHOSEN)
     chosen = place < CHOSEN
     weight = score
     if NORMALIZE:

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AXK2Config
+from transformers import AXK2Config, DeepseekV4Config
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
 from kernels import moe
 from kernels.matrix import BlockScaled, GroupScaled, Matrix
@@ -113,6 +114,37 @@ def test_experts_of_closed_groups_count_as_zero() -> None:
     assert torch.equal(ids, want_ids.gather(1, order))
     torch.testing.assert_close(weights, want_weights.gather(1, order))
     assert {tuple(row) for row in ids.tolist()} == {(0, 1, 2), (3, 4, 5)}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_square_root_of_softplus(given: bool) -> None:
+    """As transformers' routers of DeepSeek V4 have it: the best by score and bias, or those of a table."""
+    config = DeepseekV4Config(hidden_size=16, n_routed_experts=12, num_experts_per_tok=4, vocab_size=30)
+    torch.manual_seed(0)
+    router = (DeepseekV4HashRouter if given else DeepseekV4TopKRouter)(config)
+    router.weight.data.normal_(0, 3)
+    x, token = torch.randn(20, 16), torch.randint(0, 30, (20,))
+    if given:
+        router.tid2eid.copy_(torch.rand(30, 12).argsort(1)[:, :4])
+    else:
+        router.e_score_correction_bias.normal_()
+    with torch.no_grad():
+        logit, want_weights, want_ids = router(x, token) if given else router(x)
+    ids, weights = torch.empty(20, 4, dtype=torch.int64), torch.empty(20, 4)
+    rule = RoutingRule("sqrt_softplus", 1, 1, True, 1.5)
+    bias = None if given else router.e_score_correction_bias
+    moe.route(logit, bias, ids, weights, rule, given_TK=router.tid2eid[token] if given else None)
+    order, want_order = (found.argsort(dim=1) for found in (ids, want_ids))
+    assert torch.equal(ids.gather(1, order), want_ids.gather(1, want_order))
+    torch.testing.assert_close(weights.gather(1, order), want_weights.gather(1, want_order))
+
+
+def test_given_experts_that_do_not_fit_are_refused() -> None:
+    ids, weights = torch.empty(1, 3, dtype=torch.int64), torch.empty(1, 3)
+    for count, groups in ((2, 1), (3, 2)):
+        given, rule = torch.zeros(1, count, dtype=torch.int32), RoutingRule("sigmoid", groups, 1, True, 1.0)
+        with pytest.raises(ValueError, match="given experts are no 3"):
+            moe.route(torch.zeros(1, 8), None, ids, weights, rule, given_TK=given)
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:

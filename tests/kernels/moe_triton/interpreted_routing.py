@@ -54,7 +54,7 @@ def test_parts_of_logits_are_added(model: str, parts: int) -> None:
         ]
     ),
     tokens=st.integers(1, 5),
-    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    scoring=st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"]),
     biased=st.booleans(),
     normalize=st.booleans(),
     ties=st.booleans(),
@@ -102,6 +102,16 @@ def test_ids_exist_and_differ_whatever_the_logits(model: str, value: float) -> N
     for row in case.tensors["id"].tolist():
         assert len(set(row)) == case.chosen
         assert all(0 <= expert < case.experts for expert in row)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_scores_of_any_size(given: bool) -> None:
+    """From those that nearly vanish to those beyond where softplus is its argument."""
+    case = Routing(4, **{**MODELS["V4"], "biased": False, "given": given})
+    for tensors in (case.tensors, case.inputs):
+        tensors["logit"].copy_(torch.linspace(-80, 60, tensors["logit"].numel()).view(4, -1))
+    case.run()
+    case.check()
 
 
 def test_shared_experts_follow_the_routed_ones() -> None:

@@ -32,6 +32,8 @@ class Routing:
     ties: bool = False
     parts: int = 0
     """Parts of the logits; their sum is exact."""
+    given: bool = False
+    """The experts are not chosen. Of one in ten there is none."""
     device: str = "cpu"
     seed: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -51,7 +53,11 @@ class Routing:
         live = torch.ones(self.rows or self.tokens, dtype=torch.int32)
         live[list(self.padded)] = 0
         columns = (self.tokens, self.chosen + self.shared)
+        given = torch.rand(self.tokens, self.experts, generator=random).argsort(1)[:, : self.chosen]
+        nobody = torch.rand(given.shape, generator=random) < 0.1
+        given = given.masked_fill(nobody, -1 if self.seed % 2 else self.experts)
         self.tensors = {
+            "given": given.to(torch.int32).contiguous().to(self.device),
             "logit": logit.to(self.device),
             "bias": bias.to(self.device),
             "live": live.to(self.device),
@@ -67,7 +73,8 @@ class Routing:
     def run(self, dependent: bool = False) -> None:
         t = self.tensors
         live = t["live"] if self.padded else None
-        launch.route(*self._call(t["logit"], t["bias"], t["id"], t["weight"]), live, dependent=dependent)
+        given = t["given"] if self.given else None
+        launch.route(*self._call(t["logit"], t["bias"], t["id"], t["weight"]), live, given, dependent=dependent)
 
     def _call(self, logit: Tensor, bias: Tensor, ids: Tensor, weight: Tensor) -> tuple[object, ...]:
         bias_or_none = bias if self.biased else None
@@ -79,7 +86,8 @@ class Routing:
         t = {name: tensor.cpu() for name, tensor in self.inputs.items()}
         ids, weight = torch.empty_like(t["id"]), torch.empty_like(t["weight"], dtype=torch.float64)
         live = t["live"] if self.padded else None
-        reference.route(*self._call(t["logit"].double(), t["bias"].double(), ids, weight), live)  # type: ignore[arg-type]
+        given = t["given"] if self.given else None
+        reference.route(*self._call(t["logit"].double(), t["bias"].double(), ids, weight), live, given)  # type: ignore[arg-type]
         return ids, weight
 
     def check(self, least_clear: float = 0.5) -> None:
@@ -97,7 +105,9 @@ class Routing:
         """Tokens whose best scores, and whose groups' ranks, are equal or further apart than fp32 rounds."""
         logit, bias = self.inputs["logit"].double().cpu(), self.inputs["bias"].double().cpu()
         logit = logit.sum(1) if self.parts else logit
-        score = torch.softmax(logit, -1) if self.scoring == "softmax" else torch.sigmoid(logit)
+        if self.given:
+            return torch.ones(self.tokens, dtype=torch.bool)
+        score = SCORES[self.scoring](logit)
         choice = score + bias if self.biased else score
         clear = torch.ones(self.tokens, dtype=torch.bool)
         if self.groups > 1:
@@ -109,6 +119,13 @@ class Routing:
             closed = torch.zeros(self.tokens, (self.groups - self.top_groups) * member.shape[-1], dtype=opened.dtype)
             choice = torch.cat([opened, closed], 1) if self.closed_at_zero else opened
         return clear & _apart(choice, self.chosen)
+
+
+SCORES = {
+    "softmax": lambda logit: torch.softmax(logit, -1),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logit: torch.nn.functional.softplus(logit).sqrt(),
+}
 
 
 def _apart(x: Tensor, count: int) -> Tensor:
@@ -133,4 +150,6 @@ KIMI = {"experts": 384, "chosen": 8, "scoring": "sigmoid", "biased": True, "norm
 DEMO = {**V3, "experts": 8, "chosen": 2, "groups": 4, "top_groups": 2}
 AXK2 = {**V3, "experts": 32, "groups": 4, "top_groups": 1, "closed_at_zero": True}
 """With experts so few that some tokens choose of closed groups."""
-MODELS = {"V2-Lite": V2_LITE, "V2": V2, "V3": V3, "Kimi": KIMI, "demo": DEMO, "A.X K2": AXK2}
+V4 = {"experts": 256, "chosen": 6, "scoring": "sqrt_softplus", "biased": True, "normalize": True, "scale": 1.5}
+MODELS = {"V2-Lite": V2_LITE, "V2": V2, "V3": V3, "Kimi": KIMI, "demo": DEMO, "A.X K2": AXK2, "V4": V4}
+MODELS["V4, by table"] = {**V4, "biased": False, "given": True}
