@@ -55,10 +55,13 @@ def test_attention_sink(heads: int, features: int, before: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("features", "streams", "gates"), [(8, 4, 2), (600, 4, 1), (1200, 2, 2), (40, 3, 0), (40, 3, 2)]
+    ("features", "streams", "gates"),
+    [(8, 4, 2), (600, 4, 1), (1200, 2, 2), (40, 3, 0), (40, 3, 2), (600, 4, 3), (40, 2, 3)],
 )
 def test_residual_streams(features: int, streams: int, gates: int, dtype: torch.dtype) -> None:
     check(Streams(3, dtype, features=features, streams=streams, gates=gates))
+    if gates < 2:  # behind the last part of a model
+        check(Streams(3, dtype, features=features, streams=streams, gates=gates, mixed=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,11 +30,12 @@ def test_a_sink_is_a_key_whose_value_is_0(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("streams", "gates"), [(4, 2), (4, 1), (2, 2), (3, 0)])
+@pytest.mark.parametrize(("streams", "gates"), [(4, 2), (4, 1), (2, 2), (3, 0), (4, 3)])
 def test_streams(streams: int, gates: int, dtype: torch.dtype) -> None:
-    case = Streams(5, dtype, features=40, streams=streams, gates=gates)
-    case.run()
-    case.check()
+    for mixed in {gates == 3, gates != 2}:
+        case = Streams(5, dtype, features=40, streams=streams, gates=gates, mixed=mixed)
+        case.run()
+        case.check()
 
 
 def test_launchers_refuse_what_their_kernels_cannot_read() -> None:

@@ -29,6 +29,7 @@ MAKERS = {
     "sinks": lambda tokens, dtype, seed: Sink(tokens, dtype, "cuda", seed, heads=64, features=256),
     "streams": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=6144),
     "streams at an end": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=2048, gates=1),
+    "streams of V4": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=4096, gates=3),
     "streams alone": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=2048, gates=0),
     "rope of the demo": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=8, latent=64),
     "rope of V2-Lite": lambda tokens, dtype, seed: RopeCache(

@@ -31,6 +31,8 @@ PLAIN = {
     "sinks of Hy4 on 8 ranks": Sink(2, heads=8, features=256),
     "streams of Hy4": Streams(2, features=6144),
     "streams at the end of Hy4": Streams(2, features=6144, gates=1),
+    "streams of V4": Streams(2, features=4096, gates=3),
+    "streams at the end of V4": Streams(2, features=4096, gates=1, mixed=True),
     "streams of a shared expert of Hy4": Streams(2, features=6144, gates=0),
 }
 

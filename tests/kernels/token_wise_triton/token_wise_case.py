@@ -183,22 +183,32 @@ class Sink(_Tensors):
 
 @dataclass
 class Streams(_Tensors):
-    """Residual streams. `gates`: 2 for each stream, 1 as at a model's end, 0 where nothing is read."""
+    """Residual streams. `gates`: 2 for each stream, 1 as at a model's end, 0 where nothing is read, 3 where the streams
+    are mixed, for which there are as many gates as streams for each stream."""
 
     features: int = 64
     streams: int = 4
     gates: int = 2
     eps: float = 1e-3
+    mixed: bool = False
+    """Whether the streams are mixed before anything is added; so they are with three kinds of gates."""
 
     def __post_init__(self) -> None:
-        shape, made = (self.tokens, self.features), self.gates * self.streams
+        self.mixed |= self.gates == 3
+        shape, made = (self.tokens, self.features), min(self.gates, 2) * self.streams
+        made += self.streams**2 * (self.gates == 3)
         memory = StreamMemory.empty(
-            self.tokens, self.streams, self.features, lambda *of, dtype: torch.full(of, torch.nan, dtype=dtype)
+            self.tokens,
+            self.streams,
+            self.features,
+            lambda *of, dtype: torch.full(of, torch.nan, dtype=dtype),
+            mixing=self.mixed,
         )
         self.keep(
             x=strided(self.random(*shape), self.device, self.dtype),
             residual=self.random(self.tokens, self.streams, self.features).to(self.device),
             open=(self.random(self.tokens, self.streams).float() + 1).to(self.device),
+            mix=self.random(self.tokens, self.streams, self.streams).float().to(self.device),
             part=memory.part_TPX.to(self.device),
             made=(self.random(made, self.streams * self.features).float() * 0.1).to(self.device),
             base=self.random(made).float().to(self.device),
@@ -206,19 +216,24 @@ class Streams(_Tensors):
             weight=(self.random(self.features) * 0.1 + 1).to(self.device),
             out=strided(torch.zeros(shape), self.device, self.dtype),
         )
-        self.outputs = ["out", "residual", "open"]
+        self.outputs = ["out", "residual", "open", "mix"]
 
     def run(self, dependent: bool = False) -> None:
         """Launched plainly."""
         t = self.tensors
-        gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4) if self.gates else None
-        memory = StreamMemory(t["open"], t["part"])
+        steps = 20 * (self.gates == 3)
+        gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4, steps) if self.gates else None
+        memory = StreamMemory(t["open"], t["part"], t["mix"] if self.mixed else None)
         launch_add_to_streams(t["x"], t["residual"], memory, gates, t["weight"], t["out"], self.eps)
 
     def check(self) -> None:
         added = self.inputs["open"].unsqueeze(2) * self.inputs["x"].float().unsqueeze(1)
-        residual = (self.inputs["residual"].float() + added).to(self.dtype)
-        close(self.tensors["residual"], (self.wide("residual") + added.double().cpu()))
+        before = self.wide("residual")
+        if self.mixed:
+            before = self.inputs["mix"].double().cpu().transpose(1, 2) @ before
+        close(self.tensors["residual"], before + added.double().cpu())
+        if self.gates < 3:
+            assert torch.equal(self.tensors["mix"], self.inputs["mix"])
         if not self.gates:
             assert torch.equal(self.tensors["open"], self.inputs["open"])
             assert torch.equal(self.tensors["out"], self.inputs["out"])
@@ -226,15 +241,28 @@ class Streams(_Tensors):
         # What the kernel reads is what it has rounded.
         residual, count = self.tensors["residual"].double().cpu(), self.streams
         normed = F.rms_norm(residual.flatten(1), (count * self.features,), None, 1e-4)
-        gate = normed @ self.wide("made").t() * self.wide("scale").repeat_interleave(count) + self.wide("base")
-        gate = gate.sigmoid()
+        kinds = torch.tensor([count, count, count**2][: self.gates])
+        made = normed @ self.wide("made").t() * self.wide("scale").repeat_interleave(kinds) + self.wide("base")
+        if self.gates == 3:
+            torch.testing.assert_close(self.tensors["mix"].double().cpu(), mixing(made, count), atol=1e-5, rtol=1e-4)
+        gate = made[:, : 2 * count].sigmoid()
         read = (gate[:, :count, None] + 1e-2).mul(residual).sum(1)
-        want = self.wide("open") if self.gates == 1 else 2.0 * gate[:, count:] + 1e-2
+        want = self.wide("open") if self.gates == 1 else 2.0 * gate[:, count:] + 1e-2 * (self.gates == 2)
         torch.testing.assert_close(self.tensors["open"].double().cpu(), want, atol=1e-5, rtol=1e-5)
         atol, rtol = TOLERANCE[self.dtype]
         # The sum of the streams is rounded before its norm is.
         want = F.rms_norm(read, (self.features,), self.wide("weight"), self.eps)
         torch.testing.assert_close(self.tensors["out"].double().cpu(), want, atol=5 * atol, rtol=3 * rtol)
+
+
+def mixing(made: Tensor, count: int) -> Tensor:
+    """Return the mixing matrices of gates in float64."""
+    mix = made[:, 2 * count :].unflatten(1, (count, count)).softmax(2) + 1e-2
+    mix = mix / (mix.sum(1, keepdim=True) + 1e-2)
+    for _ in range(19):
+        mix = mix / (mix.sum(2, keepdim=True) + 1e-2)
+        mix = mix / (mix.sum(1, keepdim=True) + 1e-2)
+    return mix
 
 
 @dataclass
