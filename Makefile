@@ -45,8 +45,10 @@ SAME_DRAWS := --hypothesis-profile=ci
 
 # The files of the longer lane that take a minute or more, the longest first. They begin before the others: one that begins
 # at the end leaves a core without work.
-LONGEST := $(addprefix tests/, e2e/test_two_nodes.py e2e/test_rolling_update.py e2e/test_failing_start.py \
-  kernels/test_interpreted.py kernels/mla_decode_triton/test_mla_decode_emulated.py \
+LONGEST := $(addprefix tests/, workers/test_sharded_engine.py kernels/test_interpreted.py e2e/test_following_the_load.py \
+  workers/test_sharded_drafters.py workers/model_based/test_model_based_ranks.py e2e/test_two_nodes.py \
+  workers/models/test_sparse_shards.py e2e/test_rolling_update.py workers/test_captures.py e2e/test_failing_start.py \
+  kernels/mla_decode_triton/test_mla_decode_emulated.py \
   kernels/one_shot_triton/test_one_shot_ranks.py workers/processes/test_replica_processes.py \
   workers/models/test_decode_rows_emulated.py workers/model_based/test_model_based.py workers/parallel/test_rank_features.py \
   kernels/sparse_triton/test_sparse_emulated.py kernels/moe_triton/test_four_bit_grouped_emulated.py \
