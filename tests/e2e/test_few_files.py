@@ -6,6 +6,7 @@ import httpx
 import pytest
 from served_application import START_TIMEOUT_S, Server, wait_gone
 
+from deploy.cli.console import INTERRUPTED
 from workers.channel.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
@@ -37,6 +38,7 @@ def test_nothing_is_said_of_few_files(launch) -> None:
         body = {"model": "demo", "prompt": "def f(", "max_tokens": 4}
         assert http.post(f"{url}/v1/completions", json=body).status_code == 200
     pids = server.pids()
-    assert server.stop() == 0
+    # A replica may answer before the command that started it has heard so; that is interrupted in a start then.
+    assert server.stop() in (0, INTERRUPTED)
     wait_gone(pids)
     assert server.lines == []
