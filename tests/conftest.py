@@ -9,7 +9,11 @@ import pytest
 from typing_extensions import override
 
 from tests.support.gpu_files import needs_gpu_by_name
+from tests.support.hanging import pytest_configure, pytest_runtest_protocol
 from workers.processes import launch
+
+__all__ = ["pytest_configure", "pytest_runtest_protocol"]
+"""Hooks that stand elsewhere."""
 
 
 @cache

@@ -1,0 +1,46 @@
+"""A test that outlives its time limit ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFTEST = """
+from tests.support import hanging
+
+hanging.GRACE_S = 1.0
+pytest_configure = hanging.pytest_configure
+pytest_runtest_protocol = hanging.pytest_runtest_protocol
+"""
+TEST = """
+import asyncio, time
+
+async def spin():
+    while True:
+        time.sleep(60)
+
+async def test_that_waits_for_a_task_beside_it():
+    kept = asyncio.create_task(spin())
+    await asyncio.Event().wait()
+"""
+
+
+def test_what_keeps_the_exception_of_its_time_limit_ends_all_the_same(tmp_path: Path) -> None:
+    """The exception ends the task that spins, not the one that waits. Without the plugin this would wait for good."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "timeout=1"]
+    command += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
+    found = subprocess.run(
+        [*command, "--rootdir", tmp_path, tmp_path / "test_it.py"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode != 0
+    assert "Timeout (0:00:02)!" in found.stderr, found.stdout + found.stderr
