@@ -142,7 +142,6 @@ def test_attention_on_hopper(heads: int, fp8: bool) -> None:
     assert ("CCTL.E.PF2" in code) == (heads == 128 and fp8)  # the L2 cache is told of entries
 
 
-@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("tokens", "selected", "size"), [(1, 512, 16), (64, 512, 16), (64, 128, 133)])
 def test_attention_of_deepseek_v4(tokens: int, selected: int, size: int) -> None:
     """64 heads on two ranks, to selected compressed entries or to the newest tokens' ring, whole keys and values."""
@@ -159,6 +158,7 @@ def test_attention_of_deepseek_v4(tokens: int, selected: int, size: int) -> None
         resources(kernel).check()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 def test_gather_for_invariant_mode(fp8: bool) -> None:
     case = published(3, 1, fp8=fp8)
     case.invariant = True
