@@ -32,8 +32,9 @@ MOST_BYTES = 64 * 1024
 """Bytes of a message, at most."""
 ANSWER = struct.Struct("<QB")
 """Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
-HEIR_S = 3.0
-"""Seconds in which a front that is handed answers says whether it takes the next one."""
+HEIR_S = 10.0
+"""Seconds in which a front that is handed answers says whether it takes the next one: about as long as a front may be
+silent before its own watchdog ends it. A stream that waits for a busy front is better than one that ends."""
 RELEASED_S = 1.0
 """Seconds in which the kernel releases the locks of a front that died, at the most; it takes some milliseconds."""
 _UNDER_WAY = 32
