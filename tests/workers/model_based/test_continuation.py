@@ -30,6 +30,7 @@ def test_requests_that_are_cut_at_a_random_token_go_on_as_if_nothing_had_been(be
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_of_1000_requests_that_are_cut_none_differs(bench: Bench) -> None:
     outcome = soak_cuts(bench, 1000, 210_000)
     assert outcome.problem == ""
