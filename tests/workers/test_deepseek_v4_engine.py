@@ -1,5 +1,4 @@
-"""A DeepSeek V4 behind the scheduler, in eager steps on a CPU, against transformers' generate. Its family is not served
-yet; here it is taken for one that is."""
+"""A DeepSeek V4 behind the scheduler, in eager steps on a CPU, against transformers' generate."""
 
 from __future__ import annotations
 
@@ -14,13 +13,7 @@ import torch
 from tests.deepseek_v4_layout import VOCAB, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.protocol.plan import SamplingParams
-
-
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeepseekV4, "unserved", "")
 
 
 @pytest.fixture(scope="module")

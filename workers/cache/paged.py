@@ -38,6 +38,8 @@ class PagedCache:
     """This rank's share of the pages; a layer whose spec is not `sharded` has all of them."""
     rings: list[Tensor] = field(default_factory=list)
     """Rings of slots, as their specs allocate them; models of latent attention have none."""
+    ring_specs: Sequence[RingSpec] = ()
+    """Those of `rings`."""
     out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
 
@@ -58,7 +60,7 @@ class PagedCache:
         """A cache with a layer per spec, and rings of so many slots. `pages`: that this rank has, the null page
         included."""
         layers = [spec.allocate(pages if spec.sharded else shards.pages(pages), device) for spec in specs]
-        return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings])
+        return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings], rings)
 
     @property
     def pages(self) -> int:
@@ -83,5 +85,6 @@ class PagedCache:
             layer.index_fill_(0, filled[spec.sharded], 0.0)
 
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
-        """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
+        """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * entries of a page +
+        offset."""
         return self.specs[layer].entry_bits(self.layers[layer], entry_E)

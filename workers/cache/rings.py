@@ -27,6 +27,8 @@ class RingSpec:
     width: int
     """Features of each."""
     dtype: torch.dtype
+    needed: int
+    """Newest tokens of which the first token of a step reads what the ring has, its own included."""
 
     @property
     def slot_bytes(self) -> int:
@@ -36,3 +38,9 @@ class RingSpec:
     def allocate(self, slots: int, device: torch.device) -> Tensor:
         """Memory for so many slots, [slots + 1, tokens, width], zeros. Place 0 is nobody's."""
         return torch.zeros(slots + 1, self.tokens, self.width, dtype=self.dtype, device=device)
+
+    def random(self, places: int, device: torch.device, generator: torch.Generator) -> Tensor:
+        """Contents of so many places as a model might leave them, [places, tokens, width]; equal generators give equal
+        contents."""
+        content_XLC = torch.empty(places, self.tokens, self.width, dtype=self.dtype, device=device)
+        return content_XLC.uniform_(-1.7, 1.7, generator=generator)

@@ -1,8 +1,7 @@
 """DeepSeek V4 (2026), Flash and Pro: one entry of a token is key and value of all heads, attention to the newest tokens
 and to compressed entries, residual streams that are mixed, experts by a token's id in the first layers.
 
-Nothing serves it yet. What stands is its forward pass in plain torch (`workers.models.deepseek_v4`), which the same
-constructors load.
+A CPU serves it, by its forward pass in plain torch (`workers.models.deepseek_v4`). No GPU does yet.
 """
 
 from __future__ import annotations
@@ -79,7 +78,10 @@ class DeepseekV4(Family):
 
     fp8_cache = False
     drafts = False
-    unserved = "the engine does not serve it yet; latentserve fit counts its memory (docs/internals/deepseek-v4.md)"
+    cpu_alone = (
+        "no GPU serves it yet: kernels for its attention, its compressed entries, the mixing of its residual streams "
+        "and products in MXFP4 are missing (docs/internals/deepseek-v4.md). A CPU serves it: --device cpu"
+    )
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -163,7 +165,7 @@ class DeepseekV4(Family):
             if asked:
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
         if source.device.type == "cuda":
-            raise ConfigError(f"model_type {config.model_type!r} runs on a CPU alone so far: give --device cpu")
+            raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
         paths = ExecutionPaths(config, group, source.formats, invariant=False)
         model = CompressedModel(source, config, paths, max_positions)
         model.segments = CompressedPass(model)

@@ -27,9 +27,8 @@ class Family(ABC):
     layers of when it builds one.
     """
 
-    unserved = ""
-    """Why the engine does not serve such a model yet, though its config.json and its weights are read; empty for those
-    that it serves."""
+    cpu_alone = ""
+    """What is missing before a GPU serves such a model, which a CPU does; empty for those that both serve."""
     fp8_cache = True
     """Whether its cache can be in FP8."""
     drafts = True

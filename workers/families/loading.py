@@ -10,7 +10,7 @@ import torch
 
 from workers.families.family import Family
 from workers.families.registry import FAMILIES, load_config
-from workers.models.config import ConfigError, ModelConfig
+from workers.models.config import ModelConfig
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -53,8 +53,6 @@ def load_model(
     """
     config = load_config(folder)
     family = FAMILIES[config.model_type]
-    if family.unserved:
-        raise ConfigError(f"model_type {config.model_type!r}: {family.unserved}")
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
 

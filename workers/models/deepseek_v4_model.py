@@ -70,11 +70,11 @@ class CompressedModel(Model):
         of a step, which may be rejected drafts, beside those that the first of them needs."""
         entry, found = self.config.cache_width, []
         for layer in self.compression.layers:
-            found.append(RingSpec(self.compression.window + width - 1, entry, self.dtype))
-            tokens = state_tokens(layer) + width - 1
+            window, needed = self.compression.window, state_tokens(layer)
+            found.append(RingSpec(window + width - 1, entry, self.dtype, needed=window))
             for made in [entry, self.compression.index_features][: compressors(layer)]:
                 features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
-                found.append(RingSpec(tokens, features, torch.float32))
+                found.append(RingSpec(needed + width - 1, features, torch.float32, needed))
         return found
 
     def caches_of(self, cache: PagedCache) -> list[LayerCaches]:

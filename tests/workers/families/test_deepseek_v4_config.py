@@ -14,12 +14,10 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 from workers.config import EngineConfig
-from workers.families.loading import load_model
 from workers.families.registry import parse_config
 from workers.fit.settings import Unfit, check_fit
 from workers.models.config import CompressedLayer, ConfigError
 from workers.models.rope import frequencies
-from workers.parallel.group import Group
 
 WINDOW, SPARSE, HEAVY = CompressedLayer(0), CompressedLayer(4, indexed=True), CompressedLayer(128)
 
@@ -116,12 +114,14 @@ def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> Non
         assert word in str(error.value)
 
 
-def test_a_start_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
+    """Before anything is started where it is known that ranks run on GPUs. A CPU serves it."""
     config, model = tiny_v4()
     write_v4(tmp_path, config, published_v4(model))
     engine = EngineConfig(model=str(tmp_path))
-    with pytest.raises(Unfit, match="engine does not serve it yet"):
-        check_fit(engine)
-    check_fit(engine, served=False)
-    with pytest.raises(ConfigError, match="engine does not serve it yet"):
-        load_model(tmp_path, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64)
+    for device, gpus in (("cuda", None), ("auto", 2)):
+        with pytest.raises(Unfit, match="no GPU serves it yet: kernels for its attention"):
+            check_fit(engine.model_copy(update={"device": device}), gpus=gpus)
+    check_fit(engine, gpus=2, served=False)
+    check_fit(engine, gpus=0)
+    check_fit(engine.model_copy(update={"device": "cpu"}), gpus=2)

@@ -1,6 +1,5 @@
 """A DeepSeek V4 under random schedules, against the reference that takes one request at a time: rings of slots that
-come and go, pages that nobody shares, rejected drafts and rows that are not finite. Its family is not served yet; here
-it is taken for one that is."""
+come and go, pages that nobody shares, rejected drafts and rows that are not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from tests.workers.harness import InlineEngine
 from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Schedule
 from tests.workers.model_based.soak import soak
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.models import deepseek_v4_pass
 from workers.models.batch import Batch
 from workers.models.deepseek_v4_model import CompressedModel
@@ -47,8 +45,7 @@ class CompressedBench(Bench):
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompressedBench:
-    monkeypatch.setattr(DeepseekV4, "unserved", "")
+def bench(tmp_path: Path) -> CompressedBench:
     return CompressedBench(tmp_path / "v4")
 
 
