@@ -138,4 +138,4 @@ def test_a_model_that_no_gpu_serves_yet_is_counted_all_the_same(command, tmp_pat
     assert (said["served"], said["graph_bytes_estimated"], [*said["caches"]]) == (False, None, ["plain"])
     refused = command("selftest", "--model", str(tmp_path))
     assert refused.code == 2
-    assert "the engine does not serve it yet" in refused.err
+    assert "no GPU serves it yet" in refused.err
