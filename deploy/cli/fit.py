@@ -143,6 +143,11 @@ def _lines(
         else f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
         *([f"rows      {gib(plan.rings)}  newest tokens of {config.max_rows} requests"] if plan.rings else []),
+        *(
+            [f"snapshots {gib(plan.snapshots)}  of newest tokens, where {config.prefix_snapshots} prompts share pages"]
+            if plan.snapshots
+            else []
+        ),
         f"cache     {cache('plain')}",
         *([f"or        {cache('fp8')}"] if "fp8" in plans else []),
     ]
@@ -193,6 +198,7 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "graph_bytes_estimated": plan.graphs,
         "other_bytes": plan.rest,
         "row_bytes": plan.rings,
+        "snapshot_bytes": plan.snapshots,
         "kv_cache_dtype": config.kv_cache_dtype,
         "cache_bytes": plan.own_pages * plan.page_bytes,
         "pages": plan.pages,

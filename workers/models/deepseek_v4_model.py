@@ -5,9 +5,12 @@ Shape legend: E hidden features, O rope features, P positions, Y vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from typing_extensions import override
 
+from kernels.page import PAGE_TOKENS
 from kernels.residual_streams import StreamGates
 from workers.cache.paged import PagedCache
 from workers.cache.rings import RingSpec
@@ -71,11 +74,16 @@ class CompressedModel(Model):
         entry, found = self.config.cache_width, []
         for layer in self.compression.layers:
             window, needed = self.compression.window, state_tokens(layer)
-            found.append(RingSpec(window + width - 1, entry, self.dtype, needed=window))
+            found.append(RingSpec(window + width - 1, entry, self.dtype, needed=window, kept=window - 1))
             for made in [entry, self.compression.index_features][: compressors(layer)]:
                 features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
-                found.append(RingSpec(needed + width - 1, features, torch.float32, needed))
+                found.append(RingSpec(needed + width - 1, features, torch.float32, needed, kept=needed - layer.ratio))
         return found
+
+    @property
+    @override
+    def snapshot_tokens(self) -> int:
+        return math.lcm(PAGE_TOKENS, *(layer.ratio for layer in self.compression.layers if layer.ratio))
 
     def caches_of(self, cache: PagedCache) -> list[LayerCaches]:
         """The caches of each layer, in the memory of `cache`."""

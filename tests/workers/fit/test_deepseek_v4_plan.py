@@ -60,6 +60,17 @@ def test_rings_of_slots_are_counted(tmp_path: Path) -> None:
     assert states == pytest.approx(12e6, rel=0.03)
 
 
+def test_snapshots_of_rings_are_counted(tmp_path: Path) -> None:
+    """The window without the token that is its last, and the four tokens that take part in the next entry, too."""
+    kept = 43 * 127 * 512 * 2 + 21 * 4 * 2 * 2 * (512 + 128) * 4
+    sizes: dict[str, Any] = {"max_rows": 16, "max_context": 65536}
+    plan = plan_of(write(tmp_path, V4_FLASH), 400 * GIB, prefix_snapshots=100, **sizes)
+    assert plan.snapshots == 100 * kept
+    without = plan_of(tmp_path, 400 * GIB, prefix_cache=False, **sizes)
+    assert without.snapshots == 0
+    assert without.room == plan.room + 100 * kept
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("form", [{}, QUANTIZED], ids=["plain", "quantized"])
 def test_config_and_files_say_the_same(form: dict[str, Any], ranks: int, tmp_path: Path) -> None:
