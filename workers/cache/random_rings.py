@@ -19,11 +19,12 @@ from workers.memory.pinned import on_device
 
 @dataclass(frozen=True)
 class RingRow:
-    """A row of a step: its slot, and the positions from which to which it feeds tokens."""
+    """A row of a step: its slot, the positions from which to which it feeds tokens, and drafts that it makes."""
 
     slot: int
     start: int
     end: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class RandomRings:
         return (self._changed_XL(ring) & self._tokens[ring].kept_XL).any()
 
     def unwritten(self, ring: int) -> Tensor:
-        """bool: whether the step left a token of its own as it was."""
+        """bool: whether the step left a token of its own as it was; of a drafter's ring it need not write all."""
+        if self._cache.ring_specs[ring].ahead:
+            return torch.zeros((), dtype=torch.bool, device=self._device)
         return (~self._changed_XL(ring) & self._tokens[ring].own_XL).any()
 
     def _now(self, ring: int) -> Tensor:
@@ -99,10 +102,12 @@ def _tokens(spec: RingSpec, rows: Sequence[RingRow], places: int) -> tuple[Tenso
     readable_XL, own_XL = torch.zeros(2, places, spec.tokens, dtype=torch.bool).unbind()
     crowded = False
     for place, row in enumerate(rows):
-        first = max(0, row.start + 1 - spec.needed)
-        readable_XL[place, torch.arange(first, row.start) % spec.tokens] = True
-        own_XL[place, torch.arange(max(row.start, row.end - spec.tokens), row.end) % spec.tokens] = True
-        needed_X = torch.arange(max(0, row.start + 2 - spec.needed), row.start) % spec.tokens
+        start, end = row.start, row.end
+        if spec.ahead:  # behind the verified tokens it has the drafts, but for the last, which is never fed
+            start, end = start + 1, end + max(row.drafts, 1)
+        readable_XL[place, torch.arange(max(spec.ahead, start + 1 - spec.needed), start) % spec.tokens] = True
+        own_XL[place, torch.arange(max(start, end - spec.tokens), end) % spec.tokens] = True
+        needed_X = torch.arange(max(0, start + 2 - spec.needed), start) % spec.tokens
         crowded = crowded or bool(own_XL[place, needed_X].any())
     kept_XL = ~own_XL
     kept_XL[-1] = False

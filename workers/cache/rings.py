@@ -33,6 +33,8 @@ class RingSpec:
 
     kept: int
     """Newest tokens of which the next token needs what the ring has where no entry is begun: a snapshot has them."""
+    ahead: bool = False
+    """Whether it is a drafter's, which runs a token ahead: what it keeps of a token is made of the one before, too."""
 
     @property
     def token_bytes(self) -> int:

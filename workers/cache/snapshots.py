@@ -36,10 +36,15 @@ class RingSnapshots:
             kept_NKC[snapshot, spec.kept - len(place_K) :] = ring_XLC[slot + 1 + NULL_SLOT, place_K]
 
     def restore(self, rings: Sequence[Tensor], slot: int, snapshot: int, tokens: int) -> None:
-        """Put a snapshot into the rings of a slot. `tokens`: that its row had fed when it was saved."""
+        """Put a snapshot into the rings of a slot. `tokens`: that its row had fed when it was saved.
+
+        A drafter runs one token ahead, and that token is another one in every row: what it keeps of it is missing, and
+        NaN says so."""
         for spec, ring_XLC, kept_NKC in zip(self._specs, rings, self._kept, strict=True):
             place_K = _places(spec, tokens, kept_NKC.device)
             ring_XLC[slot + 1 + NULL_SLOT, place_K] = kept_NKC[snapshot, spec.kept - len(place_K) :]
+            if spec.ahead:
+                ring_XLC[slot + 1 + NULL_SLOT, tokens % spec.tokens] = torch.nan
 
 
 def _places(spec: RingSpec, tokens: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
 from deploy.text.tokenizer import Tokenizer
-from tests.deepseek_v4_layout import QUANTIZATION, published_v4, quantized_v4, tiny_v4, write_v4
+from tests.deepseek_v4_layout import QUANTIZATION, mtp_v4, published_v4, quantized_v4, tiny_v4, write_v4
 from workers.config import EngineConfig
 from workers.processes.launch import local_engine
 from workers.protocol.report import SelfTestReport
@@ -62,15 +62,15 @@ def write(folder: Path) -> DeepseekV4ForCausalLM:
     copy.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     copy.add_tokens([AddedToken(name, special=False, normalized=False) for name in TAGS])
     config, model = tiny_v4(seed=5, vocab_size=copy.get_vocab_size(), **SIZES)
-    written, meant = quantized_v4(published_v4(model))
-    drafts = {f"mtp.0.{name}": torch.ones(1) for name in ("enorm.weight", "hnorm.weight", "ffn.gate.bias")}
+    written, meant = quantized_v4({**published_v4(model), **mtp_v4(config, seed=6)[0]})
     given = {**config, "eos_token_id": copy.token_to_id(END), "num_nextn_predict_layers": 1}
-    write_v4(folder, {**given, "expert_dtype": "fp4", "quantization_config": QUANTIZATION}, {**written, **drafts})
+    write_v4(folder, {**given, "expert_dtype": "fp4", "quantization_config": QUANTIZATION}, written)
     copy.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "LlamaTokenizerFast"})
     )
-    plain = write_v4(folder / "plain", config, meant)
+    without = {name: tensor for name, tensor in meant.items() if not name.startswith("mtp.")}
+    plain = write_v4(folder / "plain", config, without)
     return DeepseekV4ForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -89,7 +89,7 @@ async def test_chats_and_tools_as_two_cpu_ranks_serve_them(tmp_path: Path) -> No
     assert tokenizer is not None
     settings: dict[str, Any] = {"max_rows": 4, "token_budget": 128, "max_context": 2048, "cache_pages": 80}
     config = EngineConfig(
-        model=str(tmp_path), device="cpu", tensor_parallel=2, width=3, drafter="ngram", **settings,
+        model=str(tmp_path), device="cpu", tensor_parallel=2, width=3, **settings,
         grammar_compile_timeout_s=60.0,
     )  # fmt: skip
     reports: list[SelfTestReport] = []

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from typing_extensions import override
 
-from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
+from tests.deepseek_v4_layout import mtp_v4, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Schedule
@@ -35,17 +35,21 @@ class CompressedBench(Bench):
     def _written(self, folder: Path, kind: str, overrides: dict[str, Any]) -> tuple[Path, dict[str, Path]]:
         layers: dict[str, Any] = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
         config, model = tiny_v4(seed=3, vocab_size=VOCAB, index_topk=MAX_CONTEXT, **layers)
-        tensors = published_v4(model)
+        tensors = {**published_v4(model), **mtp_v4(config, seed=4)[0]}
         tensors["embed.weight"][POISON] = torch.nan
-        return write_v4(folder, config, tensors), {}
+        return write_v4(folder, {**config, "num_nextn_predict_layers": 1}, tensors), {}
 
     @override
     def engine(self, schedule: Schedule) -> InlineEngine:
-        """Drafts are looked up in the prompt: there is no other drafter yet. There are so few snapshots that they make
-        room for each other."""
+        """Drafts are looked up in the prompt, or made by a layer. There are so few snapshots that they make room for
+        each other."""
         others = ("draft_model", "drafter", "host_pages", "disk_pages", "invariant")
         settings = {name: value for name, value in schedule.engine.items() if name not in others}
-        return super().engine(replace(schedule, engine={**settings, "drafter": "ngram", "prefix_snapshots": 2}))
+        return super().engine(
+            replace(
+                schedule, engine={**settings, "drafter": ("ngram", "mtp")[schedule.seed % 2], "prefix_snapshots": 2}
+            )
+        )
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def bench(tmp_path: Path) -> CompressedBench:
 
 @pytest.mark.parametrize(
     ("steps", "seed"),
-    [pytest.param(1000, 0, marks=pytest.mark.long), pytest.param(4000, 50_000, marks=pytest.mark.soak)],
+    [pytest.param(700, 0, marks=pytest.mark.long), pytest.param(4000, 50_000, marks=pytest.mark.soak)],
 )
 def test_nothing_differs_from_the_reference(steps: int, seed: int, bench: CompressedBench) -> None:
     outcome = soak(bench, steps, seed, behind=None)  # prompts that others begin with, in every third
