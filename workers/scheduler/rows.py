@@ -110,7 +110,7 @@ class Rows:
         saves: list[int] = []
         if self.snapshots is not None:
             boundary, leaves = self.snapshots.boundary, len(found) * PAGE_TOKENS
-            if boundary(leaves + len(coming) * PAGE_TOKENS) == boundary(leaves):
+            if self._made_soon().isdisjoint(sequence.keys[len(found) : most]):
                 coming = []  # no snapshot would come with them
             found = found[: self.snapshots.usable(found)]
             ends = {boundary(leaves), boundary(length - 1)}
@@ -230,6 +230,12 @@ class Rows:
             return -1
         self._saved.append((sequence, snapshot))
         return snapshot.number
+
+    def _made_soon(self) -> set[bytes]:
+        """Keys of the pages beside which prompts that are being prefilled make snapshots, in this plan or later."""
+        ends = [(sequence, end) for sequence in self.prefilling for end in sequence.saves]
+        ends += [(sequence, sequence.cursor) for sequence, _ in self._saved]
+        return {sequence.keys[end // PAGE_TOKENS - 1] for sequence, end in ends}
 
     def planned(self, prefilled: list[Sequence]) -> None:
         """The plan, with these prompts, is complete: from the next one on the pages that it fills are there to read."""
