@@ -140,8 +140,27 @@ def published_v4(model: DeepseekV4ForCausalLM) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
+def mtp_v4(config: Mapping[str, Any], seed: int) -> tuple[dict[str, Tensor], DeepseekV4ForCausalLM]:
+    """Random tensors of the layer `mtp.0` of a checkpoint, which attends to a window alone, and transformers' model of
+    one layer that has those which it has in common."""
+    given = {name: value for name, value in config.items() if name in TINY}
+    _, model = tiny_v4(seed, **{**given, "num_hidden_layers": 1, "compress_ratios": [0], "num_hash_layers": 0})
+    others = ("embed.weight", "head.weight")
+    tensors = {
+        f"mtp.0.{name.removeprefix('layers.0.')}": tensor
+        for name, tensor in published_v4(model).items()
+        if name not in others
+    }
+    generator, hidden = torch.Generator().manual_seed(seed + 1), config["hidden_size"]
+    for name in ("e_proj", "h_proj"):
+        tensors[f"mtp.0.{name}.weight"] = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
+    for name in ("enorm", "hnorm"):
+        tensors[f"mtp.0.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    return tensors, model
+
+
 MXFP4_NAMES = r"\.experts\.\d+\.w[123]\.weight$"
-FP8_NAMES = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+FP8_NAMES = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$|\.[eh]_proj\.weight$"
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"} | {
     "weight_block_size": [128, 128]
 }

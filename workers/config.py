@@ -169,6 +169,12 @@ class EngineConfig(BaseModel):
     A request of more sequences than both together is answered 400."""
     prefix_cache: bool = True
     """Reuse the pages of equal prompt prefixes."""
+    prefix_snapshots: Annotated[int, Field(ge=0)] = 64
+    """Snapshots that the prefix cache of a model has whose layers keep newest tokens beside pages (DeepSeek V4).
+
+    A prompt begins behind cached pages only where one was made: at the last multiple of 128 tokens of a prompt, and
+    where a prompt leaves what is cached. 0: prompts share nothing. Other models need none
+    (docs/internals/deepseek-v4.md)."""
     record_plans: Annotated[
         str | None, AfterValidator(_absolute), Flag(metavar="FILE", default="none", panel=BUG_REPORTS)
     ] = None

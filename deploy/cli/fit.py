@@ -118,7 +118,7 @@ def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Cha
 def _lines(
     config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None, chosen: str
 ) -> list[str]:
-    from workers.families.registry import unserved
+    from workers.families.registry import cpu_alone
     from workers.fit.cache_budget import in_words
     from workers.model_folder import config_values
 
@@ -143,11 +143,16 @@ def _lines(
         else f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
         *([f"rows      {gib(plan.rings)}  newest tokens of {config.max_rows} requests"] if plan.rings else []),
+        *(
+            [f"snapshots {gib(plan.snapshots)}  of newest tokens, where {config.prefix_snapshots} prompts share pages"]
+            if plan.snapshots
+            else []
+        ),
         f"cache     {cache('plain')}",
         *([f"or        {cache('fp8')}"] if "fp8" in plans else []),
     ]
     lines += [chosen] if chosen else []
-    if why := unserved(config_values(config.folder)):
+    if why := cpu_alone(config_values(config.folder)):
         lines.append(why)
     if config.mesh().cache.size > 1:
         lines.append(f"pages and tokens are of {config.cache_shards} GPUs, which share out one cache (--cache-shards)")
@@ -179,7 +184,7 @@ def _cache(plan: MemoryPlan, dtype: str) -> dict[str, Any]:
 
 
 def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | None) -> dict[str, Any]:
-    from workers.families.registry import unserved
+    from workers.families.registry import cpu_alone
     from workers.model_folder import config_values
 
     plan = plans[_asked(config)]
@@ -193,6 +198,7 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "graph_bytes_estimated": plan.graphs,
         "other_bytes": plan.rest,
         "row_bytes": plan.rings,
+        "snapshot_bytes": plan.snapshots,
         "kv_cache_dtype": config.kv_cache_dtype,
         "cache_bytes": plan.own_pages * plan.page_bytes,
         "pages": plan.pages,
@@ -204,5 +210,5 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "caches": {name: _cache(other, "fp8" if name == "fp8" else _dtype(config)) for name, other in plans.items()},
         "fits": plan.fits,
         "change": change.words if change else None,
-        "served": not unserved(config_values(config.folder)),
+        "served": not cpu_alone(config_values(config.folder)),
     }

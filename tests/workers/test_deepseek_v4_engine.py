@@ -1,5 +1,4 @@
-"""A DeepSeek V4 behind the scheduler, in eager steps on a CPU, against transformers' generate. Its family is not served
-yet; here it is taken for one that is."""
+"""A DeepSeek V4 behind the scheduler, in eager steps on a CPU, against transformers' generate."""
 
 from __future__ import annotations
 
@@ -14,13 +13,7 @@ import torch
 from tests.deepseek_v4_layout import VOCAB, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.protocol.plan import SamplingParams
-
-
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeepseekV4, "unserved", "")
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +74,92 @@ def test_preemptions_change_no_token(folder: Path) -> None:
     assert crowded.scheduler.stats().preemptions > 0
 
 
-def test_prompts_share_no_pages(folder: Path) -> None:
-    """A page alone does not make the window and the state of compressors that a row behind it needs."""
-    run, (prompt,) = engine(folder), prompts(140, seed=2)
-    answers = [run.generate([asked], greedy(20))[0] for asked in (prompt, prompt, prompt[:130] + prompt[:9])]
-    assert answers[0] == answers[1] == expected(tuple(prompt), 20)
-    assert answers[2] == expected(tuple(prompt[:130] + prompt[:9]), 20)
-    assert run.scheduler.stats().cached_tokens == 0
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Entries of 128 tokens: then pages can be shared at multiples of 128 tokens alone."""
+    config, model = tiny_v4(seed=1, compress_rate_hca=128)
+    return write_v4(tmp_path_factory.mktemp("v4"), config, published_v4(model))
+
+
+def cached(run: InlineEngine) -> int:
+    return run.scheduler.stats().cached_tokens
+
+
+@pytest.mark.parametrize("settings", [{}, {"width": 4, "drafter": "ngram"}])
+def test_prompts_begin_behind_pages_that_have_a_snapshot(settings: dict[str, Any], folder: Path) -> None:
+    """The last boundary of a prompt has one, and from the second prompt on the place where others leave it. Tokens are
+    those without hits, of a prompt that ends at a boundary, too."""
+    run, (head, *tails) = engine(folder, **settings), prompts(140, 9, 70, 30, 9, seed=2)
+    asked = [head, head, head + tails[0], head[:70] + tails[1], head[:70] + tails[2], head[:128]]
+    hits = []
+    for prompt in asked:
+        before = cached(run)
+        assert run.generate([prompt], greedy(12)) == [expected(tuple(prompt), 12)]
+        hits.append(cached(run) - before)
+    assert hits == [0, 128, 128, 0, 64, 64]
+    assert run.generate([asked[3]], greedy(12)) == [expected(tuple(asked[3]), 12)]
+    assert cached(run) == sum(hits) + 128
+
+
+def test_boundaries_are_those_of_the_longest_entry(published: Path) -> None:
+    run, (head, tail) = engine(published), prompts(140, 60, seed=5)
+    first = run.generate([head], greedy(8))
+    assert run.generate([head], greedy(8)) == first
+    assert cached(run) == 128
+    run.generate([head[:127] + tail], greedy(8))
+    assert cached(run) == 128
+    fresh = engine(published, prefix_cache=False)
+    asked = head[:130] + tail
+    assert run.generate([asked], greedy(8)) == fresh.generate([asked], greedy(8))
+    assert cached(run) == 256
+
+
+def test_prompts_of_one_plan_wait_for_the_snapshot(folder: Path) -> None:
+    """Equal prompts that come together are computed once, but for what is behind the last boundary."""
+    run, (prompt,) = engine(folder), prompts(150, seed=6)
+    assert run.generate([prompt] * 3, greedy(8)) == [expected(tuple(prompt), 8)] * 3
+    assert cached(run) == 2 * 128
+
+
+def test_the_least_recently_used_snapshot_makes_room(folder: Path) -> None:
+    run, asked = engine(folder, prefix_snapshots=2), prompts(70, 71, 72, seed=7)
+    for prompt in asked:
+        run.generate([prompt], greedy(2))
+    assert run.scheduler._rows.snapshots is not None
+    assert run.scheduler._rows.snapshots.held == 2
+    hits = []
+    for index in (0, 2, 0, 1):
+        before = cached(run)
+        assert run.generate([asked[index]], greedy(5)) == [expected(tuple(asked[index]), 5)]
+        hits.append(cached(run) - before)
+    assert hits == [0, 64, 64, 0]
+
+
+def test_evicted_pages_take_their_snapshots_with_them(folder: Path) -> None:
+    run, asked = engine(folder, cache_pages=7, max_context=200), prompts(130, 131, 132, 133, seed=8)
+    for prompt in (*asked, *asked[-1:]):
+        assert run.generate([prompt], greedy(5)) == [expected(tuple(prompt), 5)]
+    snapshots = run.scheduler._rows.snapshots
+    assert snapshots is not None
+    assert 0 < snapshots.held <= 3
+    assert cached(run) == 128
+
+
+def test_without_snapshots_prompts_share_nothing(folder: Path) -> None:
+    for settings in ({"prefix_snapshots": 0}, {"prefix_cache": False}):
+        run, (prompt,) = engine(folder, **settings), prompts(140, seed=2)
+        for _ in range(2):
+            assert run.generate([prompt], greedy(12)) == [expected(tuple(prompt), 12)]
+        assert cached(run) == 0
+        assert run.runner.parts.cache.snapshots is None
 
 
 def test_a_slot_has_nothing_of_its_former_row(folder: Path) -> None:
     run = engine(folder, max_rows=1)
     run.generate(prompts(100, seed=3), greedy(5))
-    for tensor in [*run.runner.parts.cache.rings, *run.runner.parts.cache.layers]:
+    cache = run.runner.parts.cache
+    assert cache.snapshots is not None
+    for tensor in [*cache.rings, *cache.layers, *cache.snapshots._kept]:
         tensor.fill_(torch.nan)
     asked = prompts(3, 70, seed=4)
     assert run.generate(asked, greedy(20)) == [expected(tuple(prompt), 20) for prompt in asked]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.page import NULL_PAGE, WHOLE, Shards
 from workers.cache.rings import RingSpec
+from workers.cache.snapshots import RingSnapshots
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
 
@@ -38,6 +39,10 @@ class PagedCache:
     """This rank's share of the pages; a layer whose spec is not `sharded` has all of them."""
     rings: list[Tensor] = field(default_factory=list)
     """Rings of slots, as their specs allocate them; models of latent attention have none."""
+    ring_specs: Sequence[RingSpec] = ()
+    """Those of `rings`."""
+    snapshots: RingSnapshots | None = None
+    """Snapshots of `rings` for prompts that share pages, where there is memory for some."""
     out_of_bounds_count_1: Tensor = field(init=False)
     """int64: so many rows, positions and pages have kernels found outside of what they point into, and not followed."""
 
@@ -54,11 +59,13 @@ class PagedCache:
         shards: Shards = WHOLE,
         rings: Sequence[RingSpec] = (),
         slots: int = 0,
+        snapshots: int = 0,
     ) -> PagedCache:
-        """A cache with a layer per spec, and rings of so many slots. `pages`: that this rank has, the null page
-        included."""
+        """A cache with a layer per spec, rings of so many slots and memory for so many snapshots of them. `pages`: that
+        this rank has, the null page included."""
         layers = [spec.allocate(pages if spec.sharded else shards.pages(pages), device) for spec in specs]
-        return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings])
+        kept = RingSnapshots(rings, snapshots, device) if snapshots else None
+        return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings], rings, kept)
 
     @property
     def pages(self) -> int:
@@ -83,5 +90,6 @@ class PagedCache:
             layer.index_fill_(0, filled[spec.sharded], 0.0)
 
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
-        """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
+        """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * entries of a page +
+        offset."""
         return self.specs[layer].entry_bits(self.layers[layer], entry_E)

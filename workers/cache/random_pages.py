@@ -1,6 +1,6 @@
 """Random contents of pages, for those who prove what a step does to a cache.
 
-Shape legend: P pages in play, K = 64 entries per page.
+Shape legend: P pages in play, K entries per page.
 """
 
 from __future__ import annotations

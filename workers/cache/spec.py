@@ -3,8 +3,8 @@
 All caches of a rank have the same pages: a page id means the same 64 tokens in each of them, so page tables, the prefix
 cache and preemption know of pages alone.
 
-Shape legend: P pages, K = 64 entries per page, E entries, D features of an index key, C integers of an entry, B bytes
-of a scale.
+Shape legend: P pages, K entries per page, 64 unless they stand for several tokens each, E entries, D features of an
+index key, C integers of an entry, B bytes of a scale.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class CacheSpec(ABC):
     def entry_bytes(self) -> int:
         """Bytes a token takes."""
 
+    @property
+    def tokens_of_entry(self) -> int:
+        """Tokens for which there is one entry, on the page of the last of them."""
+        return 1
+
     @abstractmethod
     def allocate(self, pages: int, device: torch.device) -> Tensor:
         """Memory for so many pages, [pages, 64, ...], that holds no numbers that are not finite."""
@@ -54,7 +59,7 @@ class CacheSpec(ABC):
         return bits(content)
 
     def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
-        """Return all bits of some entries, as integers [E, C]. `entry_E` (int64): page * 64 + offset."""
+        """Return all bits of some entries, as integers [E, C]. `entry_E` (int64): page * entries of a page + offset."""
         return bits(cache.view(-1, cache.shape[-1]).index_select(0, entry_E))
 
     @property
@@ -118,6 +123,11 @@ class CompressedSpec(CacheSpec):
 
     @override
     @property
+    def tokens_of_entry(self) -> int:
+        return self.ratio
+
+    @override
+    @property
     def entry_bytes(self) -> int:
         """Bytes that a token takes, on average."""
         return -(-self.page_bytes // PAGE_TOKENS)
@@ -139,15 +149,7 @@ class CompressedSpec(CacheSpec):
 
     @override
     def poison(self, content: Tensor, chosen_PK: Tensor) -> None:
-        """An entry is chosen where one of its tokens on the page is."""
-        chosen_PE = chosen_PK.view(len(chosen_PK), self.entries, -1).any(2)
-        content.masked_fill_(chosen_PE.unsqueeze(-1), torch.nan)
-
-    @override
-    def entry_bits(self, cache: Tensor, entry_E: Tensor) -> Tensor:
-        """Those of the entries in which the tokens end, or would."""
-        place_E = entry_E % PAGE_TOKENS * self.entries // PAGE_TOKENS
-        return bits(cache[entry_E // PAGE_TOKENS, place_E])
+        content.masked_fill_(chosen_PK.unsqueeze(-1), torch.nan)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """DeepSeek V4 (2026), Flash and Pro: one entry of a token is key and value of all heads, attention to the newest tokens
 and to compressed entries, residual streams that are mixed, experts by a token's id in the first layers.
 
-Nothing serves it yet. What stands is its forward pass in plain torch (`workers.models.deepseek_v4`), which the same
-constructors load.
+A CPU serves it, by its forward pass in plain torch (`workers.models.deepseek_v4`). No GPU does yet.
 """
 
 from __future__ import annotations
@@ -31,10 +30,18 @@ _WINDOW: Final = CompressedLayer(0)
 _KINDS: Final = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Kinds of layers as transformers calls them, by what `compress_ratios` says of them: it is a name where
 `compress_rates` gives other numbers."""
-_NAMES: Final = {r"^model\.embed_tokens\.": "embed.", r"^model\.norm\.": "norm.", r"^lm_head\.": "head."}
-"""Beginnings of names in DeepSeek V3's checkpoints, and of those here."""
+_NAMES: Final = {
+    r"^model\.embed_tokens\.": "embed.",
+    r"^model\.norm\.": "norm.",
+    r"^lm_head\.": "head.",
+    r"^model\.layers\.\d+\.": "mtp.0.",
+}
+"""Beginnings of names in DeepSeek V3's checkpoints, and of those here. Of its layers only that which drafts is asked
+for by such a name."""
 _EXPERTS: Final = r"\.experts\.\d+\.w[123]\.weight$"
-_FP8: Final = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+_FP8: Final = (
+    r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$|^mtp\.\d+\.[eh]_proj\.weight$"
+)
 _WIDE: Final = {r"(^|\.)hc_\w+$|\.(ape|attn_sink|bias)$": "F32", r"\.tid2eid$": "I64"}
 """Names of tensors that are not stored in bf16, as patterns."""
 _ONLY: Final[dict[str, tuple[Any, ...]]] = {
@@ -53,6 +60,7 @@ _ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "attention_sink": (None, True),
 }
 """Fields that have one meaning here, or none."""
+_DSPARK: Final = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 _READ: Final = {
     *("model_type", "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("head_dim", "qk_rope_head_dim", "partial_rotary_factor", "q_lora_rank", "o_groups", "o_lora_rank"),
@@ -60,26 +68,31 @@ _READ: Final = {
     *("mlp_layer_types", "layer_types", "compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca"),
     *("sliding_window", "index_n_heads", "index_head_dim", "index_topk", "hc_mult", "hc_sinkhorn_iters", "hc_eps"),
     *("rope_theta", "compress_rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps"),
-    *("max_position_embeddings", "eos_token_id", "quantization_config"),
+    *("max_position_embeddings", "eos_token_id", "quantization_config", "num_nextn_predict_layers", *_DSPARK),
 }
 _WITHOUT_EFFECT: Final = {
     *("architectures", "auto_map", "bos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version"),
     *("use_cache", "initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef"),
-    *("router_jitter_noise", "num_nextn_predict_layers", "_name_or_path", "intermediate_size", "ep_size"),
+    *("router_jitter_noise", "_name_or_path", "intermediate_size", "ep_size"),
     *("aux_loss_alpha", "seq_aux", "pretraining_tp", "max_window_layers", "id2label", "label2id", "return_dict"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type"),
-    *("use_return_dict", "dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank"),
+    "use_return_dict",
 }
-"""Fields that say nothing of the model's forward pass: of training, of other programs, and of layers that draft, which
-are left on the disk."""
+"""Fields that say nothing of the model's forward pass: of training and of other programs."""
 
 
 class DeepseekV4(Family):
     """See the head of this file."""
 
     fp8_cache = False
-    drafts = False
-    unserved = "the engine does not serve it yet; latentserve fit counts its memory (docs/internals/deepseek-v4.md)"
+    why_undeclared = (
+        "which its config.json does not declare for multi-token prediction (num_nextn_predict_layers, without "
+        "dspark_*); DSpark is not supported yet"
+    )
+    cpu_alone = (
+        "no GPU serves it yet: kernels for its attention, its compressed entries, the mixing of its residual streams "
+        "and products in MXFP4 are missing (docs/internals/deepseek-v4.md). A CPU serves it: --device cpu"
+    )
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -117,7 +130,7 @@ class DeepseekV4(Family):
             moe_intermediate_size=width,
             num_layers=layers,
             num_dense_layers=0,
-            draft_layers=0,
+            draft_layers=_draft_layers(fields, layers),
             num_heads=heads,
             q_lora_rank=fields.count("q_lora_rank"),
             kv_lora_rank=entry - roped,
@@ -155,6 +168,7 @@ class DeepseekV4(Family):
         fp8_cache: bool = False,
     ) -> Model:
         """ConfigError for what its forward pass does not have."""
+        from workers.drafters.compressed_mtp import CompressedMtp
         from workers.models.deepseek_v4_model import CompressedModel
         from workers.models.deepseek_v4_pass import CompressedPass
         from workers.models.execution_paths import ExecutionPaths
@@ -163,10 +177,13 @@ class DeepseekV4(Family):
             if asked:
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
         if source.device.type == "cuda":
-            raise ConfigError(f"model_type {config.model_type!r} runs on a CPU alone so far: give --device cpu")
+            raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
         paths = ExecutionPaths(config, group, source.formats, invariant=False)
         model = CompressedModel(source, config, paths, max_positions)
         model.segments = CompressedPass(model)
+        if draft_layer:
+            source.progress("draft layer")
+            model.drafter = CompressedMtp(source, model)
         return model
 
     @override
@@ -198,8 +215,12 @@ class DeepseekV4(Family):
         return dtype_of
 
     @override
+    def undeclared(self, config: ModelConfig, has_any: Callable[[str], bool]) -> list[str]:
+        return ["mtp."] if not config.draft_layers and has_any("mtp.") else []
+
+    @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), r"^mtp\."]
+        return [*super().ignored(config), r"^mtp\.[1-9]" if config.draft_layers else r"^mtp\."]
 
 
 def _refuse_others(fields: Fields) -> None:
@@ -294,6 +315,20 @@ def _layers(fields: Fields, count: int) -> tuple[CompressedLayer, ...]:
         "heavily_compressed_attention": CompressedLayer(heavy),
     }
     return tuple(own[kind] for kind in kinds[:count])
+
+
+def _draft_layers(fields: Fields, layers: int) -> int:
+    """Layers for multi-token prediction, 0 or 1. Where config.json declares DSpark, the layers that draft are other
+    ones, under the same names: they stay on the disk."""
+    declared = fields.count("num_nextn_predict_layers", 0, least=0)
+    if any(fields.values.get(name) is not None for name in _DSPARK) or not declared:
+        return 0
+    if declared > 1:
+        raise fields.unsupported("num_nextn_predict_layers", declared, (0, 1))
+    ratios: Any = fields.values.get("compress_ratios")
+    if isinstance(ratios, list) and ratios[layers:] not in ([], [0]):
+        raise fields.unsupported("compress_ratios of the layer that drafts", ratios[layers:], ([0],))
+    return 1
 
 
 def _routing(fields: Fields, layers: int) -> Routing:

@@ -27,13 +27,15 @@ class Family(ABC):
     layers of when it builds one.
     """
 
-    unserved = ""
-    """Why the engine does not serve such a model yet, though its config.json and its weights are read; empty for those
-    that it serves."""
+    cpu_alone = ""
+    """What is missing before a GPU serves such a model, which a CPU does; empty for those that both serve."""
     fp8_cache = True
     """Whether its cache can be in FP8."""
     drafts = True
     """Whether a layer of its checkpoints that drafts is served; else it stays on the disk, declared or not."""
+
+    why_undeclared = "which its config.json does not declare (num_nextn_predict_layers)"
+    """Why a checkpoint's layers that draft may be left out, as a line at the start says it."""
 
     @abstractmethod
     def read(self, fields: Fields) -> ModelConfig:
@@ -52,6 +54,17 @@ class Family(ABC):
         text = values.get("text_config")
         given = values.get("quantization_config") or (text if isinstance(text, dict) else {}).get("quantization_config")
         return assumed_dtypes(given if isinstance(given, dict) else None)
+
+    def undeclared(self, config: ModelConfig, has_any: Callable[[str], bool]) -> list[str]:
+        """Return the prefixes of tensor names of draft layers that config.json does not declare. Only a layer with a
+        projection of two hidden states is one; any other would be a layer that config.json has forgotten. `has_any`:
+        whether any tensor's name begins so."""
+        found: list[str] = []
+        layer = config.num_layers
+        while not config.draft_layers and has_any(self.tensor(f"model.layers.{layer}.eh_proj.weight")):
+            found.append(self.tensor(f"model.layers.{layer}."))
+            layer += 1
+        return found
 
     def ignored(self, config: ModelConfig) -> list[str]:
         """Patterns (`re.search`) of tensors that the checkpoint may have and the model does not read."""

@@ -10,7 +10,7 @@ import torch
 
 from workers.families.family import Family
 from workers.families.registry import FAMILIES, load_config
-from workers.models.config import ConfigError, ModelConfig
+from workers.models.config import ModelConfig
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -53,8 +53,6 @@ def load_model(
     """
     config = load_config(folder)
     family = FAMILIES[config.model_type]
-    if family.unserved:
-        raise ConfigError(f"model_type {config.model_type!r}: {family.unserved}")
     with Checkpoint.open(folder) as checkpoint:
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
 
@@ -82,13 +80,13 @@ def load_model(
                 return build(KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant))
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
         dry_run = count(own)
-        undeclared = _undeclared(family, config, checkpoint.has_any)
+        undeclared = family.undeclared(config, checkpoint.has_any)
         checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer, undeclared))
         check_memory(dry_run.bytes, group, device)
         told = LoadingProgress(dry_run.bytes, progress)
         if undeclared and group.mesh.world.first:
             names = ", ".join(f"{prefix}*" for prefix in undeclared)
-            why = "which its config.json does not declare (num_nextn_predict_layers)"
+            why = family.why_undeclared
             if not family.drafts:
                 why = f"which is not supported for model_type {config.model_type!r}"
             told.note(f"left out: the draft layer of the checkpoint ({names}), {why}")
@@ -143,17 +141,6 @@ def has_draft_layer(config: ModelConfig, has_any: Callable[[str], bool] | None) 
     so; None, where the files are not there, takes the config at its word."""
     prefix = _draft_prefix(FAMILIES[config.model_type], config)
     return config.draft_layers > 0 and (has_any is None or has_any(prefix))
-
-
-def _undeclared(family: Family, config: ModelConfig, has_any: Callable[[str], bool]) -> list[str]:
-    """Return the prefixes of tensor names of draft layers that config.json does not declare. Only a layer with a
-    projection of two hidden states is one; any other would be a layer that config.json has forgotten."""
-    found: list[str] = []
-    layer = config.num_layers
-    while not config.draft_layers and has_any(family.tensor(f"model.layers.{layer}.eh_proj.weight")):
-        found.append(family.tensor(f"model.layers.{layer}."))
-        layer += 1
-    return found
 
 
 def _draft_prefix(family: Family, config: ModelConfig) -> str:

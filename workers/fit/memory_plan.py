@@ -17,6 +17,7 @@ import torch
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.shard_exchange import Inbox
 from workers.cache.paged import PagedCache
+from workers.cache.snapshots import snapshot_bytes
 from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
@@ -63,6 +64,8 @@ class MemoryPlan:
     """Sampling, the slots' state, rope tables, memory of exchanges between ranks that share out the cache."""
     rings: int
     """What layers keep of each slot's newest tokens; models of latent attention keep nothing there."""
+    snapshots: int
+    """Copies of that beside pages that prompts share."""
     room: int
     """Bytes that are left for the cache; below 0 where the others already take too much."""
     page_bytes: int
@@ -148,7 +151,9 @@ def memory_plan(
     pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
     reads_tokens = model.drafter is not None and model.drafter.reads_tokens
     state = SlotState(config.max_rows, width - 1, pages_per_row, meta, tokens=reads_tokens)
-    rings = (config.max_rows + 1) * sum(ring.slot_bytes for ring in model.rings(width))
+    specs = model.rings(width)
+    rings = (config.max_rows + 1) * sum(ring.slot_bytes for ring in specs)
+    snapshots = config.prefix_snapshots * snapshot_bytes(specs) if config.prefix_cache else 0
     graphs: int | None = 0
     if compressed:
         graphs, roped = None, 2 * roped  # it has two ropes
@@ -163,7 +168,8 @@ def memory_plan(
     if graphs and config.graphs_at_start == "few" and config.selftest and not config.host_cache_bytes:
         rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
     page_bytes = bytes_of_page(model.caches, shards)
-    room = gpu_cache_budget(total - DRIVER_BYTES - weights - rest - rings, total, graphs or 0, config.memory_fraction)
+    taken = DRIVER_BYTES + weights + rest + rings + snapshots
+    room = gpu_cache_budget(total - taken, total, graphs or 0, config.memory_fraction)
     if cache_bytes is not None:
         room = cache_bytes
     sizes = config.max_rows, context, width, shards.count
@@ -178,6 +184,7 @@ def memory_plan(
         graphs=graphs,
         rest=rest,
         rings=rings,
+        snapshots=snapshots,
         room=room,
         page_bytes=page_bytes,
         own_pages=own_pages,

@@ -13,7 +13,7 @@ from typing import Any, Final
 from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
 from workers.drafters.eagle3.misfits import misfits
-from workers.families.registry import unserved
+from workers.families.registry import cpu_alone
 from workers.model_folder import config_values
 from workers.parallel.mesh import INVARIANT_RANKS, AxisName
 from workers.quantization import unsupported_quantization
@@ -36,8 +36,8 @@ class Unfit(ValueError):
 
 def check_fit(config: EngineConfig, *, gpus: int | None = None, served: bool = True) -> None:
     """Unfit, a line per cause. FileNotFoundError where there is no config.json. `gpus`: how many there are where the
-    ranks will run; None if that is not known yet. `served`: whether the model is to be served, which some can not be
-    yet; else it is only counted."""
+    ranks will run; None if that is not known yet, and then ranks say what a GPU lacks. `served`: whether the model is
+    to be served, which GPUs can not do with some yet; else it is only counted."""
     try:
         values = config_values(config.folder)
     except FileNotFoundError:
@@ -48,7 +48,8 @@ def check_fit(config: EngineConfig, *, gpus: int | None = None, served: bool = T
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
     causes += [_cache_dtype(config, gpus), *_draft_model(config, model), *_tiers(config, model, gpus)]
-    causes += [unserved(values) if served else ""]
+    on_gpus = config.device == "cuda" or (config.device == "auto" and bool(gpus))
+    causes += [cpu_alone(values) if served and on_gpus else ""]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 

@@ -31,7 +31,12 @@ from workers.models.deepseek_v4_parts import (
     compress,
     rope_last,
 )
-from workers.models.deepseek_v4_weights import CompressedAttention, CompressedExperts, CompressedIndexer
+from workers.models.deepseek_v4_weights import (
+    CompressedAttention,
+    CompressedBlock,
+    CompressedExperts,
+    CompressedIndexer,
+)
 from workers.models.layer_ops import Gated
 from workers.weights.weight import Weight
 
@@ -79,13 +84,14 @@ def attention(
 def _window(entry_TD: Tensor, own: OwnTokens, caches: LayerCaches, compression: Compression) -> tuple[Tensor, Tensor]:
     """Keep the entries of a row's tokens. The entries of the window in front of them and of themselves, [S, D], and
     which of them each token sees, bool [T, S]."""
-    begin = max(0, own.start - compression.window + 1)
+    begin = max(min(own.first, own.start), own.start - compression.window + 1)  # padding has position 0
     past_SD = caches.window.read(own.slot, begin, own.start)
     caches.window.write(own, entry_TD)
     distance_TS = own.position_T.unsqueeze(1) - torch.arange(begin, own.end)
     # As they are read later, rounded to the cache's dtype.
     own_TD = entry_TD.to(caches.window.data_XLC.dtype).float()
-    return torch.cat([past_SD, own_TD]), (distance_TS >= 0) & (distance_TS < compression.window)
+    key_SD, seen_TS = torch.cat([past_SD, own_TD]), (distance_TS >= 0) & (distance_TS < compression.window)
+    return key_SD, seen_TS & key_SD.isfinite().all(1) if own.first else seen_TS
 
 
 def _selected(
@@ -146,25 +152,44 @@ def experts(model: CompressedModel, layer: CompressedExperts, x_TE: Tensor, toke
     return out_TE
 
 
-def hidden(model: CompressedModel, token_T: Tensor, at: CompressedTokens, caches: list[LayerCaches]) -> Tensor:
-    """Hidden state of every token behind the final norm, fp32 [T, E]; writes the caches. All ranks together."""
+def through(
+    model: CompressedModel,
+    layer: CompressedBlock,
+    h: MixedStreams,
+    token_T: Tensor,
+    at: CompressedTokens,
+    caches: LayerCaches,
+) -> None:
+    """Take the residual streams through a layer; writes its caches. All ranks together."""
+    eps = model.config.rms_norm_eps
+    turn_PO = model.rotation_PO if layer.attention.compressor is None else model.compressed_rotation_PO
+    x_TE = norm(h.read(layer.attention_streams), layer.attention_norm_E, eps)
+    u_TE = attention(model, layer.attention, x_TE, at, caches, turn_PO)
+    model.group.all_reduce(u_TE, u_TE)
+    h.add(u_TE)
+    x_TE = norm(h.read(layer.feed_forward_streams), layer.feed_forward_norm_E, eps)
+    y_TE = experts(model, layer.experts, x_TE, token_T)
+    model.group.all_reduce(y_TE, y_TE)
+    h.add(y_TE)
+
+
+def streams(model: CompressedModel, token_T: Tensor, at: CompressedTokens, caches: list[LayerCaches]) -> MixedStreams:
+    """The residual streams of every token behind the last layer; writes the caches. All ranks together."""
     config = model.config
     assert config.streams is not None
-    eps, h = config.rms_norm_eps, MixedStreams(model.embedding_YE[token_T].float(), config.streams, config.rms_norm_eps)
+    x_TZE = model.embedding_YE[token_T].float().unsqueeze(1).repeat(1, config.streams.count, 1)
+    h = MixedStreams(x_TZE, config.streams, config.rms_norm_eps)
     for layer, own in zip(model.blocks, caches, strict=True):
-        turn_PO = model.rotation_PO if layer.attention.compressor is None else model.compressed_rotation_PO
-        x_TE = norm(h.read(layer.attention_streams), layer.attention_norm_E, eps)
-        u_TE = attention(model, layer.attention, x_TE, at, own, turn_PO)
-        model.group.all_reduce(u_TE, u_TE)
-        h.add(u_TE)
-        x_TE = norm(h.read(layer.feed_forward_streams), layer.feed_forward_norm_E, eps)
-        y_TE = experts(model, layer.experts, x_TE, token_T)
-        model.group.all_reduce(y_TE, y_TE)
-        h.add(y_TE)
-    return norm(h.end(model.streams), model.norm_E, eps)
+        through(model, layer, h, token_T, at, own)
+    return h
+
+
+def hidden(model: CompressedModel, h: MixedStreams) -> Tensor:
+    """Hidden state of every token behind the final norm, fp32 [T, E]."""
+    return norm(h.end(model.streams), model.norm_E, model.config.rms_norm_eps)
 
 
 def forward(model: CompressedModel, token_T: Tensor, at: CompressedTokens, caches: list[LayerCaches]) -> Tensor:
     """Logits after every token, fp32 [T, B]; writes the caches. All ranks together."""
-    logit_TB = linear(hidden(model, token_T, at, caches), model.head_YE)
+    logit_TB = linear(hidden(model, streams(model, token_T, at, caches)), model.head_YE)
     return model.group.gather_columns(logit_TB, torch.empty)[:, : model.config.vocab_size]

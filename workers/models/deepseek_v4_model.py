@@ -5,9 +5,12 @@ Shape legend: E hidden features, O rope features, P positions, Y vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from typing_extensions import override
 
+from kernels.page import PAGE_TOKENS
 from kernels.residual_streams import StreamGates
 from workers.cache.paged import PagedCache
 from workers.cache.rings import RingSpec
@@ -30,6 +33,7 @@ class CompressedModel(Model):
         """`max_positions`: positions that a token may have."""
         # Its layers are no `DecoderLayer`, so nothing of what the base class makes of those is made.
         assert config.compression is not None
+        assert config.routing is not None
         self.config, self.paths, self.group, self.max_positions = config, paths, paths.group, max_positions
         self.compression: Compression = config.compression
         vocab, hidden, rope = config.vocab_size, config.hidden_size, config.qk_rope_head_dim
@@ -45,7 +49,8 @@ class CompressedModel(Model):
         """Its layers."""
         for index in range(config.num_layers):
             source.progress(f"layer {index + 1} of {config.num_layers}")
-            self.blocks.append(load_block(source, config, index))
+            layer, hashed = self.compression.layers[index], index < config.routing.hash_layers
+            self.blocks.append(load_block(source, config, f"layers.{index}.", layer, hashed=hashed))
         device = source.device
         self.rotation_PO = rotation_table(config.rope, rope, max_positions, device)
         self.compressed_rotation_PO = rotation_table(self.compression.rope, rope, max_positions, device)
@@ -66,16 +71,21 @@ class CompressedModel(Model):
 
     @override
     def rings(self, width: int) -> list[RingSpec]:
-        """Of each layer that of its window, then those of the states of its compressors. A ring has room for the tokens
-        of a step, which may be rejected drafts, beside those that the first of them needs."""
+        """Of each layer that of its window, then those of the states of its compressors; then the drafter's. A ring has
+        room for the tokens of a step, which may be rejected drafts, beside those that the first of them needs."""
         entry, found = self.config.cache_width, []
         for layer in self.compression.layers:
-            found.append(RingSpec(self.compression.window + width - 1, entry, self.dtype))
-            tokens = state_tokens(layer) + width - 1
+            window, needed = self.compression.window, state_tokens(layer)
+            found.append(RingSpec(window + width - 1, entry, self.dtype, needed=window, kept=window - 1))
             for made in [entry, self.compression.index_features][: compressors(layer)]:
                 features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
-                found.append(RingSpec(tokens, features, torch.float32))
-        return found
+                found.append(RingSpec(needed + width - 1, features, torch.float32, needed, kept=needed - layer.ratio))
+        return [*found, *(() if self.drafter is None else self.drafter.rings(width))]
+
+    @property
+    @override
+    def snapshot_tokens(self) -> int:
+        return math.lcm(PAGE_TOKENS, *(layer.ratio for layer in self.compression.layers if layer.ratio))
 
     def caches_of(self, cache: PagedCache) -> list[LayerCaches]:
         """The caches of each layer, in the memory of `cache`."""

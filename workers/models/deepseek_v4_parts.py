@@ -34,6 +34,9 @@ class OwnTokens:
     """Where the caches of sequences have the row's."""
     page_P: Tensor
     """int32 page table of the row."""
+    first: int = 0
+    """Before this position there are no tokens: a layer that drafts has none at position 0. Of such a layer an entry
+    that is not finite is missing, see `RingSnapshots`."""
 
     @property
     def end(self) -> int:
@@ -58,13 +61,15 @@ class CompressedTokens:
     """Place of each row in the caches of sequences."""
     page_RP: Tensor
     """int32 page tables. What stands in them behind a row's last token is never read."""
+    first: int = 0
+    """See `OwnTokens`."""
 
     @property
     def rows(self) -> Iterator[OwnTokens]:
         """The tokens of each row."""
         begin = 0
         for row, (start, count, slot) in enumerate(zip(self.start, self.count, self.slot, strict=True)):
-            yield OwnTokens(slice(begin, begin + count), start, count, slot, self.page_RP[row])
+            yield OwnTokens(slice(begin, begin + count), start, count, slot, self.page_RP[row], self.first)
             begin += count
 
     @property
@@ -192,9 +197,9 @@ class MixedStreams:
     """Residual streams, [T, Z, E], which a part of a layer mixes before it adds its output (mHC, 2026, sections 2.2 and
     4)."""
 
-    def __init__(self, x_TE: Tensor, streams: ResidualStreams, norm_eps: float) -> None:
+    def __init__(self, h_TZE: Tensor, streams: ResidualStreams, norm_eps: float) -> None:
         self._streams, self._norm_eps = streams, norm_eps
-        self.h_TZE = x_TE.unsqueeze(1).repeat(1, streams.count, 1)
+        self.h_TZE = h_TZE
         self._add_TZ, self._mix_TZZ = torch.ones(()), torch.ones(())
 
     def read(self, mix: StreamMix) -> Tensor:

@@ -71,7 +71,8 @@ class CompressedPass(StepPass):
     ) -> None:
         tokens, buffers = batch.layout.tokens, tensors.buffers
         assert isinstance(buffers, HiddenStates)
-        buffers.hidden_TE[:tokens] = self._hidden(tensors.token_T[:tokens], batch, cache)
+        aux_hidden = tuple((layer, own_TE[:tokens]) for layer, own_TE in tensors.aux_hidden)
+        buffers.hidden_TE[:tokens] = self._hidden(tensors.token_T[:tokens], batch, cache, aux_hidden)
 
     @override
     def buffers_to_end(self, tokens: int, scratch: Scratch) -> HiddenStates:
@@ -96,13 +97,19 @@ class CompressedPass(StepPass):
         aux_hidden: tuple[tuple[int, Tensor], ...] = (),
         ops: LayerOps[Any] | None = None,
     ) -> Tensor:
-        if aux_hidden:
-            raise NotImplementedError("drafters that read hidden states of layers read one residual stream")
         out_TE = scratch.empty(len(token_T), self._model.config.hidden_size, dtype=self._model.dtype)
-        return out_TE.copy_(self._hidden(token_T, batch, cache))
+        return out_TE.copy_(self._hidden(token_T, batch, cache, aux_hidden))
 
-    def _hidden(self, token_T: Tensor, batch: Batch, cache: PagedCache) -> Tensor:
-        return deepseek_v4.hidden(self._model, token_T, rows_of(batch), self._model.caches_of(cache))
+    def _hidden(
+        self, token_T: Tensor, batch: Batch, cache: PagedCache, aux_hidden: tuple[tuple[int, Tensor], ...]
+    ) -> Tensor:
+        """Final hidden states. `aux_hidden` gets the residual streams behind the last layer, one after the other."""
+        model = self._model
+        h = deepseek_v4.streams(model, token_T, rows_of(batch), model.caches_of(cache))
+        for stream, (layer, own_TE) in enumerate(aux_hidden):
+            assert layer == model.config.num_layers, "its drafter reads the streams behind the last layer"
+            own_TE.copy_(h.h_TZE[:, stream])
+        return deepseek_v4.hidden(model, h)
 
 
 def rows_of(batch: Batch) -> CompressedTokens:
@@ -124,4 +131,5 @@ def rows_of(batch: Batch) -> CompressedTokens:
         count += prefill.count
         slot += prefill.slot
         tables.append(prefill.page_NP)
-    return CompressedTokens(tuple(start), tuple(count), tuple(own + 1 + NULL_SLOT for own in slot), torch.cat(tables))
+    places = tuple(own + 1 + NULL_SLOT for own in slot)
+    return CompressedTokens(tuple(start), tuple(count), places, torch.cat(tables), batch.first)

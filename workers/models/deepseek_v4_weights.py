@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.models.config import ModelConfig, Routing
+from workers.models.config import CompressedLayer, ModelConfig, Routing
 from workers.models.layer_ops import Gated
 from workers.weights.checkpoint import WeightsError
 from workers.weights.part import Part, Shard
@@ -113,16 +113,19 @@ class CompressedBlock:
     experts: CompressedExperts
 
 
-def load_block(source: WeightSource, config: ModelConfig, index: int) -> CompressedBlock:
-    """Load layer `index`. `WeightsError` for a table with experts that there are not."""
-    prefix, hidden = f"layers.{index}.", config.hidden_size
+def load_block(
+    source: WeightSource, config: ModelConfig, prefix: str, layer: CompressedLayer, *, hashed: bool
+) -> CompressedBlock:
+    """Load the layer whose names begin with `prefix`. `hashed`: whether a table says which experts a token has.
+    `WeightsError` for a table with experts that there are not."""
+    hidden = config.hidden_size
     return CompressedBlock(
         attention_streams=_streams(source, f"{prefix}hc_attn_", config),
         attention_norm_E=source.load(f"{prefix}attn_norm.weight", hidden),
-        attention=_attention(source, f"{prefix}attn.", config, index),
+        attention=_attention(source, f"{prefix}attn.", config, layer),
         feed_forward_streams=_streams(source, f"{prefix}hc_ffn_", config),
         feed_forward_norm_E=source.load(f"{prefix}ffn_norm.weight", hidden),
-        experts=_experts(source, f"{prefix}ffn.", config, index),
+        experts=_experts(source, f"{prefix}ffn.", config, hashed=hashed),
     )
 
 
@@ -137,11 +140,11 @@ def _streams(source: WeightSource, prefix: str, config: ModelConfig) -> StreamMi
     )
 
 
-def _attention(source: WeightSource, prefix: str, config: ModelConfig, index: int) -> CompressedAttention:
+def _attention(source: WeightSource, prefix: str, config: ModelConfig, layer: CompressedLayer) -> CompressedAttention:
     compression, hidden, latent = config.compression, config.hidden_size, config.q_lora_rank
     assert compression is not None
     assert latent is not None
-    layer, heads, entry = compression.layers[index], config.num_heads, config.cache_width
+    heads, entry = config.num_heads, config.cache_width
     groups, rank = compression.output_groups, compression.output_rank
     own = source.mesh.heads.share(heads, "num_attention_heads")
     by_heads, by_groups = Shard(0, "heads"), Shard(1, "heads")
@@ -185,11 +188,10 @@ def _compressor(
     )
 
 
-def _experts(source: WeightSource, prefix: str, config: ModelConfig, index: int) -> CompressedExperts:
+def _experts(source: WeightSource, prefix: str, config: ModelConfig, *, hashed: bool) -> CompressedExperts:
     routing, hidden, width = config.routing, config.hidden_size, config.moe_intermediate_size
     assert routing is not None
     gate = f"{prefix}gate.weight"
-    hashed = index < routing.hash_layers
 
     def network(name: str, features: int) -> tuple[list[Part], list[Part]]:
         """The parts of a network's two matrices: the gate is called w1, the up projection w3."""

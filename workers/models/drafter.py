@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.decode_state import SlotTensors
 from workers.cache.paged import PagedCache
+from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
@@ -52,12 +53,22 @@ class Drafter(ABC):
     the model's final hidden states of all tokens."""
     aux_hidden_state_layers: tuple[int, ...] = ()
     """Layers of the model: it reads the residual stream that enters each of them, side by side, [T, E for each], in
-    place of the model's final hidden states. A layer may be there twice."""
+    place of the model's final hidden states. A layer may be there twice. Where there are several streams, it reads
+    those behind the last layer, one after the other, and names that number of layers once for each."""
     keeps = 0
     """Positions that it selects for a token, if its passes behind the one over a step's tokens attend to those that
     this one selected for the rows' newest tokens: see `Batch.kept_TS`."""
     reads_tokens = False
     """Whether slots keep the tokens of their rows for it (`SlotTensors.token_SX`)."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has a pass over the tokens of a step: `catch_up`."""
+        return bool(self.cache)
+
+    def rings(self, width: int) -> list[RingSpec]:
+        """Specs of what it keeps of each slot, where a step feeds up to `width` tokens of a row."""
+        return []
 
     def catch_up(
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None

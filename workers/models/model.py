@@ -11,6 +11,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from kernels.page import PAGE_TOKENS
 from workers.cache.paged import PagedCache
 from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
@@ -84,6 +85,12 @@ class Model:
         """Specs of what its layers keep of each slot, where a step feeds up to `width` tokens of a row; models of
         latent attention keep nothing there."""
         return []
+
+    @property
+    def snapshot_tokens(self) -> int:
+        """Multiples of so many tokens at which pages and compressed entries end: there rings may be kept beside
+        pages."""
+        return PAGE_TOKENS
 
     def shallow(self) -> Model:
         """Return this model with a few of its layers: enough that it launches every kernel that the whole launches, for

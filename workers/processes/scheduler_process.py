@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 from msgspec import structs
 
+from kernels.page import PAGE_TOKENS
 from workers.channel.sockets import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.processes.inbox import Inbox
@@ -345,6 +346,8 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         token_buckets=token_buckets(config.token_budget),
         queue_limit=config.queue_limit,
         prefix_cache=config.prefix_cache and ready.shares_prefixes,
+        snapshots=ready.snapshots,
+        snapshot_tokens=ready.snapshot_tokens or PAGE_TOKENS,
         vocab_size=ready.vocab_size,
         mixed_step_target_s=None if config.mixed_step_target_ms is None else config.mixed_step_target_ms / 1e3,
         grammar_timeout_s=config.grammar_compile_timeout_s,

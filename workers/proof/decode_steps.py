@@ -4,12 +4,14 @@ For every captured step: slots, page tables, caches and drafts are random, and w
 `fixture`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens,
 accepted counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both
 share, the logits are compared with a reference. On a CPU that is the plain forward pass (`workers.models.deepseek`),
-which shares nothing with the step but weights and cache. On a GPU, and where index keys are cached in INT8, it is the
-prefill path: the same tokens fed as a prefill chunk, which takes another path through attention and knows nothing of
-buckets. Both sides of that comparison run with nothing rounded to FP8: a number that differs a little may become
-another one of FP8, and so logits would differ by a third where nothing is wrong. And the reference takes the experts
-that the step has chosen: of many experts some choice turns over on the least difference, and all behind it with it. The
-choices are compared by themselves. So is what indexers have selected, where attention is sparse.
+which shares nothing with the step but weights and cache. Where steps run the plain forward pass itself, as those of
+DeepSeek V4 do, the reference feeds it token by token, with rows, slots and pages that come from the fixture. On a GPU,
+and where index keys are cached in INT8, it is the prefill path: the same tokens fed as a prefill chunk, which takes
+another path through attention and knows nothing of buckets. Both sides of that comparison run with nothing rounded to
+FP8: a number that differs a little may become another one of FP8, and so logits would differ by a third where nothing
+is wrong. And the reference takes the experts that the step has chosen: of many experts some choice turns over on the
+least difference, and all behind it with it. The choices are compared by themselves. So is what indexers have selected,
+where attention is sparse.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -31,13 +33,12 @@ from kernels.page import PAGE_TOKENS, pages_for
 from kernels.runtime.repeat import nothing_repeated
 from workers.cache.spec import Fp8LatentSpec, IndexSpec, Int8IndexSpec
 from workers.memory.scratch import Scratch
-from workers.models import deepseek
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
-from workers.models.deepseek_parts import PagedTokens
 from workers.models.feed_forward import MixtureOfExperts
 from workers.proof.fixture_pool import FixturePool, pages_to_select
 from workers.proof.masks import RandomMasks
+from workers.proof.plain import plain_logits
 from workers.proof.rows import Row
 from workers.proof.step_fixture import Outcome, StepFixture
 from workers.protocol.plan import BatchLayout, GraphKey
@@ -129,6 +130,15 @@ class Candidate:
         return step.run() if self.masks is None else step.run(self.masks.in_place)
 
 
+def _before_an_entry_ends(length: int, most: int, tokens: int, behind: int) -> int:
+    """The next length, of at most `most`, behind which `behind` tokens end an entry of so many tokens; `length` where
+    there is none."""
+    end = -(-(length + behind) // tokens) * tokens - behind
+    if end > most:
+        end -= tokens
+    return end if end > 0 else length
+
+
 def most_pages(parts: StepParts, rows: int) -> int:
     """Return the pages that a step of so many rows has in its proof, where the pool has them."""
     return rows * MOST_PAGES[parts.device.type] + pages_to_select(parts) + 1
@@ -195,7 +205,9 @@ class SelfTest:
     def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
         """Draw as many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
         ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does not
-        attend to everything, unless the step is a dense one: there all rows are short enough for that."""
+        attend to everything, unless the step is a dense one: there all rows are short enough for that. Where an entry
+        stands for several tokens, all of them have equally many before it ends: a position of the step at which one
+        ends is that of most rows."""
         state, width, number = self._parts.state, self._parts.width, self._fixture_pool.number
         overshoot = 2 * width
         slots = self._fixture_pool.order(state.slots)
@@ -203,18 +215,23 @@ class SelfTest:
         if key.dense:
             longest = min(longest, self._parts.dense_pages * PAGE_TOKENS - overshoot)
         most = min(self._most_pages * PAGE_TOKENS - overshoot, longest)
+        sizes = sorted({spec.tokens_of_entry for spec in self._parts.model.cache} - {1})
+        # One ends within the step, and not with its first token; in a step of one token with that or the next one.
+        behind = 0 if not sizes else number(2, key.width) if key.width > 1 else number(1, 2)
         rows: list[Row] = []
         used = 0
         for slot in slots[: max(1, key.rows - number(0, 1))]:
             kind = number(0, 3)
             length = (1, 1 + number(0, 5), PAGE_TOKENS - number(0, width), number(1, most))[kind]
             length = max(1, min(length, most))
+            if sizes:
+                length = _before_an_entry_ends(length, most, sizes[-1 if kind else 0], behind)
             beyond = 0
             if not rows:
                 # A dense one's last page is nearly full.
                 beyond = longest - number(0, width) if key.dense else self._fixture_pool.beyond_selection(longest)
             if beyond and pages_for(beyond + overshoot) <= len(free):
-                length = beyond
+                length = beyond if not sizes else _before_an_entry_ends(beyond, beyond, sizes[0], behind)
             need = pages_for(length + overshoot)
             if used + need > len(free):
                 length, need = 1, 1
@@ -320,20 +337,15 @@ class SelfTest:
         state, slot_R = parts.state.tensors, fixture.slot_R
         token_RW = torch.cat([state.last_S[slot_R].unsqueeze(1), state.draft_SK[slot_R, : width - 1]], dim=1)
         position_RW = state.length_S[slot_R].unsqueeze(1) + torch.arange(width, device=parts.device)
-        want_NV = (self._computed if self._plain else self._prefilled)(token_RW, position_RW, fixture, taken)
+        if self._plain:
+            want_NV = plain_logits(parts.model, token_RW, fixture, taken)
+        else:
+            want_NV = self._prefilled(token_RW, position_RW, fixture, taken)
         error_N = (got_NV[: own * width] - want_NV).norm(dim=-1) / want_NV.norm(dim=-1)
         # NaN must not pass for small.
         error_RW = torch.nan_to_num(error_N, nan=torch.inf).view(own, width)
         # Whether to try another state is one decision for all ranks.
         return float(parts.group.broadcast(error_RW.median(dim=0).values.max())), shared(parts, taken)
-
-    def _computed(self, token_RW: Tensor, position_RW: Tensor, fixture: StepFixture, taken: Taken) -> Tensor:
-        """Logits of the plain forward pass, [R W, vocabulary]."""
-        parts = self._parts
-        row_T = torch.arange(len(token_RW)).repeat_interleave(token_RW.shape[1])
-        cache, page_RP = fixture.whole_cache()
-        at = PagedTokens(row_T, position_RW.flatten(), page_RP)
-        return deepseek.forward(parts.model, token_RW.flatten(), at, cache, taken)
 
     def _prefilled(self, token_RW: Tensor, position_RW: Tensor, fixture: StepFixture, taken: Taken) -> Tensor:
         """Logits of the prefill path, [R W, vocabulary]."""

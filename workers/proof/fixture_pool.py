@@ -19,9 +19,11 @@ _BEYOND = 2 * PAGE_TOKENS
 
 
 def selects_from(parts: StepParts) -> int:
-    """The shortest row of which attention does not select all tokens; 0 where it does so of every row."""
-    indexing = parts.model.config.indexing
-    return 0 if indexing is None else indexing.top_k + 1
+    """The shortest row of which attention does not select all entries; 0 where it does so of every row."""
+    config = parts.model.config
+    if (compression := config.compression) is not None:
+        return max(((compression.top_k + 1) * layer.ratio for layer in compression.layers if layer.indexed), default=0)
+    return 0 if config.indexing is None else config.indexing.top_k + 1
 
 
 def pages_to_select(parts: StepParts) -> int:
@@ -82,11 +84,13 @@ class FixturePool:
         return StepFixture(self._parts, rows, sampling, former, self._host, self._noise)
 
     def clear(self) -> None:
-        """Leave nothing of any fixture behind in slots and pages: not a NaN, not a page id, not a parameter."""
+        """Leave nothing of any fixture behind in slots, rings and pages: not a NaN, not a page id, not a parameter."""
         parts, tensors = self._parts, self._parts.state.tensors
         for field in fields(tensors):
             getattr(tensors, field.name).zero_()
         parts.cache.zero_fill([NULL_PAGE, *self._pool])
+        for ring_XLC in parts.cache.rings:
+            ring_XLC.zero_()
         parts.cache.out_of_bounds_count_1.zero_()
         if parts.sampling is not None:
             greedy = SamplingParams(1, temperature=0.0)

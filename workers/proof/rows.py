@@ -1,6 +1,6 @@
 """The rows of a step that is proven, and what the step may do to the cache because of them.
 
-Shape legend: P pages in play, K = 64 entries per page, E entries.
+Shape legend: P pages in play, K entries per page, E entries.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Entries:
     kept_PK: Tensor
     """bool: the step may not change them."""
     own_E: Tensor
-    """int64, page * 64 + offset: a row's own, which the step may write; those in pages of this rank, by their local
-    ids."""
+    """int64, page * entries of a page + offset: a row's own, which the step may write; those in pages of this rank, by
+    their local ids."""
 
     def to(self, device: torch.device) -> Entries:
         """Copy the entries to a device; on a GPU without waiting for it."""
@@ -58,10 +58,12 @@ def pages_in_play(rows: Sequence[Row], unowned: Sequence[int]) -> list[int]:
     return [*unowned, *(page for row in rows for page in row.pages)]
 
 
-def target_entries(rows: Sequence[Row], unowned: Sequence[int], shards: Shards = WHOLE) -> Entries:
-    """Return the entries of every layer of the target. `unowned`: pages in play that no row owns, the null page first;
-    so below."""
-    return _entries(rows, unowned, shards, [(0, row.cached, row.cached, row.end) for row in rows])
+def target_entries(
+    rows: Sequence[Row], unowned: Sequence[int], shards: Shards = WHOLE, tokens_of_entry: int = 1
+) -> Entries:
+    """Return the entries of the target's layers in which one stands for so many tokens. `unowned`: pages in play that
+    no row owns, the null page first; so below."""
+    return _entries(rows, unowned, shards, [(0, row.cached, row.cached, row.end) for row in rows], tokens_of_entry)
 
 
 def draft_entries(rows: Sequence[Row], unowned: Sequence[int], shards: Shards = WHOLE) -> Entries:
@@ -73,22 +75,29 @@ def draft_entries(rows: Sequence[Row], unowned: Sequence[int], shards: Shards = 
 
 
 def _entries(
-    rows: Sequence[Row], unowned: Sequence[int], shards: Shards, spans: Sequence[tuple[int, int, int, int]]
+    rows: Sequence[Row],
+    unowned: Sequence[int],
+    shards: Shards,
+    spans: Sequence[tuple[int, int, int, int]],
+    tokens_of_entry: int = 1,
 ) -> Entries:
     """`spans`: of every row the positions from which to which entries are cached, and those that the step may write.
-    On the host, where finding the rows' own entries waits for nothing."""
+    An entry is cached, or written, with the last of its tokens. On the host, where finding the rows' own entries waits
+    for nothing."""
     of_pages = [(0, 0, 0, 0, 0)] * len(unowned)
     for row, span in zip(rows, spans, strict=True):
         of_pages += [(PAGE_TOKENS * index, *span) for index in range(len(row.pages))]
     begin_P1, *span_P1 = torch.tensor(of_pages).unsqueeze(-1).unbind(1)
-    offset_K = torch.arange(PAGE_TOKENS)
-    position_PK = begin_P1 + offset_K
+    own_tokens = min(tokens_of_entry, PAGE_TOKENS)  # of an entry, on its page
+    offset_K = torch.arange(PAGE_TOKENS // own_tokens)
+    last_PK = begin_P1 + (offset_K + 1) * own_tokens - 1
+    whole_PK = (last_PK + 1) % tokens_of_entry == 0  # else the last of its tokens is on a page to come
     cached_PK, own_PK = (
-        (position_PK >= from_P1) & (position_PK < to_P1) for from_P1, to_P1 in (span_P1[:2], span_P1[2:])
+        (last_PK >= from_P1) & (last_PK < to_P1) & whole_PK for from_P1, to_P1 in (span_P1[:2], span_P1[2:])
     )
     kept_PK = ~own_PK
     kept_PK[0] = False  # the null page is for everybody to write
     pages = pages_in_play(rows, unowned)
-    entry_PK = PAGE_TOKENS * torch.tensor([shards.local(page) for page in pages]).unsqueeze(1) + offset_K
+    first_P1 = len(offset_K) * torch.tensor([shards.local(page) for page in pages]).unsqueeze(1)
     here_P1 = torch.tensor([shards.owns(page) for page in pages]).unsqueeze(1)
-    return Entries(~cached_PK, kept_PK, entry_PK[own_PK & here_P1])
+    return Entries(~cached_PK, kept_PK, (first_P1 + offset_K)[own_PK & here_P1])

@@ -1,13 +1,14 @@
 """The state that a step of either kind is proven on: random where a row owns it, poison everywhere else.
 
-Random are the tokens and drafts of the slots and the cache entries behind the rows. What no row may read is NaN (the
-null page, a former tenant's page, entries that are not cached yet and the draft layer's entry 0) or huge (page ids past
-a row's pages); slots without a row hold what a former tenant left there, its page among it.
+Random are the tokens and drafts of the slots and the cache entries behind the rows, those of their rings among them.
+What no row may read is NaN (the null page, a former tenant's page, entries that are not cached yet and the draft
+layer's entry 0; in rings the null slot, slots without a row, and tokens that a row's next one does not need) or huge
+(page ids past a row's pages); slots without a row hold what a former tenant left there, its page among it.
 
 What all ranks must agree on is drawn on the host; the cache's contents are drawn where they lie, in the same order
 everywhere. A fixture keeps one copy of what it wrote: it is restored from it, and compared with it.
 
-Shape legend: R rows, S slots, P pages in play, K = 64 entries per page, E entries, C cached features, L layers, T
+Shape legend: R rows, S slots, P pages in play, K entries per page, E entries, C cached features, L layers, G rings, T
 page-table entries, N logits rows, V vocabulary.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.cache.paged import PagedCache
 from workers.cache.random_pages import RandomPages
+from workers.cache.random_rings import RandomRings, RingRow
 from workers.memory.bits import differ
 from workers.memory.pinned import on_device
 from workers.proof.rows import Row, draft_entries, pages_in_play, target_entries
@@ -57,6 +59,12 @@ class Outcome:
     """bool: other entries of the layer have changed."""
     unwritten_L: Tensor
     """bool, of the target's layers: not all entries that the step has to write have changed."""
+    rings: list[Tensor]
+    """[E, C] of every ring, as integers: the tokens that the step writes."""
+    rings_outside_G: Tensor
+    """bool: other tokens of the ring have changed."""
+    rings_unwritten_G: Tensor
+    """bool: not all tokens of the step have changed."""
     foreign: Tensor
     """bool: a slot has changed that is of no row, or of one that was not sampled."""
 
@@ -94,7 +102,11 @@ class StepFixture:
         """Fill the pages in play, and note which of their entries the step may write and which must stay."""
         rows, cache, device = self.rows, self.parts.cache, self.parts.device
         shards, drafted = self.parts.state.shards, self.parts.draft_shards
-        self._entries = [target_entries(rows, unowned, shards).to(device)] * len(cache.layers)
+        of_sizes = {
+            tokens: target_entries(rows, unowned, shards, tokens).to(device)
+            for tokens in {spec.tokens_of_entry for spec in cache.specs}
+        }
+        self._entries = [of_sizes[spec.tokens_of_entry] for spec in cache.specs]
         if self.parts.width > 1:
             drafter = slice(len(self.parts.model.cache), None)
             self._entries[drafter] = [draft_entries(rows, unowned, drafted).to(device)] * len(self.parts.drafter.cache)
@@ -102,6 +114,10 @@ class StepFixture:
         self._pages = RandomPages(cache, self._in_play, noise)
         for layer, entries in enumerate(self._entries):
             self._pages.poison(layer, entries.poison_PK)
+        slots = {row.slot for row in rows}
+        unowned_slots = [slot for slot in range(self.parts.state.slots) if slot not in slots]
+        of_rows = [RingRow(row.slot, row.start, row.end, row.drafts) for row in rows]
+        self._rings = RandomRings(cache, of_rows, unowned_slots, noise)
 
     def _set_slots(self, sampling: Sequence[SamplingParams], former: Sequence[int], host: torch.Generator) -> None:
         parts, state, rows = self.parts, self.parts.state, self.rows
@@ -138,14 +154,17 @@ class StepFixture:
         for live, kept in zip(self._live, self._slots, strict=True):
             live.copy_(kept)
         self._pages.restore()
+        self._rings.restore()
 
     def whole_cache(self) -> tuple[PagedCache, Tensor]:
         """Return a copy of the caches of all ranks, as `restore` leaves them, and the rows' page tables for it (int32):
-        pages are numbered as they come there."""
+        pages are numbered as they come there. Rings are in the order of the rows."""
         number = {page: index for index, page in enumerate(self._in_play)}
         columns = max(len(row.pages) for row in self.rows)
         tables = [[*map(number.__getitem__, row.pages), *[HUGE_PAGE] * (columns - len(row.pages))] for row in self.rows]
-        return self._pages.whole(), on_device(tables, torch.int32, self.parts.device)
+        whole = self._pages.whole()
+        whole.rings, whole.ring_specs = self._rings.copies(), self.parts.cache.ring_specs
+        return whole, on_device(tables, torch.int32, self.parts.device)
 
     def outcome(self, output: StepOutput) -> Outcome:
         """Return the outcome of a step that began here."""
@@ -162,6 +181,7 @@ class StepFixture:
             for live, kept in zip(self._live, self._slots, strict=True)
             if live.shape[0] == self.parts.state.slots + 1
         ]
+        rings, nothing = range(len(self.parts.cache.rings)), torch.zeros(0, dtype=torch.bool)
         return Outcome(
             layout=output.layout,
             decided_N=output.decided_N.clone(),
@@ -170,6 +190,9 @@ class StepFixture:
             own=own,
             outside_L=torch.stack(outside),
             unwritten_L=torch.stack(unwritten),
+            rings=[self._rings.own_bits(ring) for ring in rings],
+            rings_outside_G=torch.stack([self._rings.outside(ring) for ring in rings]) if rings else nothing,
+            rings_unwritten_G=torch.stack([self._rings.unwritten(ring) for ring in rings]) if rings else nothing,
             foreign=torch.stack(foreign).any(),
         )
 
@@ -204,6 +227,17 @@ class StepFixture:
         unwritten_L = eager.unwritten_L | replay.unwritten_L
         for layer in range(len(unwritten_L)):
             found.append((f"cache of layer {layer} lacks entries of the step", unwritten_L[layer]))
+        outside_G = eager.rings_outside_G | replay.rings_outside_G
+        unwritten_G = eager.rings_unwritten_G | replay.rings_unwritten_G
+        for ring, (a, b) in enumerate(zip(eager.rings, replay.rings, strict=True)):
+            found += [
+                (f"ring {ring} differs", differ(a, b)),
+                (f"ring {ring} changed outside the rows' own tokens", outside_G[ring]),
+                (f"ring {ring} lacks tokens of the step", unwritten_G[ring]),
+            ]
         # One wait for all of them.
         told = torch.stack([wrong.view(()) for _, wrong in found]).tolist()
-        return [text for (text, _), wrong in zip(found, told, strict=True) if wrong]
+        return [
+            *(f"ring {ring} has no room for drafts that are rejected" for ring in self._rings.crowded),
+            *(text for (text, _), wrong in zip(found, told, strict=True) if wrong),
+        ]

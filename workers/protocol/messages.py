@@ -327,7 +327,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Graphs that are still to be captured, as `SchedulerConfig.portions` has it; all ranks agree on it."""
     shares_prefixes: bool = True
     """Whether prompts can begin with pages that others have computed. They cannot where layers keep something of each
-    row beside its pages."""
+    row beside its pages and there is no memory for snapshots of that."""
+    snapshots: int = 0
+    """Snapshots of rings that the ranks have memory for; 0 where there are no rings."""
+    snapshot_tokens: int = 0
+    """Multiples of so many tokens at which they may be made."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

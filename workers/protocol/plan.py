@@ -71,6 +71,11 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
     """End of those tokens, exclusive; they have one behind them. Nobody asks where it is `score_from`."""
     score_top: int = 0
     """Number of the most probable ids that are wanted there."""
+    restore: int = -1
+    """Snapshot that is put into the slot's rings before the step: made behind `start` tokens, those of the shared
+    pages. -1: none."""
+    save: int = -1
+    """Snapshot into which the slot's rings are copied behind the step, where the chunk ends; -1: none."""
 
     @property
     def scored(self) -> int:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
+from workers.cache.snapshots import snapshot_bytes
 from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
@@ -171,7 +172,9 @@ class Rank:
         width = choose_drafter(model, config)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         rings = model.rings(width)
+        snapshots = config.prefix_snapshots if rings and config.prefix_cache else 0
         ring_bytes = (config.max_rows + 1) * sum(ring.slot_bytes for ring in rings)
+        ring_bytes += snapshots * snapshot_bytes(rings)
         wants_graphs = config.graphs and captures_steps(device)
         sampling = _sampling(config, model, width, group, device)
         vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
@@ -186,7 +189,8 @@ class Rank:
                 self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int) -> Runner:
-            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards, rings, config.max_rows)
+            of_slots = rings, config.max_rows, snapshots
+            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards, *of_slots)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
@@ -240,7 +244,10 @@ class Rank:
             group.mesh.world.rank, pages, context, vocab, width, eos_ids, step_times(self.selftest), *kind
         )
         root = cache_root(config, model, dtype, device, weights.result())
-        self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count, shares_prefixes=not rings)
+        self.ready = replace(self.ready, root=root, cache_shards=group.mesh.shards.count)
+        if rings:
+            shares = {"shares_prefixes": snapshots > 0, "snapshots": snapshots}
+            self.ready = replace(self.ready, **shares, snapshot_tokens=model.snapshot_tokens)
         if self.captures is not None:
             self.ready = replace(self.ready, portions=self.captures.pages)
         times.end("identity")

@@ -193,8 +193,17 @@ class Runner:
             self.stats.eager["no graphs"] += 1
         dead_ends: dict[int, int] = {}
         masks = partial(self._fill_masks, plan, dead_ends) if plan.constrained else None
+        rings, snapshots = parts.cache.rings, parts.cache.snapshots
         step = self._mixed_step if plan.prefill else self._decode_step
+        if snapshots is not None:
+            for row in plan.prefill:
+                if row.restore >= 0:
+                    snapshots.restore(rings, row.slot, row.restore, row.start)
         output = step(plan, masks)()
+        if snapshots is not None:
+            for row in plan.prefill:
+                if row.save >= 0:
+                    snapshots.save(rings, row.slot, row.save, row.start + len(row.tokens))
         logprobs = None
         if plan.logprobs >= 0 and parts.sampling is not None and output.logits_NV is not None:
             token_N = output.decided_N[output.layout.target_slice]
@@ -359,6 +368,9 @@ class Runner:
         for row in plan.prefill:
             if row.start < 0 or row.start + len(row.tokens) > capacity:
                 raise PlanError(f"prefill of {len(row.tokens)} tokens at {row.start} exceeds {capacity}")
+            held = self.parts.cache.snapshots
+            if max(row.restore, row.save) >= (0 if held is None else held.count):
+                raise PlanError(f"snapshots {row.restore} and {row.save} of {0 if held is None else held.count}")
             if row.final == (row.next_token >= 0):
                 raise PlanError("a prefill row has a next token or ends its prompt, never both")
             if (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kernels.page import pages_for
+from kernels.page import PAGE_TOKENS, pages_for
 from workers.protocol.prompt import NO_ROOT
 from workers.protocol.report import StepTime
 
@@ -68,6 +68,10 @@ class SchedulerConfig:
     """Whether the drafter reads rows' tokens on the device: a newcomer brings all that it has."""
     prefix_sample: int = 1024
     """Most prefix-cache keys that the statistics name, of 8 bytes each."""
+    snapshots: int = 0
+    """Snapshots of rings that the ranks have memory for; without any pages alone are shared (`Ready`)."""
+    snapshot_tokens: int = PAGE_TOKENS
+    """Multiples of so many tokens at which they may be made."""
     root: bytes = NO_ROOT
     """What the keys of pages are rooted in: it names what the ranks compute (`workers.rank.root`)."""
     grammar_timeout_s: float = 10.0
@@ -112,13 +116,15 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("queue_limit", "prefix_sample", "host_pages", "disk_pages"):
+        for name in ("queue_limit", "prefix_sample", "host_pages", "disk_pages", "snapshots"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.pages < 2:
             raise ValueError(
                 f"pages = {self.pages}: one of them is the null page, which holds nothing; give at least 2"
             )
+        if self.snapshot_tokens < 1 or self.snapshot_tokens % PAGE_TOKENS:
+            raise ValueError(f"snapshot_tokens = {self.snapshot_tokens} is no multiple of a page's {PAGE_TOKENS}")
         if self.disk_pages and not self.host_pages:
             raise ValueError("disk_pages lie behind host memory, and host_pages is 0: give some, or no disk")
         if (self.pages - 1) % self.cache_shards:

@@ -32,6 +32,7 @@ from typing import Protocol
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
+from workers.scheduler.snapshots import Snapshots
 from workers.scheduler.tokens import Tokens
 
 
@@ -75,6 +76,8 @@ class PrefixCache:
         self._unheld: OrderedDict[int, Entry] = OrderedDict()  # by page, next to be evicted first
         self.tier: Tier | None = None
         """Where copies of its pages are kept."""
+        self.snapshots: Snapshots | None = None
+        """Snapshots of rings beside its entries, where pages alone are not enough to go on behind them."""
 
     @property
     def available(self) -> int:
@@ -281,4 +284,6 @@ class PrefixCache:
         for entry in entries:
             del self._entries[entry.key]
             del self._of_page[entry.page]
+        if self.snapshots is not None:
+            self.snapshots.forget(entries)
         self._summary.remove(entries)

@@ -113,6 +113,8 @@ class Results:
                 last = sequence.write_from // PAGE_TOKENS - 1 if unread else None
                 self._rows.cache.vouch(sequence.pages, registered if sequence.sound else 0, last)
                 sequence.sound = not unread
+                for snapshot in sequence.snapshots:
+                    snapshot.sound = True
         logprobs: tuple[TopLogprobs, ...] = ()
         if sequence.logprobs >= 0:
             logprobs = tuple(_first(entry, sequence.logprobs) for entry in result.logprobs[index][: len(kept)])

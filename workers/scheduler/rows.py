@@ -20,6 +20,7 @@ from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry
 from workers.scheduler.queue import WaitingQueue
 from workers.scheduler.sequence import Phase, Sequence
+from workers.scheduler.snapshots import Snapshot, Snapshots
 from workers.scheduler.write_budget import WriteBudget
 
 by_rank = attrgetter("rank")
@@ -60,6 +61,10 @@ class Rows:
                 serial=config.disk_serial,
                 token_s=token_s,
             )
+        self.snapshots: Snapshots | None = None
+        """Snapshots of rings beside the pages, where prompts need some to share those."""
+        if config.snapshots and config.prefix_cache:
+            self.snapshots = self.cache.snapshots = Snapshots(config.snapshots, config.snapshot_tokens)
         self.queue = WaitingQueue()
         self.free_slots = list(range(config.slots))  # a heap: the lowest slot first
         self.prefilling: list[Sequence] = []
@@ -71,6 +76,7 @@ class Rows:
         self._filled: set[bytes] = set()  # keys of the pages that its chunks complete
         self._aside: list[Sequence] = []  # who waits for one of them
         self._kept = 0  # pages that those will need besides
+        self._saved: list[tuple[Sequence, Snapshot]] = []  # snapshots that its chunks make
         self._config = config
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -101,6 +107,14 @@ class Rows:
         most = 0 if sequence.alone else computed // PAGE_TOKENS
         found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
+        saves: list[int] = []
+        if self.snapshots is not None:
+            boundary, leaves = self.snapshots.boundary, len(found) * PAGE_TOKENS
+            if self._made_soon().isdisjoint(sequence.keys[len(found) : most]):
+                coming = []  # no snapshot would come with them
+            found = found[: self.snapshots.usable(found)]
+            ends = {boundary(leaves), boundary(length - 1)}
+            saves = sorted(end for end in ends if end > len(found) * PAGE_TOKENS)
         if not coming and self.disk is not None and self.disk.load(sequence, len(found), most):
             self.queue.pop()
             sequence.phase = Phase.LOADING
@@ -132,6 +146,10 @@ class Rows:
         sequence.goal = length
         sequence.cursor = cursor
         sequence.write_from = hit
+        sequence.saves, sequence.snapshots, sequence.restore = saves, [], -1
+        if self.snapshots is not None and found:
+            sequence.snapshots.append(self.snapshots.use(found[-1]))
+            sequence.restore = sequence.snapshots[0].number
         sequence.scores_from = sequence.scored
         sequence.upper = 0
         sequence.sound = False
@@ -201,10 +219,35 @@ class Rows:
         """The plan has a chunk of its prompt, from `start` to its cursor."""
         self._filled.update(sequence.keys[start // PAGE_TOKENS : sequence.cursor // PAGE_TOKENS])
 
+    def save(self, sequence: Sequence) -> int:
+        """Number of the snapshot that the chunk makes which ends at the cursor of a prompt; -1 where it makes none."""
+        if not sequence.saves or sequence.cursor != sequence.saves[0]:
+            return -1
+        assert self.snapshots is not None
+        del sequence.saves[0]
+        snapshot = self.snapshots.take()
+        if snapshot is None:
+            return -1
+        self._saved.append((sequence, snapshot))
+        return snapshot.number
+
+    def _made_soon(self) -> set[bytes]:
+        """Keys of the pages beside which prompts that are being prefilled make snapshots, in this plan or later."""
+        ends = [(sequence, end) for sequence in self.prefilling for end in sequence.saves]
+        ends += [(sequence, sequence.cursor) for sequence, _ in self._saved]
+        return {sequence.keys[end // PAGE_TOKENS - 1] for sequence, end in ends}
+
     def planned(self, prefilled: list[Sequence]) -> None:
         """The plan, with these prompts, is complete: from the next one on the pages that it fills are there to read."""
         for sequence in prefilled:
             self.cache.register(sequence.pages, sequence.tokens, sequence.cursor // PAGE_TOKENS)
+        for sequence, snapshot in self._saved:
+            assert self.snapshots is not None
+            last = sequence.cursor // PAGE_TOKENS - 1
+            entries = sequence.pages.chain[last : last + 1]  # none where its pages are not cached
+            self.snapshots.attach(snapshot, next(filter(self.cache.has, entries), None))
+            sequence.snapshots.append(snapshot)
+        self._saved.clear()
         for sequence in self._aside:
             self.queue.put_back(sequence)
         self._filled.clear()
@@ -256,6 +299,10 @@ class Rows:
     def _mark_suspect(self, sequence: Sequence) -> None:
         self.cache.mark_suspect(sequence.pages)
         self.cache.mark_given_up_suspect(sequence.given_up)
+        for snapshot in sequence.snapshots:
+            if not snapshot.sound:
+                assert self.snapshots is not None
+                self.snapshots.drop(snapshot)
 
     def end(self, sequence: Sequence) -> None:
         """A request is over: finished or cancelled."""

@@ -425,11 +425,15 @@ class Scheduler:
         """The next chunk of a running prompt, `budget` tokens at the most."""
         start, tokens = sequence.cursor, sequence.tokens
         end = min(start + budget, sequence.goal)
+        if sequence.saves:
+            end = min(end, sequence.saves[0])
         final = end == sequence.goal
         sequence.cursor = end
         if sequence.share is not None:
             sequence.pay(start)
         self._rows.filled(sequence, start)
+        restore, sequence.restore = sequence.restore, -1
+        save = self._rows.save(sequence)
         sequence.in_flight += 1
         if final:
             sequence.promised += 1
@@ -450,6 +454,8 @@ class Scheduler:
             score_from=score_from,
             score_to=score_to,
             score_top=top,
+            restore=restore,
+            save=save,
         )
 
 

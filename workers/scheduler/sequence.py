@@ -10,6 +10,7 @@ from workers.protocol.plan import StepPlan
 from workers.protocol.scores import Scores
 from workers.scheduler.prefix import RowPages
 from workers.scheduler.shares import Share
+from workers.scheduler.snapshots import Snapshot
 from workers.scheduler.tokens import Tokens
 
 Rank = tuple[int, float, int]
@@ -78,6 +79,12 @@ class Sequence:
     """Prefill tokens planned so far."""
     write_from: int = 0
     """See `PrefillRow.write_from`."""
+    saves: list[int] = field(default_factory=list)
+    """Boundaries, in tokens, at which chunks that are still to be planned end, for snapshots of its rings."""
+    snapshots: list[Snapshot] = field(default_factory=list)
+    """Those that were in its rings since it has its slot: the one that it began with, and those it has made."""
+    restore: int = -1
+    """Number of the one that it begins with, until its first chunk is planned; -1: none."""
     upper: int = 0
     """Most cache entries the row can have once the steps in flight are done."""
     promised: int = 0

@@ -108,6 +108,8 @@ def may_be_a_victim(sequence: Sequence) -> bool:
     is."""
     if sequence.alone:
         return False
+    if sequence.write_from > 0 and not all(snapshot.sound for snapshot in sequence.snapshots[:1]):
+        return True
     if sequence.phase is Phase.PREEMPTED:  # whose pages they were is forgotten
         return sequence.write_from > 0
     shared = sequence.pages.chain[: sequence.write_from // PAGE_TOKENS]

@@ -234,7 +234,7 @@ class MixedStep:
         state = parts.state.tensors
         drafts = drafts if layout.sampled_rows else 0
         hidden_RE, kept_TS = None, parts.kept(layout.tokens, drafts, scratch)
-        if parts.drafter.cache:
+        if parts.drafter.follows:
             hidden_RE = self._catch_up(rows, decided_N, newest_R if drafts else newest_R[:0], stage, kept_TS)
         if not drafts:
             return

@@ -176,7 +176,7 @@ class _Drafted:
         cache_slot_R = scratch.empty(rows, dtype=torch.int64)
         into = self.position_R, cache_slot_R, self.length_R, self.parts.draft_shards
         decode_state.feed_draft(self.parts.state.tensors, self.slot_R, token_R, index, *into)
-        decode = DecodeBatch(self.length_R, self.page_RP)
+        decode = DecodeBatch(self.length_R, self.page_RP, slot_R=self.slot_R)
         where = BatchLayout(1, rows), self.position_R, cache_slot_R
         return Batch(*where, decode, None, first=1, given_TS=self.kept_RS, dense=self.dense)
 

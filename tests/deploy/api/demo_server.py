@@ -29,9 +29,9 @@ async def demo_engine(width: int, **settings: Any) -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
-async def served(engine: Engine, **settings: Any) -> AsyncIterator[str]:
-    """The address of a server with these settings of the front."""
-    app = create_app(engine, Tokenizer.load(DEMO_MODEL), ApiConfig(**settings))
+async def served(engine: Engine, tokenizer: Tokenizer | None = None, **settings: Any) -> AsyncIterator[str]:
+    """The address of a server with these settings of the front. `tokenizer`: that of another model than the demo."""
+    app = create_app(engine, tokenizer or Tokenizer.load(DEMO_MODEL), ApiConfig(**settings))
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, lifespan="off", log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
     )

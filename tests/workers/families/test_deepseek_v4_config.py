@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_v4_layout import TINY, YARN, published_v4, tiny_v4, write_v4
+from deepseek_v4_layout import TINY, YARN, mtp_v4, published_v4, tiny_v4, write_v4
 from published_configs import V4_FLASH, V4_PRO
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
@@ -42,7 +42,7 @@ def test_reads_flash() -> None:
     assert (routing.experts, routing.experts_per_token, routing.hash_layers, routing.limit) == (256, 6, 3, 10.0)
     assert (routing.rule.scoring, routing.rule.scale, routing.rule.normalize) == ("sqrt_softplus", 1.5, True)
     assert (streams.count, streams.magnitude, streams.mixing_steps) == (4, 2.0, 20)
-    assert (config.draft_layers, config.max_positions, config.eos_ids) == (0, 1048576, (1,))
+    assert (config.draft_layers, config.max_positions, config.eos_ids) == (1, 1048576, (1,))
 
 
 def test_reads_pro() -> None:
@@ -106,6 +106,8 @@ def test_ropes_are_those_of_transformers(scaling: dict[str, Any] | None) -> None
         ({"engram_layer_ids": [1, 14]}, ["engram_layer_ids", "deepseek_v4"]),
         ({"kv_source_layers": [2, 8]}, ["kv_source_layers"]),
         ({"q_lora_rank": None}, ["q_lora_rank"]),
+        ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers"]),
+        ({"compress_ratios": [0, 0, *[4, 128] * 20, 4, 4]}, ["compress_ratios of the layer that drafts"]),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}, ["weight_block_size"]),
     ],
 )
@@ -116,12 +118,31 @@ def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> Non
         assert word in str(error.value)
 
 
-def test_a_start_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
+    """Before anything is started where it is known that ranks run on GPUs. A CPU serves it."""
     config, model = tiny_v4()
     write_v4(tmp_path, config, published_v4(model))
     engine = EngineConfig(model=str(tmp_path))
-    with pytest.raises(Unfit, match="engine does not serve it yet"):
-        check_fit(engine)
-    check_fit(engine, served=False)
-    with pytest.raises(ConfigError, match="engine does not serve it yet"):
-        load_model(tmp_path, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64)
+    for device, gpus in (("cuda", None), ("auto", 2)):
+        with pytest.raises(Unfit, match="no GPU serves it yet: kernels for its attention"):
+            check_fit(engine.model_copy(update={"device": device}), gpus=gpus)
+    check_fit(engine, gpus=2, served=False)
+    check_fit(engine, gpus=0)
+    check_fit(engine.model_copy(update={"device": "cpu"}), gpus=2)
+
+
+def test_layers_for_dspark_stay_on_the_disk(tmp_path: Path) -> None:
+    """They have the names of the layer for multi-token prediction, and would be read as that."""
+    dspark = {"dspark_block_size": 4, "dspark_markov_rank": 256}
+    assert parse_config({**V4_FLASH, **dspark}).draft_layers == 0
+    assert parse_config({**V4_FLASH, "num_nextn_predict_layers": 0}).draft_layers == 0
+    config, model = tiny_v4()
+    extra, _ = mtp_v4(config, seed=1)
+    given = {**config, **dspark, "num_nextn_predict_layers": 1}
+    write_v4(tmp_path, given, {**published_v4(model), **extra, "mtp.0.main_proj.weight": torch.ones(64, 192)})
+    told: list[str] = []
+    loaded = load_model(
+        tmp_path, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64, progress=told.append
+    )
+    assert loaded.drafter is None
+    assert any("left out: the draft layer of the checkpoint (mtp.*)" in line and "DSpark" in line for line in told)

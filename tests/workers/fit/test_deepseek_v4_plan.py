@@ -38,7 +38,9 @@ def of_entries(layers: tuple[int, int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("values", "gigabytes", "layers"), [(V4_FLASH, 156.0, (21, 20)), (V4_PRO, 851.0, (30, 31))], ids=["flash", "pro"]
+    ("values", "gigabytes", "layers"),
+    [(V4_FLASH, 156.0 + 3.6, (21, 20)), (V4_PRO, 851.0 + 14.0, (30, 31))],
+    ids=["flash", "pro"],
 )
 def test_published_models_take_what_their_files_take(
     values: dict[str, Any], gigabytes: float, layers: tuple[int, int], tmp_path: Path
@@ -50,14 +52,23 @@ def test_published_models_take_what_their_files_take(
     assert plan.fits
 
 
-def test_rings_of_slots_are_counted(tmp_path: Path) -> None:
-    """Windows in bf16, and in fp32 what compressors make of a token, of which overlapping ones make twice as much."""
-    window = 43 * 128 * 512 * 2
-    states = 21 * 8 * 2 * 2 * (512 + 128) * 4 + 20 * 128 * 2 * 512 * 4
-    plan = plan_of(write(tmp_path, V4_FLASH), 400 * GIB, max_rows=16, max_context=65536)
+def test_rings_of_slots_and_snapshots_are_counted(tmp_path: Path) -> None:
+    """Windows in bf16, and in fp32 what compressors make of a token, of which overlapping ones make twice as much. A
+    snapshot has windows without the token that is their last, and the four tokens that take part in the next entry."""
+    entry, made = 512 * 2, 2 * 2 * (512 + 128) * 4
+    window, states = 43 * 128 * entry, 21 * 8 * made + 20 * 128 * 2 * 512 * 4
+    kept = 43 * 127 * entry + 21 * 4 * made
+    sizes: dict[str, Any] = {"max_rows": 16, "max_context": 65536, "prefix_snapshots": 100}
+    plan = plan_of(write(tmp_path, V4_FLASH), 400 * GIB, drafter="none", **sizes)
     assert plan.rings == 17 * (window + states)
+    assert plan.snapshots == 100 * kept
     assert window == pytest.approx(5.6e6, rel=0.01)
     assert states == pytest.approx(12e6, rel=0.03)
+    # A step's tokens beside that, and the window of the layer that drafts.
+    drafting = plan_of(tmp_path, 400 * GIB, width=2, **sizes)
+    more = 43 * entry + 21 * made + 20 * 2 * 512 * 4
+    assert drafting.rings == plan.rings + 17 * (more + (128 + 2 * 2) * entry)
+    assert drafting.snapshots == plan.snapshots + 100 * 127 * entry
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -29,8 +29,9 @@ TIMEOUT_S = 120.0
 
 def strike(cache: PagedCache, page: int, offset: int) -> None:
     """Let an entry be NaN in every layer, on the ranks that have it. `page`: by its global id."""
-    chosen_PK = (torch.arange(PAGE_TOKENS) == offset).unsqueeze(0)
     for layer, spec in zip(cache.layers, cache.specs, strict=True):
+        entries = layer.shape[1]
+        chosen_PK = (torch.arange(entries) == offset * entries // PAGE_TOKENS).unsqueeze(0)
         _, places = cache.places([page], spec)
         for place in map(int, places):
             spec.poison(layer[place : place + 1], chosen_PK)

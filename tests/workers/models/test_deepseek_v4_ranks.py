@@ -12,7 +12,6 @@ from rank_processes import run_ranks
 from torch import Tensor
 
 from workers.cache.paged import PagedCache
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.families.loading import load_model
 from workers.models import deepseek_v4
 from workers.models.deepseek_v4_model import CompressedModel
@@ -45,7 +44,6 @@ def logits(folder: Path, group: Group) -> Tensor:
 
 def rank_main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    DeepseekV4.unserved = ""
     group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
         torch.save({kind: logits(folder / kind, group) for kind in KINDS}, folder / f"rank{rank}.pt")
@@ -54,8 +52,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_agree_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeepseekV4, "unserved", "")
+def test_ranks_agree_with_one(tmp_path: Path) -> None:
     for kind, values in KINDS.items():
         config, model = tiny_v4(seed=4, **values)
         tensors = published_v4(model)

@@ -18,7 +18,6 @@ from transformers import DeepseekV4ForCausalLM
 from kernels.page import pages_for
 from workers.cache.paged import PagedCache
 from workers.cache.rings import RingSpec
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.families.loading import load_model
 from workers.models import deepseek_v4
 from workers.models.deepseek_v4_model import CompressedModel
@@ -67,11 +66,7 @@ def case(kind: str) -> Case:
                 write_v4(Path(folder) / "plain", plain, meant), dtype=torch.float32, attn_implementation="eager"
             ).eval()
         write_v4(Path(folder), config, tensors)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeepseekV4, "unserved", "")
-            model = load_model(
-                folder, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=256
-            )
+        model = load_model(folder, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=256)
     assert isinstance(model, CompressedModel)
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
