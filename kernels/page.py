@@ -11,6 +11,10 @@ from typing import Final, NewType
 PAGE_TOKENS: Final = 64
 """Tokens a page of the latent cache holds."""
 
+PIECE_PAGES: Final = 8
+"""Pages of a row, counted from its first, that invariant mode attends to as one piece (`kernels.strands`). Where ranks
+share out the cache, it has them on one rank."""
+
 NULL_PAGE: Final = 0
 """Page owned by nobody: the target of all padding and of every suppressed write. It is never read for a result. Every
 rank has one, and its global and its local id are this."""
