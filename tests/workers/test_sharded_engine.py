@@ -109,12 +109,19 @@ def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
         ({"cache_shards": 2}, "by a number that divides theirs: give 1"),
         ({"tensor_parallel": 3, "cache_shards": 3}, "over 1, 2, 4 or 8 ranks, .*: give 1 "),
         ({"tensor_parallel": 2, "cache_shards": 2, "dtype": "float16"}, "does not go with dtype float16 yet"),
-        ({"tensor_parallel": 2, "cache_shards": 2, "invariant": True}, "does not go with invariant mode yet"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("kind", ["v32", "hyv4"])
+def test_sparse_attention_is_refused_in_invariant_mode(tmp_path: Path, kind: str) -> None:
+    folder = write_tiny(tmp_path / "model", kind, seed=3)
+    settings = {"tensor_parallel": 2, "cache_shards": 2, "invariant": True, "cache_pages": 9}
+    with pytest.raises(ValueError, match="does not go with sparse attention in invariant mode yet: give 1"):
+        InlineEngine(config(folder, **settings), group=Group(config(folder, **settings).mesh(0)))
 
 
 PAGE_BYTES = 64 * 4 * 40 * 3

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, Shards
 from workers.config import EngineConfig
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 
@@ -60,9 +60,11 @@ def refuse_rings(config: EngineConfig, *, rings: bool) -> None:
         )
 
 
-def longest_request(pages: int, context: int, width: int) -> int:
-    """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included."""
-    return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+def longest_request(pages: int, context: int, width: int, shards: int = 1, *, in_pieces: bool = False) -> int:
+    """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included. `in_pieces`:
+    whether a row's pieces go round the `shards` without exceptions, as in invariant mode."""
+    usable = Shards(shards).most_of_a_row(pages - 1) if in_pieces else pages - 1
+    return min(context, usable * PAGE_TOKENS - max_entries_per_row(0, width))
 
 
 def wanted_pages(context: int, max_rows: int, width: int) -> int:

@@ -182,7 +182,7 @@ def memory_plan(
         page_bytes=page_bytes,
         own_pages=own_pages,
         pages=pages,
-        context=max(0, longest_request(pages, context, width)),
+        context=max(0, longest_request(pages, context, width, shards.count, in_pieces=config.invariant)),
         asked_context=context,
         wanted_pages=wanted_pages(context, config.max_rows, width),
         rows=rows_at(pages, config.max_rows, context, width),

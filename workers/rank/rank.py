@@ -217,7 +217,7 @@ class Rank:
         own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
         pages = group.mesh.shards.pages(own_pages)
         # A request as long as the context must fit, overshoot included.
-        context = longest_request(pages, context, width)
+        context = longest_request(pages, context, width, group.mesh.shards.count, in_pieces=config.invariant)
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
         self.runner = runner(own_pages, context)

@@ -51,8 +51,6 @@ class SparseAttention(LatentAttention):
     """Lengths of chunks for which sparse attention has kernels of their own. The number of a chunk's tokens that share
     what is read is compiled in, and so is the number of parts into which their entries are divided."""
     rotates = True
-    shards = 1
-    """Ranks that share out the cache."""
 
     def __init__(
         self,
@@ -68,13 +66,15 @@ class SparseAttention(LatentAttention):
         super().__init__(source, prefix, config, invariant=invariant, fp8_cache=fp8_cache)
         assert config.indexing is not None
         assert config.q_lora_rank is not None
-        self.indexing, self.shards = config.indexing, source.mesh.cache.size
+        self.indexing = config.indexing
         self.expands = False
         if self.shards > 1 and config.indexing.top_k % 2:
             raise ValueError(
                 f"index_topk = {config.indexing.top_k}, of which ranks that share out a cache exchange an even number: "
                 "give cache_shards = 1"
             )
+        if self.shards > 1 and invariant:
+            raise ValueError("cache_shards > 1 does not go with sparse attention in invariant mode yet: give 1")
         self.indexer: Indexer | None = None
         if not shared:
             sizes = {
