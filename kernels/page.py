@@ -77,6 +77,10 @@ class Shards:
         rounds, rest = divmod(pages // self.count, PIECE_PAGES)
         return rounds * PIECE_PAGES * self.count + rest
 
+    def room_of_a_row(self, pages: int) -> int:
+        """Pages that a cache must have, the null page not counted, for one row of `pages` whose pieces go round."""
+        return self.count * max(self.in_turns(0, 0, pages))
+
     def pages(self, local_pages: int) -> int:
         """Pages of the whole cache where every rank has `local_pages`, the null page included in both."""
         return self.count * (local_pages - 1) + 1

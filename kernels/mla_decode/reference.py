@@ -136,7 +136,7 @@ def invariant_mla_decode(
             continue
         q_XC, bound_X = q_RWHC[row].reshape(width * heads, -1).to(compute), bound_W.repeat_interleave(heads)
         pieces = []
-        for index, pages in enumerate(page_RP[row, : pages_for(length)].split(PIECE_PAGES)):
+        for index, pages in enumerate(torch.split(page_RP[row, : pages_for(length)], PIECE_PAGES)):
             offset = index * PIECE_PAGES * PAGE_TOKENS
             found_SC = cache_PKC[pages].flatten(0, 1)
             entry_SC = latent_entries(found_SC, latent, q_XC.shape[1] - latent, q_RWHC.dtype).to(compute)

@@ -315,7 +315,8 @@ class Rank:
             )
         else:
             room = cpu_cache_bytes(config, psutil.virtual_memory().available)
-        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.mesh().shards.count)
+        placed = config.mesh().shards.count
+        pages = pages_within(room, page_bytes, config.max_rows, context, width, placed, in_pieces=config.invariant)
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"

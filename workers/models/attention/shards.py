@@ -108,8 +108,7 @@ class ShardedRows(Backend):
         group.gather_shards(q_THC.flatten(1), self.q_RWXC.view(tokens, shards, -1))
         tensors = self.q_RWXC, cache_PKC, own.page_RP, own.length_R, self.out_RWXL, self.lse_RWX
         if workspace is None or invariant:
-            how = {"workspace": workspace, "invariant": invariant, "own": own, "shards": shards}
-            mla_decode(*tensors, scale=heads.scale, **how)
+            mla_decode(*tensors, scale=heads.scale, workspace=workspace, invariant=invariant, own=own, shards=shards)
         else:
             # What the kernel before writes are queries alone: all entries were written before it.
             launch.attend(*tensors, workspace, scale=heads.scale, dependent=dependent, early=dependent, own=own)
