@@ -116,14 +116,6 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str
         config(tmp_path, **settings)
 
 
-@pytest.mark.parametrize("kind", ["v32", "hyv4"])
-def test_sparse_attention_is_refused_in_invariant_mode(tmp_path: Path, kind: str) -> None:
-    folder = write_tiny(tmp_path / "model", kind, seed=3)
-    settings = {"tensor_parallel": 2, "cache_shards": 2, "invariant": True, "cache_pages": 9}
-    with pytest.raises(ValueError, match="does not go with sparse attention in invariant mode yet: give 1"):
-        InlineEngine(config(folder, **settings), group=Group(config(folder, **settings).mesh(0)))
-
-
 PAGE_BYTES = 64 * 4 * 40 * 3
 """Of the model below: 3 layers of 40 features in fp32."""
 

@@ -90,7 +90,7 @@ def test_what_is_chosen_and_why(tmp_path: Path, settings: dict[str, Any], total:
     [
         (2048, False, 4, "the smallest number with which the cache holds"),
         (2047, False, 1, r"\(index_topk = 2047, of which ranks .* exchange an even number"),
-        (2048, True, 1, r"\(cache_shards > 1 does not go with sparse attention in invariant mode yet"),
+        (2048, True, 4, "the smallest number with which the cache holds"),
     ],
 )
 def test_sparse_models(tmp_path: Path, topk: int, invariant: bool, shards: int, why: str) -> None:

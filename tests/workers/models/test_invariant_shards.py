@@ -69,6 +69,10 @@ def cases(folder: Path, wanted: Iterable[str]) -> dict[str, Case]:
         "v3 with pieces as they are": Case(v3, piece_pages=8),
         "v3 in FP8": Case(v3, fp8=True),
         "v3 with sinks": Case(v3, sinks=True),
+        "v32": Case(write_tiny(folder / "v32", "v32", seed=2)),
+        "v32 in FP8": Case(write_tiny(folder / "v32", "v32", seed=2), fp8=True),
+        "glm5": Case(write_tiny(folder / "glm5", "glm5", seed=2)),
+        "hyv4": Case(write_tiny(folder / "hyv4", "hyv4", seed=2)),
         "demo in bf16": Case(DEMO_MODEL, torch.bfloat16),
     }
     return {name: found[name] for name in wanted}
@@ -90,6 +94,8 @@ def rank_main(rank: int, size: int, shards: int, folder: Path, wanted: dict[str,
     [
         pytest.param(2, [2], ["v3 in FP8", "demo in bf16"], marks=pytest.mark.long),
         pytest.param(4, [2, 4], ["v3 with sinks"], marks=pytest.mark.long),
+        pytest.param(2, [2], ["v32", "v32 in FP8"], marks=pytest.mark.long),
+        pytest.param(4, [2, 4], ["v32", "glm5", "hyv4"], marks=pytest.mark.soak),
         pytest.param(4, [2, 4], ["v3", "v3 in FP8", "v3 with pieces as they are"], marks=pytest.mark.soak),
     ],
 )

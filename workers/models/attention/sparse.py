@@ -35,6 +35,7 @@ from workers.models.attention.indexer import Indexed, Indexer
 from workers.models.attention.latent import LatentAttention, MlaInputs
 from workers.models.attention.shards import ShardedRows
 from workers.models.attention.short_rows import ShortRows
+from workers.models.attention.sparse_entries import SharedEntries
 from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, spare
 from workers.models.attention.sparse_shards import heads_of_all
 from workers.models.attention.widened import Widening, may_widen
@@ -73,8 +74,6 @@ class SparseAttention(LatentAttention):
                 f"index_topk = {config.indexing.top_k}, of which ranks that share out a cache exchange an even number: "
                 "give cache_shards = 1"
             )
-        if self.shards > 1 and invariant:
-            raise ValueError("cache_shards > 1 does not go with sparse attention in invariant mode yet: give 1")
         self.indexer: Indexer | None = None
         if not shared:
             sizes = {
@@ -204,6 +203,10 @@ class SparseAttention(LatentAttention):
         sizes = decode, layout.width, prefill, scores, self.indexing.top_k, batch.position_T.device
         shards = 1 if batch.group is None else batch.group.mesh.cache.size
         scratch.empty(spare(heads_of_all(self.heads, shards), *sizes, shards), dtype=torch.uint8)
+        if batch.group is not None and self.heads.invariant:
+            # Where as many tokens are of decode rows as of others, both kinds take as much as one can.
+            where = self.indexing.top_k, batch.position_T.device, scratch
+            SharedEntries.of(batch.group, self.heads, layout.tokens, *where)
 
     @override
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:
