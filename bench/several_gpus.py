@@ -62,6 +62,10 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     def tokens(count: int, name: str, *cache: str) -> Step:
         return of(count, f"{name}-{count}", *invariant, *cache, tokens_of=f"{name}-1" if count > 1 else "")
 
+    def sharded(name: str, *cache: str) -> Step:
+        shards = ("--cache-shards", str(ranks))
+        return of(ranks, f"{name}-{ranks}-shards", *invariant, *cache, *shards, tokens_of=f"{name}-1")
+
     # Where one runs beside another, those of few GPUs come first.
     alone = [of(count, f"latency-{count}", *latency) for count in sorted({1, 2, ranks})]
     alone[1:1] = [Step("share", (share,), gpus=1)] if shape in SHARES else []
@@ -72,6 +76,7 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
         Step("weights", ((PYTHON, "bench/checkpoint.py", shape, str(folder)),)),
         *alone,
         *(tokens(count, name, *cache) for count in sorted({1, 2, ranks}) for name, cache in caches.items()),
+        *(sharded(name, *cache) for name, cache in caches.items()),
         of(ranks, "selftest", *LATENTSERVE, "selftest", *model),
         Step("http-1", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks))),
         Step("http-2", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks // 2), "--replicas", "2")),

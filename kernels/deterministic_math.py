@@ -29,6 +29,16 @@ def log(x: Tensor) -> Tensor:
     return _whole(torch.log, x)
 
 
+def exp2(x: Tensor) -> Tensor:
+    """2 to the power of `x`."""
+    return _whole(torch.exp2, x)
+
+
+def log2(x: Tensor) -> Tensor:
+    """Logarithm of `x` to the base 2."""
+    return _whole(torch.log2, x)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e to the power of minus `x`)."""
     return 1 / (1 + exp(-x))

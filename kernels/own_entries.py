@@ -50,6 +50,10 @@ class OwnEntries:
         shapes = (rows, pages), (rows,), (rows, width + 1)
         return OwnEntries(*(empty(*shape, dtype=torch.int32) for shape in shapes))
 
+    def of_first(self, rows: int) -> OwnEntries:
+        """The part of the first so many rows."""
+        return OwnEntries(self.page_RP[:rows], self.length_R[:rows], self.seen_RX[:rows])
+
 
 def own_entries(page_RP: Tensor, length_R: Tensor, out: OwnEntries, shards: Shards, *, first: int = 0) -> None:
     """Find the own part of every row.

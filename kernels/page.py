@@ -11,6 +11,10 @@ from typing import Final, NewType
 PAGE_TOKENS: Final = 64
 """Tokens a page of the latent cache holds."""
 
+PIECE_PAGES: Final = 8
+"""Pages of a row, counted from its first, that invariant mode attends to as one piece (`kernels.strands`). Where ranks
+share out the cache, it has them on one rank."""
+
 NULL_PAGE: Final = 0
 """Page owned by nobody: the target of all padding and of every suppressed write. It is never read for a result. Every
 rank has one, and its global and its local id are this."""
@@ -52,6 +56,30 @@ class Shards:
     def page(self, local: LocalPage) -> GlobalPage:
         """Global id of a page of this shard."""
         return GlobalPage(NULL_PAGE if local == NULL_PAGE else (local - 1) * self.count + self.index + 1)
+
+    def in_turns(self, first: int, column: int, count: int) -> list[int]:
+        """How many of `count` pages of a row, the first of which is its page number `column`, each shard has where the
+        row's pieces go round the shards without exceptions, as in invariant mode. `first`: the shard of the row's first
+        piece."""
+        round_pages, shares = PIECE_PAGES * self.count, []
+        for shard in range(self.count):
+            offset = (shard - first) % self.count * PIECE_PAGES
+
+            def before(end: int, offset: int = offset) -> int:
+                """Pages of the shard before page number `end`."""
+                return end // round_pages * PIECE_PAGES + min(max(end % round_pages - offset, 0), PIECE_PAGES)
+
+            shares.append(before(column + count) - before(column))
+        return shares
+
+    def most_of_a_row(self, pages: int) -> int:
+        """Pages that one row may have of a cache of `pages`, the null page not counted, where its pieces go round."""
+        rounds, rest = divmod(pages // self.count, PIECE_PAGES)
+        return rounds * PIECE_PAGES * self.count + rest
+
+    def room_of_a_row(self, pages: int) -> int:
+        """Pages that a cache must have, the null page not counted, for one row of `pages` whose pieces go round."""
+        return self.count * max(self.in_turns(0, 0, pages))
 
     def pages(self, local_pages: int) -> int:
         """Pages of the whole cache where every rank has `local_pages`, the null page included in both."""

@@ -68,7 +68,7 @@ class EngineConfig(BaseModel):
 
     A number divides `tensor_parallel`. Each page of the cache then lies on one of so many neighbouring ranks, and these
     exchange queries and partial results of attention in every layer. With 1 every rank has the whole cache.
-    What more than one shard does not go with, such as invariant mode, is refused (docs/tune.md)."""
+    What more than one shard does not go with, such as dtype float16, is refused (docs/tune.md)."""
     width: Annotated[Literal["auto"] | Annotated[int, Field(ge=1, le=8)], Flag(everywhere=True)] = "auto"
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 
@@ -213,14 +213,8 @@ class EngineConfig(BaseModel):
             )
         if shards == 1:
             return self
-        lacking = {
-            "invariant mode": self.invariant,
-            "dtype float16": self.dtype == "float16",
-        }
-        if found := [name for name, asked in lacking.items() if asked]:
-            raise ValueError(
-                f"cache_shards = {shards} does not go with {', '.join(found)} yet: give 1, or leave that out"
-            )
+        if self.dtype == "float16":
+            raise ValueError(f"cache_shards = {shards} does not go with dtype float16 yet: give 1, or leave that out")
         return self
 
     @model_validator(mode="after")

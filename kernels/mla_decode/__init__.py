@@ -59,6 +59,7 @@ def mla_decode(
     workspace: Workspace | None = None,
     invariant: bool = False,
     own: OwnEntries | None = None,
+    shards: int = 1,
 ) -> None:
     """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
 
@@ -72,8 +73,10 @@ def mla_decode(
       the device.
     - `invariant`: a token's result is bitwise the same in any call. A workspace is planned for it, or not.
     - `own`: this shard's part of the rows, where ranks share out the cache. `page_RP` and `length_R` are those of this
-      part, of which token j of a row sees the entries first_R <= i < bound_RW[row, j]; `first` is 0. ValueError in
-      invariant mode, and for one of Hopper's workspaces for wide blocks of FP8 entries, which are not planned for it.
+      part, of which token j of a row sees the entries first_R <= i < bound_RW[row, j]; `first` is 0. ValueError for one
+      of Hopper's workspaces for wide blocks of FP8 entries, which are not planned for it. In invariant mode the pieces
+      of the rows go round so many `shards`, and the result is a part (`kernels.strands`): its outputs are in fp32, and
+      its log-sum-exps to the base 2.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what
@@ -81,15 +84,15 @@ def mla_decode(
     Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
     """
     tensors = q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH
-    if own is not None and (invariant or first):
-        raise ValueError("a shard's own entries are attended to from `first_R` on, and not in invariant mode")
+    if own is not None and first:
+        raise ValueError("a shard's own entries are attended to from `first_R` on, and not from another")
     if workspace is None:
         if invariant:
-            reference.invariant_mla_decode(*tensors, scale, first)
+            reference.invariant_mla_decode(*tensors, scale, first, own, shards)
         else:
             reference.mla_decode(*tensors, scale, first, own)
         return
     if workspace.shape.invariant != invariant:
         raise ValueError(f"the workspace was planned with invariant = {workspace.shape.invariant}")
     launch.attend(*tensors, workspace, scale=scale, first=first, own=own)
-    launch.merge(out_RWHL, lse_RWH, workspace)
+    launch.merge(out_RWHL, lse_RWH, workspace, shards=shards)

@@ -100,7 +100,7 @@ def fetch(
     while left > 0:
         tokens = gl.load(share.length + row)
         take, _begin, _end, _units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
         )
         if stop > start:
             pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
@@ -199,8 +199,8 @@ def attend_fp8(
     first, table_stride, queries, drafts, heads,
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, TILE_OF: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16, without
-    invariant mode; four warps, the others come on top. Grid: CTAs times blocks.
+    """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16; four
+    warps, the others come on top. Grid: CTAs times blocks.
 
     `pairs`, `rope`, `scales`: TMA descriptors of the cache, see `fp8_boxes`.
     """

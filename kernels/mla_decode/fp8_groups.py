@@ -29,10 +29,11 @@ from kernels.mla_decode.fp8_tile import (
 )
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.schedule import CTA_FIELDS
+from kernels.mla_decode.schedule import CTA_FIELDS, ROW_FIELDS
 from kernels.mla_decode.wide_tile import first_in_tile, next_share
 
 CTA = gl.constexpr(CTA_FIELDS)
+ROW = gl.constexpr(ROW_FIELDS)
 
 
 @gluon.jit
@@ -40,6 +41,15 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage after, and the phase of its mbarriers."""
     stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     return stage, gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon.jit
+def slot_of(row, begin, share, INVARIANT: gl.constexpr):
+    """The slot of a piece that begins with the row's KV block `begin`."""
+    slot = gl.where(begin == 0, share.ctas + share.cta, share.cta)
+    if INVARIANT:
+        slot = gl.load(share.metadata + share.ctas * CTA + row * ROW, cache_modifier=".cg") + begin
+    return slot
 
 
 @gluon.jit
@@ -76,6 +86,7 @@ def scoring_group(
 ):  # fmt: skip
     """Scores every tile, and hands its weights to the other groups."""
     SUMS: gl.constexpr = sums_layout(BLOCK)
+    PIECES: gl.constexpr = 1 if SPLIT.invariant else 0  # see `wide.wide_cta`
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -91,7 +102,7 @@ def scoring_group(
     while left > 0:
         tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
         )
         if stop > start:
             put_queries(q, row, tokens, share, queries, BLOCK, SPLIT.own)
@@ -133,10 +144,10 @@ def scoring_group(
             log = gl.convert_layout(log, stored)
             m = gl.arange(0, BLOCK, stored) + (share.block * BLOCK + unknown_zero())
             inside = m < share.queries
-            if (begin == 0) & (end == units):
+            if (begin == 0) & (end == units + PIECES):
                 gl.store(share.lse + row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
             else:
-                slot_out = gl.where(begin == 0, share.ctas + share.cta, share.cta).to(gl.int64)
+                slot_out = slot_of(row, begin, share, SPLIT.invariant).to(gl.int64)
                 gl.store(share.partial_lse + slot_out * share.queries + m, log, mask=inside)
         left -= take
         at = gl.where(done, 0, at + take)
@@ -152,6 +163,7 @@ def summing_group(
     SUMS: gl.constexpr = sums_layout(BLOCK)
     MINE: gl.constexpr = 2 * WHICH_HALF
     SLOTS: gl.constexpr = slots_of(BLOCK)
+    PIECES: gl.constexpr = 1 if SPLIT.invariant else 0
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -165,7 +177,7 @@ def summing_group(
     while left > 0:
         tokens = gl.load(share.length + row, cache_modifier=".cg")
         take, begin, end, units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
         )
         if stop > start:
             even0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
@@ -191,8 +203,8 @@ def summing_group(
                 stage = gl.where(stage + 1 == OVERLAP.stages, 0, stage + 1)
                 tiles += 1
             mbarrier.wait(messages.factor_full, rows & 1)
-            whole = (begin == 0) & (end == units)
-            slot_out = gl.where(begin == 0, share.ctas + share.cta, share.cta)
+            whole = (begin == 0) & (end == units + PIECES)
+            slot_out = slot_of(row, begin, share, SPLIT.invariant)
             to = gl.where(whole, share.out, share.partial)
             to += gl.where(whole, row, slot_out).to(gl.int64) * share.queries * LATENT
             store_pairs(to, even0, odd0, exchanged.factor, share, MINE * GROUP, BLOCK)

@@ -130,7 +130,7 @@ def schedule_splits(
         tl.store(about, slot, mask=row < rows)
         tl.store(about + 1, later, mask=row < rows)
         tl.store(about + 2, pieces, mask=row < rows)
-        listed = (row < rows) & (pieces != 1)
+        listed = (row < rows) & ((pieces != 1) | SPLIT.invariant)
         rank = tl.cumsum(listed.to(tl.int32), 0)
         tl.store(metadata + _MERGED, tl.max(rank, 0))
         tl.store(metadata + ctas * _CTA + (rank - 1) * _ROW + 3, row, mask=listed)
@@ -239,7 +239,7 @@ def attend(
             divisor = tl.where(total > 0, total, 1.0)
             sum_latent = sum_latent / divisor[:, None]
             log = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
-            if (begin == 0) & (end == units):
+            if (begin == 0) & (end == units) & (not SPLIT.invariant):
                 at_out = whole.latent + vector * LATENT + c[None, :]
                 tl.store(at_out, sum_latent.to(whole.latent.dtype.element_ty), mask=has_latent)
                 tl.store(whole.lse + row.to(tl.int64) * queries + m, log * _LN2, mask=inside)

@@ -22,8 +22,10 @@ from kernels.latent_entry import entry_of
 from kernels.mla_decode import kernel
 from kernels.mla_decode.records import Features, Overlap, Results, Split, Tile
 from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
+from kernels.mla_decode.strands import merge_strands
 from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS
+from kernels.strands import STRANDS
 
 
 def schedule(
@@ -72,7 +74,9 @@ def attend(
     shape, tiling = workspace.shape, workspace.tiling
     _check(q_RWHC, cache_PKC, page_RP, length_R, out_RWHL, lse_RWH, shape)
     seen = length_R if own is None else own.seen_RX
-    results = Results(out_RWHL, lse_RWH), Results(workspace.partial_SQL, workspace.partial_lse_SQ)
+    pieces = Results(workspace.partial_SQL, workspace.partial_lse_SQ)
+    # In invariant mode there are none but pieces, and the output may be of another dtype than they are.
+    results = pieces if shape.invariant else Results(out_RWHL, lse_RWH), pieces
     where = (*results[0], *results[1], workspace.metadata)
     numbers = (
         scale * math.log2(math.e),
@@ -174,10 +178,31 @@ def attend(
             )
 
 
-def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent: bool = False) -> None:
-    """Add up the pieces of the split rows, and write the rows that have none."""
+def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent: bool = False, shards: int = 1) -> None:
+    """Add up the pieces of the split rows, and write the rows that have none. In invariant mode all rows have pieces.
+    Where so many `shards` have parts of them (`kernels.strands`), a part is written then: fp32 outputs, and
+    log-sum-exps to the base 2."""
     shape, tiling = workspace.shape, workspace.tiling
-    most = shape.rows if shape.invariant else min(shape.rows, tiling.ctas + 1)  # more can only be padded rows
+    if shape.invariant:
+        columns = tiling.merge_columns
+        merge_strands[(shape.rows, shape.queries, shape.latent // columns)](
+            workspace.partial_SQL,
+            workspace.partial_lse_SQ,
+            workspace.metadata,
+            out_RWHL,
+            lse_RWH,
+            shape.queries,
+            tiling.ctas,
+            LATENT=shape.latent,
+            COLUMNS=columns,
+            STRANDS=STRANDS // shards,
+            LAST=shards == 1,
+            # As the exchange between shards is compiled, which merges the same way.
+            enable_fp_fusion=False,
+            num_warps=tiling.merge_warps,
+        )
+        return
+    most = min(shape.rows, tiling.ctas + 1)  # more can only be padded rows
     grid = (most, triton.cdiv(shape.queries, tiling.merge_queries), shape.latent // tiling.merge_columns)
     kernel.merge[grid](
         workspace.partial_SQL,

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, PIECE_PAGES
 from kernels.private_api import PrivateApi
 
 REINTERPRETED: Final = PrivateApi(
@@ -161,7 +161,7 @@ class DecodeTiling:
         return 2 * self.ctas
 
 
-INVARIANT_SPLIT = 512
+INVARIANT_SPLIT = PIECE_PAGES * PAGE_TOKENS
 """Tokens of a piece in invariant mode, whatever the lengths and the page table."""
 
 
@@ -185,8 +185,8 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
 
     `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors, `attend_fp8` faster for
-    many, and `attend_wide_fp8` for many of a row, and in invariant mode. `own`: of a shard's own entries, whose bounds
-    `attend_wide_fp8` has no registers for.
+    many and alone in invariant mode, and `attend_wide_fp8` for many of a row. `own`: of a shard's own entries, whose
+    bounds `attend_wide_fp8` has no registers for.
     """
     if (shape.latent, shape.rope) != (512, 64):
         return portable_tiling(shape, multiprocessors)
@@ -198,7 +198,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
         few = shape.rows * shape.queries < FEWEST_FP8_VECTORS
         if not shape.invariant and (few or not REINTERPRETED.there()):
             return narrow_fp8_tiling(shape, multiprocessors)
-        if not shape.invariant and (own or shape.queries <= MOST_FP8_VECTORS):
+        if shape.invariant or own or shape.queries <= MOST_FP8_VECTORS:
             return fp8_tiling(shape, multiprocessors)
         return wide_fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
@@ -222,8 +222,9 @@ def narrow_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
 
 
 def fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
-    """A tiling for `attend_fp8` on Hopper: FP8 entries of 512 + 64 features, without invariant mode."""
-    block = next((most for most in FP8_RINGS if shape.queries <= most), max(FP8_RINGS))
+    """A tiling for `attend_fp8` on Hopper: FP8 entries of 512 + 64 features."""
+    fits = [most for most in FP8_RINGS if shape.queries <= most and not shape.invariant]
+    block = min(fits, default=max(FP8_RINGS))
     return _tiling(shape, "fp8", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=FP8_RINGS[block])
 
 

@@ -208,21 +208,29 @@ def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVER
     unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
     dependent, early = OVERLAP.dependent, OVERLAP.early
     OWN: gl.constexpr = SPLIT.own
+    # Not a condition that is known not to hold: the compiler fails where a group needs less than is handed to it.
+    PIECES: gl.constexpr = 1 if SPLIT.invariant else 0
     gl.warp_specialize(
         [
             (
                 left_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
+                (
+                    share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
+                    False, OWN, PIECES,
+                ),
             ),
             (
                 right_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, False, OWN),
+                (
+                    share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
+                    False, OWN, PIECES,
+                ),
             ),
             (fetch, (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP)),
         ],
         [4, 1],
         [240, 32],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_INTS)

@@ -41,10 +41,11 @@ CTA = gl.constexpr(CTA_FIELDS)
 @gluon.jit
 def left_group(
     share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
-    STORED: gl.constexpr = False, OWN: gl.constexpr = False,
+    STORED: gl.constexpr = False, OWN: gl.constexpr = False, PIECES: gl.constexpr = 0,
 ):  # fmt: skip
     """The group that scores a row's first tile, its third and so on, and sums the left half of the values. Its last
-    arguments but two are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`."""
+    arguments but three are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`; PIECES:
+    1 where a row that a CTA has alone is a piece, too, else 0."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -118,7 +119,7 @@ def left_group(
             rows += 1
             store_half(
                 sums, total, top, share, fetched, ring.q_empty, row, position,
-                (begin == 0) & (end == units), begin == 0, 0, invariant,
+                (begin == 0) & (end == units + PIECES), begin == 0, 0, invariant,
             )  # fmt: skip
         left -= take
         position += take
@@ -147,10 +148,11 @@ def begin_firsts(
 @gluon.jit
 def right_group(
     share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early,
-    STORED: gl.constexpr = False, OWN: gl.constexpr = False,
+    STORED: gl.constexpr = False, OWN: gl.constexpr = False, PIECES: gl.constexpr = 0,
 ):  # fmt: skip
     """The group that scores a row's second tile, its fourth and so on, and sums the right half of the values. Its last
-    arguments but two are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`."""
+    arguments but three are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`; PIECES:
+    1 where a row that a CTA has alone is a piece, too, else 0."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -228,7 +230,7 @@ def right_group(
             rows += 1
             store_half(
                 sums, total, top, share, fetched, ring.q_empty, row, position,
-                (begin == 0) & (end == units), begin == 0, 1, invariant,
+                (begin == 0) & (end == units + PIECES), begin == 0, 1, invariant,
             )  # fmt: skip
         left -= take
         position += take

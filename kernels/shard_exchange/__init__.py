@@ -79,18 +79,28 @@ def gather_shards(part_TY: Tensor, inbox: Inbox, out_TDY: Tensor, *, dependent: 
 
 
 def merge_shards(
-    part_TDHL: Tensor, lse_TDH: Tensor, inbox: Inbox, out_THL: Tensor, out_lse_TH: Tensor, *, dependent: bool = False
+    part_TDHL: Tensor,
+    lse_TDH: Tensor,
+    inbox: Inbox,
+    out_THL: Tensor,
+    out_lse_TH: Tensor,
+    *,
+    tree: bool = False,
+    dependent: bool = False,
 ) -> None:
     """out, out_lse = attention of this shard's heads to the entries of all shards, and its log-sum-exp (fp32).
 
     `part_TDHL`, `lse_TDH` (fp32, natural logarithm): attention of the heads of every shard to the entries of this one.
     What others have of this shard's heads arrives, and the parts are weighted by the exponentials of their
     log-sum-exps, in fp32. A part of log-sum-exp -inf counts for nothing, whatever its output holds; where all are, the
-    result is 0. Otherwise as `gather_shards`.
+    result is 0. `tree`: parts are those of `kernels.strands`, in fp32 with log-sum-exps to the base 2, and merged as
+    the tree of that. Otherwise as `gather_shards`.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     tokens, heads, latent = out_THL.shape
     _check(part_TDHL, out_THL, latent)
+    if tree and out_THL.dtype != torch.float32:
+        raise ValueError(f"parts of strands are merged in fp32, not in {out_THL.dtype}")
     if part_TDHL.shape != (tokens, len(inbox.address_D), heads, latent) or not lse_TDH.is_contiguous():
         raise ValueError(f"parts of {tuple(part_TDHL.shape)} for a result of {tuple(out_THL.shape)}")
     if out_lse_TH.shape != (tokens, heads) or out_lse_TH.dtype != torch.float32 or not out_lse_TH.is_contiguous():
@@ -101,7 +111,7 @@ def merge_shards(
     items = launch.MANY_THREADS // places
     for some in launch.calls(tokens, heads * places, inbox.lane_bytes, items=items):
         found = out_THL[some], out_lse_TH[some]
-        launch.merge(part_TDHL[some], lse_TDH[some], inbox.fields, *found, dependent=dependent)
+        launch.merge(part_TDHL[some], lse_TDH[some], inbox.fields, *found, tree=tree, dependent=dependent)
 
 
 def _check(part: Tensor, out: Tensor, columns: int) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.one_shot.words import EMPTY_WORD, SEND, numbers, packed, read_words, sendable, store_words
+from kernels.strands import pair_sum, pair_weights
 
 _LN2 = tl.constexpr(0.6931471805599453)
 # The library's logarithm branches, and threads would come to the barrier behind it apart.
@@ -141,6 +142,34 @@ def _merged(word, weight, words, WORD: tl.constexpr, weights, divisor, SHARDS: t
     return packed(low / divisor, high / divisor, FP32)
 
 
+@triton.jit
+def _tree_of(logs, SHARDS: tl.constexpr):
+    """What `kernels.strands.pair_weights` says of every pair of the tree, and the log2-sum-exp2 of all."""
+    pairs = ()
+    for level in tl.static_range(3):
+        for index in tl.static_range(SHARDS >> (level + 1)):
+            first, weight, total, log = pair_weights(logs[index], logs[index + (SHARDS >> (level + 1))])
+            pairs = pairs + ((first, weight, total),)  # noqa: RUF005 - Triton knows no stars
+            logs = logs + (log,)  # noqa: RUF005
+        logs = logs[SHARDS >> level :] if SHARDS >> level > 1 else logs
+    return pairs, logs[0]
+
+
+@triton.jit
+def _tree_sum(word, words, WORD: tl.constexpr, pairs, SHARDS: tl.constexpr):
+    """One word of the result, of this shard's own and of what has arrived, merged as the tree has it."""
+    sums = (word.to(tl.float32, bitcast=True),)
+    for slot in tl.static_range(SHARDS - 1):
+        sums = sums + (words[4 * slot + WORD].to(tl.float32, bitcast=True),)  # noqa: RUF005
+    for level in tl.static_range(3):
+        for index in tl.static_range(SHARDS >> (level + 1)):
+            first, weight, total = pairs[SHARDS - (SHARDS >> level) + index]
+            found = pair_sum(sums[index], sums[index + (SHARDS >> (level + 1))], first, weight, total)
+            sums = sums + (found,)  # noqa: RUF005
+        sums = sums[SHARDS >> level :] if SHARDS >> level > 1 else sums
+    return sums[0].to(tl.int32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["items", "steps", "heads", "shard"])
 def merge_shards(
     part,
@@ -163,6 +192,7 @@ def merge_shards(
     TAKE: tl.constexpr,
     CONSTRAINTS: tl.constexpr,
     FP32: tl.constexpr,
+    TREE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """out, out_lse = attention of this shard's heads to the entries of all shards, and its log-sum-exp.
@@ -170,7 +200,7 @@ def merge_shards(
     An item is a token and one of the `heads` of a shard, PIECES pieces and a piece of its log-sum-exp; PIECES are
     padded to PLACES threads. `part` [tokens, SHARDS, heads, PIECES] and `lse` [tokens, SHARDS, heads]: of all heads, to
     this shard's entries. In a lane lie, step by step, the pieces of some items and then their log-sum-exps. Grid:
-    lanes."""
+    lanes. TREE: parts are those of `kernels.strands`, and merged so."""
     ITEMS: tl.constexpr = BLOCK // PLACES
     lane = tl.program_id(0)
     thread = tl.arange(0, BLOCK)
@@ -230,22 +260,31 @@ def merge_shards(
             log = log.to(tl.float32, bitcast=True)
             logs = logs + (log,)  # noqa: RUF005 - Triton knows no stars
             top = tl.maximum(top, log)
-        # A finite shift: exp(-inf - 0) is the 0 that is wanted, and -inf - -inf is NaN.
-        top = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp(own_log - top)
-        total = weight
-        weights = ()
-        for slot in tl.static_range(SHARDS - 1):
-            more = tl.exp(logs[slot] - top)
-            weights = weights + (more,)  # noqa: RUF005
-            total += more
-        log_total = tl.inline_asm_elementwise(_LOG2, "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1) * _LN2
-        tl.store(out_lse + kept, top + log_total, mask=(column == 0) & (item < items))
-        divisor = tl.where(total == 0, 1.0, total)
-        a = _merged(a, weight, words, 0, weights, divisor, SHARDS, FP32)
-        b = _merged(b, weight, words, 1, weights, divisor, SHARDS, FP32)
-        c = _merged(c, weight, words, 2, weights, divisor, SHARDS, FP32)
-        d = _merged(d, weight, words, 3, weights, divisor, SHARDS, FP32)
+        if TREE:
+            # From this shard on, round. Whoever begins, the same two are merged.
+            pairs, tree_log = _tree_of((own_log,) + logs, SHARDS)  # noqa: RUF005
+            tl.store(out_lse + kept, tree_log * _LN2, mask=(column == 0) & (item < items))
+            a = _tree_sum(a, words, 0, pairs, SHARDS)
+            b = _tree_sum(b, words, 1, pairs, SHARDS)
+            c = _tree_sum(c, words, 2, pairs, SHARDS)
+            d = _tree_sum(d, words, 3, pairs, SHARDS)
+        else:
+            # A finite shift: exp(-inf - 0) is the 0 that is wanted, and -inf - -inf is NaN.
+            top = tl.where(top == float("-inf"), 0.0, top)
+            weight = tl.exp(own_log - top)
+            total = weight
+            weights = ()
+            for slot in tl.static_range(SHARDS - 1):
+                more = tl.exp(logs[slot] - top)
+                weights = weights + (more,)  # noqa: RUF005
+                total += more
+            log2_total = tl.inline_asm_elementwise(_LOG2, "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
+            tl.store(out_lse + kept, top + log2_total * _LN2, mask=(column == 0) & (item < items))
+            divisor = tl.where(total == 0, 1.0, total)
+            a = _merged(a, weight, words, 0, weights, divisor, SHARDS, FP32)
+            b = _merged(b, weight, words, 1, weights, divisor, SHARDS, FP32)
+            c = _merged(c, weight, words, 2, weights, divisor, SHARDS, FP32)
+            d = _merged(d, weight, words, 3, weights, divisor, SHARDS, FP32)
         store_words(out.to(tl.int64) + (kept.to(tl.int64) * PIECES + column) * 16, inside, a, b, c, d)
         tl.debug_barrier()  # all threads of an item have read its log-sum-exps
         for slot in tl.static_range(SHARDS - 1):

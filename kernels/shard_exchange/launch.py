@@ -61,6 +61,7 @@ def merge(
     out_THL: Tensor,
     out_lse_TH: Tensor,
     *,
+    tree: bool,
     dependent: bool,
 ) -> None:
     """`kernel.merge_shards`, in one call. `inbox`: the fields of an `Inbox`."""
@@ -86,6 +87,9 @@ def merge(
         PIECES=pieces,
         PLACES=places,
         FP32=out_THL.itemsize == 4,
+        TREE=tree,
+        # Who leaves it to the compiler which products and sums are one operation gets another answer elsewhere.
+        enable_fp_fusion=not tree,
         **common,
     )
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from kernels.page import PAGE_TOKENS
+from kernels.page import PAGE_TOKENS, Shards
 from workers.config import EngineConfig
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 
@@ -39,10 +39,15 @@ def gpu_cache_budget(free: int, total: int, graph_bytes: int, memory_fraction: f
     return free - graph_bytes - int(total * (1 - memory_fraction))
 
 
-def pages_within(room: int, page_bytes: int, max_rows: int, context: int, width: int, shards: int = 1) -> int:
+def pages_within(
+    room: int, page_bytes: int, max_rows: int, context: int, width: int, shards: int = 1, *, in_pieces: bool = False
+) -> int:
     """Pages of a rank for so many bytes, the null page included: more than every slot at full context is never used.
-    `shards`: ranks that share out the pages."""
-    return min(room // page_bytes, -(-max_rows * max_pages_per_row(context, width) // shards) + 1)
+    `shards`, `in_pieces`: see `longest_request`."""
+    full = max_pages_per_row(context, width)
+    if in_pieces:
+        full = Shards(shards).room_of_a_row(full)
+    return min(room // page_bytes, -(-max_rows * full // shards) + 1)
 
 
 def refuse_rings(config: EngineConfig, *, rings: bool) -> None:
@@ -60,14 +65,20 @@ def refuse_rings(config: EngineConfig, *, rings: bool) -> None:
         )
 
 
-def longest_request(pages: int, context: int, width: int) -> int:
-    """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included."""
-    return min(context, (pages - 1) * PAGE_TOKENS - max_entries_per_row(0, width))
+def longest_request(pages: int, context: int, width: int, shards: int = 1, *, in_pieces: bool = False) -> int:
+    """Tokens of the longest request, of at most `context`, that fits so many pages, overshoot included. `in_pieces`:
+    whether a row's pieces go round the `shards` without exceptions, as in invariant mode."""
+    usable = Shards(shards).most_of_a_row(pages - 1) if in_pieces else pages - 1
+    return min(context, usable * PAGE_TOKENS - max_entries_per_row(0, width))
 
 
-def wanted_pages(context: int, max_rows: int, width: int) -> int:
-    """Pages of one request of `context` tokens, or of `max_rows` of an eighth of it: whichever takes more."""
-    return max(max_pages_per_row(context, width), max_rows * max_pages_per_row(-(-context // SHORT), width))
+def wanted_pages(context: int, max_rows: int, width: int, shards: int = 1, *, in_pieces: bool = False) -> int:
+    """Pages of one request of `context` tokens, or of `max_rows` of an eighth of it: whichever takes more. `shards`,
+    `in_pieces`: see `longest_request`. That many rows begin on all ranks alike."""
+    one = max_pages_per_row(context, width)
+    if in_pieces:
+        one = Shards(shards).room_of_a_row(one)
+    return max(one, max_rows * max_pages_per_row(-(-context // SHORT), width))
 
 
 def in_words(form: str, pages: int, rows: int, context: int) -> str:

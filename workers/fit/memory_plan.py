@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -172,8 +172,8 @@ def memory_plan(
     room = gpu_cache_budget(total - taken, total, graphs or 0, config.memory_fraction)
     if cache_bytes is not None:
         room = cache_bytes
-    sizes = config.max_rows, context, width, shards.count
-    own_pages = config.cache_pages or pages_within(max(0, room), page_bytes, *sizes)
+    placed: dict[str, Any] = {"shards": shards.count, "in_pieces": config.invariant}
+    own_pages = config.cache_pages or pages_within(max(0, room), page_bytes, config.max_rows, context, width, **placed)
     if room < own_pages * page_bytes:
         own_pages = 0
     pages = shards.pages(own_pages) if own_pages else 0
@@ -189,9 +189,9 @@ def memory_plan(
         page_bytes=page_bytes,
         own_pages=own_pages,
         pages=pages,
-        context=max(0, longest_request(pages, context, width)),
+        context=max(0, longest_request(pages, context, width, **placed)),
         asked_context=context,
-        wanted_pages=wanted_pages(context, config.max_rows, width),
+        wanted_pages=wanted_pages(context, config.max_rows, width, **placed),
         rows=rows_at(pages, config.max_rows, context, width),
         host_pages=config.host_cache_bytes // record_layout(model.caches)[-1],
         disk_pages=slots_within(config.disk_cache_bytes, record_layout(model.caches)[-1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from kernels.ordered_sum import ordered_sum
 from kernels.pending_norm import PendingNorm
 from kernels.shard_exchange.reference import merge_parts
+from kernels.strands import merge_tree
 from workers.parallel.mesh import Axis, Mesh
 from workers.parallel.rendezvous import rendezvous
 from workers.parallel.shard_exchange import ShardExchange
@@ -133,19 +135,31 @@ class Group:
         out_TDY.copy_(part_DTY.transpose(0, 1))
 
     def merge_shards(
-        self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor, out_lse_TH: torch.Tensor
+        self,
+        part_TDHL: torch.Tensor,
+        lse_TDH: torch.Tensor,
+        out_THL: torch.Tensor,
+        out_lse_TH: torch.Tensor,
+        *,
+        tree: bool = False,
     ) -> None:
         """out, out_lse = attention of this rank's heads to the entries of all ranks along `cache`, and its log-sum-exp.
-        `part_TDHL`, `lse_TDH`: those of the heads of all ranks and this rank's entries. All are contiguous."""
+        `part_TDHL`, `lse_TDH`: those of the heads of all ranks and this rank's entries. All are contiguous. `tree`:
+        parts and result are in fp32, and the parts those of `kernels.strands`, which merges them."""
         if self.exchange is not None:
-            self.exchange.merge(part_TDHL, lse_TDH, out_THL, out_lse_TH)
+            self.exchange.merge(part_TDHL, lse_TDH, out_THL, out_lse_TH, tree=tree)
             return
         sent = part_TDHL.transpose(0, 1).contiguous(), lse_TDH.transpose(0, 1).contiguous()
         part_DTHL, lse_DTH = torch.empty_like(sent[0]), torch.empty_like(sent[1])
         with _peers():
             dist.all_to_all_single(part_DTHL, sent[0], group=self.shards)
             dist.all_to_all_single(lse_DTH, sent[1], group=self.shards)
-        out_lse_TH.copy_(merge_parts(part_DTHL, lse_DTH, out_THL))
+        if tree:
+            merged_THL, lse_TH = merge_tree(list(zip(part_DTHL, lse_DTH, strict=True)))
+            out_THL.copy_(merged_THL)
+            out_lse_TH.copy_(lse_TH * math.log(2))
+        else:
+            out_lse_TH.copy_(merge_parts(part_DTHL, lse_DTH, out_THL))
 
     def gather_bytes(self, payload: bytes, device: torch.device) -> list[bytes]:
         """The `payload` of every rank of the world, in rank order, of whatever length; for start-up, not for steps.

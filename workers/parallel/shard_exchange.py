@@ -31,7 +31,14 @@ class ShardExchange:
         gather_shards(part_TY, self._inbox, out_TDY, dependent=self._dependent)
 
     def merge(
-        self, part_TDHL: torch.Tensor, lse_TDH: torch.Tensor, out_THL: torch.Tensor, out_lse_TH: torch.Tensor
+        self,
+        part_TDHL: torch.Tensor,
+        lse_TDH: torch.Tensor,
+        out_THL: torch.Tensor,
+        out_lse_TH: torch.Tensor,
+        *,
+        tree: bool = False,
     ) -> None:
-        """out, out_lse = attention of this rank's heads to the entries of all shards, of which each has its part."""
-        merge_shards(part_TDHL, lse_TDH, self._inbox, out_THL, out_lse_TH, dependent=self._dependent)
+        """out, out_lse = attention of this rank's heads to the entries of all shards, of which each has its part.
+        `tree`: see `kernels.shard_exchange.merge_shards`."""
+        merge_shards(part_TDHL, lse_TDH, self._inbox, out_THL, out_lse_TH, tree=tree, dependent=self._dependent)

@@ -356,6 +356,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         host_pages=ready.host_pages,
         save_batch=ready.save_batch,
         cache_shards=ready.cache_shards,
+        in_pieces=config.invariant,
         ranks=config.mesh().world.size,
         root=ready.root,
         portions=ready.portions,

@@ -221,7 +221,7 @@ class Rank:
         own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
         pages = group.mesh.shards.pages(own_pages)
         # A request as long as the context must fit, overshoot included.
-        context = longest_request(pages, context, width)
+        context = longest_request(pages, context, width, group.mesh.shards.count, in_pieces=config.invariant)
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
         self.runner = runner(own_pages, context)
@@ -322,7 +322,8 @@ class Rank:
             )
         else:
             room = cpu_cache_bytes(config, psutil.virtual_memory().available)
-        pages = pages_within(room, page_bytes, config.max_rows, context, width, config.mesh().shards.count)
+        placed = config.mesh().shards.count
+        pages = pages_within(room, page_bytes, config.max_rows, context, width, placed, in_pieces=config.invariant)
         if pages < 2:
             raise RuntimeError(
                 f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"

@@ -74,7 +74,7 @@ class Captures:
         free = self._cache.free if idle else min(self._cache.free, spare)
         pages = min(wanted, max(least, free), self._cache.available)
         # All of them will be overwritten, and zeroed in the end.
-        self._under_way = self._cache.open((), pages, overwritten=True)
+        self._under_way = self._cache.open((), pages, overwritten=True, scattered=True)
         return CapturePortion(self._number, tuple(self._under_way.pages))
 
     def step_ended(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kernels.page import PAGE_TOKENS, pages_for
+from kernels.page import PAGE_TOKENS, Shards, pages_for
 from workers.protocol.prompt import NO_ROOT
 from workers.protocol.report import StepTime
 
@@ -80,6 +80,8 @@ class SchedulerConfig:
     """Pages that host memory holds behind those of the device; 0: there is none."""
     cache_shards: int = 1
     """Ranks that share out the pages: each of a row's pages lies on the neighbour of the one before, where it can."""
+    in_pieces: bool = False
+    """Whether rows' pieces (`kernels.page.PIECE_PAGES`) go round those ranks without exceptions: in invariant mode."""
     ranks: int = 1
     """Ranks that copy pages to host memory and back."""
     save_batch: int = 16
@@ -150,6 +152,12 @@ class SchedulerConfig:
         target, and each further draft one more. Reserved even while fewer tokens are drafted, so that the draft layer's
         cache stays complete."""
         return self.width - 1 if self.draft_cache else 0
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that one row may have, when there is no other."""
+        pages = self.pages - 1
+        return Shards(self.cache_shards).most_of_a_row(pages) if self.in_pieces else pages
 
     def pages_at_most(self, tokens: int) -> int:
         """Pages that a request of `tokens` tokens, prompt and output, may need alone, overshoot included."""

@@ -54,7 +54,7 @@ def why_impossible(request: Request, config: SchedulerConfig) -> str:
             return f"of {limit - len(prompt)} tokens to generate all were generated before: nothing is left to do"
         if wrong := _outside(done, config.vocab_size):
             return f"a token that was generated before has an id outside 0 ... {config.vocab_size - 1}: {wrong}"
-    needed, pages = config.pages_at_most(limit), config.pages - 1
+    needed, pages = config.pages_at_most(limit), config.most_pages
     if needed > pages:
         return (
             f"{len(prompt)} prompt tokens and {limit - len(prompt)} to generate need {needed} pages of cache, "

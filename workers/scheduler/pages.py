@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kernels.page import NULL_PAGE, GlobalPage, Shards
+from collections.abc import Sequence
+
+from kernels.page import NULL_PAGE, PIECE_PAGES, GlobalPage, Shards
 
 
 class PagePool:
@@ -14,13 +16,15 @@ class PagePool:
     for their former row: workers execute plans in order, so the new row's writes come after.
 
     Where ranks share out the cache, a row's pages lie on them in turns, so that all read about as much of every row.
-    Rows behind one prompt begin where most is available, and not all on the same rank.
+    Rows behind one prompt begin where most is available, and not all on the same rank. In invariant mode a row's pieces
+    (`kernels.page.PIECE_PAGES`) go round the ranks without exceptions: who takes a page says whose it is to be.
     """
 
-    def __init__(self, pages: int, shards: int = 1) -> None:
+    def __init__(self, pages: int, shards: int = 1, *, in_pieces: bool = False) -> None:
         """A pool of `pages` pages, the null page included, which is never given out. `shards`: ranks that share them
-        out."""
+        out. `in_pieces`: whether rows' pieces go round these without exceptions."""
         self.total = pages - 1
+        self.in_pieces = in_pieces and shards > 1
         self._shards = Shards(shards)
         self._free = [list(range(pages - 1 - (pages - 2 - owner) % shards, 0, -shards)) for owner in range(shards)]
         self._free_count = self.total
@@ -39,16 +43,58 @@ class PagePool:
         """Rows that have this page in their table."""
         return self._holders[page]
 
-    def take(self, after: int = NULL_PAGE, *, overwritten: bool = False) -> GlobalPage:
+    @property
+    def owners(self) -> int:
+        """Ranks that share out the pages."""
+        return self._shards.count
+
+    def owner_of(self, first: int, column: int) -> int:
+        """The owner of page number `column` of a row whose first page this is, where pieces go round."""
+        return (self._shards.owner(first) + column // PIECE_PAGES) % self._shards.count
+
+    def fits_behind(self, first: int, column: int, page: int) -> bool:
+        """Whether a page may be number `column` of a row whose first page this is."""
+        return not self.in_pieces or self._shards.owner(page) == self.owner_of(first, column)
+
+    def begin(self, count: int) -> int:
+        """The owner with whom a row of `count` pages is to begin, where pieces go round: of those with whom most is
+        left of every owner's pages, the first."""
+
+        def least_left(owner: int) -> int:
+            needed = self._shards.in_turns(owner, 0, count)
+            return min(left - some for left, some in zip(self._available, needed, strict=True))
+
+        return max(range(self._shards.count), key=least_left)
+
+    def has(self, owner: int, column: int, count: int, spare: Sequence[int] = ()) -> bool:
+        """Whether every owner has its part of `count` more pages of a row, from its page number `column` on, and these
+        `spare` ones besides. `owner`: that of the row's first page."""
+        needed = self._shards.in_turns(owner, column, count)
+        return all(
+            some + more <= left
+            for some, more, left in zip(needed, spare or [0] * len(needed), self._available, strict=True)
+        )
+
+    def has_free(self, owner: int) -> bool:
+        """Whether a page of this owner is in the free list."""
+        return bool(self._free[owner])
+
+    def owner(self, page: int) -> int:
+        """The owner of a page."""
+        return self._shards.owner(page)
+
+    def take(self, after: int = NULL_PAGE, *, owner: int | None = None, overwritten: bool = False) -> GlobalPage:
         """A free page, now held once. `after`: the page that it follows in the row's table, whose owner's neighbour is
         to have it; the null page where the owner with most available pages is to. An owner without free pages is
-        passed over. `overwritten`: all of the page will be, so that nothing needs to be zeroed."""
+        passed over. `owner`: whose page it is to be, in place of all that. `overwritten`: all of the page will be, so
+        that nothing needs to be zeroed."""
         if not self._free_count:
             raise IndexError("no page is free")
         owners = len(self._free)
-        owner = self._shards.owner(after + 1) if after else self._available.index(max(self._available))
-        while not self._free[owner]:
-            owner = (owner + 1) % owners
+        if owner is None:
+            owner = self._shards.owner(after + 1) if after else self._available.index(max(self._available))
+            while not self._free[owner]:
+                owner = (owner + 1) % owners
         page = GlobalPage(self._free[owner].pop())
         assert self._holders[page] == 0, f"page {page} was free and held"
         self._holders[page] = 1

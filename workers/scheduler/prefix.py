@@ -114,6 +114,9 @@ class PrefixCache:
             entry = self._entries.get(keys[index])
             if entry is None or entry.parent is not parent or entry.tokens != tokens.page(index):
                 break
+            # Another row's, which had the same tokens before it and other pages of them.
+            if found and not self._pool.fits_behind(found[0].page, index, entry.page):
+                break
             found.append(entry)
             parent = entry
         return found
@@ -122,9 +125,32 @@ class PrefixCache:
         """Return the number of available pages that a row of `pages` pages uses up if `found` are its first pages."""
         return pages - len(found) + sum(entry.page in self._unheld for entry in found)
 
-    def open(self, found: Sequence[Entry], pages: int, *, overwritten: bool = False) -> RowPages:
-        """A new row of `pages` pages, the first of them shared. `needed` of them must be available. `overwritten`: all
-        of the others will be, so that none needs to be zeroed."""
+    def has_room(self, found: Sequence[Entry], pages: int, left_over: int, growing: Sequence[RowPages] = ()) -> bool:
+        """Whether a row of `pages` pages, the first of which are `found`, finds the others, and so many are left over.
+        `growing`: rows that those are for, the last ones, as far as it matters whose pages they are."""
+        pool = self._pool
+        if not pool.in_pieces:
+            return self.needed(found, pages) + left_over <= self.available
+        spare = [-(-(left_over - len(growing)) // pool.owners)] * pool.owners
+        for row in growing:
+            spare[pool.owner_of(row.pages[0], len(row.pages))] += 1
+        for entry in found:
+            spare[pool.owner(entry.page)] += entry.page in self._unheld
+        owner = pool.owner(found[0].page) if found else pool.begin(pages)
+        return pool.has(owner, len(found), pages - len(found), spare)
+
+    def can_extend(self, row: RowPages, count: int) -> bool:
+        """Whether `count` more pages for the row are available."""
+        if not self._pool.in_pieces or not row.pages:
+            return count <= self.available
+        return self._pool.has(self._pool.owner(row.pages[0]), len(row.pages), count)
+
+    def open(
+        self, found: Sequence[Entry], pages: int, *, overwritten: bool = False, scattered: bool = False
+    ) -> RowPages:
+        """A new row of `pages` pages, the first of them shared. The others must be there (`has_room`). `overwritten`:
+        all of them will be, so that none needs to be zeroed. `scattered`: they may lie on any rank, because nobody
+        attends to them as to a row; then so many must be available."""
         row = RowPages()
         for entry in found:
             self._unheld.pop(entry.page, None)
@@ -133,11 +159,16 @@ class PrefixCache:
             row.pages.append(entry.page)
         self._summary.use(found)
         row.chain.extend(found)
-        self._extend(row, pages - len(found), NULL_PAGE, overwritten=overwritten)
+        if self._pool.in_pieces and not scattered:
+            self._extend_in_pieces(row, pages - len(found), overwritten=overwritten)
+        else:
+            self._extend(row, pages - len(found), NULL_PAGE, overwritten=overwritten)
         return row
 
     def extend(self, row: RowPages, count: int) -> tuple[int, ...]:
-        """`count` more pages for the row, evicting cached ones if need be; they must be available."""
+        """`count` more pages for the row, evicting cached ones if need be; they must be available (`can_extend`)."""
+        if self._pool.in_pieces:
+            return self._extend_in_pieces(row, count)
         return self._extend(row, count, row.pages[-1] if row.pages else NULL_PAGE)
 
     def _extend(self, row: RowPages, count: int, after: int, *, overwritten: bool = False) -> tuple[int, ...]:
@@ -156,6 +187,26 @@ class PrefixCache:
             taken.append(after)
         row.pages.extend(taken)
         return tuple(taken)
+
+    def _extend_in_pieces(self, row: RowPages, count: int, *, overwritten: bool = False) -> tuple[int, ...]:
+        """As `_extend`, each page of the owner whose turn it is. So that a page is still evicted before the one it
+        continues, those of other owners are evicted that come before one of his."""
+        if not count:
+            return ()
+        pool, begun = self._pool, len(row.pages)
+        first = pool.owner(row.pages[0]) if begun else pool.begin(count)
+        if not pool.has(first, begun, count):
+            raise RuntimeError(f"an owner has too few of {count} pages: the scheduler must ask first")
+        for column in range(begun, begun + count):
+            owner = pool.owner_of(row.pages[0], column) if column else first
+            evicted: list[Entry] = []
+            while not pool.has_free(owner):
+                page, entry = self._unheld.popitem(last=False)
+                evicted.append(entry)
+                pool.free(page)
+            self._forget(evicted)
+            row.pages.append(pool.take(owner=owner, overwritten=overwritten))
+        return tuple(row.pages[begun:])
 
     def register(self, row: RowPages, tokens: Tokens, full: int) -> None:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""

@@ -37,7 +37,7 @@ class Rows:
         token_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`token_s`: seconds that computing a token of a prompt takes, by now."""
-        self.pool = PagePool(config.pages, config.cache_shards)
+        self.pool = PagePool(config.pages, config.cache_shards, in_pieces=config.in_pieces)
         self.cache = PrefixCache(self.pool, config.prefix_cache, config.prefix_sample)
         self.tier: HostTier | None = None
         """Host memory behind the pages, where there is any."""
@@ -160,7 +160,8 @@ class Rows:
         """Whether a row of `pages` pages, the first of which are `found`, finds the others. Those that were loaded for
         requests behind it in the queue are taken from them, if need be."""
         growth = len(self.decoding) + len(self.prefilling) + len(self._aside)
-        while self.cache.needed(found, pages) + self._kept + growth > self.cache.available:
+        growing = [row.pages for row in chain(self.decoding, self.prefilling)] if self.pool.in_pieces else []
+        while not self.cache.has_room(found, pages, self._kept + growth, growing):
             # Its own come last: they may be twins of pages that another row has computed meanwhile.
             if self.tier is None or not (self.tier.give_up_ready(keep=sequence) or self.tier.give_up_ready()):
                 return False
@@ -267,7 +268,7 @@ class Rows:
         first = len(sequence.pages.pages)
         needed = pages_for(entries) - first
         preempted = False
-        while needed > self.cache.available:
+        while not self.cache.can_extend(sequence.pages, needed):
             if self.tier is not None and self.tier.give_up_ready():
                 continue
             last = max(chain(self.decoding, self.prefilling), key=by_rank)

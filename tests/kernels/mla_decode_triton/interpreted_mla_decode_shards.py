@@ -5,13 +5,18 @@ from tests.support import interpreter
 
 interpreter.repair()
 
+import math  # noqa: E402
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from decode_case import Case  # noqa: E402
+from shards_of_case import cache_of, run_invariant_shards, with_pieces_in_turns  # noqa: E402
 
 from kernels.mla_decode import launch, mla_decode  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling  # noqa: E402
 from kernels.own_entries import OwnEntries, own_entries  # noqa: E402
 from kernels.page import NULL_PAGE, PAGE_TOKENS, Shards, pages_for  # noqa: E402
+from kernels.strands import merge_tree  # noqa: E402
 
 LATENT, ROPE, HEADS, SCALE = 32, 16, 3, 0.2
 ARBITRARY_PAGE = 2147480000
@@ -131,12 +136,46 @@ def test_one_shard_has_the_bits_of_the_whole_cache() -> None:
     assert torch.equal(lse, own_lse)
 
 
+@pytest.mark.parametrize("triton", [False, True], ids=["reference", "triton"])
+def test_shards_have_the_bits_of_one_in_invariant_mode(triton: bool) -> None:
+    """Rows of fewer and of more pieces than strands. Planted faults that this finds: owners change at every page; the
+    owner of a page for that of the page before; strands rotated."""
+    case = Case([600, 0, 1, 513, 4700], 2, 3, 32, 16, torch.float32, first=1, invariant=True)
+    with_pieces_in_turns(case, 8)
+    tiling = portable_tiling(case.shape, 3)
+    want = None
+    for count in (1, 2, 4, 8):
+        found = run_invariant_shards(case, tiling, count) if triton else reference_shards(case, count)
+        if want is None:
+            want = found
+            case.compare()
+        assert all(torch.equal(mine, one) for mine, one in zip(found, want, strict=True))
+
+
+def reference_shards(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `run_invariant_shards`, in plain torch."""
+    t, parts = case.tensors, []
+    settings = {"scale": case.scale, "invariant": True}
+    if count == 1:
+        mla_decode(t["q"], t["cache"], t["table"], t["length"], t["out"], t["lse"], first=case.first, **settings)
+        return t["out"].clone(), t["lse"].clone()
+    for index in range(count):
+        shards = Shards(count, index)
+        own = OwnEntries.allocate(len(case.lengths), case.width, t["table"].shape[1], torch.empty)
+        own_entries(t["table"], t["length"], own, shards, first=case.first)
+        out, lse = torch.full_like(t["out"], torch.nan), torch.full_like(t["lse"], torch.nan)
+        tensors = t["q"], cache_of(case, shards), own.page_RP, own.length_R, out, lse
+        mla_decode(*tensors, own=own, shards=count, **settings)
+        parts.append((out, lse))
+    out, lse = merge_tree(parts)
+    return out, lse * math.log(2)
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     case = Sharded([70], 1, 2)
     own = OwnEntries.allocate(1, 1, 4, torch.zeros)
     out, lse = torch.empty(1, 1, HEADS, LATENT), torch.empty(1, 1, HEADS)
     tensors = case.q, case.caches[0], own.page_RP, own.length_R, out, lse
-    for settings in ({"invariant": True}, {"first": 1}):
-        with pytest.raises(ValueError, match="not in invariant mode"):
-            mla_decode(*tensors, scale=SCALE, own=own, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attended to from `first_R` on"):
+        mla_decode(*tensors, scale=SCALE, own=own, first=1)
     assert own.page_RP[0, 0] == NULL_PAGE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_case import Case
-from shards_of_case import run_shards
+from shards_of_case import run_invariant_shards, run_shards, with_pieces_in_turns
 
 from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling, narrow_fp8_tiling
 from tests.support.ptx import emulated
@@ -37,3 +37,18 @@ def test_shards_together_attend_as_one(
         run_shards(case, tiling, 2, dependent=True, early=True)
     assert any(name.startswith("attend_") for name in launches)
     case.compare_with(tiling)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shards_have_the_bits_of_one_in_invariant_mode(fp8: bool) -> None:
+    """Rows of several pieces, of drafts before and behind a piece's border, and of shards that have nothing."""
+    case = Case([514, 0, 1, 1100], 3, 16, 512, 64, torch.bfloat16, first=1, fp8=fp8, invariant=True)
+    with_pieces_in_turns(case, 4)
+    tiling = hopper_tiling(case.shape, 3, fp8=fp8, own=True)
+    with emulated(1) as launches:
+        want = run_invariant_shards(case, tiling, 1)
+        case.compare_with(tiling)
+        for count in (2, 4):
+            got = run_invariant_shards(case, tiling, count)
+            assert all(torch.equal(mine, one) for mine, one in zip(got, want, strict=True))
+    assert {name for name in launches if name.startswith("attend_")} == {"attend_fp8" if fp8 else "attend_wide"}

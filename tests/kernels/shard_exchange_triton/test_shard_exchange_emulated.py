@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import shard_exchange
+from kernels.mla_decode.strands import merge_strands
 from kernels.one_shot.words import EMPTY
 from kernels.shard_exchange import Inbox, gather_shards, launch, merge_shards
 from tests.support.ptx import emulated
@@ -134,6 +136,56 @@ def test_heads_come_to_their_shard_and_are_weighted(count: int, dtype: torch.dty
             torch.testing.assert_close(out.double(), want, atol=close, rtol=close)
             total = lse[:, :, index].double().logsumexp(0)
             torch.testing.assert_close(totals[count + index].double(), total, atol=1e-5, rtol=1e-5)
+
+
+def in_one_kernel(part_DXL: Tensor, lse_DX: Tensor) -> tuple[Tensor, Tensor]:
+    """The tree over parts as the kernel has it that merges the strands of a whole row: as if each part were a piece of
+    a strand of its own."""
+    (count, vectors, latent), out = part_DXL.shape, torch.full(part_DXL.shape[1:], 7.0)
+    lse, record = torch.full((vectors,), 7.0), torch.tensor([0, 0, count, 0], dtype=torch.int32)
+    with emulated(seed=1):
+        merge_strands[(1, vectors, 1)](
+            *(part_DXL.contiguous(), lse_DX.contiguous(), record, out, lse, vectors, 0),
+            LATENT=latent,
+            COLUMNS=latent,
+            STRANDS=count,
+            LAST=True,
+            enable_fp_fusion=False,
+        )
+    return out, lse
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_strands_are_merged_with_the_bits_of_one_rank(count: int) -> None:
+    """Whatever rank merges. Planted faults that this finds: strands rotated, so that others are merged first; the
+    log-sum-exp of a shard without entries."""
+    every, random = AllShards(count), torch.Generator().manual_seed(count)
+    tokens, heads, latent = 5, 3, 64
+    part = torch.randn(count, tokens, count, heads, latent, generator=random)
+    lse = 4 * torch.randn(count, tokens, count, heads, generator=random)
+    lse[:, 1] = lse[:1, 1].clone()  # equal ones
+    empty = torch.rand(lse.shape, generator=random) < 0.3
+    empty[:, 0, :, 0] = True
+    lse.masked_fill_(empty, -torch.inf)
+    part.masked_fill_(empty.unsqueeze(-1), 0.0)
+    part[0, 4, :, 2, 7] = torch.nan
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def call(index: int, inbox: Inbox) -> None:
+        out, total = torch.full((tokens, heads, latent), 7.0), torch.full((tokens, heads), 7.0)
+        merge_shards(part[index], lse[index], inbox, out, total, tree=True, dependent=True)
+        seen.append((out, total))
+
+    every.in_turns(call)
+    for index, (out, total) in enumerate(seen[count:]):
+        whole = in_one_kernel(part[:, :, index].flatten(1, 2), lse[:, :, index].flatten(1, 2))
+        torch.testing.assert_close(out.flatten(0, 1), whole[0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(total.flatten(), whole[1], rtol=0, atol=0)
+        assert out[4, 2, 7].isnan()
+        natural = lse[:, :, index] * math.log(2)
+        want = merged(part[:, :, index].nan_to_num(), natural)
+        torch.testing.assert_close(out.nan_to_num().double()[:4], want[:4], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(total.double(), natural.double().logsumexp(0), atol=1e-5, rtol=1e-5)
 
 
 def test_non_finite_rows_stay_so() -> None:

@@ -10,6 +10,7 @@ import torch
 from selection_by_shards import garbage
 
 from kernels.page import Shards
+from kernels.selected_places import SelectedPlaces, launch_find_places
 from kernels.sparse_shards import Candidates, OwnPages, launch
 from tests.support.hopper import compile_only, resources
 
@@ -49,3 +50,18 @@ def test_tokens_rows_and_pages_compile_nothing_new() -> None:
     found = [compiled(*size, 2, 2048, dependent=True) for size in sizes]
     for name in found[0]:
         assert len({kernels[name].hash for kernels in found}) == 1, name
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_places_of_selected_entries(count: int) -> None:
+    """Compiled once for all numbers of tokens, rows and pages."""
+    with compile_only() as found:
+        for tokens, rows, pages in ((1, 1, 1), (3, 2, 16), (32, 9, 2560)):
+            table_RP, row_T = torch.zeros(rows, pages, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+            selected_TS, fault_1 = torch.zeros(tokens, 2048, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+            out = SelectedPlaces.allocate(tokens, 2048, garbage)
+            lists = selected_TS, selected_TS, row_T, table_RP, table_RP
+            launch_find_places(*lists, pages + 1, Shards(count, 1), out, fault_1)
+    assert len({kernel.hash for kernel in found}) == 1
+    for kernel in found:
+        resources(kernel).check(registers=64)

@@ -15,9 +15,10 @@ from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
 
+from kernels.page import Shards
 from workers.config import EngineConfig
 from workers.families import load_model
-from workers.fit.cache_budget import fp8_cache, longest_request, pages_within, rows_at
+from workers.fit.cache_budget import fp8_cache, longest_request, pages_within, rows_at, wanted_pages
 from workers.fit.memory_plan import MemoryPlan, memory_plan
 from workers.fit.smallest_change import smallest_change
 from workers.models.attention.expanded import CONTEXT_ENTRIES
@@ -232,6 +233,22 @@ def test_pages_rows_and_context_belong_together() -> None:
             assert most == 64 * max_pages_per_row(10_000, width) + 1
 
 
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_pages_belong_together_where_pieces_go_round(shards: int) -> None:
+    """In invariant mode a rank without free pages cannot be passed over."""
+    placed: dict[str, Any] = {"shards": shards, "in_pieces": True}
+    for own_pages in (2, 9, 10, 100):
+        pages = Shards(shards).pages(own_pages)
+        context = longest_request(pages, 1 << 20, 3, **placed)
+        fits, more = (max_pages_per_row(tokens, 3) for tokens in (context, context + 1))
+        assert context < 2 or max(Shards(shards).in_turns(0, 0, fits)) < own_pages
+        assert max(Shards(shards).in_turns(0, 0, more)) >= own_pages
+        most = pages_within(1 << 60, 1, 64, context, 3, **placed)
+        assert most - 1 >= 64 * max(Shards(shards).in_turns(0, 0, fits)) or context < 2
+        wanted = wanted_pages(context, 1, 3, **placed)
+        assert context < 2 or max_pages_per_row(context, 3) <= wanted < pages
+
+
 def test_ranks_that_could_share_a_cache_are_told(tmp_path: Path) -> None:
     """Before a shorter context is; and where they cannot share, that is."""
     (tmp_path / "config.json").write_text(
@@ -242,7 +259,7 @@ def test_ranks_that_could_share_a_cache_are_told(tmp_path: Path) -> None:
     change = smallest_change(config, plan, {})
     assert change is not None
     assert (change.words, change.plan.fits, plan.fits) == ("--cache-shards 2", True, False)
-    alone = smallest_change(config.model_copy(update={"invariant": True}), plan, {})
+    alone = smallest_change(config.model_copy(update={"dtype": "float16"}), plan, {})
     assert alone is not None
     assert alone.words == f"--context {plan.context}"
 

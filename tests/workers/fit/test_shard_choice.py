@@ -86,15 +86,17 @@ def test_what_is_chosen_and_why(tmp_path: Path, settings: dict[str, Any], total:
 
 
 @pytest.mark.parametrize(
-    ("topk", "shards", "why"),
+    ("topk", "invariant", "shards", "why"),
     [
-        (2048, 4, "the smallest number with which the cache holds"),
-        (2047, 1, r"\(index_topk = 2047, of which ranks .* exchange an even number"),
+        (2048, False, 4, "the smallest number with which the cache holds"),
+        (2047, False, 1, r"\(index_topk = 2047, of which ranks .* exchange an even number"),
+        (2048, True, 4, "the smallest number with which the cache holds"),
     ],
 )
-def test_sparse_models(tmp_path: Path, topk: int, shards: int, why: str) -> None:
+def test_sparse_models(tmp_path: Path, topk: int, invariant: bool, shards: int, why: str) -> None:
     values = {**V32, "num_hidden_layers": 4, "index_topk": topk}
-    choice = choose_shards(config(tmp_path, values, max_rows=256, token_budget=4096), 28 * GIB)
+    made = config(tmp_path, values, max_rows=256, token_budget=4096, invariant=invariant)
+    choice = choose_shards(made, 28 * GIB)
     assert choice.shards == shards
     assert re.search(why, choice.words), choice.words
 

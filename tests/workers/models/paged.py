@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.mla_decode import reference
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.families import load_model
@@ -68,15 +69,24 @@ class Paged:
         self.device = device = model.norm_E.device
         counts = [pages_for(len(tokens) + room) for tokens in sequences]
         self.shards = model.group.mesh.shards
-        own_pages = -(-sum(counts) // self.shards.count) + 3
+        in_turns = model.paths.invariant and self.shards.count > 1
+        own_pages = (sum(counts) if in_turns else -(-sum(counts) // self.shards.count)) + 3
         self.cache = PagedCache.allocate(model.caches, own_pages, device, self.shards)
         pages = self.shards.pages(own_pages)
         for layer in self.cache.layers:
             layer.view(torch.uint8).fill_(255)  # NaN in every form
         order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+        free = [[page for page in order if self.shards.owner(page) == owner] for owner in range(self.shards.count)]
         self.rows = [
-            Row(list(tokens), [order.pop() for _ in range(count)])
-            for tokens, count in zip(sequences, counts, strict=True)
+            Row(
+                list(tokens),
+                # In invariant mode pieces go round the shards, each row's from another one on.
+                [
+                    free[(row + column // reference.PIECE_PAGES) % len(free)].pop() if in_turns else order.pop()
+                    for column in range(count)
+                ],
+            )
+            for row, (tokens, count) in enumerate(zip(sequences, counts, strict=True))
         ]
         self.table_width = max(counts) + 1
 

@@ -36,12 +36,14 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 SLOTS = 9
 
 
-def attention_of(heads: int, top_k: int, fp8_cache: bool, shards: int = 1) -> SparseAttention:
+def attention_of(
+    heads: int, top_k: int, fp8_cache: bool, shards: int = 1, *, invariant: bool = False
+) -> SparseAttention:
     """Make as much of the attention as deals out memory. `shards`: ranks that share out the cache."""
     nothing = torch.empty(0, dtype=torch.bfloat16)
     attention = object.__new__(SparseAttention)
     sizes = {"count": heads, "nope": 128, "rope": 64, "value": 128, "latent": 512, "scale": 1.0}
-    attention.heads = Heads(**sizes, up_HFL=nothing, norm_L=nothing, invariant=False, fp8_cache=fp8_cache)
+    attention.heads = Heads(**sizes, up_HFL=nothing, norm_L=nothing, invariant=invariant, fp8_cache=fp8_cache)
     attention.indexing = Indexing(64, 128, top_k, interleaved=True, shared=(False,))
     attention.indexer, attention.shards = None, shards
     return attention
@@ -95,6 +97,7 @@ drawn_rows = st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(1, 9000)), 
     fp8_cache=st.booleans(),
     top_k=st.sampled_from([64, 512, 2048]),
     shards=st.sampled_from([1, 2, 8]),
+    invariant=st.booleans(),
     budget=st.sampled_from([5, 63, 64, 100, 600, 1023, 2048, 8192]),
     pages=st.sampled_from([1, 5, 40, 128, 512, 2048, 2560, 3000]),
     width=st.integers(1, 5),
@@ -103,10 +106,28 @@ drawn_rows = st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(1, 9000)), 
 )
 # Of shorter contexts more tokens select at once; scores, or the last turn of a chunk, take more.
 @example(
-    heads=8, fp8_cache=False, top_k=64, shards=1, budget=8192, pages=2560, width=1, decode=0, rows=[(155457, 8191)]
+    heads=8,
+    fp8_cache=False,
+    top_k=64,
+    shards=1,
+    invariant=False,
+    budget=8192,
+    pages=2560,
+    width=1,
+    decode=0,
+    rows=[(155457, 8191)],
 )
 @example(
-    heads=8, fp8_cache=False, top_k=2048, shards=1, budget=8192, pages=3000, width=1, decode=0, rows=[(122880, 8191)]
+    heads=8,
+    fp8_cache=False,
+    top_k=2048,
+    shards=1,
+    invariant=False,
+    budget=8192,
+    pages=3000,
+    width=1,
+    decode=0,
+    rows=[(122880, 8191)],
 )
 # Many stretches.
 @example(
@@ -114,6 +135,7 @@ drawn_rows = st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(1, 9000)), 
     fp8_cache=True,
     top_k=64,
     shards=1,
+    invariant=False,
     budget=8192,
     pages=512,
     width=1,
@@ -125,13 +147,14 @@ def test_no_step_takes_more_than_is_reserved(
     fp8_cache: bool,
     top_k: int,
     shards: int,
+    invariant: bool,
     budget: int,
     pages: int,
     width: int,
     decode: int,
     rows: list[tuple[int, int]],
 ) -> None:
-    attention = attention_of(heads, top_k, fp8_cache, shards)
+    attention = attention_of(heads, top_k, fp8_cache, shards, invariant=invariant)
     decode = min(decode, (budget - 1) // width)
     left, chunks = budget - decode * width, []
     for start, count in rows[: SLOTS - decode]:

@@ -36,6 +36,18 @@ async def generated(config: EngineConfig) -> list[list[int]]:
         return await asyncio.gather(*(one(client, f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)))
 
 
+async def with_logprobs(config: EngineConfig) -> list[tuple[list[int], list[Any]]]:
+    """Tokens, and the logprobs of the most probable ones."""
+    sampling = SamplingParams(24, temperature=0.0, logprobs=3)
+
+    async def one(client: EngineClient, name: str, prompt: list[int]) -> tuple[list[int], list[Any]]:
+        outputs = [output async for output in client.generate(Request(name, tuple(prompt), sampling))]
+        return [t for out in outputs for t in out.tokens], [entry for out in outputs for entry in out.logprobs]
+
+    async with local_engine(config, print) as client:
+        return await asyncio.gather(*(one(client, f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)))
+
+
 def config(folder: Path, ranks: int, shards: int, **settings: Any) -> EngineConfig:
     return EngineConfig(
         model=str(folder),
@@ -67,6 +79,20 @@ def test_shards_give_the_tokens_of_one(
     folder = write_tiny(tmp_path, kind, seed=1, index_topk=top_k, moe_intermediate_size=64)
     want = asyncio.run(generated(config(folder, 1, 1, dtype="float32", graphs=graphs)))
     assert asyncio.run(generated(config(folder, ranks, shards, dtype="float32", graphs=graphs))) == want
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("kind", "ranks", "shards"), [("v32", 2, 2), ("glm5", 4, 2), ("hyv4", 4, 4)])
+def test_shards_give_the_bits_of_one_in_invariant_mode(
+    kind: str, ranks: int, shards: int, graphs: bool, tmp_path: Path
+) -> None:
+    """Logprobs stand for the logits."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    folder = write_tiny(tmp_path, kind, seed=1, index_topk=16, moe_intermediate_size=64)
+    how = {"dtype": "float32", "graphs": graphs, "invariant": True}
+    want = asyncio.run(with_logprobs(config(folder, 1, 1, **how)))
+    assert asyncio.run(with_logprobs(config(folder, ranks, shards, **how))) == want
 
 
 SIZES: dict[str, Any] = {

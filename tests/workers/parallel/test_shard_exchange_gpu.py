@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, multiprocessing
 
+from kernels.mla_decode.strands import merge_strands
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
@@ -72,10 +73,35 @@ class Buffers:
         torch.testing.assert_close(self.out_lse.cpu().double(), total, atol=1e-5, rtol=1e-5)
 
 
+def check_tree(group: Group, device: torch.device) -> None:
+    """Parts of invariant mode are merged with the bits of the kernel that merges the strands of a whole row."""
+    own, count = group.mesh.cache.rank, group.mesh.cache.size
+    for index, (tokens, heads, latent) in enumerate(SIZES):
+        _, part, lse = drawn(index, count, (tokens, heads, latent), torch.float32)
+        part, lse = part.nan_to_num(0.0).to(device), lse.to(device)
+        out, out_lse = torch.empty(tokens, heads, latent, device=device), torch.empty(tokens, heads, device=device)
+        group.merge_shards(part[own], lse[own], out, out_lse, tree=True)
+        want, want_lse = torch.empty_like(out), torch.empty_like(out_lse)
+        record = torch.tensor([0, 0, count, 0], dtype=torch.int32, device=device)
+        parts = part[:, :, own].flatten(1, 2).contiguous(), lse[:, :, own].flatten(1, 2).contiguous()
+        columns = latent & -latent
+        merge_strands[(1, tokens * heads, latent // columns)](
+            *(*parts, record, want, want_lse, tokens * heads, 0),
+            LATENT=latent,
+            COLUMNS=columns,
+            STRANDS=count,
+            LAST=True,
+            enable_fp_fusion=False,
+        )
+        assert torch.equal(out, want)
+        assert torch.equal(out_lse, want_lse)
+
+
 def rank_main(rank: int, ranks: int, count: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     group = Group.connect(Mesh.of(rank, ranks, cache=count), f"file://{folder}/rendezvous", device, timeout_s=60)
+    check_tree(group, device)
     for dtype in (torch.bfloat16, torch.float32):
         every = [Buffers(group, size, dtype, device) for size in SIZES]
         for index, buffers in enumerate(every):

@@ -18,6 +18,7 @@ from workers.protocol.plan import SamplingParams, StepPlan
 from workers.protocol.prompt import Prompt
 from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, Moved, Moves, check_of
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
+from workers.scheduler import pages as placing
 from workers.scheduler.disk_index import NONE
 from workers.scheduler.disk_tier import DiskTier
 from workers.scheduler.host_tier import HostTier
@@ -265,6 +266,9 @@ class Replica:
         assert cache._of_page.keys() >= unheld
         assert not set(cache._of_page) & set(free)
         assert {e.page: e.key for e in cache._entries.values()} == {p: e.key for p, e in cache._of_page.items()}
+        if pool.in_pieces:
+            for row in rows:
+                check_pieces([owner_of(page, len(owners)) for page in row.pages.pages], len(owners))
         for row in rows:
             sampled = row.tokens.length > row.goal
             first_write = row.tokens.length - 1 if sampled else max(row.write_from, len(row.pages.chain) * PAGE_TOKENS)
@@ -330,12 +334,23 @@ def owner_of(page: int, shards: int) -> int:
     return list(range(shards))[page % shards - 1]
 
 
+def check_pieces(owners: list[int], shards: int) -> None:
+    """Check that a row's pieces go round the ranks without exceptions."""
+    size = placing.PIECE_PAGES
+    for column, owner in enumerate(owners):
+        assert owner == (owners[0] + column // size) % shards, f"page number {column} of a row on ranks {owners}"
+
+
 def watch_owners(pool: PagePool, shards: int) -> Counter[int]:
     """Check of every page that is taken from now on that it lies where it should: on the neighbour of the page before
     it, or where most pages are available, or behind those that have none. Return how often an owner had none."""
     take, passed_over = pool.take, Counter[int]()
 
-    def checked(after: int = NULL_PAGE, *, overwritten: bool = False) -> GlobalPage:
+    def checked(after: int = NULL_PAGE, *, owner: int | None = None, overwritten: bool = False) -> GlobalPage:
+        if owner is not None:
+            page = take(owner=owner, overwritten=overwritten)
+            assert owner_of(page, shards) == owner
+            return page
         unheld = Counter(owner_of(page, shards) for page in range(1, pool.total + 1) if not pool.holders(page))
         free = [len(pages) for pages in pool._free]
         page = take(after, overwritten=overwritten)

@@ -8,6 +8,7 @@ import pytest
 from replica import Replica, owner_of
 from workload import config, tokens
 
+from kernels.page import Shards
 from workers.protocol.prompt import Prompt
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.pages import PagePool
@@ -97,6 +98,61 @@ def test_rows_of_all_ranks_are_about_equally_long_under_load() -> None:
         assert max(count.values()) - min(count[owner] for owner in range(4)) <= 1
     load = Counter(owner for row in rows for owner in owners(row, 4))
     assert max(load.values()) * 4 <= 1.03 * sum(load.values())
+
+
+def test_pieces_go_round_without_exceptions() -> None:
+    """Cached pages are evicted until one of the owner is there, though others have free ones."""
+    cache = PrefixCache(PagePool(2 * 24 + 1, 2, in_pieces=True))
+    ids = Tokens(Prompt.of(range(64 * 16)))
+    old = cache.open([], 16)
+    assert owners(old, 2) == [0] * 8 + [1] * 8
+    cache.register(old, ids, 16)
+    cache.close(old)
+    rows = [cache.open([], 8) for _ in range(3)]
+    assert [owners(row, 2) for row in rows] == [[0] * 8, [1] * 8, [0] * 8]
+    assert cache.cached == 16
+    cache.extend(rows[1], 8)  # of the first owner, who has 8 that are cached, behind 8 of the other
+    assert owners(rows[1], 2) == [1] * 8 + [0] * 8
+    assert cache.cached == 0
+    assert cache.available == 16
+    assert cache.can_extend(rows[1], 8)
+    assert not cache.can_extend(rows[1], 9)
+    with pytest.raises(RuntimeError, match="the scheduler must ask first"):
+        cache.extend(rows[1], 9)
+    assert not cache.has_room([], 17, 0)
+    assert not cache.has_room([], 9, 0)
+    assert cache.has_room([], 8, 0)
+    assert cache.has_room([], 8, 1, [rows[1]])
+    assert not cache.has_room([], 8, 9, [rows[1]])
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_every_owner_has_his_part_of_a_row(shards: int) -> None:
+    """Counted page by page."""
+    for first in range(shards):
+        for column in (0, 1, 7, 8, 63, 100):
+            for count in (0, 1, 8, 9, 64, 200):
+                found = Counter((first + at // 8) % shards for at in range(column, column + count))
+                assert Shards(shards).in_turns(first, column, count) == [found[owner] for owner in range(shards)]
+    for each in (1, 7, 8, 9, 40):
+        most, longest = Shards(shards).most_of_a_row(shards * each), 0
+        while max(Shards(shards).in_turns(0, 0, longest + 1)) <= each:
+            longest += 1
+        assert most == longest
+
+
+def test_a_hit_ends_before_a_page_that_another_rows_pieces_have_elsewhere() -> None:
+    """Two rows compute one prompt at once. What the second adds to the first one's pages lies as its own do."""
+    cache = PrefixCache(PagePool(2 * 40 + 1, 2, in_pieces=True))
+    ids = Tokens(Prompt.of(range(64 * 12)))
+    first, second = cache.open([], 8), cache.open([], 12)
+    assert owners(first, 2)[0] != owners(second, 2)[0]
+    cache.register(first, ids, 8)
+    cache.register(second, ids, 12)
+    found = cache.match(ids, ids.keys(), 12)
+    assert [entry.page for entry in found] == first.pages
+    row = cache.open(found, 12)
+    assert owners(row, 2) == owners(first, 2)[:8] + [owners(second, 2)[0]] * 4
 
 
 def test_pages_that_cannot_be_shared_out_evenly_are_refused() -> None:

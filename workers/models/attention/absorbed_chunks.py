@@ -1,4 +1,5 @@
-"""Prefill rows as decode rows, for invariant mode: one form of attention whatever a token is fed with.
+"""Prefill rows as decode rows, for invariant mode: one form of attention whatever a token is fed with. Where ranks
+share out the cache, they exchange what decode rows exchange.
 
 Shape legend: R rows, W width, U = R * W queries, T prefill tokens, H heads of this rank, D features of a query, V value
 features, C cached features, P pages, K = 64 entries per page.
@@ -14,12 +15,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from kernels.mla_decode import INVARIANT_SPLIT
+from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, plan_rows
+from workers.models.attention.shards import ShardedRows
 from workers.models.batch import Batch, DecodeBatch
+from workers.parallel.group import Group
 
 WIDEST: Final = 8
 """Most tokens of a row."""
@@ -122,8 +126,10 @@ class AbsorbedChunks(Backend):
     chunks: ChunkRows
     q_THD: Tensor
     q_UHD: Tensor
-    parts: tuple[DecodeRows, ...]
+    parts: tuple[DecodeRows | ShardedRows, ...]
     """Parts, computed one after the other in the same memory."""
+    first: int
+    group: Group | None
     workspace: Tensor
     """Memory of the plan of the part that is being computed."""
     out_UHV: Tensor
@@ -131,16 +137,24 @@ class AbsorbedChunks(Backend):
 
     @staticmethod
     def of(
-        heads: Heads, q_THD: Tensor, out_THV: Tensor, chunks: ChunkRows, first: int, scratch: Scratch
+        heads: Heads,
+        q_THD: Tensor,
+        out_THV: Tensor,
+        chunks: ChunkRows,
+        first: int,
+        scratch: Scratch,
+        group: Group | None = None,
     ) -> AbsorbedChunks:
-        """Make the backend of the prefill rows' tokens alone, with their roped queries and the place for their
-        output."""
+        """Make the backend of the prefill rows' tokens alone, with their roped queries and the place for their output.
+        `group`: see `Batch`."""
         queries = chunks.token_U.shape[0]
         q_UHD = scratch.empty(queries, *q_THD.shape[1:], dtype=q_THD.dtype)
         out_UHV = scratch.empty(queries, *out_THV.shape[1:], dtype=out_THV.dtype)
         parts = chunks.parts()
-        _, largest = parts[0]
-        memory = DecodeMemory.of(heads, largest.length_R.shape[0], chunks.width, scratch)
+        first_queries, largest = parts[0]
+        if group is not None:
+            count, pages = largest.page_RP.shape
+            largest = replace(largest, own=OwnEntries.allocate(count, chunks.width, pages, scratch.empty))
         workspace = scratch.empty(0, dtype=torch.uint8)
 
         def reserve(size: int) -> Tensor:
@@ -148,18 +162,26 @@ class AbsorbedChunks(Backend):
             workspace = scratch.empty(size, dtype=torch.uint8)
             return workspace
 
-        plan_rows(heads, largest, chunks.width, first, reserve)
-        rows = tuple(
-            DecodeRows(part, first, q_UHD[where], None, memory.first(part.length_R.shape[0]), out_UHV[where])
-            for where, part in parts
-        )
-        return AbsorbedChunks(chunks, q_THD, q_UHD, rows, workspace, out_UHV, out_THV)
+        plan_rows(heads, largest, chunks.width, first, reserve, group=group)
+        rows: tuple[DecodeRows | ShardedRows, ...]
+        if group is None:
+            memory = DecodeMemory.of(heads, largest.length_R.shape[0], chunks.width, scratch)
+            rows = tuple(
+                DecodeRows(part, first, q_UHD[where], None, memory.first(part.length_R.shape[0]), out_UHV[where])
+                for where, part in parts
+            )
+        else:
+            of_all = ShardedRows.of(heads, group, largest, q_UHD[first_queries], None, out_UHV[first_queries], scratch)
+            rows = tuple(of_all.of_first(part, q_UHD[where], out_UHV[where]) for where, part in parts)
+        return AbsorbedChunks(chunks, q_THD, q_UHD, rows, first, group, workspace, out_UHV, out_THV)
 
     @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         torch.index_select(self.q_THD, 0, self.chunks.token_U, out=self.q_UHD)
         for part in self.parts:
             # One workspace for all parts, so each is planned when its turn comes.
-            planned = plan_rows(heads, part.rows, self.chunks.width, part.first, lambda size: self.workspace)
+            planned = plan_rows(
+                heads, part.rows, self.chunks.width, self.first, lambda size: self.workspace, group=self.group
+            )
             replace(part, rows=planned).attend(heads, cache_PKC)
         torch.index_select(self.out_UHV, 0, self.chunks.place_T, out=self.out_THV)

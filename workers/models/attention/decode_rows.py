@@ -21,10 +21,12 @@ from kernels.head_linear import absorb as absorb_roped
 from kernels.head_linear import head_linear, merge_up, rope_absorb
 from kernels.linear import MOST_STREAMED
 from kernels.mla_decode import DecodeShape, launch, mla_decode, schedule_decode
+from kernels.own_entries import own_entries
 from kernels.runtime.dependent import launches_dependently
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Heads
 from workers.models.batch import DecodeBatch
+from workers.parallel.group import Group
 
 MOST_MERGED: Final = 16
 """Most query vectors, a token's on this rank each, whose pieces are merged and multiplied by W_UV in one launch:
@@ -32,11 +34,21 @@ MOST_MERGED: Final = 16
 
 
 def plan_rows(
-    heads: Heads, rows: DecodeBatch, width: int, first: int, empty: Callable[[int], Tensor], *, shards: int = 1
+    heads: Heads,
+    rows: DecodeBatch,
+    width: int,
+    first: int,
+    empty: Callable[[int], Tensor],
+    *,
+    group: Group | None = None,
 ) -> DecodeBatch:
     """`rows` with a plan of which programs of a GPU read which of their entries, in memory of `empty` (bytes to uint8);
-    on a CPU as they are. It holds for all layers of one shape. `shards`: ranks that share out the cache, and attend
-    with the heads of all of them to their `own` entries."""
+    on a CPU as they are. It holds for all layers of one shape. `group`: ranks that share out the cache, and attend with
+    the heads of all of them to their `own` entries, which are found first."""
+    shards = 1
+    if group is not None and rows.own is not None:
+        own_entries(rows.page_RP, rows.length_R, rows.own, group.mesh.shards, first=first)
+        shards = group.mesh.cache.size
     if not rows.length_R.is_cuda:
         return rows
     shape = DecodeShape(

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.own_entries import OwnEntries, own_entries
+from kernels.own_entries import OwnEntries
 from kernels.rms_norm import AddNorm
 from kernels.rope_cache import rope_cache
 from kernels.runtime.dependent import launches_dependently
@@ -144,6 +144,8 @@ class LatentAttention:
         )
         self.cache: CacheSpec = latent_spec(latent, config.qk_rope_head_dim, source.dtype, fp8=fp8_cache)
         """Spec of the latent cache."""
+        self.shards = source.mesh.cache.size
+        """Ranks that share out the cache."""
         self.expands = not invariant
         """Whether prefill rows attend to keys and values that are expanded from latents."""
         self.out_EF = source.matrix(
@@ -168,11 +170,9 @@ class LatentAttention:
         width, first = batch.layout.width, batch.first
         if batch.group is not None:
             own = OwnEntries.allocate(rows.page_RP.shape[0], width, rows.page_RP.shape[1], scratch.empty)
-            own_entries(rows.page_RP, rows.length_R, own, batch.group.mesh.shards, first=first)
             rows = replace(rows, own=own)
-        shards = 1 if batch.group is None else batch.group.mesh.cache.size
         planned = plan_rows(
-            self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8), shards=shards
+            self.heads, rows, width, first, lambda size: scratch.empty(size, dtype=torch.uint8), group=batch.group
         )
         return replace(batch, decode=planned)
 
@@ -180,14 +180,14 @@ class LatentAttention:
         """Return the positions of the prefill rows, for all layers. In invariant mode they are computed as decode rows
         are."""
         if self.heads.invariant:
-            return ChunkRows.of(batch, self.heads.count)
+            return ChunkRows.of(batch, self.shards * self.heads.count)
         return PrefillGeometry.of(batch)
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
         """Return geometries of this number of tokens, rows and pages per row, of which one needs as much memory as
         any."""
         if self.heads.invariant:
-            return ChunkRows.largest(tokens, rows, pages, self.heads.count, device)
+            return ChunkRows.largest(tokens, rows, pages, self.shards * self.heads.count, device)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
     def allocate_projected(self, ops: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
@@ -297,7 +297,7 @@ class LatentAttention:
             own = slice(split, end)
             q_THD, own_THV = projected.q_THD[own], out_THV[own]
             if isinstance(geometry, ChunkRows):
-                found.append(AbsorbedChunks.of(heads, q_THD, own_THV, geometry, batch.first, scratch))
+                found.append(AbsorbedChunks.of(heads, q_THD, own_THV, geometry, batch.first, scratch, batch.group))
             else:
                 assert isinstance(geometry, PrefillGeometry)
                 assert projected.kv_THF is not None

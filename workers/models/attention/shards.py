@@ -11,7 +11,7 @@ entries of cached context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class ShardedRows(Backend):
     out_RWXL: Tensor
     """Attention of all heads to this rank's entries."""
     lse_RWX: Tensor
+    merged_THL: Tensor | None
+    """In invariant mode: what is merged, in fp32 until it is rounded once."""
     out_THV: Tensor
 
     @staticmethod
@@ -62,6 +64,9 @@ class ShardedRows(Backend):
         assert rows.own is not None
         count, width = rows.own.bound_RW.shape
         dtype, of_all = heads.norm_L.dtype, (count, width, group.mesh.cache.size * heads.count)
+        merged_THL = None
+        if heads.invariant:
+            merged_THL = scratch.empty(count * width, heads.count, heads.latent, dtype=torch.float32)
         return ShardedRows(
             group=group,
             rows=rows,
@@ -69,8 +74,25 @@ class ShardedRows(Backend):
             entering=entering,
             memory=DecodeMemory.of(heads, count, width, scratch),
             q_RWXC=scratch.empty(*of_all, heads.latent + heads.rope, dtype=dtype),
-            out_RWXL=scratch.empty(*of_all, heads.latent, dtype=dtype),
+            out_RWXL=scratch.empty(*of_all, heads.latent, dtype=torch.float32 if heads.invariant else dtype),
             lse_RWX=scratch.empty(*of_all, dtype=torch.float32),
+            merged_THL=merged_THL,
+            out_THV=out_THV,
+        )
+
+    def of_first(self, rows: DecodeBatch, q_THD: Tensor, out_THV: Tensor) -> ShardedRows:
+        """Return the same for other rows, no more of them, in the first part of the memory."""
+        assert self.rows.own is not None
+        count, width = rows.length_R.shape[0], self.q_RWXC.shape[1]
+        return replace(
+            self,
+            rows=replace(rows, own=self.rows.own.of_first(count)),
+            q_THD=q_THD,
+            memory=self.memory.first(count),
+            q_RWXC=self.q_RWXC[:count],
+            out_RWXL=self.out_RWXL[:count],
+            lse_RWX=self.lse_RWX[:count],
+            merged_THL=None if self.merged_THL is None else self.merged_THL[: count * width],
             out_THV=out_THV,
         )
 
@@ -78,14 +100,15 @@ class ShardedRows(Backend):
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         memory, own, group, workspace = self.memory, self.rows.own, self.group, self.rows.workspace
         assert own is not None
-        dependent = workspace is not None and launches_dependently(cache_PKC.device)
+        invariant = heads.invariant
+        dependent = workspace is not None and not invariant and launches_dependently(cache_PKC.device)
         q_THC, shards = memory.q_RWHC.flatten(0, 1), group.mesh.cache.size
         absorb(heads, self.q_THD, self.entering, q_THC, cache_PKC, dependent=dependent)
         tokens = len(q_THC)
         group.gather_shards(q_THC.flatten(1), self.q_RWXC.view(tokens, shards, -1))
         tensors = self.q_RWXC, cache_PKC, own.page_RP, own.length_R, self.out_RWXL, self.lse_RWX
-        if workspace is None:
-            mla_decode(*tensors, scale=heads.scale, own=own)
+        if workspace is None or invariant:
+            mla_decode(*tensors, scale=heads.scale, workspace=workspace, invariant=invariant, own=own, shards=shards)
         else:
             # What the kernel before writes are queries alone: all entries were written before it.
             launch.attend(*tensors, workspace, scale=heads.scale, dependent=dependent, early=dependent, own=own)
@@ -93,8 +116,12 @@ class ShardedRows(Backend):
         attended_THL = memory.attended_RWHL.flatten(0, 1)
         by_shard = tokens, shards, heads.count
         parts = self.out_RWXL.view(*by_shard, -1), self.lse_RWX.view(by_shard)
-        group.merge_shards(*parts, attended_THL, memory.lse_RWH.flatten(0, 1))
-        head_linear(attended_THL, heads.value_HVL.transpose(1, 2), self.out_THV, dependent=dependent)
+        into_THL = attended_THL if self.merged_THL is None else self.merged_THL
+        group.merge_shards(*parts, into_THL, memory.lse_RWH.flatten(0, 1), tree=invariant)
+        if self.merged_THL is not None:
+            attended_THL.copy_(self.merged_THL)
+        value_HLV = heads.value_HVL.transpose(1, 2)
+        head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant, dependent=dependent)
         heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
 
 

@@ -35,6 +35,7 @@ from workers.models.attention.indexer import Indexed, Indexer
 from workers.models.attention.latent import LatentAttention, MlaInputs
 from workers.models.attention.shards import ShardedRows
 from workers.models.attention.short_rows import ShortRows
+from workers.models.attention.sparse_entries import SharedEntries
 from workers.models.attention.sparse_rows import SparseGeometry, SparseRows, selection, spare
 from workers.models.attention.sparse_shards import heads_of_all
 from workers.models.attention.widened import Widening, may_widen
@@ -51,8 +52,6 @@ class SparseAttention(LatentAttention):
     """Lengths of chunks for which sparse attention has kernels of their own. The number of a chunk's tokens that share
     what is read is compiled in, and so is the number of parts into which their entries are divided."""
     rotates = True
-    shards = 1
-    """Ranks that share out the cache."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class SparseAttention(LatentAttention):
         super().__init__(source, prefix, config, invariant=invariant, fp8_cache=fp8_cache)
         assert config.indexing is not None
         assert config.q_lora_rank is not None
-        self.indexing, self.shards = config.indexing, source.mesh.cache.size
+        self.indexing = config.indexing
         self.expands = False
         if self.shards > 1 and config.indexing.top_k % 2:
             raise ValueError(
@@ -204,6 +203,10 @@ class SparseAttention(LatentAttention):
         sizes = decode, layout.width, prefill, scores, self.indexing.top_k, batch.position_T.device
         shards = 1 if batch.group is None else batch.group.mesh.cache.size
         scratch.empty(spare(heads_of_all(self.heads, shards), *sizes, shards), dtype=torch.uint8)
+        if batch.group is not None and self.heads.invariant:
+            # Where as many tokens are of decode rows as of others, both kinds take as much as one can.
+            where = self.indexing.top_k, batch.position_T.device, scratch
+            SharedEntries.of(batch.group, self.heads, layout.tokens, *where)
 
     @override
     def tensors(self, *caches: Tensor) -> tuple[Tensor, ...]:

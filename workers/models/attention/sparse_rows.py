@@ -18,7 +18,14 @@ from typing_extensions import override
 from kernels.head_linear import head_linear
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.dependent import launches_dependently
-from kernels.sparse import InvariantWorkspace, index_scores, select_positions, sparse_decode, write_index_keys
+from kernels.sparse import (
+    InvariantWorkspace,
+    SparseWorkspace,
+    index_scores,
+    select_positions,
+    sparse_decode,
+    write_index_keys,
+)
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.backend import Backend, Geometry, Heads
@@ -312,7 +319,11 @@ class SparseRows(Backend):
             if self.entering is None:
                 absorb(heads, self.q_THD[turn], None, q_THC, cache_PKC, dependent=dependent)
             lse_TH, workspace = memory.lse_RWH.squeeze(1), self.workspaces.attend.get(len(q_THC))
-            if self.shared is not None:
+            if self.shared is not None and self.shared.entries is not None:
+                assert not isinstance(workspace, SparseWorkspace)
+                pages = cache_PKC, self.page_RP, self.shared.there.local_RP
+                self.shared.entries.attend(heads, q_THC, *pages, where.of(turn), attended_THL, lse_TH, workspace)
+            elif self.shared is not None:
                 assert not isinstance(workspace, InvariantWorkspace)
                 into = attended_THL, lse_TH
                 self.shared.attend(heads, q_THC, cache_PKC, turn, *into, workspace, dependent=dependent)

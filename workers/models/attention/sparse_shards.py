@@ -4,7 +4,8 @@ Each rank scores the entries that it has, for all tokens, and offers its best to
 many as a token attends to, so that the best of all are among them. Every rank has what all offer, and selects from it
 by itself (`kernels.sparse_shards`): the same positions on all, whatever their number. Then ranks gather the absorbed
 queries, attend with all heads to those selected entries that they have, send each head's part to its rank, and merge
-it there, as dense decode rows do (`shards`). Chunks of prompts take the same way.
+it there, as dense decode rows do (`shards`). Chunks of prompts take the same way. In invariant mode selected entries
+travel in place of queries and parts (`sparse_entries`).
 
 All ranks exchange in every layer, whatever they have of a row, and in equal turns.
 
@@ -34,6 +35,7 @@ from kernels.sparse_shards import (
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Heads
 from workers.models.attention.decode_rows import DecodeMemory
+from workers.models.attention.sparse_entries import SharedEntries
 from workers.models.batch import Batch, OwnSelection, Selection
 from workers.parallel.group import Group
 
@@ -86,8 +88,11 @@ class SharedSelection:
     """None where nothing will be computed."""
     candidates: Candidates
     """Of as many tokens as are scored at once."""
-    memory: DecodeMemory
-    """Queries, results and log-sum-exps of the heads of all ranks, of as many tokens as attend at once."""
+    memory: DecodeMemory | None
+    """Queries, results and log-sum-exps of the heads of all ranks, of as many tokens as attend at once; None in
+    invariant mode."""
+    entries: SharedEntries | None
+    """In invariant mode what travels in place of those."""
 
     @staticmethod
     def of(
@@ -102,13 +107,19 @@ class SharedSelection:
         """Take memory for so many tokens that are scored, or attend, at once from `scratch`. `heads`: this rank's."""
         assert selection.own is not None
         shards, top_k = group.mesh.cache.size, selection.selected_TS.shape[1]
+        memory, entries = None, None
+        if heads.invariant:
+            entries = SharedEntries.of(group, heads, attending, top_k, selection.row_T.device, scratch)
+        else:
+            memory = DecodeMemory.of(heads_of_all(heads, shards), attending, 1, scratch)
         return SharedSelection(
             group=group,
             selection=selection,
             own=selection.own,
             pages=pages,
             candidates=Candidates.allocate(scored, shards, top_k, scratch.empty),
-            memory=DecodeMemory.of(heads_of_all(heads, shards), attending, 1, scratch),
+            memory=memory,
+            entries=entries,
         )
 
     @property
@@ -167,6 +178,7 @@ class SharedSelection:
     ) -> None:
         """Attention of some tokens to what is selected, and its log-sum-exp, of this rank's heads. `workspace`: for the
         heads of all."""
+        assert self.memory is not None
         tokens, shards, memory = len(q_THC), self.group.mesh.cache.size, self.memory.first(len(q_THC))
         q_TXC, out_TXL, lse_TX = (x.squeeze(1) for x in (memory.q_RWHC, memory.attended_RWHL, memory.lse_RWH))
         self.group.gather_shards(q_THC.flatten(1), q_TXC.view(tokens, shards, -1))
@@ -193,8 +205,11 @@ class SharedSelection:
         part_TY, part_TDY = (x.view(torch.float32) for x in (self.candidates.part_TY, self.candidates.part_TDY))
         for count in sorted({min(1, len(part_TY)), len(part_TY)} - {0}):
             self.group.gather_shards(part_TY[:count], part_TDY[:count])
-        attending = len(own.q_RWHC)
+        if self.entries is not None:
+            self.entries.reserve()
+        attending = 0 if self.memory is None else len(own.q_RWHC)
         for count in sorted({min(1, attending), attending} - {0}):
+            assert self.memory is not None
             mine, all = own.first(count), self.memory.first(count)
             heads = mine.lse_RWH.shape[2]
             self.group.gather_shards(mine.q_RWHC.view(count, -1), all.q_RWHC.view(count, shards, -1))

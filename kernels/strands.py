@@ -1,0 +1,90 @@
+"""The order in which invariant mode merges a row's pieces (`kernels.page.PIECE_PAGES`), whatever ranks have them.
+
+Piece p belongs to *strand* p mod `STRANDS`. A strand's pieces are merged one after the other, and the strands as a
+balanced binary tree: of S strands, strand i first with strand i + S / 2, and so on with what that leaves. A part is a
+normalised output and its log2-sum-exp2, and two parts are merged in fp32 into one that does not depend on which of them
+comes first.
+
+Ranks that share out a cache have whole pieces in turns. So each of D ranks has the pieces of `STRANDS` / D strands,
+which are a subtree, and its own pieces belong to its own strands as those of a whole row belong to all. What is left is
+the same tree over the ranks. Which of them has a row's first piece does not matter, because two ranks that are merged
+are D / 2 apart wherever one begins.
+
+Shape legend: D parts, X anything, L latent features.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import deterministic_math
+
+STRANDS: Final = 8
+"""Strands of a row, all ranks together; so many ranks share out a cache at most."""
+
+Part = tuple[Tensor, Tensor]
+"""Output [X, L], and its log2-sum-exp2 [X], -inf where nothing was seen. Both in fp32 or wider."""
+
+
+def merged(a: Part, b: Part) -> Part:
+    """Merge attention to disjoint sets of entries: the same bits for (a, b) and (b, a).
+
+    A part that has seen nothing changes no bit of the other, whose output is finite then. NaN stays NaN.
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    (a_XL, a_X), (b_XL, b_X) = a, b
+    top_X, low_X = torch.maximum(a_X, b_X), torch.minimum(a_X, b_X)
+    # A finite shift: -inf - -inf is NaN.
+    weight_X = deterministic_math.exp2(low_X - top_X.masked_fill(top_X == -torch.inf, 0.0))
+    total_X = 1 + weight_X
+    first_X1 = (a_X >= b_X).unsqueeze(-1)
+    top_XL, low_XL = torch.where(first_X1, a_XL, b_XL), torch.where(first_X1, b_XL, a_XL)
+    sum_XL = (low_XL * weight_X.unsqueeze(-1) + top_XL) / total_X.unsqueeze(-1)
+    unseen_XL = (weight_X == 0).unsqueeze(-1) & low_XL.isfinite()
+    return torch.where(unseen_XL, top_XL, sum_XL), top_X + deterministic_math.log2(total_X)
+
+
+def merge_strands(pieces: Sequence[Part], strands: int = STRANDS) -> Part:
+    """Merge the pieces of a row, or those that a rank has where it has so many `strands`. There is one at least."""
+    found = [pieces[begin] for begin in range(min(strands, len(pieces)))]
+    for index, piece in enumerate(pieces[strands:]):
+        found[index % strands] = merged(found[index % strands], piece)
+    missing = torch.zeros_like(pieces[0][0]), torch.full_like(pieces[0][1], -torch.inf)
+    return merge_tree([*found, *[missing] * (strands - len(found))])
+
+
+def merge_tree(parts: Sequence[Part]) -> Part:
+    """Merge a power of two of parts as a balanced tree, each with the one half of them further on."""
+    found = list(parts)
+    while len(found) > 1:
+        half = len(found) // 2
+        found = [merged(found[index], found[index + half]) for index in range(half)]
+    return found[0]
+
+
+@triton.jit
+def pair_weights(a, b):
+    """Of the log2-sum-exp2 of two parts: whether the first is not the lesser, the weight of the lesser beside 1, the
+    sum of both weights, and the log2-sum-exp2 of both parts."""
+    top = tl.maximum(a, b)
+    weight = tl.exp2(tl.minimum(a, b) - tl.where(top == float("-inf"), 0.0, top))
+    total = 1.0 + weight
+    return a >= b, weight, total, top + tl.log2(total)
+
+
+@triton.jit
+def pair_sum(a, b, first, weight, total):
+    """The output of two parts, by what `pair_weights` says of them."""
+    top = tl.where(first, a, b)
+    low = tl.where(first, b, a)
+    # Products and sums that are left to the compiler may be rounded once or twice, in one kernel so and in another so.
+    found = tl.fma(low, weight, top) / total
+    return tl.where((weight == 0.0) & (low - low == 0.0), top, found)
