@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE, WHOLE, Shards
+from workers.cache.place import CachePlace, own_pages
 from workers.cache.rings import RingSpec
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
@@ -54,10 +55,14 @@ class PagedCache:
         shards: Shards = WHOLE,
         rings: Sequence[RingSpec] = (),
         slots: int = 0,
+        place: CachePlace | None = None,
     ) -> PagedCache:
         """A cache with a layer per spec, and rings of so many slots. `pages`: that this rank has, the null page
-        included."""
-        layers = [spec.allocate(pages if spec.sharded else shards.pages(pages), device) for spec in specs]
+        included. `place`: where the layers are to lie, in memory for so many pages."""
+        if place is None:
+            layers = [spec.allocate(own_pages(spec, pages, shards), device) for spec in specs]
+        else:
+            layers = place.layers(specs, pages, shards)
         return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings])
 
     @property
