@@ -42,11 +42,8 @@ TAKE_OVER_S: Final = 30.0
 _LOOK_S: Final = 0.25
 
 
-class Processes(Protocol):
-    """Scheduler and ranks of one engine."""
-
-    async def connect(self) -> EngineClient:
-        """Start them, and connect to them. They load meanwhile."""
+class Ended(Protocol):
+    """Scheduler and ranks of an engine that is to end, or has died."""
 
     def kill(self) -> None:
         """End them at once; harmless when repeated."""
@@ -54,6 +51,13 @@ class Processes(Protocol):
     async def gone(self, limit_s: float) -> bool:
         """Wait until those that were killed have ended, with all that they had open, but no longer than so many
         seconds; whether they have."""
+
+
+class Processes(Ended, Protocol):
+    """Scheduler and ranks of an engine that is to stand by."""
+
+    async def connect(self) -> EngineClient:
+        """Start them, and connect to them. They load meanwhile."""
 
 
 P = TypeVar("P", bound=Processes)
@@ -106,7 +110,7 @@ class HotStandby(Generic[P]):
             self._newest.kill()
             self._newest = None
 
-    async def take_over(self, dead: Processes) -> tuple[P, EngineClient] | None:
+    async def take_over(self, dead: Ended) -> tuple[P, EngineClient] | None:
         """Let the engine that stands by take the place of the one of these processes, which are ended. Return its
         processes and its client, ready to serve. None where none stands by, or it cannot: then nothing is left of it
         either, and another engine can be started. None stands by from now on, until `begin`."""

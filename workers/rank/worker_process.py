@@ -228,7 +228,7 @@ def run_worker(
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
         times = StartTimes()
-        group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress)
+        group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress, standby=role != "alone")
         if config.cache_shards == "auto":
             times.end("choice of shards")
         heard = results.send, news, news.progress, news.moved
