@@ -87,13 +87,15 @@ async def test_streams_go_on_at_the_engine_that_stood_by(folder: Path, victim: s
     """Twice, as another one stands by then. Their prompts were cached before: nobody may take that for granted in
     memory that is empty now."""
     prompts = random_prompts(4, 200, seed=77)
+    prompts[0] = (prompts[0] * 200)[:200]  # of which three pages are cached
     expected = engine(folder, width=1).generate(prompts, SAMPLINGS)
     async with front(config(folder, heartbeat_timeout_s=5.0, **settings)) as (made, local):
         first = local.current
         for death in range(2):
             await local.stands_by()
             for warm in range(2):  # its pages are in the prefix cache of the engine that serves
-                await read(made, f"w{death}{warm}", prompts[0], SamplingParams(2, temperature=0.0))
+                warmed = await read(made, f"w{death}{warm}", prompts[0], SamplingParams(2, temperature=0.0))
+            assert warmed[0].cached_tokens == (192 if settings.get("prefix_cache", True) else 0)
             at = kill_at(5 + 20 * death, local, victim)
             jobs = [
                 read(made, f"r{death}{number}", prompts[number], SAMPLINGS[number], at if number == 0 else None)
