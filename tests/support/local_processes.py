@@ -57,8 +57,10 @@ class LocalProcesses:
 class LocalFront:
     """What a replica's front does about its engines."""
 
-    def __init__(self, settings: EngineConfig, *, hot: bool = True, rehearsal_s: float = 600.0) -> None:
-        """`hot`: whether an engine is to stand by."""
+    def __init__(
+        self, settings: EngineConfig, *, hot: bool = True, rehearsal_s: float = 600.0, calm_s: float = 0.1
+    ) -> None:
+        """`hot`: whether an engine is to stand by. The other arguments: see `HotStandby`."""
         self._settings, self._hot = settings, hot
         self.keeper = WeightKeeper()
         self.current = self.make("succeeded" if hot else "alone")
@@ -71,7 +73,7 @@ class LocalFront:
         self.change: Callable[[LocalProcesses], None] = lambda processes: None
         """Called with processes that are about to be started to stand by."""
         self.engine: FailoverEngine | None = None
-        times = {"rehearsal_s": rehearsal_s, "backoff_s": 0.1, "calm_s": 0.1}
+        times = {"rehearsal_s": rehearsal_s, "backoff_s": 0.1, "calm_s": calm_s}
         self.standby = HotStandby(self._next, self._serving, START_S, **times)
         self.standby.on_change.append(self.told.append)
         self.standby.on_progress.append(self.told.append)

@@ -85,8 +85,8 @@ class HotStandby(Generic[P]):
         self._taken: P | None = None
         """Processes that stood by, and are somebody else's now."""
         self._keeping: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
-        """Ends what stood by, and waits until its memory is free."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """They end what stood by, and wait until its memory is free."""
         self.on_change: list[Callable[[str], None]] = []
         """Functions that are told, in a line, when an engine stands by and when one does not any more."""
         self.on_progress: list[Callable[[str], None]] = []
@@ -100,7 +100,7 @@ class HotStandby(Generic[P]):
     def begin(self) -> None:
         """Keep an engine standing by from now on; there is never more than one. In the running event loop."""
         if self._keeping is None:
-            self._keeping = asyncio.get_running_loop().create_task(self._keep(self._ending))
+            self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     def kill(self) -> None:
         """End what stands by, or is about to, and start nothing more; harmless when repeated."""
@@ -118,8 +118,8 @@ class HotStandby(Generic[P]):
         dead.kill()
         if standing is None:
             self.kill()
-            if self._ending is not None:
-                await asyncio.wait({self._ending}, timeout=GONE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended(), GONE_S)
             return None
         processes, client = standing
         try:
@@ -153,15 +153,23 @@ class HotStandby(Generic[P]):
     def _stop_keeping(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-            self._keeping, self._ending = None, self._keeping
+            self._note_ending(self._keeping)
+            self._keeping = None
 
-    async def _keep(self, ending: asyncio.Task[None] | None) -> None:
-        """`ending`: what stood by before, of which there may be something left."""
-        if ending is not None:
-            await asyncio.wait({ending})
+    def _note_ending(self, task: asyncio.Task[None]) -> None:
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _all_ended(self) -> None:
+        while self._ending:
+            await asyncio.wait(set(self._ending))
+
+    async def _keep(self) -> None:
+        await self._all_ended()
         loop, failures, pause = asyncio.get_running_loop(), 0, 0.0
         while True:
             await self._calm(pause)
+            self._go_on()
             begin = loop.time()
             try:
                 await self._stand_by()
@@ -171,6 +179,12 @@ class HotStandby(Generic[P]):
             failures = 0 if loop.time() - begin > LONGEST_BACKOFF_S else failures + 1
             pause = min(self._backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S) if failures else self._backoff_s
             tell(self.on_change, f"no engine stands by: {cause}; another one is started in {pause:.0f} s")
+
+    def _go_on(self) -> None:
+        """Raise CancelledError in a task that was stopped: what it waited for may have come in the same moment, and
+        then it is not told (`asyncio.wait_for` before Python 3.12)."""
+        if self._keeping is not asyncio.current_task():
+            raise asyncio.CancelledError
 
     async def _stand_by(self) -> None:
         """Start an engine, and keep it until it dies, or fails a rehearsal; raises why."""
@@ -186,6 +200,7 @@ class HotStandby(Generic[P]):
             if client.info.root != serving.info.root:
                 raise EngineFault("it has other weights than the engine that serves, or computes otherwise")
             await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
+            self._go_on()
             self._standing = processes, client
             tell(self.on_change, "an engine stands by")
             await self._rehearse(client)
@@ -193,7 +208,10 @@ class HotStandby(Generic[P]):
             if self._taken is not processes:
                 if self._newest is processes:
                     self._standing = self._newest = None
-                await self._end(processes, client)
+                # Whoever stops this does not stop that.
+                ending = asyncio.get_running_loop().create_task(self._end(processes, client))
+                self._note_ending(ending)
+                await asyncio.shield(ending)
 
     async def _rehearse(self, client: EngineClient) -> None:
         died = asyncio.Event()

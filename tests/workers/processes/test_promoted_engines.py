@@ -18,9 +18,12 @@ from tests.tiny_models import write_tiny
 from tests.workers.test_engine import engine, random_prompts
 from workers.config import EngineConfig
 from workers.memory.keeper import KeeperClient
+from workers.processes import launch
 from workers.processes.failover import FailoverEngine
+from workers.protocol.grammar import Grammar
 from workers.protocol.messages import Request
-from workers.protocol.plan import SamplingParams
+from workers.protocol.plan import SamplingParams, StepPlan
+from workers.rank.runner import Launched, Runner
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,61 @@ async def test_streams_go_on_at_the_engine_that_stood_by(folder: Path, victim: s
         ended = [processes for processes in (first, *local.made) if await processes.gone(0)]
         assert ended == [first, local.made[0]]
         assert sum("of weights were kept" in line for line in local.told) == 3 * settings.get("tensor_parallel", 1)
+
+
+MARK = 666
+"""Seed of a request with which a step fails."""
+worker_main = launch._worker_main
+
+
+def failing_main(settings: EngineConfig, rank: int, *given: Any) -> None:
+    """A rank's process; the last rank of the engine that serves first fails ten steps behind the marked request."""
+    launch_step, left = Runner.launch, [10]
+
+    def fail(runner: Runner, plan: StepPlan) -> Launched:
+        marked = any(admission.sampling.seed == MARK for admission in plan.admissions)
+        left[0] -= marked or left[0] < 10
+        if not left[0]:
+            raise ValueError("the cause")
+        return launch_step(runner, plan)
+
+    if "succeeded" in given and rank == settings.tensor_parallel - 1:
+        setattr(Runner, "launch", fail)  # noqa: B010
+    worker_main(settings, rank, *given)
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 9}}}'
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+async def test_streams_with_grammars_go_on_after_an_error_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(launch, "_worker_main", failing_main)
+    demo = EngineConfig(
+        model="demo", device="cpu", invariant=True, max_rows=8, token_budget=128, cache_pages=80, tensor_parallel=ranks
+    )
+    samplings = [
+        SamplingParams(50, temperature=1.0, seed=11, stop_ids=(1,), grammar=Grammar("json_schema", SCHEMA)),
+        SamplingParams(50, temperature=0.7, seed=12, stop_ids=(1,), grammar=Grammar("regex", "([a-z]{3} )+")),
+        SamplingParams(50, temperature=1.0, seed=13, top_p=0.8, presence_penalty=0.5),
+    ]
+
+    async def all_of(made: FailoverEngine, kind: str) -> list[list[int]]:
+        jobs = [read(made, f"{kind}{each.seed}", [*range(20, 90)], each) for each in samplings]
+        return [tokens_of(outputs) for outputs in await asyncio.wait_for(asyncio.gather(*jobs), 120)]
+
+    async with front(demo) as (made, local):
+        expected = await all_of(made, "a")
+        await local.stands_by()
+        losses: list[str] = []
+        made.on_loss.append(losses.append)
+        marked = asyncio.create_task(read(made, "m", [5, 6], SamplingParams(60, temperature=0.0, seed=MARK)))
+        assert await all_of(made, "b") == expected
+        assert len(tokens_of(await asyncio.wait_for(marked, 120))) > 0
+        assert losses == [f"rank {ranks - 1}: ValueError: the cause"]
+        assert (local.current, local.starts) == (local.made[0], 1)
 
 
 @pytest.mark.long
