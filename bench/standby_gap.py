@@ -7,8 +7,8 @@ One replica runs on this machine without Ray, as its front has it: an engine tha
 hot standby a second engine. Streams run, the last rank is ended by SIGKILL, and for every stream its longest wait for a
 token is taken from then on. That is repeated, each kill once another engine stands by, and more than a third of a
 minute behind the last one, as three deaths within a minute end a replica. Without a standby an engine is started, with
-the weights that stayed. Tokens must be those of an undisturbed run in invariant mode, in which no token depends on where
-a stream was cut; in any case every stream must get as many. Exits with 1 otherwise.
+the weights that stayed. In invariant mode, in which no token depends on where a stream was cut, tokens must be those of
+an undisturbed run; with `--no-invariant` every stream must get as many. Exits with 1 otherwise.
 
 On machines that do other work, take ratios alone.
 """
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150, help="tokens that each stream asks for")
     parser.add_argument("--token-budget", type=int, default=512)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--no-invariant", dest="invariant", action="store_false")
+    parser.add_argument("--invariant", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     medians, failed = {}, 0
     for hot in (False, True):
