@@ -21,5 +21,6 @@ def fewest_pages(config: EngineConfig, shards: Shards) -> int:
 
 def standby_bytes(own: int, cache: int, layers: int) -> int:
     """Bytes that a rank takes which stands by: all that the one that serves takes beside weights and pages (`own`), the
-    `cache` of its few pages in so many layers, and what a process takes of itself. Weights and pages are there once."""
-    return DRIVER_BYTES + own + cache + layers * GRANULE
+    `cache` of its few pages in so many layers, and what a process takes of itself. Weights and pages are there once.
+    The layers of both caches end at multiples of `GRANULE`."""
+    return DRIVER_BYTES + own + cache + 2 * layers * GRANULE
