@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ async def test_streams_go_on_at_the_engine_that_stood_by() -> None:
         return tokens
 
     async with front(SETTINGS) as (made, local):
-        pages = made.stats.pages_total
         expected = await asyncio.gather(*(read(made, f"a{number}", number) for number in range(4)))
+        pages = made.stats.pages_total
         for death in range(2):
             await local.stands_by()
             halfway.clear()
@@ -56,7 +57,7 @@ async def test_streams_go_on_at_the_engine_that_stood_by() -> None:
             os.kill(local.current.pid("rank 0"), signal.SIGKILL)
             assert await asyncio.wait_for(asyncio.gather(*readers), 400) == expected
             later = [killed, *(moment for moment in arrived if moment > killed)]
-            print(f"longest wait {max(b - a for a, b in zip(later, later[1:], strict=False)):.2f} s")
+            print(f"longest wait {max(b - a for a, b in pairwise(later)):.2f} s")
             assert local.current is local.made[death]
             assert made.selftest is not None
             assert made.selftest.passed
