@@ -118,7 +118,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, **times: float) -> AsyncIterato
             engine.kill()
             if hasattr(engine, "client"):
                 await engine.client.close()
-            await engine.gone(0)
+            await engine.gone(1)
 
 
 async def until(condition: Callable[[], object]) -> None:
