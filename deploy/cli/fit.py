@@ -40,6 +40,9 @@ def fit(
         int | None,
         typer.Option("--context", min=2, help="Tokens of a request.", show_default="what the model was made for"),
     ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="A second engine stands by (health.standby: hot).", show_default=False)
+    ] = False,
     json_output: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -54,8 +57,10 @@ def fit(
         total = _memory(gpu)
         config = engine_config(**given, max_context=context, served=False)
         check_interrupt()
-        config, chosen = _shared_out(config, total)
-        plans, change = _plans(config, total)
+        if standby and config.host_cache_bytes:
+            raise UsageMistake("--standby does not go with --host-cache-bytes yet: leave one of them out")
+        config, chosen = _shared_out(config, total, standby)
+        plans, change = _plans(config, total, standby)
         plan = plans[_asked(config)]
         with result_stream() as stdout:
             if json_output:
@@ -82,20 +87,20 @@ def _asked(config: EngineConfig) -> str:
     return "fp8" if config.kv_cache_dtype == "fp8" else "plain"
 
 
-def _shared_out(config: EngineConfig, total: int) -> tuple[EngineConfig, str]:
+def _shared_out(config: EngineConfig, total: int, standby: bool) -> tuple[EngineConfig, str]:
     """Settings with the number of `cache_shards` that a start chooses, where they leave it open, and why it does."""
     from workers.fit.shard_choice import choose_shards
 
     if config.cache_shards != "auto":
         return config, ""
     try:
-        choice = choose_shards(config, total)
+        choice = choose_shards(config, total, standby=standby)
     except ValueError as error:
         raise UsageMistake(str(error)) from None
     return config.shared_out(choice.shards), choice.words
 
 
-def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Change | None]:
+def _plans(config: EngineConfig, total: int, standby: bool) -> tuple[dict[str, MemoryPlan], Change | None]:
     """Plan with the cache in the model's dtype and, where it can be, in FP8. Also return what to change where the plan
     that is asked for does not fit."""
     from workers.families.registry import has_fp8_cache, load_config
@@ -103,11 +108,13 @@ def _plans(config: EngineConfig, total: int) -> tuple[dict[str, MemoryPlan], Cha
     from workers.fit.smallest_change import smallest_change
 
     try:
-        plan = memory_plan(config, total)
+        plan = memory_plan(config, total, standby=standby)
         asked = _asked(config)
         dtypes = {"plain": "auto", "fp8": "fp8"} if has_fp8_cache(load_config(config.folder)) else {"plain": "auto"}
         plans = {
-            name: plan if name == asked else memory_plan(config.model_copy(update={"kv_cache_dtype": dtype}), total)
+            name: plan
+            if name == asked
+            else memory_plan(config.model_copy(update={"kv_cache_dtype": dtype}), total, standby=standby)
             for name, dtype in dtypes.items()
         }
         return plans, None if plan.fits else smallest_change(config, plan, GPUS)
@@ -148,6 +155,7 @@ def _lines(
             if plan.snapshots
             else []
         ),
+        *([f"standby   {gib(plan.standby)}  a second engine, without weights and cache"] if plan.standby else []),
         f"cache     {cache('plain')}",
         *([f"or        {cache('fp8')}"] if "fp8" in plans else []),
     ]
@@ -199,6 +207,7 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "other_bytes": plan.rest,
         "row_bytes": plan.rings,
         "snapshot_bytes": plan.snapshots,
+        "standby_bytes": plan.standby,
         "kv_cache_dtype": config.kv_cache_dtype,
         "cache_bytes": plan.own_pages * plan.page_bytes,
         "pages": plan.pages,

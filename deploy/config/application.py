@@ -64,11 +64,15 @@ class HealthConfig(BaseModel):
 
     Scheduler and ranks are started again in place. Streams go on there, or before that at another replica, with the
     tokens that they would have had. 0: streams end at once, and the whole replica is replaced."""
-    standby: Literal["none", "imported"] = "none"
+    standby: Literal["none", "imported", "hot"] = "none"
     """Processes that stand by for scheduler and ranks. imported: one for each, which has imported its libraries.
 
-    Where an engine dies they take the places of its processes, which saves the seconds that imports take. They compute
-    nothing, reserve nothing and have no GPU memory, and take some 400 MB of host memory each."""
+    hot: they are a second engine, which is ready. Where an engine dies they take the places of its processes: imported
+    saves the seconds that imports take, hot all of a start. Either reserves nothing of Ray's. Imported processes
+    compute nothing, have no GPU memory, and take some 400 MB of host memory each. A hot engine shares weights and the
+    memory of the cache with the one that serves; what else it takes of each GPU is left free for it, a start says how
+    much, and so does `latentserve fit`. It needs `engine.keep_weights` and `patience_s`, ranks on one node
+    with GPUs of their own, and no `engine.host_cache_bytes` (docs/operations.md)."""
     flush_s: Annotated[float, Field(ge=0)] = 0.25
     """Time between the error event on every stream of a failed replica and its exit."""
     start_attempts: Annotated[int, Field(ge=1)] = 3
@@ -148,6 +152,32 @@ class ServeConfig(BaseModel):
             raise ValueError(
                 f"gpus_per_rank = {gpus:g} puts ranks of one replica on the same GPU, and tensor_parallel = {ranks} "
                 "needs one for each: leave gpus_per_rank out, or set tensor_parallel to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_engine_can_stand_by(self) -> Self:
+        if self.health.standby != "hot":
+            return self
+        if self.health.patience_s == 0:
+            raise ValueError(
+                "health.standby = hot, but with health.patience_s = 0 no engine takes the place of one that died: give "
+                "a patience, or standby none"
+            )
+        if not self.engine.keep_weights:
+            raise ValueError(
+                "health.standby = hot shares the weights that serve, which engine.keep_weights = false does not keep: "
+                "leave that out, or give standby none or imported"
+            )
+        if self.engine.host_cache_bytes:
+            raise ValueError(
+                f"health.standby = hot does not go with engine.host_cache_bytes = {self.engine.host_cache_bytes} yet: "
+                "give 0, or standby none or imported"
+            )
+        if self.gpus_per_rank is not None and 0 < self.gpus_per_rank < 1:
+            raise ValueError(
+                f"health.standby = hot takes memory of each GPU, and gpus_per_rank = {self.gpus_per_rank:g} shares "
+                "GPUs among replicas: leave gpus_per_rank out, or give standby none or imported"
             )
         return self
 

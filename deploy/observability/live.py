@@ -111,6 +111,8 @@ class ReplicaState(_Shown):
     """Cause of its failure."""
     at: float
     """Time of the report, Unix time in seconds."""
+    standby: Literal["ready", "away"] | None = None
+    """Whether a second engine stands by for the one that serves; null where none is asked for."""
     figures: ReplicaFigures | None = None
     """null before it serves."""
 

@@ -18,7 +18,8 @@ from deploy.observability.front_metrics import FrontMetrics
 from deploy.routing.arrivals import Arrivals
 
 HEALTHY = ("latentserve_engine_healthy", "1 while the engine serves, 0 once it failed.")
-"""Figure that only Ray's endpoint has: a replica that failed answers no more."""
+STANDBY = ("latentserve_engine_standby_ready", "1 while a second engine stands by, ready to serve; 0 otherwise.")
+"""Figures that only Ray's endpoint has: a replica that failed answers no more."""
 
 
 class RayFrontMetrics(FrontMetrics):
@@ -30,6 +31,7 @@ class RayFrontMetrics(FrontMetrics):
         self._arrivals = arrivals
         self._mirrored: dict[str, Gauge] = {}
         self._healthy = Gauge(*HEALTHY)
+        self._standby = Gauge(*STANDBY)
 
     @override
     def request_started(self, endpoint: str, prompt_tokens: int) -> None:
@@ -48,9 +50,11 @@ class RayFrontMetrics(FrontMetrics):
         super().request_finished(endpoint, reason, seconds, generated, cached, per_token)
         self._arrivals.sequence_finished()
 
-    def report(self, fault: str | None) -> None:
-        """Tell Ray what /metrics says now. `fault`: why the engine failed, if it has."""
+    def report(self, fault: str | None, *, standby: bool = False) -> None:
+        """Tell Ray what /metrics says now. `fault`: why the engine failed, if it has. `standby`: whether another one
+        stands by."""
         self._healthy.set(float(fault is None))
+        self._standby.set(float(standby))
         for family in self.registry.collect():
             for sample in family.samples:
                 if sample.name.endswith("_created"):

@@ -21,7 +21,7 @@ function rowOf(replica) {
     ? [figures.running, figures.waiting, rate === null ? "–" : rate.toFixed(0), `${figures.pages_free} of ${figures.pages_total}`]
     : ["–", "–", "–", "–"];
   const state = make("td", { class: replica.state === "serving" ? "good" : "bad cause" },
-    replica.cause ? `${replica.state}: ${replica.cause}` : replica.state);
+    `${replica.state}${replica.standby === "ready" ? ", another engine stands by" : ""}${replica.cause ? `: ${replica.cause}` : ""}`);
   return make("tr", {}, make("td", {}, replica.name || "this one"), state, ...cells.map((cell) => make("td", {}, String(cell))));
 }
 

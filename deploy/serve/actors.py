@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -27,6 +27,7 @@ from deploy.observability import logs
 from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, remove_sockets
 from workers.config import EngineConfig
+from workers.rank.role import Role
 
 if TYPE_CHECKING:
     from workers.processes.scheduler_process import SchedulerProcess
@@ -85,12 +86,12 @@ class SchedulerActor:
 
         assert workers.processes.scheduler_process
 
-    def bind(self, config: EngineConfig, host: str | None) -> tuple[Addresses, int]:
-        """Bind the sockets. Return the addresses to which all others connect, and the process id. `host`: see
-        `SchedulerProcess`."""
+    def bind(self, config: EngineConfig, host: str | None, standby: bool) -> tuple[Addresses, int]:
+        """Bind the sockets. Return the addresses to which all others connect, and the process id. `host` and `standby`:
+        see `SchedulerProcess`."""
         from workers.processes.scheduler_process import SchedulerProcess
 
-        self._process = SchedulerProcess(config, host)
+        self._process = SchedulerProcess(config, host, standby=standby)
         return self._process.addresses, os.getpid()
 
     def run(self) -> None:
@@ -131,13 +132,14 @@ class WorkerActor:
         device: int,
         keeper: Path | None = None,
         waiting: int | None = None,
+        role: Role = "alone",
     ) -> None:
-        """Run step plans until told to stop; raises the cause of an end. `keeper`: of weights, and `waiting`, see
-        `run_worker`."""
+        """Run step plans until told to stop; raises the cause of an end. `keeper` (of weights), `waiting` and
+        `role`: see `run_worker`."""
         from workers.rank.worker_process import run_worker
 
         logs.configure(self._log, process=f"rank {rank}", **self._labels)
-        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper, waiting)
+        run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper, waiting, role)
 
 
 class ReplicaProcesses:
@@ -158,6 +160,8 @@ class ReplicaProcesses:
         of the weight keeper on this node when ranks begin to load. `seats`: places of other ranks, for which these
         stand by: they reserve nothing, and get the devices of those that they take the place of."""
         self._keeper, self._seats = keeper, {seat.bundle: seat for seat in seats}
+        hot = config.health.standby == "hot"
+        self._role: Role = ("standby" if seats else "succeeded") if hot else "alone"
         self._config, self._log, self._labels = config.engine, config.log, labels
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None
@@ -200,7 +204,7 @@ class ReplicaProcesses:
         one_node = all(placement.node == home for placement in placements)
         host = None if one_node else ray.util.get_node_ip_address()
         addresses: Addresses
-        addresses, scheduler_pid = await self._scheduler.bind.remote(self._config, host)
+        addresses, scheduler_pid = await self._scheduler.bind.remote(self._config, host, self._role == "standby")
         self._local_pids = [scheduler_pid, *(placement.pid for placement in placements if placement.node == home)]
         self._addresses = addresses
         self._rendezvous = f"tcp://{'127.0.0.1' if one_node else self.placements[0].ip}:{self.placements[0].port}"
@@ -239,11 +243,12 @@ class ReplicaProcesses:
                 keeper = self._keeper()
             except OSError:
                 logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
-        first = waiting if self._config.graphs_at_start == "few" else None
+        few = self._config.graphs_at_start == "few" and self._role != "standby"  # for which nobody waits
+        first = waiting if few else None
         refs = {"scheduler": self._scheduler.run.remote()}
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
             refs[f"rank {rank}"] = worker.run.remote(
-                self._config, rank, addresses, self._rendezvous, placement.device, keeper, first
+                self._config, rank, addresses, self._rendezvous, placement.device, keeper, first, self._role
             )
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 
@@ -262,12 +267,15 @@ class ReplicaProcesses:
         else:
             on_end(f"{name} ended", True)
 
-    async def gone(self, limit_s: float) -> None:
+    async def gone(self, limit_s: float) -> bool:
         """Wait until the processes of this node that were killed have ended, and given back what they had of the memory
-        of GPUs and node, but no longer than so many seconds."""
+        of GPUs and node, but no longer than so many seconds. Return whether they have."""
         deadline = time.monotonic() + limit_s
-        while any(_runs(pid) for pid in self._local_pids) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        while any(_runs(pid) for pid in self._local_pids):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
 
     def kill(self) -> None:
         """End every process at once; those of this node even if they are stopped or hang."""
@@ -283,11 +291,16 @@ class ReplicaProcesses:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has not ended yet. One whose parent has not heard of its end has nothing any more."""
+    """Whether any thread of a process has not ended yet: until then it may have memory of a GPU, and write to it. One
+    whose parent has not heard of its end has nothing any more."""
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return False
+    try:
+        return not select.select([descriptor], [], [], 0.0)[0]
+    finally:
+        os.close(descriptor)
 
 
 def _kill_actor_process(pid: int) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ from deploy.observability.live import PERIOD_S, ReplicaState, Window
 from deploy.serve.progress import others, store
 from deploy.serve.report_ages import ReportAges
 from workers.processes.failover import FailoverEngine
+from workers.processes.hot_standby import HotStandby
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -39,6 +40,8 @@ class LiveStatusStore:
         self._state: Literal["starting", "serving", "failed"] = "starting"
         self._cause = ""
         self._client: FailoverEngine | None = None
+        self.standby: HotStandby[Any] | None = None
+        """What keeps a second engine standing by, where one is asked for."""
         self._window = Window()
         self._lock = threading.Lock()
         self._closed = False
@@ -82,7 +85,11 @@ class LiveStatusStore:
     def report(self) -> ReplicaState:
         """Return the current state of this replica."""
         figures = None if self._client is None else self._window.figures(self._client.stats)
-        return ReplicaState(name=self.own, state=self._state, cause=self._cause, at=time.time(), figures=figures)
+        standby: Literal["ready", "away"] | None = None
+        if self.standby is not None:
+            standby = "ready" if self.standby.ready else "away"
+        state, cause = self._state, self._cause
+        return ReplicaState(name=self.own, state=state, cause=cause, at=time.time(), standby=standby, figures=figures)
 
     async def _keep_telling(self) -> None:
         while True:

@@ -32,6 +32,7 @@ from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
+from deploy.serve.standby import StandbyProcesses
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
 from deploy.serve.watchdog_process import BEAT_S
@@ -41,6 +42,7 @@ from deploy.text.tokenizer import Tokenizer
 from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
+from workers.processes.hot_standby import HotStandby
 from workers.protocol.front import Engine, EngineFault
 from workers.rank.start_times import StartTimes
 
@@ -148,6 +150,7 @@ class EngineReplica:
         self._keeper = WeightKeeper() if config.engine.keep_weights and config.health.patience_s > 0 else None
         keeper = self._keeper.path if self._keeper is not None else lambda: None
         self._new_processes = partial(self.processes_class, config, group, labels, keeper)
+        self._hot: HotStandby[StandbyProcesses] | None = None
         self._standby: ReplicaProcesses | None = None
         self._standing_by: asyncio.Task[None] | None = None
         self._restart = ""
@@ -172,6 +175,8 @@ class EngineReplica:
         gc.collect()
         gc.freeze()
         self._serving = True
+        if config.health.standby == "hot":
+            self._hot = self.live.standby = self._hot_standby()
         self.live.serving(self.engine)
         if self.key_status_store is not None:
             self.key_status_store.serving(self.engine)
@@ -231,6 +236,10 @@ class EngineReplica:
         if not self._serving:
             raise EngineFault("the replica is ending")
         begin = time.monotonic()
+        if self._hot is not None and (taken := await self._hot.take_over(self.processes)) is not None:
+            self.processes, client = taken[0].processes, taken[1]
+            self._restart = f"the engine that stood by took over in {time.monotonic() - begin:.1f} s"
+            return client
         self.processes.kill()
         await self.processes.gone(MEMORY_FREED_S)
         standby, self._standby = self._standby, None
@@ -298,9 +307,29 @@ class EngineReplica:
 
     def _let_others_stand_by(self) -> None:
         """Start processes for the next time that the engine dies, where the settings ask for them."""
+        if self._hot is not None:
+            self._hot.begin()
         if self.config.health.standby == "imported" and self.config.health.patience_s > 0:
             self._standby = self._new_processes(seats=self.processes.placements)
             self._standing_by = asyncio.ensure_future(self._stand_by(self._standby))
+
+    def _hot_standby(self) -> HotStandby[StandbyProcesses]:
+        """What keeps a second engine standing by."""
+        assert self.watchdog is not None
+        watchdog = self.watchdog
+
+        def make() -> StandbyProcesses:
+            processes = self._new_processes(seats=self.processes.placements)
+            return StandbyProcesses(processes, self.config, self._ended, watchdog.remove_at_end)
+
+        def serving() -> EngineClient | None:
+            return None if self.engine is None else self.engine.serving
+
+        made = HotStandby(make, serving, self.config.engine.start_timeout_s)
+        made.on_change.append(self.status_store.say)
+        made.on_change.append(lambda line: logger.info(line))
+        made.on_progress.append(lambda line: logger.debug("standby: %s", line))
+        return made
 
     async def _stand_by(self, standby: ReplicaProcesses) -> None:
         try:
@@ -318,6 +347,8 @@ class EngineReplica:
             self._standing_by.cancel()
         if self._standby is not None:
             self._standby.kill()
+        if self._hot is not None:
+            self._hot.kill()
 
     def _let_go(self) -> None:
         """End what is there for the next time that the engine dies."""
@@ -327,7 +358,7 @@ class EngineReplica:
 
     async def _report(self, engine: FailoverEngine) -> None:
         while True:
-            self.metrics.report(engine.down or None)
+            self.metrics.report(engine.down or None, standby=self._hot is not None and self._hot.ready)
             await asyncio.sleep(self.config.metrics_period_s)
 
     async def _beat(self, watchdog: StreamWatchdog) -> None:

@@ -19,6 +19,7 @@ from workers.protocol.plan import SamplingParams, StepPlan
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.rank import Rank
+from workers.rank.role import Role
 from workers.scheduler import Scheduler
 
 
@@ -39,9 +40,10 @@ class InlineEngine:
         group: Group | None = None,
         waiting: int | None = None,
         keeper: Path | None = None,
+        role: Role = "alone",
     ) -> None:
-        """`group`: of one of several ranks, each of which has a scheduler that makes the same plans. `waiting` and
-        `keeper`: see `Rank`."""
+        """`group`: of one of several ranks, each of which has a scheduler that makes the same plans. `waiting`,
+        `keeper` and `role`: see `Rank`."""
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
         self._moved: queue.Queue[Moved | DiskMoved] = queue.Queue()
         self._moving = 0
@@ -55,6 +57,7 @@ class InlineEngine:
             on_moved=self._moved.put,
             keeper=keeper,
             waiting=waiting,
+            role=role,
         )
         self.runner = self.replica.runner
         self.scheduler = Scheduler(scheduler_config(config, self.replica.ready))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.page import NULL_PAGE, WHOLE, Shards
+from workers.cache.place import CachePlace, own_pages
 from workers.cache.rings import RingSpec
 from workers.cache.snapshots import RingSnapshots
 from workers.cache.spec import CacheSpec
@@ -60,10 +61,14 @@ class PagedCache:
         rings: Sequence[RingSpec] = (),
         slots: int = 0,
         snapshots: int = 0,
+        place: CachePlace | None = None,
     ) -> PagedCache:
         """A cache with a layer per spec, rings of so many slots and memory for so many snapshots of them. `pages`: that
-        this rank has, the null page included."""
-        layers = [spec.allocate(pages if spec.sharded else shards.pages(pages), device) for spec in specs]
+        this rank has, the null page included. `place`: where the layers are to lie, in memory for so many pages."""
+        if place is None:
+            layers = [spec.allocate(own_pages(spec, pages, shards), device) for spec in specs]
+        else:
+            layers = place.layers(specs, pages, shards)
         kept = RingSnapshots(rings, snapshots, device) if snapshots else None
         return PagedCache(layers, specs, shards, [ring.allocate(slots, device) for ring in rings], rings, kept)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -34,6 +34,7 @@ from workers.fit.cache_budget import (
     wanted_pages,
 )
 from workers.fit.graph_memory import estimate
+from workers.fit.standby import DRIVER_BYTES, fewest_pages, standby_bytes
 from workers.model_folder import config_values
 from workers.parallel.group import Group
 from workers.scheduler import max_entries_per_row, max_pages_per_row
@@ -44,9 +45,6 @@ from workers.tiers.disk_files import slots_within
 from workers.tiers.mover import record_layout
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.source import DryRun
-
-DRIVER_BYTES: Final = 1 << 30
-"""Bytes for the driver, cuBLAS and NCCL: taken before anything of ours, and more than was seen."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,8 @@ class MemoryPlan:
     """What layers keep of each slot's newest tokens; models of latent attention keep nothing there."""
     snapshots: int
     """Copies of that beside pages that prompts share."""
+    standby: int
+    """What an engine takes that stands by; 0 where none does."""
     room: int
     """Bytes that are left for the cache; below 0 where the others already take too much."""
     page_bytes: int
@@ -109,11 +109,17 @@ class MemoryPlan:
 
 @torch.inference_mode()
 def memory_plan(
-    config: EngineConfig, total: int, *, cache_bytes: int | None = None, known: DryRun.Known | None = None
+    config: EngineConfig,
+    total: int,
+    *,
+    cache_bytes: int | None = None,
+    known: DryRun.Known | None = None,
+    standby: bool = False,
 ) -> MemoryPlan:
     """The plan of a start on GPUs of `total` bytes; `config.max_context` or the model's own context is asked for.
     `cache_bytes`: room for the cache, where that is known. `known`: feed-forward parts, most of what there is to count,
-    of plans of the same model that differ in `cache_shards` alone; those that are missing are added.
+    of plans of the same model that differ in `cache_shards` alone; those that are missing are added. `standby`: a
+    second engine stands by.
 
     Whether a draft layer's embedding and head repeat the model's, only their numbers say, which are not read here: the
     plan counts none, as DeepSeek's repeat them. A start compares them, counts those that are others, and says so.
@@ -168,7 +174,11 @@ def memory_plan(
     if graphs and config.graphs_at_start == "few" and config.selftest and not config.host_cache_bytes:
         rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
     page_bytes = bytes_of_page(model.caches, shards)
-    taken = DRIVER_BYTES + weights + rest + rings + snapshots
+    second = 0
+    if standby:
+        few = fewest_pages(config, shards) * page_bytes
+        second = standby_bytes(rest + rings + snapshots + (graphs or 0), few, len(model.caches))
+    taken = DRIVER_BYTES + weights + rest + rings + snapshots + second
     room = gpu_cache_budget(total - taken, total, graphs or 0, config.memory_fraction)
     if cache_bytes is not None:
         room = cache_bytes
@@ -185,6 +195,7 @@ def memory_plan(
         rest=rest,
         rings=rings,
         snapshots=snapshots,
+        standby=second,
         room=room,
         page_bytes=page_bytes,
         own_pages=own_pages,

@@ -24,23 +24,26 @@ class ShardChoice:
     words: str
 
 
-def choose_shards(config: EngineConfig, total: int, *, cache_bytes: int | None = None) -> ShardChoice:
+def choose_shards(
+    config: EngineConfig, total: int, *, cache_bytes: int | None = None, standby: bool = False
+) -> ShardChoice:
     """Choose the smallest number of ranks with which the cache holds one request of the context that is asked for, and
     `max_rows` of an eighth of it; the largest where none does, and 1 where more cannot share or the cache holds
     nothing. A number of `cache_pages` is taken at its word, as a start takes it.
 
-    `total`, `cache_bytes`: see `memory_plan`, which says what this raises.
+    `total`, `cache_bytes`, `standby`: see `memory_plan`, which says what this raises.
     """
     if config.cache_pages is not None:
         cache_bytes = sys.maxsize
     known: DryRun.Known = {}
-    plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes, known=known)
+    plan = memory_plan(config.shared_out(1), total, cache_bytes=cache_bytes, known=known, standby=standby)
     chosen, whole, why = 1, plan, ""
     for shards in CACHE_SHARDS[1:]:
         if config.mesh().heads.size % shards or plan.pages > plan.wanted_pages or whole.pages < 2:
             break
         try:
-            plan = memory_plan(config.shared_out(shards), total, cache_bytes=cache_bytes, known=known)
+            made = config.shared_out(shards)
+            plan = memory_plan(made, total, cache_bytes=cache_bytes, known=known, standby=standby)
             chosen = shards
         except ValueError as error:
             # pydantic puts lines of its own around what a validator says.

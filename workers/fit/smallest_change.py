@@ -28,38 +28,42 @@ class Change:
 
 
 def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, int]) -> Change | None:
-    """The first that fits: a cache in FP8, one that more ranks share out, a shorter context, fewer rows and tokens per
-    step, more ranks, another GPU (`larger`: bytes by name). None: none does."""
+    """The first that fits: a cache in FP8, one that more ranks share out, no engine that stands by, a shorter context,
+    fewer rows and tokens per step, more ranks, another GPU (`larger`: bytes by name). None: none does."""
+    standby = plan.standby > 0
     if config.kv_cache_dtype != "fp8" and has_fp8_cache(load_config(config.folder)):
-        tried = memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), plan.total)
+        tried = memory_plan(config.model_copy(update={"kv_cache_dtype": "fp8"}), plan.total, standby=standby)
         if tried.fits:
             return Change("--kv-cache-dtype fp8", tried)
-    if plan.pages and (shared := _shared_out(config, plan.total)) is not None:
+    if plan.pages and (shared := _shared_out(config, plan.total, standby)) is not None:
         return shared
+    if standby and (tried := memory_plan(config, plan.total)).fits:
+        return Change("no --standby", tried)
     if plan.context >= LEAST_CONTEXT:
         return Change(f"--context {plan.context}", plan)
     if plan.room > -(plan.graphs or 0):
         rows = max(1, config.max_rows // 4)
         budget = max(rows * config.most_width + 1, config.token_budget // 4)
         smaller = config.model_copy(update={"max_rows": rows, "token_budget": budget})
-        if (tried := memory_plan(smaller, plan.total)).fits:
+        if (tried := memory_plan(smaller, plan.total, standby=standby)).fits:
             return Change(f"--max-rows {rows} --token-budget {budget}", tried)
     for ranks in _more_ranks(config):
-        if (tried := memory_plan(config.model_copy(update={"tensor_parallel": ranks}), plan.total)).fits:
+        more = config.model_copy(update={"tensor_parallel": ranks})
+        if (tried := memory_plan(more, plan.total, standby=standby)).fits:
             return Change(f"--tensor-parallel {ranks}", tried)
     for name, size in sorted(larger.items(), key=lambda item: item[1]):
-        if size > plan.total and (tried := memory_plan(config, size)).fits:
+        if size > plan.total and (tried := memory_plan(config, size, standby=standby)).fits:
             return Change(f"--gpu {name}", tried)
     return None
 
 
-def _shared_out(config: EngineConfig, total: int) -> Change | None:
+def _shared_out(config: EngineConfig, total: int, standby: bool) -> Change | None:
     """The smallest number of ranks that hold enough where they share out one cache."""
     mesh = config.mesh()
     for shards in CACHE_SHARDS:
         if shards > mesh.cache.size and mesh.heads.size % shards == 0:
             try:
-                tried = memory_plan(config.shared_out(shards), total)
+                tried = memory_plan(config.shared_out(shards), total, standby=standby)
             except ValueError:  # what is served, or how, does not go with that
                 return None
             if tried.fits:

@@ -27,7 +27,7 @@ from workers.memory.weight_memory import NoSharedMemory, WeightMemory
 PIECE_BYTES: Final = 2 << 30
 """Most bytes of a piece: many small ones take long to map."""
 _PINNED, _DEVICE, _POSIX_DESCRIPTOR, _MINIMUM = 1, 1, 1, 0
-_READ, _READ_WRITE = 1, 3
+_READ, READ_WRITE = 1, 3
 _SUPPORTS_DESCRIPTORS: Final = 103
 """CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"""
 
@@ -71,7 +71,7 @@ def _driver() -> ctypes.CDLL:
         raise NoSharedMemory(f"CUDA's driver cannot be loaded: {error}") from None
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> None:
     """Call a function of the driver; `NoSharedMemory` with its error."""
     driver = _driver()
     if code := getattr(driver, name)(*arguments):
@@ -81,43 +81,57 @@ def _call(name: str, *arguments: Any) -> None:
         raise NoSharedMemory(f"{name}: {said}")
 
 
-class _Range:
+class AddressRange:
     """A range of addresses of one device, with the pieces that are mapped there."""
 
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
         self._mapped: list[tuple[int, int]] = []
         address = c_uint64()
-        _call("cuMemAddressReserve", byref(address), c_size_t(size), c_size_t(0), c_uint64(0), c_uint64(0))
+        call("cuMemAddressReserve", byref(address), c_size_t(size), c_size_t(0), c_uint64(0), c_uint64(0))
         self.address = address.value
 
     def map(self, offset: int, size: int, handle: c_uint64) -> None:
         """Map a piece there. The handle is released: the mapping holds the memory."""
         try:
-            _call("cuMemMap", c_uint64(self.address + offset), c_size_t(size), c_size_t(0), handle, c_uint64(0))
+            call("cuMemMap", c_uint64(self.address + offset), c_size_t(size), c_size_t(0), handle, c_uint64(0))
             self._mapped.append((self.address + offset, size))
         finally:
-            _call("cuMemRelease", handle)
+            call("cuMemRelease", handle)
 
-    def allow(self, access: int) -> None:
-        """Let the device read, or read and write, all of it."""
-        wanted = _Access(_Location(_DEVICE, self.index), access)
-        _call("cuMemSetAccess", c_uint64(self.address), c_size_t(self.size), byref(wanted), c_size_t(1))
+    def map_imported(self, descriptors: Sequence[int]) -> None:
+        """Map the pieces of a range of this size that another process made, by their descriptors, which stay open."""
+        found = spans(self.size)
+        if len(found) != len(descriptors):
+            raise NoSharedMemory(f"there are {len(descriptors)} descriptors of {len(found)} pieces")
+        for (offset, length), descriptor in zip(found, descriptors, strict=True):
+            handle = c_uint64()
+            call("cuMemImportFromShareableHandle", byref(handle), c_void_p(descriptor), c_int(_POSIX_DESCRIPTOR))
+            self.map(offset, length, handle)
+
+    def allow(self, access: int, offset: int = 0, size: int | None = None) -> None:
+        """Let the device read, or read and write, all of it, or so many bytes from `offset` on."""
+        wanted, length = _Access(_Location(_DEVICE, self.index), access), self.size if size is None else size
+        call("cuMemSetAccess", c_uint64(self.address + offset), c_size_t(length), byref(wanted), c_size_t(1))
+
+    def unmap(self) -> None:
+        """Unmap the pieces; the addresses stay reserved."""
+        for address, size in self._mapped:
+            call("cuMemUnmap", c_uint64(address), c_size_t(size))
+        self._mapped.clear()
 
     def close(self) -> None:
         """Unmap the pieces, and give the addresses back."""
-        for address, size in self._mapped:
-            _call("cuMemUnmap", c_uint64(address), c_size_t(size))
-        self._mapped.clear()
+        self.unmap()
         if self.address:
-            _call("cuMemAddressFree", c_uint64(self.address), c_size_t(self.size))
+            call("cuMemAddressFree", c_uint64(self.address), c_size_t(self.size))
         self.address = 0
 
 
-class _Bytes:
+class DeviceBytes:
     """Some bytes of a range, in the form in which torch takes another project's memory without a copy."""
 
-    def __init__(self, owner: DeviceWeights, address: int, size: int) -> None:
+    def __init__(self, owner: object, address: int, size: int) -> None:
         self._owner = owner  # torch holds this object as long as the tensor is there
         self.__cuda_array_interface__ = {
             "shape": (size,),
@@ -135,29 +149,21 @@ class DeviceWeights(WeightMemory):
         """See `new` and `of`. `room`: `size`, rounded up to whole pieces of the least size."""
         self.size, self._device = size, device
         self._descriptors: list[int] = []
-        self._range = _Range(room, _index(device))
+        self._range = AddressRange(room, index_of(device))
         # At the end of a process the driver does it, and may be gone before.
-        weakref.finalize(self, _Range.close, self._range).atexit = False
+        weakref.finalize(self, AddressRange.close, self._range).atexit = False
 
     @classmethod
     def new(cls, size: int, device: torch.device) -> DeviceWeights:
         """Make it. `NoSharedMemory` where the device has no such memory, or not so much of it."""
-        properties = _properties(device)
-        memory = cls(size, device, _rounded(size, properties))
+        properties = piece_properties(device)
+        memory = cls(size, device, whole_granules(size, properties))
         try:
-            for offset, length in _pieces(memory._range.size):
-                handle, descriptor = c_uint64(), c_int(-1)
-                _call("cuMemCreate", byref(handle), c_size_t(length), byref(properties), c_uint64(0))
-                try:
-                    _call(
-                        "cuMemExportToShareableHandle", byref(descriptor), handle, c_int(_POSIX_DESCRIPTOR), c_uint64(0)
-                    )
-                except NoSharedMemory:
-                    _call("cuMemRelease", handle)
-                    raise
-                memory._descriptors.append(descriptor.value)
+            for offset, length in spans(memory._range.size):
+                handle, descriptor = exported_piece(length, properties)
+                memory._descriptors.append(descriptor)
                 memory._range.map(offset, length, handle)
-            memory._range.allow(_READ_WRITE)
+            memory._range.allow(READ_WRITE)
         except NoSharedMemory:
             memory.unmap()
             raise
@@ -167,20 +173,14 @@ class DeviceWeights(WeightMemory):
     def of(cls, descriptors: Sequence[int], size: int, device: torch.device) -> DeviceWeights:
         """Map what another process made."""
         try:
-            memory = cls(size, device, _rounded(size, _properties(device)))
+            memory = cls(size, device, whole_granules(size, piece_properties(device)))
         except NoSharedMemory:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
         memory._descriptors = list(descriptors)
         try:
-            pieces = list(_pieces(memory._range.size))
-            if len(pieces) != len(descriptors):
-                raise NoSharedMemory(f"there are {len(descriptors)} descriptors of {len(pieces)} pieces")
-            for (offset, length), descriptor in zip(pieces, descriptors, strict=True):
-                handle = c_uint64()
-                _call("cuMemImportFromShareableHandle", byref(handle), c_void_p(descriptor), c_int(_POSIX_DESCRIPTOR))
-                memory._range.map(offset, length, handle)
+            memory._range.map_imported(descriptors)
             memory._range.allow(_READ)
         except NoSharedMemory:
             memory.unmap()
@@ -191,7 +191,7 @@ class DeviceWeights(WeightMemory):
     def at(self, offset: int, size: int) -> Tensor:
         if not size:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        return torch.as_tensor(_Bytes(self, self._range.address + offset, size), device=self._device)
+        return torch.as_tensor(DeviceBytes(self, self._range.address + offset, size), device=self._device)
 
     @override
     def descriptors(self) -> Sequence[int]:
@@ -215,27 +215,47 @@ class DeviceWeights(WeightMemory):
         self._range.close()
 
 
-def _index(device: torch.device) -> int:
+def index_of(device: torch.device) -> int:
+    """Index of a GPU among those that are visible."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _properties(device: torch.device) -> _Properties:
+def piece_properties(device: torch.device) -> _Properties:
     """What every piece on this device is made as; `NoSharedMemory` where it has no descriptors."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.empty(1, device=device)  # makes its context current, which the driver's functions need
     supported = c_int()
-    _call("cuDeviceGetAttribute", byref(supported), c_int(_SUPPORTS_DESCRIPTORS), c_int(_index(device)))
+    call("cuDeviceGetAttribute", byref(supported), c_int(_SUPPORTS_DESCRIPTORS), c_int(index_of(device)))
     if not supported.value:
         raise NoSharedMemory("the GPU's memory has no descriptors here")
-    return _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_DEVICE, _index(device)), None, _Flags())
+    return _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_DEVICE, index_of(device)), None, _Flags())
 
 
-def _rounded(size: int, properties: _Properties) -> int:
+def least_piece(properties: _Properties) -> int:
+    """Bytes of which every piece has a multiple."""
     least = c_size_t()
-    _call("cuMemGetAllocationGranularity", byref(least), byref(properties), c_uint(_MINIMUM))
-    return max(1, -(-size // least.value)) * least.value
+    call("cuMemGetAllocationGranularity", byref(least), byref(properties), c_uint(_MINIMUM))
+    return least.value
 
 
-def _pieces(size: int) -> list[tuple[int, int]]:
-    """Offsets and bytes of the pieces."""
+def whole_granules(size: int, properties: _Properties) -> int:
+    """`size`, rounded up to what pieces can have together."""
+    least = least_piece(properties)
+    return max(1, -(-size // least)) * least
+
+
+def exported_piece(size: int, properties: _Properties) -> tuple[c_uint64, int]:
+    """Make a piece of memory; its handle, and a descriptor of it, which is the caller's to close."""
+    handle, descriptor = c_uint64(), c_int(-1)
+    call("cuMemCreate", byref(handle), c_size_t(size), byref(properties), c_uint64(0))
+    try:
+        call("cuMemExportToShareableHandle", byref(descriptor), handle, c_int(_POSIX_DESCRIPTOR), c_uint64(0))
+    except NoSharedMemory:
+        call("cuMemRelease", handle)
+        raise
+    return handle, descriptor.value
+
+
+def spans(size: int) -> list[tuple[int, int]]:
+    """Offsets and bytes of the pieces of a range."""
     return [(begin, min(PIECE_BYTES, size - begin)) for begin in range(0, size, PIECE_BYTES)]

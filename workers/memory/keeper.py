@@ -88,10 +88,11 @@ class KeeperClient:
         """`path`: see `WeightKeeper.path`."""
         self._path = path
 
-    def ask(self, slot: str, fingerprint: str) -> tuple[Message, list[int]] | None:
+    def ask(self, slot: str, fingerprint: str, *, let_go: bool = True) -> tuple[Message, list[int]] | None:
         """What is kept in this slot, with its descriptors, which are the caller's to close. None if nothing is; what
-        is there with another fingerprint is let go."""
-        answer, descriptors = self._talk({"kind": "ask", "slot": slot, "fingerprint": fingerprint})
+        is there with another fingerprint is let go, unless somebody else needs it."""
+        question = {"kind": "ask", "slot": slot, "fingerprint": fingerprint, "let_go": let_go}
+        answer, descriptors = self._talk(question)
         return None if answer["what"] is None else (answer["what"], descriptors)
 
     def keep(self, slot: str, what: Message, descriptors: Sequence[int]) -> None:

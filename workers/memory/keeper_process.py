@@ -101,8 +101,9 @@ class Kept:
         if kind == "ask":
             what, held = self._slots.get(slot, ({}, []))
             if what.get("fingerprint") != message["fingerprint"]:
-                # Nobody will ask for it any more, and who asked needs the memory.
-                self._forget(slot)
+                if message.get("let_go", True):
+                    # Nobody will ask for it any more, and who asked needs the memory.
+                    self._forget(slot)
                 return {"what": None}, []
             return {"what": what}, held
         if kind == "forget":

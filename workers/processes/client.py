@@ -27,6 +27,7 @@ from workers.protocol.messages import (
     Request,
     RequestOutput,
     Shutdown,
+    TakeOver,
     ToFront,
 )
 from workers.protocol.plan import SamplingParams
@@ -90,6 +91,20 @@ class EngineClient:
         # Messages may have arrived before the reader was added: the descriptor is edge-triggered.
         self._drain()
         return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+
+    async def take_over(self, timeout_s: float) -> ModelInfo:
+        """Let an engine that stands by take the place of the one that served, whose processes must have ended. What was
+        asked of it before ends with EngineFault. Returns what it is now. EngineFault when it cannot, TimeoutError after
+        `timeout_s`."""
+        if self.fault is not None:
+            raise EngineFault(self.fault)
+        rehearsals, self._streams = list(self._streams.values()), {}
+        for mailbox in rehearsals:
+            mailbox.fail(EngineFault("it takes the place of another engine"))
+        self._outbox.clear()
+        self._ready = self._loop.create_future()
+        self._requests.send(TakeOver())
+        return await self.ready(timeout_s)
 
     def generate(self, request: Request, mailbox: OutputMailbox | None = None) -> OutputMailbox:
         """Outputs of one request until it finishes, in `mailbox` if one is given: then whoever made that calls

@@ -177,6 +177,11 @@ class FailoverEngine:
         return self._newest.stats
 
     @property
+    def serving(self) -> EngineClient | None:
+        """The engine of this replica that serves at present; None while none does."""
+        return None if self.down else self._alive
+
+    @property
     def selftest(self) -> SelfTestReport | None:
         """Report of the self-test of the serving engine; None if it did not run."""
         return self._newest.selftest

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from workers.channel.sockets import Receiver
-from workers.protocol.messages import Cancel, Charges, Request, Requests, Shutdown
+from workers.protocol.messages import Cancel, Charges, Request, Requests, Shutdown, TakeOver
 from workers.protocol.prompt import TOKEN_BYTES
 
 ITERATION_TOKENS = 100_000
@@ -37,7 +37,7 @@ class Inbox:
         """Requests that were received and not taken in."""
         return len(self._waiting)
 
-    def take(self) -> list[Request | Cancel | Charges | Shutdown]:
+    def take(self) -> list[Request | Cancel | Charges | TakeOver | Shutdown]:
         """Return the messages that this iteration of the loop takes in. Messages that end something do not wait behind
         those that begin something: a `Shutdown` comes at once, and so does a `Cancel`. A `Cancel` leaves nothing of a
         request that still waits here, not even an output: whoever cancels does not listen any more."""
@@ -70,9 +70,9 @@ class Inbox:
             del self._lines[request.key]
         return True
 
-    def _read(self) -> list[Request | Cancel | Charges | Shutdown]:
+    def _read(self) -> list[Request | Cancel | Charges | TakeOver | Shutdown]:
         """Take messages off the socket; returns those that wait for nothing."""
-        passing: list[Request | Cancel | Charges | Shutdown] = []
+        passing: list[Request | Cancel | Charges | TakeOver | Shutdown] = []
         read = 0
         while read < READ_BYTES and (message := self._receiver.receive(timeout_ms=0)) is not None:
             read += REQUEST_TOKENS * TOKEN_BYTES
@@ -89,7 +89,7 @@ class Inbox:
                 case Cancel():
                     if not self._take_back(message.request_id):
                         passing.append(message)
-                case Charges() | Shutdown():
+                case Charges() | TakeOver() | Shutdown():
                     passing.append(message)
         return passing
 

@@ -26,6 +26,7 @@ from workers.processes.client import EngineClient
 from workers.protocol.front import EngineFault
 from workers.protocol.report import SelfTestReport
 from workers.rank.libraries import load_libraries
+from workers.rank.role import Role
 
 logger = logging.getLogger("latentserve.launch")
 
@@ -43,12 +44,12 @@ def _start_method() -> SpawnContext | ForkServerContext:
     return multiprocessing.get_context("spawn")
 
 
-def _scheduler_main(config: EngineConfig, sockets: Path, parent: Connection) -> None:
+def _scheduler_main(config: EngineConfig, sockets: Path, standby: bool, parent: Connection) -> None:
     _end_with_parent(partial(shutil.rmtree, sockets, ignore_errors=True))
     from workers.processes.scheduler_process import EngineFailed, SchedulerProcess, collect_young_garbage_alone
 
     collect_young_garbage_alone()
-    process = SchedulerProcess(config, folder=sockets)
+    process = SchedulerProcess(config, folder=sockets, standby=standby)
     parent.send(process.addresses)
     # Until the ranks may start: they are given `start_timeout_s` from then on. The end of the pipe tells.
     parent.poll(None)
@@ -61,7 +62,9 @@ def _scheduler_main(config: EngineConfig, sockets: Path, parent: Connection) -> 
         last_words_have_left()
 
 
-def _worker_main(config: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, parent: Connection) -> None:
+def _worker_main(
+    config: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, role: Role, parent: Connection
+) -> None:
     _end_with_parent()
     load_libraries()  # the scheduler binds meanwhile
     from workers.rank.worker_process import run_worker
@@ -72,7 +75,7 @@ def _worker_main(config: EngineConfig, rank: int, keeper: Path | None, waiting: 
         raise SystemExit(1) from None  # the start was given up
     parent.close()
     try:
-        run_worker(config, rank, addresses, rendezvous, device_index=rank, keeper=keeper, waiting=waiting)
+        run_worker(config, rank, addresses, rendezvous, rank, keeper, waiting, role)
     except Exception:
         os._exit(1)  # the scheduler was told the cause; an orderly exit can hang on a peer that is gone
 
@@ -105,10 +108,16 @@ def _end_with_parent(last: Callable[[], object] = lambda: None) -> None:
 class LocalReplica:
     """The child processes of one replica. Those left at the end of a `with` block are killed."""
 
-    def __init__(self, config: EngineConfig, keeper: Path | None = None, waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        keeper: Path | None = None,
+        waiting: int | None = None,
+        role: Role = "alone",
+    ) -> None:
         """Starts them all. They import what they need, which takes ranks seconds, and wait for `connect`. `keeper`: of
         weights, for whoever starts replicas one after the other, see `WeightKeeper.path`. `waiting`: number of streams
-        that wait for it; None: all graphs are captured before it is ready."""
+        that wait for it; None: all graphs are captured before it is ready. `role`: see `Rank`."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per rank on a busy machine are slower than one
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -130,9 +139,9 @@ class LocalReplica:
 
         try:
             with _interrupts_are_ours():
-                start("scheduler", _scheduler_main, self._sockets)
+                start("scheduler", _scheduler_main, self._sockets, role == "standby")
                 for rank in range(config.mesh().world.size):
-                    start(f"rank {rank}", _worker_main, rank, keeper, waiting)
+                    start(f"rank {rank}", _worker_main, rank, keeper, waiting, role)
         except BaseException:
             self.kill()
             raise

@@ -36,6 +36,7 @@ from workers.protocol.messages import (
     Request,
     RequestOutput,
     Shutdown,
+    TakeOver,
     ToScheduler,
 )
 from workers.protocol.plan import StepPlan, StepResult
@@ -82,10 +83,12 @@ class EngineFailed(RuntimeError):
 class SchedulerProcess:
     """Owns the scheduler of one replica and the channel's bound end."""
 
-    def __init__(self, config: EngineConfig, host: str | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, host: str | None = None, folder: Path | None = None, *, standby: bool = False
+    ) -> None:
         """Binds at once, so that `addresses` can be handed out. `host`: ip of this node when workers are on others;
-        otherwise sockets are files in `folder`, by default a fresh one."""
-        self._config = config
+        otherwise sockets are files in `folder`, by default a fresh one. `standby`: its ranks stand by."""
+        self._config, self._stands_by = config, standby
         self._ranks = config.mesh().world.size
         self._binding = Binding(self._ranks, host, ToScheduler, FromWorker, folder)
         self.addresses = self._binding.addresses
@@ -101,9 +104,12 @@ class SchedulerProcess:
         """Serve until a Shutdown arrives. On a failure tells the front the first cause, then raises EngineFailed."""
         pulse = Pulse(self._binding.pulse, ITERATION_TIMEOUTS * self._config.heartbeat_timeout_s)
         try:
-            scheduler = self._start(pulse)
-            if scheduler is not None:
-                self._serve(scheduler, pulse)
+            scheduler = self._start(pulse, self._config.start_timeout_s)
+            while scheduler is not None and self._serve(scheduler, pulse):
+                # Nothing of what it did while it stood by is known to the scheduler that serves.
+                self._stands_by = False
+                self._launched.clear()
+                scheduler = self._start(pulse, self._config.step_timeout_s)
         except EngineFailed as failure:
             self._tell_front(failure.fault)
             raise
@@ -131,12 +137,13 @@ class SchedulerProcess:
         with suppress(PeerGone):
             self._binding.outputs.send(fault)
 
-    def _start(self, pulse: Pulse) -> Scheduler | None:
-        """Wait until every rank is ready; None when told to shut down meanwhile."""
+    def _start(self, pulse: Pulse, limit_s: float) -> Scheduler | None:
+        """Wait until every rank is ready; None when told to shut down meanwhile. What else ranks say is of earlier
+        steps, and is dropped."""
         config = self._config
         ready: dict[int, Ready] = {}
         found: list[DiskFound] = []
-        deadline = time.monotonic() + config.start_timeout_s
+        deadline = time.monotonic() + limit_s
         while len(ready) < self._ranks:
             pulse.begin_iteration()
             message = self._binding.results.receive(timeout_ms=POLL_MS)
@@ -154,7 +161,7 @@ class SchedulerProcess:
                 return None
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self._ranks)) - set(ready))
-                raise EngineFailed(Fault(f"ranks {missing} were not ready within {config.start_timeout_s:.0f} s"))
+                raise EngineFailed(Fault(f"ranks {missing} were not ready within {limit_s:.0f} s"))
         first = ready[0]
         if any(
             (r.pages, r.max_context, r.width) != (first.pages, first.max_context, first.width) for r in ready.values()
@@ -185,7 +192,7 @@ class SchedulerProcess:
 
     def _record(self, ready: Ready) -> None:
         """Record step plans from now on, if that is asked for."""
-        if self._config.record_plans is None:
+        if self._config.record_plans is None or self._stands_by:
             return
         try:
             self._recorder = Recorder(self._config, ready)
@@ -194,7 +201,9 @@ class SchedulerProcess:
             raise EngineFailed(Fault(cause, lasting=True)) from None
         self._binding.outputs.send(Progress(-1, f"step plans are recorded in {self._recorder.path}"))
 
-    def _serve(self, scheduler: Scheduler, pulse: Pulse) -> None:
+    def _serve(self, scheduler: Scheduler, pulse: Pulse) -> bool:
+        """Serve until told to shut down, or to take the place of the engine that served: then ranks know, and this
+        returns True."""
         requests, results = self._binding.requests, self._binding.results
         inbox = Inbox(requests)
         poller = zmq.Poller()
@@ -219,8 +228,14 @@ class SchedulerProcess:
                         items += scheduler.cancel(asked.request_id)
                     case Charges():
                         scheduler.charged_elsewhere(asked)
+                    case TakeOver():
+                        if not self._stands_by:
+                            raise EngineFailed(Fault("an engine that serves was told to take the place of another"))
+                        for sender in self._binding.plans:
+                            sender.send(asked)
+                        return True
                     case Shutdown():
-                        return
+                        return False
             items += scheduler.expire()
             for work in scheduler.grammar_work():
                 self._binding.plans[0].send(work)

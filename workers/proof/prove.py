@@ -33,15 +33,16 @@ def prove(
     progress: Callable[[str], None] | None = None,
     masks: StepMasks | None = None,
     inherited: SelfTestReport | None = None,
+    granted: Sequence[int] | None = None,
 ) -> SelfTestReport:
     """Test every graph that is captured, the segments of a token bucket together; without `graphs` eager steps of the
     decode buckets, of which `every_bucket` asks for all. All ranks do it together, and all return what any of them
     found. `masks`: where those of split steps were captured, on rank 0. `inherited`: the report of an engine before
     this one, which had the same of everything that decides what steps compute: of each kind only the first and the last
-    are tested again then, and for the others that report stands."""
+    are tested again then, and for the others that report stands. `granted`: see `FixturePool`."""
     if graphs is not None:
         proof = GraphProof(parts, graphs, progress, masks, inherited)
-        proof.prove(graphs.there)
+        proof.prove(graphs.there, granted)
         return proof.report()
     began, begin = time.time(), time.perf_counter()
     eager = "no CUDA graphs on this device" if parts.device.type == "cpu" else "CUDA graphs are switched off"
@@ -54,7 +55,7 @@ def prove(
     scratch = Scratch(parts.device)
     chosen = keys if inherited is None else [*keys[:1], *keys[1:][-1:]]  # the largest and the smallest
     steps = [DecodeStep(parts, key, scratch) for key in chosen]
-    found = SelfTest(parts).run([Candidate(step, step.run) for step in steps], progress)
+    found = SelfTest(parts, granted=granted).run([Candidate(step, step.run) for step in steps], progress)
     report = _report(parts, None, _of_all_ranks(found, parts), inherited, began, time.perf_counter() - begin)
     return msgspec.structs.replace(report, eager=eager, left_out=len(graph_keys) - len(keys))
 

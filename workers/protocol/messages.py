@@ -1,9 +1,9 @@
 """What passes between a replica's front, its scheduler and its workers. msgpack on the wire; no code ever travels.
 
-front -> scheduler: `Requests`, `Cancel`, `Charges`, `Shutdown`.
+front -> scheduler: `Requests`, `Cancel`, `Charges`, `TakeOver`, `Shutdown`.
 scheduler -> front: `Outputs`, `EngineStats`, `Charges`, `Fault`, `Ready`.
-scheduler -> worker: `StepPlan`, `Moves`, `DiskMoves`, `CapturePortion`, `Shutdown`; rank 0 also `CompileGrammar`,
-`ForgetGrammar`.
+scheduler -> worker: `StepPlan`, `Moves`, `DiskMoves`, `CapturePortion`, `TakeOver`, `Shutdown`; rank 0 also
+`CompileGrammar`, `ForgetGrammar`.
 worker -> scheduler: `StepResult`, `GrammarReady`, `GrammarProgress` and `DiskFound` (rank 0), `Moved`, `DiskMoved`,
 `PortionCaptured`, `Heartbeat`, `Ready`, `Fault`.
 While a replica starts, and until all of its graphs are captured, `Progress` (every rank) and `SelfTestReport` (rank 0)
@@ -363,13 +363,18 @@ class Fault(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An error in a step, or a step that never ends: what was asked of the replica may have caused it."""
 
 
+class TakeOver(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """To an engine that stands by: the one that served has ended, take its place. Every rank answers with a second
+    `Ready`, and so does the scheduler then. What was asked of it before is forgotten."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End in order: graphs, process group, process."""
 
 
-ToScheduler = Requests | Cancel | Charges | Shutdown
+ToScheduler = Requests | Cancel | Charges | TakeOver | Shutdown
 ToFront = Outputs | EngineStats | Charges | Fault | Ready | Progress | SelfTestReport
-ToWorker = StepPlan | Moves | DiskMoves | CapturePortion | CompileGrammar | ForgetGrammar | Shutdown
+ToWorker = StepPlan | Moves | DiskMoves | CapturePortion | CompileGrammar | ForgetGrammar | TakeOver | Shutdown
 FromWorker = (
     StepResult
     | Moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
+from workers.cache.place import CachePlace
 from workers.cache.snapshots import snapshot_bytes
 from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
@@ -32,6 +33,7 @@ from workers.fit.cache_budget import (
     refuse_rings,
     rows_at,
 )
+from workers.fit.standby import fewest_pages, standby_bytes
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
@@ -41,7 +43,9 @@ from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, Moved
 from workers.rank.captures import Captures, bytes_of_copies, step_times, tell
+from workers.rank.held_cache import CacheSize, HeldCache
 from workers.rank.inherited_proof import InheritedProof
+from workers.rank.role import Role
 from workers.rank.root import cache_root, identities
 from workers.rank.runner import Runner
 from workers.rank.sharing import cpu_cache_bytes
@@ -124,6 +128,7 @@ class Rank:
         keeper: Path | None = None,
         waiting: int | None = None,
         times: StartTimes | None = None,
+        role: Role = "alone",
     ) -> None:
         """Loads the model and allocates the cache. All ranks must do it together: they agree on the pages.
 
@@ -132,7 +137,8 @@ class Rank:
         pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`. `keeper`: of weights, if
         the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
         as soon as possible; then `captures` has graphs that are still to be captured. None: all are captured at once.
-        `times`: of the start so far; None: it begins here.
+        `times`: of the start so far; None: it begins here. `role`: with another one than alone a `keeper` is given. A
+        rank that stands by raises RuntimeError where what it would share with the one that serves is not there.
         """
         self.selftest: SelfTestReport | None = None
         """Report of the self-test on all ranks, of what was proven at the start; None if it did not run."""
@@ -151,7 +157,8 @@ class Rank:
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
             tiers = config.host_cache_bytes > 0
             eagle3 = read_eagle3(draft_folder, config_of_model, group.mesh, host_memory=tiers)
-        kept = None if keeper is None else KeptWeights(keeper, group, device, progress)
+        standing_by = role == "standby"
+        kept = None if keeper is None else KeptWeights(keeper, group, device, progress, required=standing_by)
         model = load_model(
             config.folder,
             group=group,
@@ -169,6 +176,12 @@ class Rank:
             fp8 = fp8_cache(config, dtype, device)
             model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
+        shards = group.mesh.shards
+        self._held = None if kept is None or role == "alone" else HeldCache(kept, config, model.caches, shards)
+        if self._held is not None and not standing_by:
+            self._held.let_go()  # that of an engine before this one, which has ended
+        if self._held is not None and kept is not None and not kept.shareable:
+            self._held = None  # nothing can stand by without these weights, which was told
         width = choose_drafter(model, config)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         rings = model.rings(width)
@@ -188,9 +201,9 @@ class Rank:
             if device.type == "cuda":
                 self.grammars.prepare()  # on a CPU a start would take longer for it
 
-        def runner(pages: int, context: int) -> Runner:
+        def runner(pages: int, context: int, place: CachePlace | None = None) -> Runner:
             of_slots = rings, config.max_rows, snapshots
-            cache = PagedCache.allocate(model.caches, pages, device, group.mesh.shards, *of_slots)
+            cache = PagedCache.allocate(model.caches, pages, device, shards, *of_slots, place)
             # At the end of the context a step still looks up where the entry behind its own would lie.
             pages_per_row = max(max_pages_per_row(context, width), pages_for(context))
             sizes = config.max_rows, width, pages_per_row, config.token_budget
@@ -204,10 +217,11 @@ class Rank:
         if config.host_cache_bytes:
             memory = HostMemory.shared(config.host_cache_bytes, record_bytes, group, device)
             staging = Staging.allocate(record_bytes, device) if device.type == "cuda" else None
-        graph_bytes = 0
+        graph_bytes, beside = 0, ring_bytes + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
+            beside = torch.cuda.memory_allocated(device)
             times.end("buffers")
             _compile(trial, group, progress, proof=config.selftest)
             times.end("kernels")
@@ -218,13 +232,29 @@ class Rank:
             torch.cuda.empty_cache()
             times.end("warm-up")
         taken = graph_bytes + ring_bytes
-        own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
-        pages = group.mesh.shards.pages(own_pages)
+        few = fewest_pages(config, shards)
+        if self._held is not None and not standing_by and device.type == "cuda":
+            price = standby_bytes(beside + graph_bytes, few * page_bytes, len(model.caches))
+            taken += price
+            if progress and group.mesh.world.first:
+                progress(f"{price / 2**30:.2f} GiB of each GPU are left for an engine that stands by")
+        if standing_by:
+            assert self._held is not None, "an engine that stands by shares what a weight keeper has"
+            serving = self._held.serving()
+            own_pages, context = serving.pages, serving.context
+        else:
+            own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
+        pages = shards.pages(own_pages)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width, group.mesh.shards.count, in_pieces=config.invariant)
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
-        self.runner = runner(own_pages, context)
+        few = min(few, own_pages)
+        place = None
+        if self._held is not None:
+            shared = CacheSize(own_pages, context)
+            place = self._held.reserve(own_pages, few) if standing_by else self._held.hand_over(shared)
+        self.runner = runner(own_pages, context, place)
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
         times.end("buffers")
@@ -233,7 +263,7 @@ class Rank:
             self.runner.capture(progress, waiting=waiting if memory is None else None)
             times.end("graphs")
         proof = None if kept is None or not config.selftest else InheritedProof(kept, config, context)
-        self._prove(config, group, progress, on_selftest, proof)
+        self._prove(config, group, progress, on_selftest, proof, range(1, shards.pages(few)) if standing_by else None)
         if config.selftest:
             times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
@@ -267,6 +297,12 @@ class Rank:
                 self.disk = DiskMover(files, memory, group.mesh.world.rank, on_moved)
                 self.ready = replace(self.ready, disk_pages=files.slots, disk_serial=files.serial)
             times.end("disk")
+        self._promoted = self.ready
+        """What it is ready to do once it has taken the place of the rank that serves."""
+        if standing_by:
+            backed = shards.pages(few)
+            longest = longest_request(backed, context, width, shards.count, in_pieces=config.invariant)
+            self.ready = replace(self.ready, pages=backed, max_context=longest)
         self.model: Model = model
         if progress:
             progress(f"started in {times}")
@@ -274,12 +310,20 @@ class Rank:
             held = in_words(form, pages, rows_at(pages, config.max_rows, context, width), context)
             size = own_pages * page_bytes
             told = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-            progress(f"latent cache, {told} {held}")
+            progress(f"{'addresses of a ' if standing_by else ''}latent cache, {told} {held}")
             if memory is not None:
                 tokens = memory.slots * PAGE_TOKENS
                 progress(f"host memory behind it: {memory.slots:,} pages, {tokens:,} tokens")
             if self.disk is not None:
                 progress(self.disk.files.summary())
+
+    def take_over(self) -> Ready:
+        """Take the place of the rank that served, which has ended: its cache, empty, and no row of any kind. Return
+        what this rank is ready to do from now on. All ranks together."""
+        assert self._held is not None
+        self._held.take_over()
+        self.runner.begin_anew()
+        return self._promoted
 
     def _prove(
         self,
@@ -288,6 +332,7 @@ class Rank:
         progress: Callable[[str], None] | None,
         on_selftest: Callable[[SelfTestReport], None] | None,
         proof: InheritedProof | None,
+        granted: Sequence[int] | None,
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
         speaks = progress if group.mesh.world.first else None
@@ -296,13 +341,13 @@ class Rank:
         if graphs is not None:
             of_graphs = GraphProof(parts, graphs, speaks, masks, inherited) if config.selftest else None
             if of_graphs is not None:
-                of_graphs.prove(graphs.there)
+                of_graphs.prove(graphs.there, granted)
             captures = Captures(self.runner, group, of_graphs, proof, progress, on_selftest)
             self.selftest = captures.report()
             self.captures = captures if graphs.left else None
         elif config.selftest:
             every_bucket = config.selftest_buckets == "all"
-            report = prove(parts, None, every_bucket, speaks, masks, inherited)
+            report = prove(parts, None, every_bucket, speaks, masks, inherited, granted)
             self.selftest = tell(report, group, proof, progress, on_selftest)
 
     @staticmethod

@@ -167,6 +167,13 @@ class Runner:
             self.graphs.close()
             self.graphs = None
 
+    def begin_anew(self) -> None:
+        """Forget all rows: the next plan is the first of another scheduler. No step may be under way."""
+        if self._under_way:
+            raise PlanError(f"{len(self._under_way)} steps are under way")
+        self.parts.state.clear()
+        self._steps = 0
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end: `launch`, then `collect`."""
         return self.collect(self.launch(plan))

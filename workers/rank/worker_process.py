@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,10 +29,11 @@ from workers.grammar.compiler import Compiler
 from workers.parallel.group import Group, PeerLost
 from workers.protocol.captures import CapturePortion
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
-from workers.protocol.messages import Fault, Progress, Shutdown, ToWorker
+from workers.protocol.messages import Fault, Progress, Ready, Shutdown, TakeOver, ToWorker
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.captures import CaptureFailedError, Captures, SelfTestFailedError
 from workers.rank.rank import Rank, passed_over, pick_device
+from workers.rank.role import Role
 from workers.rank.runner import Launched, Runner
 from workers.rank.sharing import share_out
 from workers.rank.start_times import StartTimes
@@ -55,6 +57,7 @@ def _serve(
     mover: PageMover | None = None,
     disk: DiskMover | None = None,
     captures: Captures | None = None,
+    take_over: Callable[[], Ready] | None = None,
     *,
     samples: bool,
 ) -> None:
@@ -88,6 +91,12 @@ def _serve(
                 if samples:
                     results.send(result)
             results.send(captures.capture(plan))
+            continue
+        if isinstance(plan, TakeOver):
+            assert take_over is not None, "a rank that stands by takes the place of another"
+            while launched:
+                runner.collect(launched.popleft())  # of a rehearsal, for which nobody waits any more
+            results.send(take_over())
             continue
         if plan is not None:
             launched.append(runner.launch(plan))
@@ -179,13 +188,14 @@ def run_worker(
     device_index: int | None = None,
     keeper: Path | None = None,
     waiting: int | None = None,
+    role: Role = "alone",
 ) -> None:
     """Main loop of one rank; returns after a Shutdown. On an error reports the cause to the scheduler and raises it.
     Before either, graphs and group are closed; where that takes too long the process exits instead (`_close`).
 
     `rendezvous` is a torch.distributed URL (tcp://host:port) all ranks share; unused with one rank. `keeper`: of
-    weights, given to all ranks or to none; one on whose node there is no such socket finds nothing kept. `waiting`:
-    see `Rank`.
+    weights, given to all ranks or to none; one on whose node there is no such socket finds nothing kept. `waiting`
+    and `role`: see `Rank`.
     """
     results = connect_sender(addresses.results, addresses.keys)
     plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
@@ -218,11 +228,11 @@ def run_worker(
         group = Group.connect(mesh, rendezvous, device, COLLECTIVE_TIMEOUT_S)
         loading = True
         times = StartTimes()
-        group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress)
+        group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress, standby=role != "alone")
         if config.cache_shards == "auto":
             times.end("choice of shards")
         heard = results.send, news, news.progress, news.moved
-        built = Rank(config, group, device, progress, *heard, keeper, waiting, times)
+        built = Rank(config, group, device, progress, *heard, keeper, waiting, times, role)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
@@ -237,7 +247,7 @@ def run_worker(
             for found in built.disk.found():
                 results.send(found)
         serving = True
-        helpers = built.grammars, built.mover, built.disk, built.captures
+        helpers = built.grammars, built.mover, built.disk, built.captures, built.take_over
         _serve(runner, plans, results, *helpers, samples=mesh.heads.first)
         if built.disk is not None:
             built.disk.close()

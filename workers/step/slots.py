@@ -57,6 +57,12 @@ class SlotState:
                 tensor.copy_(copy)
             self._granted = granted
 
+    def clear(self) -> None:
+        """Forget everything that is known of the slots, their page tables first of all."""
+        for tensor in self._live():
+            tensor.zero_()
+        self._granted = [self.pages_per_row] * self.slots
+
     @property
     def pages_per_row(self) -> int:
         """Pages a row may hold."""

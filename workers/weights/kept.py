@@ -43,14 +43,24 @@ class KeptWeights:
     """What the weight keeper of this rank's node has for it, and is given."""
 
     def __init__(
-        self, keeper: Path, group: Group, device: torch.device, progress: Callable[[str], None] | None = None
+        self,
+        keeper: Path,
+        group: Group,
+        device: torch.device,
+        progress: Callable[[str], None] | None = None,
+        *,
+        required: bool = False,
     ) -> None:
-        """`keeper`: see `WeightKeeper.path`. `progress` gets a line of what was adopted, refused or handed over."""
-        self.client = KeeperClient(keeper)
+        """`keeper`: see `WeightKeeper.path`. `progress` gets a line of what was adopted, refused or handed over.
+        `required`: nothing may be loaded, as an engine serves with the weights that are kept, and they are not to be
+        there twice."""
+        self.client, self.required = KeeperClient(keeper), required
         self.group, self.device = group, device
         self.tell = progress or (lambda line: None)
         self.fingerprints: list[str] = []
         """Those of all weights that were asked for so far."""
+        self.shareable = True
+        """Whether all weights so far are in memory that can be mapped by others."""
         self.damaged = False
         """Whether any that were kept are not as they were handed over."""
 
@@ -89,7 +99,8 @@ class Shelf:
         weights, memory, problem = self._weights, None, ""
         held: Held | None = None
         try:
-            if (found := self._client.ask(self._slot, self._fingerprint)) is not None:
+            found = self._client.ask(self._slot, self._fingerprint, let_go=not weights.required)
+            if found is not None:
                 what, descriptors = found
                 memory = memory_of(descriptors, what["size"], weights.device)
                 own = frozenset(what["own"])
@@ -105,6 +116,8 @@ class Shelf:
             size, seconds = held.arena.memory.size / 2**30, time.perf_counter() - begin
             weights.tell(f"{size:.2f} GiB of weights were kept: mapped and verified in {seconds:.2f} s")
             return held
+        if weights.required:
+            raise RuntimeError(f"the weights that serve cannot be used: {problem or 'they are not kept on every rank'}")
         if problem:
             weights.tell(f"kept weights are not used, all are loaded anew: {problem}")
         elif held is not None:
@@ -123,6 +136,7 @@ class Shelf:
             return Arena(new_memory(room(census), self._weights.device), census)
         except NoSharedMemory as error:
             self._weights.tell(f"weights will not be kept for a restart: {error}")
+            self._weights.shareable = False
             return None
 
     def hand_over(self, arena: Arena, own: frozenset[str] = frozenset()) -> None:

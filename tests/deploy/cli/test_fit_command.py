@@ -42,6 +42,17 @@ def test_host_memory_behind_the_cache_is_counted(command):
     assert command("fit", "--gpu", "16 GiB", "--json").json["host_tokens"] == 0
 
 
+def test_an_engine_that_stands_by_is_counted(command):
+    alone, said = (command("fit", "--gpu", "16 GiB", *more, "--json").json for more in ((), ("--standby",)))
+    assert alone["standby_bytes"] == 0
+    assert said["standby_bytes"] > (1 << 30) + said["graph_bytes_estimated"] + said["other_bytes"]
+    assert re.search(r"^standby +1\.\d\d GiB", command("fit", "--gpu", "16 GiB", "--standby").out, re.MULTILINE)
+    ran = command("fit", "--gpu", "2 GiB", "--standby")
+    assert ran.code == 1
+    assert ran.out.splitlines()[-1] == "fits with no --standby"
+    assert "does not go with --host-cache-bytes" in command("fit", "--standby", "--host-cache-bytes", "99999999").err
+
+
 def test_a_disk_behind_host_memory_is_counted(command):
     arguments = ("fit", "--gpu", "16 GiB", "--context", "1000", "--host-cache-bytes", str(10 << 30))
     arguments += ("--disk-cache-bytes", str(80 << 30), "--disk-cache-dir", "/nvme")

@@ -140,3 +140,19 @@ def test_the_proxy_is_taken_where_there_is_no_haproxy(monkeypatch: pytest.Monkey
     assert resolve_ingress(config()) == "proxy"
     with pytest.raises(RuntimeError, match="no HAProxy binary"):
         resolve_ingress(config(ingress="direct"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"health": {"patience_s": 0}}, "standby = hot, but with health.patience_s = 0 .*give a patience"),
+        ({"engine": {"keep_weights": False}}, "standby = hot shares the weights .*keep_weights = false"),
+        ({"engine": {"host_cache_bytes": 1 << 30}}, "hot does not go with engine.host_cache_bytes = 1073741824 yet"),
+        ({"gpus_per_rank": 0.5}, "hot takes memory of each GPU, and gpus_per_rank = 0.5 shares GPUs"),
+    ],
+)
+def test_what_an_engine_cannot_stand_by_with_is_refused(fields: dict, said: str) -> None:
+    with_hot = merged(fields, {"engine.model": "demo", "health.standby": "hot"})
+    with pytest.raises(ValidationError, match=said):
+        ServeConfig.model_validate(with_hot)
+    ServeConfig.model_validate(merged(with_hot, {"health.standby": "none"}))

@@ -187,7 +187,7 @@ def test_ray_is_told_exactly_what_the_replica_s_own_metrics_say(recorded: dict[s
             (name, tuple(sorted(zip(metric.tags, values, strict=True)))): value
             for name, metric in recorded.items()
             for values, value in metric.of.items()
-            if name != "latentserve_engine_healthy"
+            if name not in ("latentserve_engine_healthy", "latentserve_engine_standby_ready")
         }
         assert told == own
     assert arrivals.load(EngineStats()).backlog == arrivals.load(EngineStats()).rows == 0
@@ -200,5 +200,6 @@ def test_ray_is_told_exactly_what_the_replica_s_own_metrics_say(recorded: dict[s
 def test_an_engine_that_failed_is_told(recorded: dict[str, Recorded]) -> None:
     metrics, _ = measured()
     metrics.report(None)
-    metrics.report("dead")
+    metrics.report("dead", standby=True)
     assert recorded["latentserve_engine_healthy"].values == [1, 0]
+    assert recorded["latentserve_engine_standby_ready"].values == [0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,8 +15,10 @@ import ray
 
 from deploy.routing.arrivals import OUT_OF_SERVICE_TOKENS, Arrivals
 from deploy.serve import replica
+from deploy.serve import standby as standby_processes
 from deploy.serve.replica import EngineReplica
 from workers.processes.failover import FailoverEngine
+from workers.processes.hot_standby import HotStandby
 from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.messages import EngineStats, Request
 from workers.protocol.plan import SamplingParams
@@ -24,10 +27,13 @@ from workers.protocol.plan import SamplingParams
 class Client:
     """Stand-in for the engine's client."""
 
+    fails = False
+    """Whether it cannot take the place of another."""
+
     def __init__(self, *_: Any) -> None:
         self.info = ModelInfo("tiny", 200, 50, (1,), 3, 0)
         self.stats, self.fault, self.died_of_an_error = EngineStats(), None, False
-        self.fault_is_lasting = False
+        self.fault_is_lasting = self.took_over = False
         self.on_fault: list[Any] = []
         self.on_progress: list[Any] = []
         self.on_charges: list[Any] = []
@@ -38,6 +44,15 @@ class Client:
 
     async def health_check(self) -> None:
         pass
+
+    @property
+    def serves(self) -> bool:
+        return self.fault is None
+
+    async def take_over(self, timeout_s: float) -> None:
+        self.took_over = True
+        if self.fails:
+            raise EngineFault("the memory of its cache is not kept any more")
 
     def generate(self, request: Request, mailbox: Any) -> Any:
         return mailbox
@@ -59,6 +74,8 @@ class Processes:
     """Stand-in for a scheduler and ranks under Ray."""
 
     made: ClassVar[list[Processes]] = []
+    hot = False
+    """Whether a second engine stands by."""
     lost = False
     """Whether they have died while they stood by."""
 
@@ -75,15 +92,17 @@ class Processes:
     async def start(self) -> str:
         if self.lost:
             raise ray.exceptions.RayActorError
-        if not all(other.killed for other in self.made if other is not self and not other.stood_by):
+        others = [other for other in self.made if other is not self and not other.stood_by]
+        if not self.hot and not all(other.killed for other in others):
             raise EngineFault("the processes before these still hold their places")
         return "addresses"
 
     def run(self, addresses: str, on_end: Any, waiting: int = 0) -> None:
         self.on_end, self.waiting = on_end, waiting
 
-    async def gone(self, limit_s: float) -> None:
+    async def gone(self, limit_s: float) -> bool:
         assert self.killed
+        return True
 
     def kill(self) -> None:
         self.killed = True
@@ -91,7 +110,8 @@ class Processes:
 
 @asynccontextmanager
 async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> AsyncIterator[Any]:
-    monkeypatch.setattr(replica, "EngineClient", Client)
+    for module in (replica, standby_processes):
+        monkeypatch.setattr(module, "EngineClient", Client)
     monkeypatch.setattr(Processes, "made", [])
     made: Any = object.__new__(EngineReplica)
     made.said, made.states, made.folders, made.ended = [], [], [], []
@@ -109,6 +129,9 @@ async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> Asy
     made.engine = None
     made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
     made._keeper, made._new_processes, made._standby, made._standing_by = None, Processes, None, None
+    monkeypatch.setattr(Processes, "hot", standby == "hot")
+    monkeypatch.setattr(replica, "HotStandby", partial(HotStandby, backoff_s=0.01, calm_s=0.0))
+    made._hot = made._hot_standby() if standby == "hot" else None
     made.processes = Processes()
     monkeypatch.setattr(replica.os, "_exit", made.ended.append)
     client: Any = await made._start_processes()
@@ -198,6 +221,36 @@ async def test_where_those_that_stood_by_have_died_others_are_started(monkeypatc
         assert [one.killed for one in Processes.made[:3]] == [True, True, False]
         assert not made.ended
         made.__del__()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_engine_that_stands_by_takes_over_or_another_is_started(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    async with serving(monkeypatch, "hot") as made:
+        made._let_others_stand_by()
+        await until(lambda: made._hot.ready)
+        first, second = Processes.made
+        assert second.seats == ["place 0"]
+        assert made.folders == [Path("/sockets/1")]
+        assert not first.killed
+        monkeypatch.setattr(Client, "fails", fails)
+        first.on_end("rank 0 died", False)
+        await until(lambda: made.states == [("starting", "rank 0 died"), "serving"])
+        assert made.engine.serving.took_over is not fails
+        assert made.processes is Processes.made[2 if fails else 1]
+        assert [one.killed for one in Processes.made[:2]] == [True, fails]
+        if fails:
+            assert not made.processes.seats
+            assert "the engine that stood by cannot serve: the memory of its cache is not kept any more" in made.said
+        else:
+            assert made._restart.startswith("the engine that stood by took over in ")
+        await until(lambda: made._hot.ready)
+        assert Processes.made[-1].seats == made.processes.placements
+        assert sum(not one.killed for one in Processes.made) == 2
+        made.__del__()
+        assert all(one.killed for one in Processes.made)
+        assert not made.ended
 
 
 async def test_a_replica_that_cannot_start_them_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:

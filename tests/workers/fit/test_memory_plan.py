@@ -283,3 +283,15 @@ def test_the_smallest_change_fits(tmp_path: Path) -> None:
     assert {"--tensor-parallel", "--context", "--kv-cache-dtype", ""} <= set(seen)
     nothing = memory_plan(config, 1 << 20)
     assert smallest_change(config, nothing, {}) is None
+
+
+def test_an_engine_that_stands_by_takes_all_but_weights_and_pages_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "num_hidden_layers": 4}))
+    config = EngineConfig(model=str(tmp_path), tensor_parallel=8)
+    alone, with_second = (memory_plan(config, 30 * GIB, standby=standby) for standby in (False, True))
+    few = max(config.max_rows, config.token_budget // 64) + 3  # rows that the self-test tries at once, and a few
+    assert alone.graphs is not None
+    least = alone.graphs + alone.rest + few * alone.page_bytes
+    assert least < with_second.standby - GIB < least + 100 * 2**20
+    assert alone.room - with_second.room == with_second.standby
+    assert (alone.weights, alone.graphs, alone.rest) == (with_second.weights, with_second.graphs, with_second.rest)

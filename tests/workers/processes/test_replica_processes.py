@@ -33,6 +33,7 @@ from workers.processes.scheduler_process import SchedulerProcess
 from workers.protocol.front import EngineFault, Refused
 from workers.protocol.messages import Figures, Request
 from workers.protocol.plan import SamplingParams
+from workers.rank.role import Role
 
 
 @pytest.fixture(scope="module")
@@ -235,22 +236,22 @@ worker_main = launch._worker_main
 
 
 def one_rank_dies(
-    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, parent: Connection
+    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, role: Role, parent: Connection
 ) -> None:
     if rank == 1:
         os._exit(3)
-    worker_main(settings, rank, keeper, waiting, parent)
+    worker_main(settings, rank, keeper, waiting, role, parent)
 
 
 def one_rank_aborts(
-    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, parent: Connection
+    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, role: Role, parent: Connection
 ) -> None:
     if rank == 1:
         os.abort()
-    worker_main(settings, rank, keeper, waiting, parent)
+    worker_main(settings, rank, keeper, waiting, role, parent)
 
 
-def tells_and_dies(settings: EngineConfig, sockets: Path, parent: Connection) -> None:
+def tells_and_dies(settings: EngineConfig, sockets: Path, standby: bool, parent: Connection) -> None:
     parent.send(SchedulerProcess(settings, folder=sockets).addresses)
     os._exit(3)
 
@@ -299,8 +300,8 @@ def test_a_start_that_is_given_up_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def never_connects(settings: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
-    parent.recv()
+def never_connects(*given: Any) -> None:
+    given[-1].recv()
     time.sleep(60)
 
 

@@ -24,6 +24,7 @@ from workers.protocol.messages import (
     Request,
     Requests,
     Shutdown,
+    TakeOver,
     ToFront,
     ToWorker,
 )
@@ -93,10 +94,10 @@ class World:
 
 
 @contextmanager
-def played(ranks: int = 1, serving: bool = True, **settings: Any) -> Iterator[World]:
+def played(ranks: int = 1, serving: bool = True, standby: bool = False, **settings: Any) -> Iterator[World]:
     """A world in which the process serves, or waits for its ranks."""
     defaults = {"max_rows": 1, "width": 1, "token_budget": 64, "queue_limit": 1, "tensor_parallel": ranks}
-    process = SchedulerProcess(EngineConfig(model="demo", **{**defaults, **settings}))
+    process = SchedulerProcess(EngineConfig(model="demo", **{**defaults, **settings}), standby=standby)
 
     def run() -> None:
         with suppress(EngineFailed):
@@ -114,6 +115,47 @@ def played(ranks: int = 1, serving: bool = True, **settings: Any) -> Iterator[Wo
         thread.join(10)
         world.close()
     assert not thread.is_alive()
+
+
+def test_a_scheduler_that_stood_by_begins_anew_when_it_takes_over() -> None:
+    """What it was asked while it stood by is forgotten, and what ranks still say of that reaches nobody."""
+    with played(2, standby=True) as world:
+        world.ask("rehearsal")
+        old = world.plan()
+        world.requests.send(TakeOver())
+        for plans in world.plans:
+            message = plans.receive(timeout_ms=5000)
+            while isinstance(message, StepPlan):  # planned ahead
+                message = plans.receive(timeout_ms=5000)
+            assert isinstance(message, TakeOver)
+        world.answer(old)  # late
+        world.ready(1, pages=70)
+        world.results.send(Ready(1, pages=70, max_context=200, vocab_size=50))
+        assert world.hears(Ready).pages == 70
+        world.ask("a", tokens=1)
+        plan = world.plan()
+        assert plan.step == 1
+        world.answer(plan)
+        assert [item.request_id for item in world.hears(Outputs).items] == ["a"]
+        stats = world.hears(EngineStats)
+        while not stats.steps:
+            stats = world.hears(EngineStats)
+        assert (stats.pages_total, stats.steps) == (69, 1)
+        world.requests.send(TakeOver())
+        assert world.fault() == "an engine that serves was told to take the place of another"
+
+
+@pytest.mark.parametrize("fate", ["silence", "an error"])
+def test_an_engine_that_cannot_take_over_says_so(fate: str) -> None:
+    with played(2, standby=True, step_timeout_s=0.5) as world:
+        world.requests.send(TakeOver())
+        assert isinstance(world.plans[0].receive(timeout_ms=5000), TakeOver)
+        if fate == "an error":
+            world.results.send(Fault("rank 1: the memory of its cache is not kept any more", 1))
+            assert world.fault() == "rank 1: the memory of its cache is not kept any more"
+        else:
+            world.ready(1)
+            assert world.fault() == "ranks [1] were not ready within 0 s"
 
 
 def test_ranks_that_hold_different_things_do_not_serve() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ CONFIG = EngineConfig(
 FAILING_STEP = 5
 
 
-def failing_main(config: EngineConfig, rank: int, keeper: Path | None, parent: Connection) -> None:
+def failing_main(config: EngineConfig, rank: int, *given: Any) -> None:
     """A rank's process; rank 1 fails in a step, in the host's code or on the device."""
     folder, failure = os.environ["FAILING_RANK"].split("\n")
     launch_step = Runner.launch
@@ -57,7 +56,7 @@ def failing_main(config: EngineConfig, rank: int, keeper: Path | None, parent: C
 
     setattr(Runner, "launch", fail)  # noqa: B010
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    main(config, rank, keeper, parent)
+    main(config, rank, *given)
 
 
 main = launch._worker_main

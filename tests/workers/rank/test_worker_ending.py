@@ -184,7 +184,7 @@ class PretendedRank:
         self.ready = Ready(group.mesh.world.rank, 2, 64, 100, 1, ())
         self.runner = self
         self.grammars = None
-        self.mover = self.disk = self.captures = None
+        self.mover = self.disk = self.captures = self.take_over = None
         self.device = torch.device("cpu")
         self.stats = SimpleNamespace(figures=dict)
 
@@ -224,7 +224,7 @@ def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> N
 
     setattr(worker_process, "Rank", pretended)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S
-    _worker_main(CONFIG, rank, None, None, parent)
+    _worker_main(CONFIG, rank, None, None, "alone", parent)
 
 
 @contextmanager

@@ -1,0 +1,141 @@
+"""A rank that stands by takes the place of one that served: what of both is left, and what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import write_tiny
+from tests.workers.harness import InlineEngine
+from tests.workers.test_engine import engine, random_prompts
+from workers.config import EngineConfig
+from workers.memory.keeper import KeeperClient, WeightKeeper
+from workers.processes.scheduler_process import scheduler_config
+from workers.protocol.plan import SamplingParams
+from workers.rank.runner import PlanError
+from workers.scheduler import Scheduler
+from workers.step.slots import SlotState
+
+DRAWN = SamplingParams(40, temperature=1.0, seed=5, logprobs=1)
+PAGES = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
+
+
+@pytest.fixture
+def keeper() -> Iterator[Path]:
+    made = WeightKeeper()
+    yield made.path()
+    made.close()
+
+
+def settings(folder: Path, **more: object) -> EngineConfig:
+    few = {"max_rows": 12, "token_budget": 160, "cache_pages": PAGES, "selftest": False, "width": 2, "device": "cpu"}
+    return EngineConfig.model_validate({"model": str(folder), **few, **more})
+
+
+def long_prompt() -> list[int]:
+    """One that has two whole pages."""
+    [prompt] = random_prompts(1, 150, seed=4)
+    return (prompt * 150)[:150]
+
+
+def run(made: InlineEngine, name: str, prompt: list[int]) -> list[int]:
+    made.add(name, prompt, DRAWN)
+    made.run()
+    return made.finished[name].tokens
+
+
+def logprobs(made: InlineEngine, name: str) -> list[float]:
+    """Those of the tokens of a request that has ended."""
+    return [entry.chosen for output in made.finished[name].outputs for entry in output.logprobs]
+
+
+def untouched(made: InlineEngine) -> bool:
+    """Whether no page has anything, and no slot a page."""
+    tables = made.runner.parts.state.tensors.page_SP
+    return not any(bool(layer.any()) for layer in made.runner.parts.cache.layers) and not bool(tables.any())
+
+
+def test_it_has_all_pages_and_nothing_in_them(folder: Path, keeper: Path) -> None:
+    prompts = [long_prompt(), *random_prompts(1, 150, seed=5)]
+    expected = engine(folder, width=1).generate(prompts, [DRAWN] * 2)
+    serving = InlineEngine(settings(folder, selftest=True), keeper=keeper, role="succeeded")
+    assert [run(serving, str(number), prompt) for number, prompt in enumerate(prompts)] == expected
+    standby = InlineEngine(settings(folder, selftest=True), keeper=keeper, role="standby")
+    assert standby.replica.ready.pages < serving.replica.ready.pages == PAGES
+    mapped = [
+        line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "latentserve weights" in line
+    ]
+    assert len(mapped) >= 2
+    assert len({inode for _, _, _, _, inode, *_ in mapped}) == 1  # mapped twice, and there once
+    places = [layer.data_ptr() for layer in standby.runner.parts.cache.layers]
+    assert [run(standby, f"a{number}", prompt) for number, prompt in enumerate(prompts)] == expected  # a rehearsal
+    assert not untouched(standby)
+    ready = standby.replica.take_over()
+    assert ready == serving.replica.ready
+    assert untouched(standby)
+    assert [layer.data_ptr() for layer in standby.runner.parts.cache.layers] == places
+    standby.scheduler = Scheduler(scheduler_config(settings(folder), ready))
+    assert [run(standby, f"b{number}", prompt) for number, prompt in enumerate(prompts)] == expected
+
+
+@pytest.mark.parametrize("fault", ["contents", "tables"])
+def test_what_is_left_of_either_would_be_found(
+    folder: Path, keeper: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Planted: memory that is not emptied, and tables that are not cleared."""
+    prompt = long_prompt()
+    serving = InlineEngine(settings(folder), keeper=keeper, role="succeeded")
+    run(serving, "a", prompt)
+    standby = InlineEngine(settings(folder), keeper=keeper, role="standby")
+    run(standby, "a", prompt)
+    if fault == "contents":
+        monkeypatch.setattr(os, "ftruncate", lambda descriptor, size: None)
+    else:
+        monkeypatch.setattr(SlotState, "clear", lambda self: None)
+    standby.replica.take_over()
+    assert not untouched(standby)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_scheduler_that_goes_on_from_a_rehearsal_is_refused_and_would_be_wrong(
+    folder: Path, keeper: Path, refused: bool
+) -> None:
+    """Planted: it believes that pages of the prompt are still cached."""
+    prompt = long_prompt()
+    [expected] = engine(folder, width=1).generate([prompt], [DRAWN])
+    serving = InlineEngine(settings(folder), keeper=keeper, role="succeeded")
+    standby = InlineEngine(settings(folder), keeper=keeper, role="standby")
+    assert run(standby, "a", prompt) == expected
+    steps = standby.runner._steps
+    standby.replica.take_over()
+    if refused:
+        with pytest.raises(PlanError, match=f"plan of step {steps + 1} follows step 0"):
+            run(standby, "b", prompt)
+    else:
+        standby.runner._steps = steps
+        run(standby, "b", prompt)
+        assert logprobs(standby, "b") != pytest.approx(logprobs(standby, "a"), abs=1e-3)
+    assert serving.replica.ready.pages == PAGES
+
+
+def test_it_stands_by_for_its_like_alone(folder: Path, keeper: Path) -> None:
+    with pytest.raises(RuntimeError, match="the weights that serve cannot be used: they are not kept on every rank"):
+        InlineEngine(settings(folder), keeper=keeper, role="standby")
+    serving = InlineEngine(settings(folder), keeper=keeper, role="succeeded")
+    with pytest.raises(RuntimeError, match="no cache of an engine that serves: it is not kept"):
+        InlineEngine(settings(folder, max_rows=11), keeper=keeper, role="standby")
+    with pytest.raises(RuntimeError, match="the weights that serve cannot be used"):
+        InlineEngine(settings(folder, dtype="bfloat16"), keeper=keeper, role="standby")
+    standby = InlineEngine(settings(folder), keeper=keeper, role="standby")  # nothing was let go
+    KeeperClient(keeper).forget("rank 0, cache")
+    with pytest.raises(RuntimeError, match="cannot be taken: the memory of its cache is not kept any more"):
+        standby.replica.take_over()
+    assert serving.replica.ready.pages == PAGES

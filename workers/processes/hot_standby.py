@@ -1,0 +1,244 @@
+"""A second engine of a replica that stands by, whole: it takes the place of the one that serves when that has died.
+
+It has loaded everything, captured its graphs and proven itself, and does nothing. What is large is there once: it maps
+the weights that serve, and of the cache it has addresses (`workers.memory.cache_memory`). Nobody asks anything of it
+but rehearsals, each of which takes one token through all of its ranks, on pages of its own.
+
+An engine that stands by can do no harm to the one that serves: nothing of it is waited for, what it says concerns
+nobody, and the memory of the other's cache is mapped only once all processes that had it have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Generic, Protocol, TypeVar
+
+from workers.processes.client import EngineClient, tell
+from workers.protocol.front import EngineFault
+
+logger = logging.getLogger("latentserve.standby")
+
+REHEARSAL_S: Final = 600.0
+"""Seconds between two rehearsals."""
+REHEARSAL_LIMIT_S: Final = 30.0
+"""Seconds that one may take: the GPU may be busy with the engine that serves."""
+BACKOFF_S: Final = 5.0
+"""Seconds before another engine is started in the place of one that stood by and died; twice as long each time that one
+does not get to stand by, or dies soon."""
+LONGEST_BACKOFF_S: Final = 600.0
+CALM_S: Final = 5.0
+"""Seconds for which nothing may wait before an engine is started that is to stand by: that takes time of processors and
+GPUs from those who wait."""
+CALM_LIMIT_S: Final = 60.0
+"""Seconds after which it is started all the same."""
+GONE_S: Final = 30.0
+"""Seconds in which killed processes end, and give the memory of GPUs and node back: the driver needs some for a full
+GPU."""
+TAKE_OVER_S: Final = 30.0
+"""Seconds that taking the place of another engine may take."""
+_LOOK_S: Final = 0.25
+
+
+class Ended(Protocol):
+    """Scheduler and ranks of an engine that is to end, or has died."""
+
+    def kill(self) -> None:
+        """End them at once; harmless when repeated."""
+
+    async def gone(self, limit_s: float) -> bool:
+        """Wait until those that were killed have ended, with all that they had open, but no longer than so many
+        seconds; whether they have."""
+
+
+class Processes(Ended, Protocol):
+    """Scheduler and ranks of an engine that is to stand by."""
+
+    async def connect(self) -> EngineClient:
+        """Start them, and connect to them. They load meanwhile."""
+
+
+P = TypeVar("P", bound=Processes)
+
+
+class HotStandby(Generic[P]):
+    """Keeps one engine standing by, and lets it take the place of the one that serves."""
+
+    def __init__(
+        self,
+        make: Callable[[], P],
+        serving: Callable[[], EngineClient | None],
+        start_timeout_s: float,
+        rehearsal_s: float = REHEARSAL_S,
+        backoff_s: float = BACKOFF_S,
+        calm_s: float = CALM_S,
+    ) -> None:
+        """`make` prepares processes that are to stand by; nothing of them starts yet. `serving`: the engine that
+        serves; None while none does."""
+        self._make, self._serving, self._start_timeout_s = make, serving, start_timeout_s
+        self._rehearsal_s, self._backoff_s, self._calm_s = rehearsal_s, backoff_s, calm_s
+        self._standing: tuple[P, EngineClient] | None = None
+        self._newest: P | None = None
+        """Processes that stand by, or are about to."""
+        self._taken: P | None = None
+        """Processes that stood by, and are somebody else's now."""
+        self._keeping: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        """They end what stood by, and wait until its memory is free."""
+        self.on_change: list[Callable[[str], None]] = []
+        """Functions that are told, in a line, when an engine stands by and when one does not any more."""
+        self.on_progress: list[Callable[[str], None]] = []
+        """Functions that are told what an engine says while it starts in order to stand by."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine stands by."""
+        return self._standing is not None and self._standing[1].serves
+
+    def begin(self) -> None:
+        """Keep an engine standing by from now on; there is never more than one. In the running event loop."""
+        if self._keeping is None:
+            self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    def kill(self) -> None:
+        """End what stands by, or is about to, and start nothing more; harmless when repeated."""
+        self._stop_keeping()
+        self._standing = None
+        if self._newest is not None:
+            self._newest.kill()
+            self._newest = None
+
+    async def take_over(self, dead: Ended) -> tuple[P, EngineClient] | None:
+        """Let the engine that stands by take the place of the one of these processes, which are ended. Return its
+        processes and its client, ready to serve. None where none stands by, or it cannot: then nothing is left of it
+        either, and another engine can be started. None stands by from now on, until `begin`."""
+        standing = self._take()
+        dead.kill()
+        if standing is None:
+            self.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended(), GONE_S)
+            return None
+        processes, client = standing
+        try:
+            # Before that, a kernel of a dead rank may still write to the cache that this engine is about to use.
+            if not await dead.gone(GONE_S):
+                raise EngineFault(f"processes of the engine that died have not ended for {GONE_S:.0f} s")
+            await client.take_over(TAKE_OVER_S)
+            await asyncio.wait_for(client.health_check(), TAKE_OVER_S)
+        except Exception as error:
+            logger.warning("the engine that stood by cannot take the place of the one that died", exc_info=True)
+            tell(self.on_change, f"the engine that stood by cannot serve: {error or type(error).__name__}")
+            await client.close()
+            processes.kill()
+            await processes.gone(GONE_S)
+            return None
+        except BaseException:
+            processes.kill()
+            raise
+        return standing
+
+    def _take(self) -> tuple[P, EngineClient] | None:
+        """Take the engine that stands by away from who keeps it, if it lives."""
+        standing = self._standing
+        if standing is None or not standing[1].serves:
+            return None
+        self._standing = self._newest = None
+        self._taken = standing[0]
+        self._stop_keeping()
+        return standing
+
+    def _stop_keeping(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._note_ending(self._keeping)
+            self._keeping = None
+
+    def _note_ending(self, task: asyncio.Task[None]) -> None:
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _all_ended(self) -> None:
+        while self._ending:
+            await asyncio.wait(set(self._ending))
+
+    async def _keep(self) -> None:
+        await self._all_ended()
+        loop, failures, pause = asyncio.get_running_loop(), 0, 0.0
+        while True:
+            await self._calm(pause)
+            self._go_on()
+            begin = loop.time()
+            try:
+                await self._stand_by()
+            except Exception as error:
+                cause = str(error) or type(error).__name__
+            # One that lasted was no failure of its start.
+            failures = 0 if loop.time() - begin > LONGEST_BACKOFF_S else failures + 1
+            pause = min(self._backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S) if failures else self._backoff_s
+            tell(self.on_change, f"no engine stands by: {cause}; another one is started in {pause:.0f} s")
+
+    def _go_on(self) -> None:
+        """Raise CancelledError in a task that was stopped: what it waited for may have come in the same moment, and
+        then it is not told (`asyncio.wait_for` before Python 3.12)."""
+        if self._keeping is not asyncio.current_task():
+            raise asyncio.CancelledError
+
+    async def _stand_by(self) -> None:
+        """Start an engine, and keep it until it dies, or fails a rehearsal; raises why."""
+        processes = self._newest = self._make()
+        client: EngineClient | None = None
+        try:
+            client = await processes.connect()
+            client.on_progress.append(lambda line: tell(self.on_progress, line))
+            await client.ready(self._start_timeout_s)
+            serving = self._serving()
+            if serving is None:
+                raise EngineFault("the engine for which it is to stand by is away")
+            if client.info.root != serving.info.root:
+                raise EngineFault("it has other weights than the engine that serves, or computes otherwise")
+            await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
+            self._go_on()
+            self._standing = processes, client
+            tell(self.on_change, "an engine stands by")
+            await self._rehearse(client)
+        finally:
+            if self._taken is not processes:
+                if self._newest is processes:
+                    self._standing = self._newest = None
+                # Whoever stops this does not stop that.
+                ending = asyncio.get_running_loop().create_task(self._end(processes, client))
+                self._note_ending(ending)
+                await asyncio.shield(ending)
+
+    async def _rehearse(self, client: EngineClient) -> None:
+        died = asyncio.Event()
+        client.on_fault.append(lambda cause: died.set())
+        while client.fault is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(died.wait(), self._rehearsal_s)
+                break
+            await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
+        raise EngineFault(client.fault or "it ended")
+
+    @staticmethod
+    async def _end(processes: P, client: EngineClient | None) -> None:
+        """End processes that stood by, and wait for the memory that they had, lest the next ones find none."""
+        processes.kill()
+        if client is not None:
+            await client.close()
+        while not await processes.gone(GONE_S):
+            logger.warning("processes that stood by have not ended for %.0f s", GONE_S)
+
+    async def _calm(self, pause: float) -> None:
+        """Wait so many seconds, and until nothing has waited at the engine that serves for a while."""
+        await asyncio.sleep(pause)
+        loop = asyncio.get_running_loop()
+        begin = calm = loop.time()
+        while loop.time() - begin < CALM_LIMIT_S and loop.time() - calm < self._calm_s:
+            serving = self._serving()
+            if serving is None or serving.stats.waiting or serving.stats.prefill_backlog:
+                calm = loop.time()
+            await asyncio.sleep(_LOOK_S)
