@@ -143,6 +143,11 @@ class CallParser:
         self._rest, self._blank = "", None
         return self._out
 
+    @property
+    def held(self) -> int:
+        """Characters that are held back and will be content unless a call begins."""
+        return len(self._rest) + sum(map(len, self._blank or ())) if self._state == self._content else 0
+
     def ends_reasoning(self) -> None:
         """A call in the reasoning ended it, so what comes may hold the closing tag that is due."""
         self._drops_close = True
@@ -226,6 +231,11 @@ class CallParser:
         taken, self._rest = self._rest[:count], self._rest[count:]
         self._raw.append(taken)
         return taken
+
+    def _put_back(self, text: str) -> None:
+        """Take back `text`, which was taken last."""
+        raw = "".join(self._raw)
+        self._raw, self._rest = [raw[: len(raw) - len(text)]], text + self._rest
 
     def _skip_space(self) -> None:
         if self._rest[:1].isspace():

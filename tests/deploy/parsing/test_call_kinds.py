@@ -692,6 +692,34 @@ def test_a_value_of_glm_may_be_about_its_tags(code: str) -> None:
     check("glm", text, "", [("get_weather", {"note": f"a{code}", "days": 3})])
 
 
+@pytest.mark.parametrize("name", ["glm", "deepseek_v32"])
+def test_a_value_without_its_end(name: str) -> None:
+    """It ends where the call does if no end of a value follows, and at the next tag if it must not be a string."""
+    begin, end, more = {
+        "glm": (BEGIN + "get_weather", CLOSE, "\n"),
+        "deepseek_v32": ('<｜DSML｜invoke name="get_weather">', "</｜DSML｜invoke>", ""),
+    }[name]
+
+    def value(key: str, text: str) -> str:
+        if name == "glm":
+            return f"<arg_key>{key}</arg_key><arg_value>{text}"
+        return f'<｜DSML｜parameter name="{key}" string="{str(key == "city").lower()}">{text}'
+
+    closed = "</arg_value>" if name == "glm" else "</｜DSML｜parameter>"
+    both, alone = ("get_weather", {"city": "Oslo", "days": 3}), ("get_weather", {"days": 3})
+    city, days = value("city", "Oslo"), value("days", "3")
+    for text, content, calls in (
+        (begin + city + end + "\nLet us see.", "\nLet us see.", [OSLO]),
+        (begin + city + "\n" + end + more + begin + city + end, "", [OSLO, OSLO]),
+        (begin + city + end + more + begin + end, "", [OSLO, ("get_weather", {})]),
+        (begin + days + end + more + begin + city + closed + end, "", [alone, OSLO]),
+        (begin + days + city + closed + end + " So.", " So.", [("get_weather", {"days": 3, "city": "Oslo"})]),
+        (begin + city + closed + days + end + " So.", " So.", [both]),
+        (begin + days + city + end, "", [("get_weather", {"days": 3, "city": "Oslo"})]),
+    ):
+        check(name, text, content, calls)
+
+
 INVOKED = [
     '>\n<｜DSML｜arg name="city" string="true">Oslo</｜DSML｜arg>\n</｜DSML｜invoke>',
     '>\n<｜DSML｜argument name="city">Oslo</｜DSML｜argument>\n</｜DSML｜invoke>',
