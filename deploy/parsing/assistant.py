@@ -24,8 +24,8 @@ class StopWatch(Protocol):
 
 
 class AnswerParser:
-    """Reasoning is told apart first, then tool calls. What is left is content, and is watched for stop strings: one that
-    stands in a call, in its arguments or its markers, ends nothing."""
+    """Reasoning is told apart first, then tool calls. What is left is content, and is watched for stop strings: one
+    that stands in a call, in its arguments or its markers, ends nothing."""
 
     __slots__ = ("_begun", "_matcher", "_reasoning", "_through", "_tools", "_unwatched", "straight")
 

@@ -46,9 +46,9 @@ class TaggedCalls(FunctionCalls):
     Models also write all arguments as one JSON object. A call whose end is missing is complete where another call
     begins and, once it has arguments, where the model ends the text. Text between its tags is content behind it.
 
-    A value ends at its own tag, whatever stands before it: it may be about such tags. Where its tag is missing it goes on
-    to the next one, with all the tags between. Two kinds of values are known to have ended before: one that no tag of
-    its own follows at all ends where the call does; and one that must not be a string ends at the first tag, unless
+    A value ends at its own tag, whatever stands before it: it may be about such tags. Where its tag is missing it goes
+    on to the next one, with all the tags between. Two kinds of values are known to have ended before: one that no tag
+    of its own follows at all ends where the call does; and one that must not be a string ends at the first tag, unless
     all of it is such a value.
     """
 

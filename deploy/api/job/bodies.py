@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
+from deploy.api.job.unsupported import reject_stream_options
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from deploy.text.in_words import readable
@@ -175,6 +176,14 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """Send one more event with the token counts at the end."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`, have the counts so far in every event, too. As in vLLM."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_no_stream_has(cls, value: Any) -> Any:
+        reject_stream_options(value)
+        return value
 
 
 _RESPONSE_FORMAT: Final = {

@@ -241,6 +241,17 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
 """Fields that only the API of one endpoint knows, and which are not supported there."""
 
 
+STREAM_OPTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "include_obfuscation": ("padding of events (include_obfuscation)", (False,)),
+    "chunk_include_usage": ("chunk_include_usage; use continuous_usage_stats: this", (False,)),
+}
+"""Fields within `stream_options`, as in `UNSUPPORTED`."""
+_STREAM_OPTIONS_OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "continuous_usage_stats": ("a count of tokens in every event (continuous_usage_stats) here", (False,))
+}
+"""Those that only some endpoints have, for the others."""
+
+
 def refused_at(endpoint: Endpoint, fields: Collection[str] = ()) -> dict[str, tuple[str, tuple[Any, ...]]]:
     """Return the fields that an endpoint refuses whose body has `fields`, as in `UNSUPPORTED`."""
     elsewhere = {
@@ -257,9 +268,21 @@ def reject_unsupported(raw: Mapping[str, Any], endpoint: Endpoint, fields: Colle
     asked = {name: value for name, value in raw.items() if value is not None and name not in fields}
     known = refused_at(endpoint, fields) if asked else {}
     for name in (name for name in asked if name in known):
-        what, neutral = known[name]
-        if not any(_same(asked[name], harmless) for harmless in neutral):
-            raise unsupported(what, name)
+        _reject(asked[name], *known[name], name)
+    if endpoint in ("messages", "responses"):
+        reject_stream_options(raw.get("stream_options"), _STREAM_OPTIONS_OF_CHATS)
+
+
+def reject_stream_options(value: Any, more: Mapping[str, tuple[str, tuple[Any, ...]]] | None = None) -> None:
+    """400 for what a field `stream_options` asks for and no stream can do, nor any of the table `more`."""
+    known = STREAM_OPTIONS | dict(more or {})
+    for name in (name for name in known if isinstance(value, Mapping) and value.get(name) is not None):
+        _reject(value[name], *known[name], "stream_options")
+
+
+def _reject(value: Any, what: str, neutral: tuple[Any, ...], param: str) -> None:
+    if not any(_same(value, harmless) for harmless in neutral):
+        raise unsupported(what, param)
 
 
 def _same(value: Any, harmless: Any) -> bool:
