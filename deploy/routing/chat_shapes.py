@@ -73,7 +73,11 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "continue_final_message": goes_on(messages),
         "add_generation_prompt": not goes_on(messages),
-        **thinking_fields((data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")),
+        **thinking_fields(
+            (data.get("thinking") or {}).get("type"),
+            (data.get("output_config") or {}).get("effort"),
+            data.get("context_management"),
+        ),
         "tools": [
             _function(tool["name"], tool.get("description"), tool["input_schema"])
             for tool in tools

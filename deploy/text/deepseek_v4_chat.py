@@ -69,7 +69,8 @@ def encode_v4(
     """The prompt of a chat with DeepSeek V4. The arguments of calls are objects.
 
     The variable `thinking`, or `enable_thinking`, has the model think, and `reasoning_effort` "max" think at length.
-    What it thought is written behind the last question alone, or, where there are tools, everywhere. What users say and
+    What it thought is written behind the last question alone, or, where there are tools or `drop_thinking` is false,
+    everywhere. What users say and
     what tools return is one turn as long as no answer comes between. A `developer` turn that is answered, or is to be
     answered, is the turn of a user that holds the tools, as for V3.2; any other is a system message.
 
@@ -111,7 +112,7 @@ class _V4:
         self._thinks = bool(variables.get("thinking", variables.get("enable_thinking", False)))
         self._opens = add_generation_prompt and not continue_final_message
         self._goes_on = continue_final_message
-        self._keeps = bool(tools)
+        self._keeps = bool(tools) or variables.get("drop_thinking") is False
         """Whether all that it thought is written, or what it thought behind the last question alone."""
         self._asked = max((index for index, turn in enumerate(self._turns) if turn.asks), default=-1)
         self._tools = _TOOLS.format(tools="\n".join(as_json(tool["function"]) for tool in tools)) if tools else ""

@@ -72,11 +72,26 @@ def goes_on(messages: Messages) -> bool:
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
-def thinking_fields(kind: str | None, effort: str | None = None) -> dict[str, Any]:
+def thinking_fields(kind: str | None, effort: str | None = None, management: Any = None) -> dict[str, Any]:
     """The fields of a chat (`deploy.text.effort`) for the type in Anthropic's field `thinking`, of which none is off,
-    and its `output_config.effort`, of which one that nobody knows says nothing."""
+    its `output_config.effort`, of which one that nobody knows says nothing, and its `context_management`."""
     fields: dict[str, Any] = {"thinking": {"type": kind or "disabled"}}
+    if (keeps := _keeps_thinking(management)) is not None:
+        fields["preserve_thinking"] = keeps
     return fields | {EFFORT: effort} if effort in RANKED else fields
+
+
+def _keeps_thinking(management: Any) -> bool | None:
+    """Whether earlier thinking stays in the prompt by an edit for that in `context_management`: all of it, or that of
+    the last turn alone. None where there is no such edit, or one for several turns, which no chat template knows."""
+    edits = management.get("edits") if isinstance(management, Mapping) else None
+    for edit in edits if isinstance(edits, list) else ():
+        if isinstance(edit, Mapping) and str(edit.get("type")).startswith("clear_thinking"):
+            keep = edit.get("keep", 1)
+            kind = keep.get("type") if isinstance(keep, Mapping) else keep
+            turns = keep.get("value") if isinstance(keep, Mapping) else keep
+            return True if kind == "all" else False if turns == 1 else None
+    return None
 
 
 def _assistant(blocks: Blocks) -> dict[str, Any]:

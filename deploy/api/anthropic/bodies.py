@@ -200,6 +200,8 @@ class MessagesPrompt(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
+    context_management: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    """Edits: whether earlier thinking stays in the prompt, where the chat template knows it. Others have no effect."""
 
     @property
     def form(self) -> OutputFormat | None:
@@ -300,6 +302,7 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
         **thinking_fields(
             None if body.thinking is None else body.thinking.type,
             None if body.output_config is None else body.output_config.effort,
+            body.context_management,
         ),
         **more,
     }

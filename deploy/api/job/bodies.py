@@ -418,7 +418,12 @@ _THINKING: Final = {
         _FLAG,
         {
             "type": "object",
-            "properties": {"type": {"enum": ["enabled", "disabled", "adaptive", "auto"]}, "budget_tokens": _COUNT},
+            "properties": {
+                "type": {"enum": ["enabled", "disabled", "adaptive", "auto"]},
+                "budget_tokens": _COUNT,
+                "keep": {"const": "all"},
+                "clear_thinking": _FLAG,
+            },
             "required": ["type"],
         },
     ]
@@ -467,6 +472,12 @@ class ChatTemplateFields(Body):
         Any, BeforeValidator(partial(checked, "thinking_token_budget")), WithJsonSchema(_COUNT)
     ] = None
     """Alias of `max_reasoning_tokens`."""
+    clear_thinking: Annotated[Any, BeforeValidator(partial(checked, "clear_thinking")), WithJsonSchema(_FLAG)] = None
+    """Whether the prompt leaves out what the model thought before the last question, where the template knows it."""
+    preserve_thinking: Annotated[Any, BeforeValidator(partial(checked, "preserve_thinking")), WithJsonSchema(_FLAG)] = (
+        None
+    )
+    """The opposite of `clear_thinking`."""
 
     _thinks_as_it_can: bool = PrivateAttr(default=False)
 

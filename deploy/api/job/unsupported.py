@@ -178,6 +178,15 @@ ELSEWHERE: Final[dict[str, tuple[str, tuple[Any, ...], Mapping[str, str]]]] = {
         {"messages": "thinking.budget_tokens"},
     ),
     **{name: (f"a say in the reasoning ({name}) here", (), _REASONING_HERE) for name in FIELDS},
+    **{
+        name: (
+            f"a say in earlier reasoning ({name}) here",
+            (),
+            {"messages": "context_management", "responses": "chat_template_kwargs"},
+        )
+        for name in ("clear_thinking", "preserve_thinking")
+    },
+    "context_management": ("context_management", _OFF, {"chat": "thinking.keep"}),
     "output_config": ("output_config", _OFF, {"chat": "response_format", "responses": "text.format"}),
     "output_format": ("output_format", _OFF, {"chat": "response_format", "responses": "text.format"}),
     # What the answer must look like.
@@ -234,7 +243,6 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
             _OFF,
         ),
         "prompt": ("a prompt that the server keeps (prompt)", _OFF),
-        "context_management": ("context_management", _OFF),
         "truncation": ("prompt truncation (truncation)", (*_OFF, "disabled")),
     },
 }
