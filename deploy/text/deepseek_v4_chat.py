@@ -70,9 +70,10 @@ def encode_v4(
 
     The variable `thinking`, or `enable_thinking`, has the model think, and `reasoning_effort` "max" think at length.
     What it thought is written behind the last question alone, or, where there are tools or `drop_thinking` is false,
-    everywhere. What users say and
-    what tools return is one turn as long as no answer comes between. A `developer` turn that is answered, or is to be
-    answered, is the turn of a user that holds the tools, as for V3.2; any other is a system message.
+    everywhere. What users say and what tools return is one turn as long as no answer comes between. A `developer` turn
+    that is answered, or is to be answered, is the turn of a user that holds the tools, as for V3.2; any other is a
+    system message. Behind whatever comes last an answer is opened, also where the published program opens none: behind
+    a system message and behind another answer.
 
     ChatTemplateError for an effort or a role that it does not know.
     """
@@ -126,8 +127,13 @@ class _V4:
             pieces.append(_MOST)
         if self._tools and self._holder < 0:
             pieces.append("\n\n" + self._tools)
+        due = ""
+        """What opens the answer to what was said last, as long as it is not written."""
         for index, turn in enumerate(self._turns):
             message = turn.messages[0]
+            if turn.role in ("assistant", "latest_reminder"):
+                pieces.append(due)
+            due = due if turn.role == "system" else self._opening(index + 1) if turn.asks else ""
             tools = f"\n\n{self._tools}" if self._tools and index == self._holder else ""
             if turn.role == "assistant":
                 pieces.append(self._answer(index, message))
@@ -136,15 +142,13 @@ class _V4:
             else:
                 begin = {"system": "", "developer": USER, "latest_reminder": REMINDER}[turn.role]
                 pieces.append(begin + message["content"] + tools)
-            if turn.asks and self._is_answered(index):
-                pieces.append(ASSISTANT + (OPEN if self._thinks and self._is_thought(index + 1) else CLOSE))
+        if self._opens:
+            pieces.append(due or self._opening(len(self._turns)))
         return "".join(pieces)
 
-    def _is_answered(self, index: int) -> bool:
-        """Whether the beginning of an answer is written behind turn `index`."""
-        if index + 1 == len(self._turns):
-            return self._opens
-        return self._turns[index + 1].role in ("assistant", "latest_reminder")
+    def _opening(self, index: int) -> str:
+        """Return the text that opens an answer which is turn `index`."""
+        return ASSISTANT + (OPEN if self._thinks and self._is_thought(index) else CLOSE)
 
     def _is_thought(self, index: int) -> bool:
         """Whether what the model thought in turn `index` is written, if it thinks at all."""

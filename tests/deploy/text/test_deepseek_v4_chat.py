@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_deepseek_chat import TOOL, answer, call, folder_of, message, result, user
+from test_deepseek_chat import SYSTEM, TOOL, answer, call, folder_of, message, result, user
 from tiny_tokenizer import without_template
 
 from deploy.api.job.model import Reader
@@ -52,7 +52,8 @@ def test_the_published_examples(number: int) -> None:
 def test_every_turn_of_a_published_example_goes_on_where_the_one_before_ended() -> None:
     messages, tools, wanted = example(1)
     for end in range(2, len(messages) + 1):
-        prompt = render(messages[:end], tools=tools, extra=THINK)
+        opens = messages[end - 1]["role"] != "assistant"
+        prompt = render(messages[:end], tools=tools, extra=THINK, add_generation_prompt=opens)
         assert wanted.startswith(prompt)
         assert prompt.endswith(("<think>", END))
 
@@ -75,7 +76,19 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"extra": THINK, "continue_final_message": True, "add_generation_prompt": False},
         f"{USER}a{ASSISTANT}<think>hm</think>b",
     ),
-    ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}"),
+    # An answer is opened behind whatever comes last, and no system message stands within one.
+    ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
+    ([SYSTEM], {"add_generation_prompt": False}, "S"),
+    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}aS{ASSISTANT}<think>"),
+    ([user("a"), SYSTEM, SYSTEM, answer("b")], {"add_generation_prompt": False}, f"{USER}aSS{ASSISTANT}</think>b{END}"),
+    (
+        [user("a"), SYSTEM, answer("b", "hm"), SYSTEM, user("c"), SYSTEM],
+        {"extra": THINK},
+        f"{USER}aS{ASSISTANT}</think>b{END}S{USER}cS{ASSISTANT}<think>",
+    ),
+    ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}{ASSISTANT}<think>"),
+    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}{ASSISTANT}</think>"),
+    ([user("a"), answer("b"), SYSTEM], {}, f"{USER}a{ASSISTANT}</think>b{END}S{ASSISTANT}</think>"),
     ([{"role": "developer", "content": "Find it."}], {"extra": THINK}, f"{USER}Find it.{ASSISTANT}<think>"),
     ([{"role": "developer", "content": "S"}, user("hi")], {}, f"S{USER}hi{ASSISTANT}</think>"),
     ([result("a", "A"), user("b")], {}, f"{USER}<tool_result>A</tool_result>\n\nb{ASSISTANT}</think>"),
