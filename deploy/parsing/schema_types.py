@@ -116,11 +116,19 @@ def target_of(schema: Mapping[str, Any], root: Any) -> Any:
     return target
 
 
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+_decoded: Final = json.JSONDecoder(parse_constant=_refuse).decode
+"""The value of a JSON text; ValueError for what JSON does not have."""
+
+
 def as_json(text: str, types: Types, is_json: bool = False) -> str:
     """The JSON of a value: `text` itself where it is JSON of one of `types`, else what it is as Python writes such a
     value, else `text` as a string. `is_json`: JSON of other types is kept, too."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = _decoded(text)
     except (ValueError, RecursionError):
         value = _python(text, types - _STRING if is_json or (types == _ALL and text.lstrip()[:1] in "[{") else types)
         return json.dumps(text, ensure_ascii=False) if value is None else value
@@ -136,7 +144,7 @@ def as_json(text: str, types: Types, is_json: bool = False) -> str:
 def _of_types(text: str, types: Types) -> str | None:
     """The JSON of a value of one of `types` that was written as a string within a string."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = _decoded(text)
     except (ValueError, RecursionError):
         return _python(text, types)
     return text.strip() if _type(value) in types else None
@@ -159,7 +167,3 @@ def _python(text: str, types: Types) -> str | None:
 
 def _type(value: Any) -> str:
     return _TYPES.get(type(value), "null")
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)

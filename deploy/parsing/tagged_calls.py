@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 
 from typing_extensions import override
 
+from deploy.parsing.events import Arguments, Event
 from deploy.parsing.function_calls import FunctionCalls
 from deploy.parsing.json_body import ARGUMENTS, is_wrapper
 from deploy.parsing.json_object import in_json
@@ -203,11 +204,19 @@ class TaggedCalls(FunctionCalls):
             if not self._ends_of_value.absent(self._rest):
                 cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
             self._add(self._take(cut))
-            self._as_it_is = _AS_IT_IS if self._types == STRING and not self._rest else None
+            if self._types == STRING and not self._rest:
+                self._more = self._more_of_string
             return False
         self._add(self._take(end.start()))
         self._end_value(self._take(len(end.group())))
         return True
+
+    def _more_of_string(self, text: str) -> list[Event] | None:
+        """Take text within a string that stands in JSON as it is and ends nothing."""
+        if _AS_IT_IS(text) is None:
+            return None
+        self._raw.append(text)
+        return [Arguments(self._calls, text)]
 
     def _behind_end(self) -> bool:
         """State behind the end of a call within a value: the end of the value is missing unless it comes yet."""
