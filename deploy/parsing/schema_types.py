@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -158,11 +159,19 @@ def _python(text: str, types: Types) -> str | None:
     if "string" in types or len(text) > _MOST_PYTHON:
         return None
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(expression_of(text))
         known = type(value) in _TYPES and _type(value) in types
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if known else None
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
+
+
+def expression_of(text: str) -> ast.expr:
+    """The expression that `text` is in Python. SyntaxError and others for what is none. Python's own warnings about it
+    are for whoever wrote it, which nobody did here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval").body
 
 
 def _type(value: Any) -> str:

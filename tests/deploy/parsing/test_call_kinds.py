@@ -720,6 +720,16 @@ def test_a_value_without_its_end(name: str) -> None:
         check(name, text, content, calls)
 
 
+def test_python_does_not_warn_of_what_models_write(recwarn: pytest.WarningsRecorder) -> None:
+    for name, text in (
+        ("glm", f"{BEGIN}get_weather<arg_key>days</arg_key><arg_value>3in</arg_value>{CLOSE}"),
+        ("glm", f"{BEGIN}get_weather<arg_key>places</arg_key><arg_value>['\\d']</arg_value>{CLOSE}"),
+        ("mistral", '[TOOL_CALLS]get_weather(city="\\d", days=0x1for)'),
+    ):
+        events_of(parser(name), [text])
+    assert not [str(warning.message) for warning in recwarn]
+
+
 INVOKED = [
     '>\n<｜DSML｜arg name="city" string="true">Oslo</｜DSML｜arg>\n</｜DSML｜invoke>',
     '>\n<｜DSML｜argument name="city">Oslo</｜DSML｜argument>\n</｜DSML｜invoke>',
