@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from deploy.text.chat import Content, content_of
 from deploy.text.effort import FIELDS
-from deploy.text.response_tools import read_tools
+from deploy.text.response_tools import read_tools, with_added
 from deploy.text.turns import (
+    configured,
     goes_on,
     messages_of_items,
     messages_of_turns,
@@ -93,10 +94,10 @@ def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
     messages = messages_of_items([{"type": "message", **item} for item in readable_items(items)], _content)
     return {
         "messages": with_instructions(messages, data.get("instructions")),
-        "tools": read_tools(data.get("tools") or ()).functions,
+        "tools": read_tools(with_added(data.get("tools") or (), items)).functions,
         "tool_choice": data.get("tool_choice"),
         "chat_template_kwargs": data.get("chat_template_kwargs"),
-        "reasoning": data.get("reasoning"),
+        "reasoning": {**(data.get("reasoning") or {}), **configured(items).get("reasoning", {})} or None,
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
-from deploy.text.effort import EFFORT, RANKED
+from deploy.text.effort import EFFORT, EFFORTS, RANKED
 from deploy.text.in_words import BESIDE, NOT_SHOWN, in_json, result_of, said, unknown
 from deploy.text.response_tools import INPUT, qualified
 
@@ -165,6 +165,9 @@ _LEFT_OUT: Final = (
     "mcp_approval_request",
     "mcp_approval_response",
     "ghost_snapshot",
+    "additional_tools",
+    "configuration_update",
+    "agent_reasoning",
 )
 _COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction")
 ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -178,6 +181,7 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **{f"{kind}_output": () for kind in _CALLS},
     **dict.fromkeys(_OF_RESPONSES_SERVER, ()),
     "tool_search_output": (),
+    **dict.fromkeys(("program", "program_output", "agent_message"), ()),
     **dict.fromkeys(_COMPACTIONS, ()),
     **dict.fromkeys(_LEFT_OUT, ()),
 }
@@ -217,6 +221,8 @@ def _said_by_item(item: Mapping[str, Any]) -> str:
         tools = item.get("tools")
         names = [tool.get("name") for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
         return f"[Tools were found: {', '.join(name for name in names if isinstance(name, str)) or 'none'}.]"
+    if kind == "program_output":
+        return f"[The server's program gave: {in_json(item.get('result') or '')}]"
     called = kind.removesuffix("_call")
     action = item.get("action")
     query = action.get("query") if isinstance(action, Mapping) else None
@@ -243,7 +249,33 @@ def _of_assistant(item: Any) -> bool:
     if not isinstance(item, Mapping):
         return False
     kind = item.get("type", "message")
+    if kind in ("additional_tools", "configuration_update", "agent_message"):
+        return False
     return item.get("role") == "assistant" if kind == "message" else not str(kind).endswith("_output")
+
+
+def configured(items: Sequence[Any]) -> dict[str, Any]:
+    """What items of the input change of the request's fields `reasoning`, its effort alone, and `text`, by name. The
+    last one of either holds."""
+    changed: dict[str, Any] = {}
+    for item in items:
+        if not isinstance(item, Mapping) or item.get("type") != "configuration_update":
+            continue
+        reasoning = item.get("reasoning")
+        if isinstance(reasoning, Mapping) and reasoning.get("effort") in EFFORTS:
+            changed["reasoning"] = {"effort": reasoning["effort"]}
+        if isinstance(item.get("text"), Mapping):
+            changed["text"] = item["text"]
+    return changed
+
+
+def _of_agent(item: Mapping[str, Any]) -> Content:
+    """What another agent says."""
+    said, author = result_of(item.get("content", item.get("message"))), item.get("author")
+    head = (
+        f"[A message of the agent {author}:]\n" if isinstance(author, str) and author else "[A message of an agent:]\n"
+    )
+    return head + said if isinstance(said, str) else [{"type": "text", "text": head}, *said]
 
 
 def _readable(item: Any) -> Any:
@@ -291,6 +323,9 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], 
         elif kind == "message":
             answer = None
             messages.append({"role": item["role"], "content": read(item.get("content"))})
+        elif kind == "agent_message":
+            answer = None
+            messages.append({"role": "user", "content": _of_agent(item)})
         elif kind.endswith("_call_output"):
             answer = None
             content = result_of(item.get("output"))
