@@ -79,7 +79,8 @@ def read_tools(tools: Sequence[Any]) -> AskedTools:
                     asked.left_out.append(named(f"{tool['name']}.{of}"))
         else:
             asked.left_out.append(named(kind))
-    names = Counter(function.get("name") for function in (tool["function"] for tool in asked.functions))
+    named_so = (tool["function"].get("name") for tool in asked.functions)
+    names = Counter(name for name in named_so if isinstance(name, str))
     if twice := next((name for name in asked.origins if names[name] > 1), None):
         raise ValueError(f"two tools have the name {twice[:64]!r}")
     return asked

@@ -204,7 +204,8 @@ def chat_of(body: ResponsesBody, messages: Messages, tools: AskedTools) -> ChatB
 def tools_of(body: ResponsesBody) -> AskedTools:
     """The tools of a body, with the grammars that calls of custom tools are held to; others are left out by name."""
     asked = read_tools(with_added(body.tools, body.input))
-    functions = {tool["function"].get("name"): tool["function"] for tool in asked.functions}
+    described = [tool["function"] for tool in asked.functions]
+    functions = {function["name"]: function for function in described if isinstance(function.get("name"), str)}
     for name, grammar in [*asked.grammars.items()]:
         try:
             TextGrammar(*grammar).ebnf(in_json=True)

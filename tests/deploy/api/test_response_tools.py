@@ -332,6 +332,16 @@ def test_tools_that_stand_in_the_input() -> None:
             assert found.value.param == "input"
 
 
+@pytest.mark.parametrize("name", [{"a": 1}, ["a"], 5, None])
+def test_names_of_tools_that_are_none(name: Any) -> None:
+    with Served().client() as client:
+        for tools in ([{**TOOL, "name": name}], [APPLY_PATCH, {**TOOL, "name": name}], [{**APPLY_PATCH, "name": name}]):
+            with pytest.raises(openai.BadRequestError):
+                ask(client, tools=tools)
+            with pytest.raises(openai.BadRequestError):
+                ask(client, input=[{**ADDED, "tools": tools}, USER])
+
+
 def test_an_image_behind_tools_in_the_input_is_new() -> None:
     question = {"role": "user", "content": [IMAGE]}
     with Served().client() as client, pytest.raises(openai.BadRequestError, match="input_image"):
