@@ -19,6 +19,7 @@ from deploy.text.turns import (
     messages_of_turns,
     readable_items,
     thinking_fields,
+    told_by_turns,
     with_instructions,
 )
 
@@ -67,6 +68,7 @@ def _is_openai(data: Mapping[str, Any]) -> bool:
 
 
 def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
+    data = {**data, **told_by_turns(data)}
     turns = [(turn["role"], _blocks(turn["content"] or "")) for turn in data["messages"]]
     messages = messages_of_turns(_blocks(data.get("system") or []), turns)
     choice, tools = data.get("tool_choice") or {}, data.get("tools") or ()

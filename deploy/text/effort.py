@@ -21,7 +21,13 @@ _USUAL: Final = "high"
 """What a template is told that knows efforts alone and is to have its model think."""
 _MILD: Final = ("auto", "default", "minimal", "low", "medium")
 """Efforts that a model without reasoning may ignore: clients send them whatever the model is."""
-_KINDS: Final[Mapping[Any, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+_KINDS: Final[Mapping[Any, bool | None]] = {
+    "enabled": True,
+    "disabled": False,
+    "adaptive": None,
+    "auto": None,
+    "between_tools": None,
+}
 """Values of the field `type` of `thinking`."""
 _BUDGETS: Final = ("max_tokens", "budget_tokens", "budget")
 _KEEPING: Final = ("clear_thinking", "preserve_thinking")

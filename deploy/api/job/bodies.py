@@ -419,7 +419,7 @@ _THINKING: Final = {
         {
             "type": "object",
             "properties": {
-                "type": {"enum": ["enabled", "disabled", "adaptive", "auto"]},
+                "type": {"enum": ["enabled", "disabled", "adaptive", "auto", "between_tools"]},
                 "budget_tokens": _COUNT,
                 "keep": {"const": "all"},
                 "clear_thinking": _FLAG,

@@ -229,6 +229,7 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
     "messages": {
         "container": ("a container", _OFF),
         "mcp_servers": ("a server of tools (mcp_servers)", _OFF),
+        "compaction": ("a summary in place of the conversation (compaction)", _OFF),
         "fallbacks": ("another model in place of this one (fallbacks)", _OFF),
         "thread": ("a thread", _OFF),
         "parallel_tool_calls": (
