@@ -62,7 +62,7 @@ def _is_openai(data: Mapping[str, Any]) -> bool:
         return True
     if not isinstance(data.get("thinking") or {}, Mapping):
         return True
-    if any("function" in tool for tool in data.get("tools") or ()):
+    if any("function" in tool or "parameters" in tool for tool in data.get("tools") or ()):
         return True
     return any(message.get("role") in ("tool", "developer") or "tool_calls" in message for message in data["messages"])
 

@@ -29,6 +29,8 @@ _KINDS: Final[Mapping[Any, bool | None]] = {
     "between_tools": None,
 }
 """Values of the field `type` of `thinking`."""
+_CONTEXTS: Final = ("current_turn", "all_turns")
+"""Values of OpenAI's `reasoning.context` that say whether earlier reasoning stays in the prompt."""
 _BUDGETS: Final = ("max_tokens", "budget_tokens", "budget")
 _KEEPING: Final = ("clear_thinking", "preserve_thinking")
 FIELDS: Final = (EFFORT, "reasoning", *SWITCHES, "thinking_budget", "thinking_token_budget", *_KEEPING)
@@ -165,6 +167,8 @@ def _with_reasoning(found: Thinking, value: object) -> Thinking:
         found = _with_switch(found, switch, "reasoning")
     if (effort := value.get("effort")) is not None:
         found = _with_effort(found, effort, "reasoning")
+    if (context := value.get("context")) in _CONTEXTS:
+        found = replace(found, keeps=context == _CONTEXTS[1])
     if value.get("exclude"):
         raise ValueError("exclude: reasoning is always told apart from the answer; leave it unread")
     budget = _budget_of(value)

@@ -91,7 +91,7 @@ def told_by_turns(data: Mapping[str, Any]) -> dict[str, Any]:
             given = data.get("output_config")
             told["output_config"] = {**(given if isinstance(given, Mapping) else {}), "effort": config["effort"]}
         for block in content if isinstance(content, list) else ():
-            if isinstance(block, Mapping) and block.get("type") in CHANGES:
+            if isinstance(block, Mapping) and block.get("type") in (*CHANGES,):
                 _change(changed, block)
         passed = turn.get("clear_at") == "next_user_message" and place < last
         if not passed and (content is not None or not isinstance(config, Mapping)):

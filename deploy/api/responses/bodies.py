@@ -49,6 +49,8 @@ def _items(value: Any) -> Items:
 
 def _choice(value: Any) -> Any:
     """The field `tool_choice`, once it is known that chats can have it."""
+    if isinstance(value, Mapping) and value.get("type") in ("none", "auto", "required", "any"):
+        return value["type"]
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         tools = value.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

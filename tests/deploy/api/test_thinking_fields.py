@@ -226,6 +226,9 @@ async def test_earlier_thinking_stays_where_clients_say_so(template: str) -> Non
                     ({"thinking": {"type": "disabled", "clear_thinking": True}}, not knows),
                     ({"clear_thinking": False, "reasoning_effort": "high"}, True),
                     ({"preserve_thinking": True}, True),
+                    ({"reasoning": {"context": "all_turns"}}, True),
+                    ({"reasoning": {"context": "current_turn", "effort": "high"}}, not knows),
+                    ({"reasoning": {"context": "auto"}}, own),
                     ({"preserve_thinking": False}, not knows),
                 )
             ),
