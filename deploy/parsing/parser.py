@@ -51,7 +51,14 @@ def known_name(name: str, schemas: Schemas) -> str:
         return name.strip()
     bare = name.strip().strip("`\"':").removesuffix("()").strip("`\"': ")
     without_kind = _KIND.sub("", bare, count=1)
-    return next((found for found in (bare, without_kind) if found in schemas), name.strip())
+    found = next((found for found in (bare, without_kind) if found in schemas), None)
+    return found or in_other_case(without_kind, schemas) or name.strip()
+
+
+def in_other_case(name: str, schemas: Schemas) -> str | None:
+    """The only tool whose name is `name` but for the case of letters; None if there is none."""
+    fitting = [known for known in schemas if known.casefold() == name.casefold()]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 class CallParser:

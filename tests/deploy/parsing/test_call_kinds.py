@@ -720,6 +720,37 @@ def test_a_value_without_its_end(name: str) -> None:
         check(name, text, content, calls)
 
 
+@pytest.mark.parametrize("mark", ["｜DSML｜", "｜｜DSML｜｜", "|DSML|", "||DSML||", "‖DSML‖"])
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("section", ["function_calls", "tool_calls", "calls"])
+def test_markers_of_dsml_as_models_spell_them(mark: str, space: str, section: str) -> None:
+    def tag(name: str, end: str = "", more: str = "") -> str:
+        return f"<{end}{mark}{space}{name}{more}>"
+
+    city = tag("parameter", "", ' name="city" string="true"') + "Oslo"
+    days = tag("parameter", "", ' name="days" string="false"') + "3"
+    end = tag("parameter", "/")
+    begun = f"Ok.\n\n{tag(section)}\n" + tag("invoke", "", ' name="get_weather"')
+    closed = f"\n{tag('invoke', '/')}\n{tag(section, '/')}"
+    both = ("get_weather", {"city": "Oslo", "days": 3})
+    check("deepseek_v32", f"{begun}\n{city}{end}\n{days}{end}{closed}", "Ok.", [both])
+    check("deepseek_v32", f"{begun}\n{days}{end}\n{city}{closed}", "Ok.", [both])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kimi_k2", spelled(f"<<[functions.Get_Weather:3|{CITY}]>>", KIMI)),
+        ("kimi_k2", spelled(f"<<[functions.get_weather:0:1|{CITY}]>>", KIMI)),
+        ("glm", f"{BEGIN}GET_WEATHER{KEY}{VALUE}{CLOSE}"),
+        ("deepseek_v32", f'<｜DSML｜invoke name="Get_weather">{PARAMETER}{END}'),
+        ("deepseek_v31", spelled(f"<<[getWeather|{CITY}]>>", DEEPSEEK).replace("getWeather", "GET_weather")),
+    ],
+)
+def test_the_case_of_a_name_is_no_matter(name: str, text: str) -> None:
+    check(name, text, "", [OSLO])
+
+
 def test_python_does_not_warn_of_what_models_write(recwarn: pytest.WarningsRecorder) -> None:
     for name, text in (
         ("glm", f"{BEGIN}get_weather<arg_key>days</arg_key><arg_value>3in</arg_value>{CLOSE}"),
