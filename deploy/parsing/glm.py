@@ -196,10 +196,10 @@ class GlmCalls(TaggedCalls):
     def _in_key(self) -> bool:
         """An argument's name, and the tags between it and the value, one of which may be missing."""
         if self._rest.endswith(self.value):  # the common case, made short
-            key, end, space = self._rest[: -len(self.value)].partition(self.key_end)
-            if end and _NAME(key) is not None and not space.strip():
+            named, closed, space = self._rest[: -len(self.value)].partition(self.key_end)
+            if closed and _NAME(named) is not None and not space.strip():
                 self._take(len(self._rest))
-                self._begin_argument_or_all(key, self.value)
+                self._begin_argument_or_all(named, self.value)
                 return False
         self._skip_space()
         end = self._rest.find("<", 0, MOST_KEY + 1)

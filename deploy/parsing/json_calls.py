@@ -112,8 +112,8 @@ class JsonCalls(PythonCalls):
         """State between the calls of a section. Text is held back as far as it may be the head of a call, or an object
         that is one, perhaps in a list."""
         if self._rest == self.call_begin or self._rest == self.section_end:  # the common cases, made short
-            found, self._rest = self._rest, ""
-            self._found(found)
+            own, self._rest = self._rest, ""
+            self._found(own)
             return False
         marker = self._markers.at(self._rest)
         if marker is not None and self._meant(marker) not in (self.close, self.separator):  # as templates write it

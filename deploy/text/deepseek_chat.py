@@ -172,7 +172,7 @@ class _V32:
             content: str = message["content"]
             tools = f"\n\n{self._tools}" if self._tools and index == self._holder else ""
             if role == "system":
-                pieces.append(content + tools)
+                pieces.append(("\n\n" if due else "") + content + tools)
                 continue
             if role == "tool" and index and self._roles[index - 1] == "tool":
                 continue

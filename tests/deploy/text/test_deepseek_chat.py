@@ -116,12 +116,16 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     # An answer is opened behind whatever comes last, and no system message stands within one.
     ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
     ([SYSTEM], {"add_generation_prompt": False}, "S"),
-    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}aS{ASSISTANT}<think>"),
-    ([user("a"), SYSTEM, SYSTEM, answer("b")], {"add_generation_prompt": False}, f"{USER}aSS{ASSISTANT}</think>b{END}"),
+    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}a\n\nS{ASSISTANT}<think>"),
+    (
+        [user("a"), SYSTEM, SYSTEM, answer("b")],
+        {"add_generation_prompt": False},
+        f"{USER}a\n\nS\n\nS{ASSISTANT}</think>b{END}",
+    ),
     (
         [user("a"), SYSTEM, answer("b", "hm"), SYSTEM, user("c"), SYSTEM],
         {"extra": THINK},
-        f"{USER}aS{ASSISTANT}</think>b{END}S{USER}cS{ASSISTANT}<think>",
+        f"{USER}a\n\nS{ASSISTANT}</think>b{END}S{USER}c\n\nS{ASSISTANT}<think>",
     ),
     ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}{ASSISTANT}<think>"),
     ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}{ASSISTANT}</think>"),
@@ -130,7 +134,7 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         [user("a"), answer("", None, call("x")), result("x", "R"), SYSTEM],
         {"extra": THINK},
         f'{USER}a{ASSISTANT}<think></think>\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n\n'
-        f"</｜DSML｜invoke>\n</｜DSML｜function_calls>{END}\n\n<function_results>\n<result>R</result>\n</function_results>S\n\n<think>",
+        f"</｜DSML｜invoke>\n</｜DSML｜function_calls>{END}\n\n<function_results>\n<result>R</result>\n</function_results>\n\nS\n\n<think>",
     ),
     (  # a developer's turn that is to be answered is DeepSeek's, another one a system message
         [{"role": "developer", "content": "Find it."}],
