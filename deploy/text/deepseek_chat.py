@@ -119,7 +119,7 @@ def encode_v32(
 
     Two things differ from the published program, which would leave the model where no answer of its own begins. System
     messages behind a question or results stand before the beginning of the answer, not within it. And an answer is
-    opened behind whatever comes last, be it a system message or another answer.
+    opened behind a system message, too. Behind an answer none is, as there.
 
     Results without calls before them are the turn of a user. ChatTemplateError for a last message to go on with that is
     none.
@@ -191,7 +191,7 @@ class _V32:
                 pieces.append(results)
             else:
                 raise ChatTemplateError(f"DeepSeek V3.2 knows no messages of the role {role}")
-        if self._opens:
+        if self._opens and self._roles[-1] != "assistant":
             pieces.append(due or self._opening(len(self._messages), ASSISTANT))
         return "".join(pieces)
 

@@ -72,8 +72,7 @@ def encode_v4(
     What it thought is written behind the last question alone, or, where there are tools or `drop_thinking` is false,
     everywhere. What users say and what tools return is one turn as long as no answer comes between. A `developer` turn
     that is answered, or is to be answered, is the turn of a user that holds the tools, as for V3.2; any other is a
-    system message. Behind whatever comes last an answer is opened, also where the published program opens none: behind
-    a system message and behind another answer.
+    system message. An answer is opened behind a system message, too, where the published program opens none.
 
     ChatTemplateError for an effort or a role that it does not know.
     """
@@ -142,7 +141,7 @@ class _V4:
             else:
                 begin = {"system": "", "developer": USER, "latest_reminder": REMINDER}[turn.role]
                 pieces.append(begin + message["content"] + tools)
-        if self._opens:
+        if self._opens and self._turns[-1].role != "assistant":
             pieces.append(due or self._opening(len(self._turns)))
         return "".join(pieces)
 

@@ -60,7 +60,7 @@ def result(call_id: str, text: str) -> dict[str, Any]:
 
 def test_the_published_example() -> None:
     messages, tools = EXAMPLE["messages"], EXAMPLE["tools"]
-    assert render(messages, tools=tools, extra=THINK, add_generation_prompt=False) == PROMPT
+    assert render(messages, tools=tools, extra=THINK) == PROMPT
 
 
 @pytest.mark.parametrize("chat", DRAWN)
@@ -74,8 +74,7 @@ def test_every_turn_of_the_published_example_goes_on_where_the_one_before_ended(
     again."""
     messages = EXAMPLE["messages"]
     for end in (10, 12):
-        opens = messages[end - 1]["role"] != "assistant"
-        prompt = render(messages[:end], tools=EXAMPLE["tools"], extra=THINK, add_generation_prompt=opens)
+        prompt = render(messages[:end], tools=EXAMPLE["tools"], extra=THINK)
         assert PROMPT.startswith(prompt)
         assert prompt.endswith(("<think>", END))
 
@@ -113,7 +112,7 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"continue_final_message": True, "add_generation_prompt": False},
         f"{USER}a{ASSISTANT}</think>b",
     ),
-    # An answer is opened behind whatever comes last, and no system message stands within one.
+    # An answer is opened behind a system message, and none stands within an answer.
     ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
     ([SYSTEM], {"add_generation_prompt": False}, "S"),
     ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}a\n\nS{ASSISTANT}<think>"),
@@ -127,8 +126,8 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"extra": THINK},
         f"{USER}a\n\nS{ASSISTANT}</think>b{END}S{USER}c\n\nS{ASSISTANT}<think>",
     ),
-    ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}{ASSISTANT}<think>"),
-    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}{ASSISTANT}</think>"),
+    ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}"),
+    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}"),
     ([user("a"), answer("b"), SYSTEM], {}, f"{USER}a{ASSISTANT}</think>b{END}S{ASSISTANT}</think>"),
     (
         [user("a"), answer("", None, call("x")), result("x", "R"), SYSTEM],

@@ -52,8 +52,7 @@ def test_the_published_examples(number: int) -> None:
 def test_every_turn_of_a_published_example_goes_on_where_the_one_before_ended() -> None:
     messages, tools, wanted = example(1)
     for end in range(2, len(messages) + 1):
-        opens = messages[end - 1]["role"] != "assistant"
-        prompt = render(messages[:end], tools=tools, extra=THINK, add_generation_prompt=opens)
+        prompt = render(messages[:end], tools=tools, extra=THINK)
         assert wanted.startswith(prompt)
         assert prompt.endswith(("<think>", END))
 
@@ -76,7 +75,7 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"extra": THINK, "continue_final_message": True, "add_generation_prompt": False},
         f"{USER}a{ASSISTANT}<think>hm</think>b",
     ),
-    # An answer is opened behind whatever comes last, and no system message stands within one.
+    # An answer is opened behind a system message, and none stands within an answer.
     ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
     ([SYSTEM], {"add_generation_prompt": False}, "S"),
     ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}aS{ASSISTANT}<think>"),
@@ -86,8 +85,8 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"extra": THINK},
         f"{USER}aS{ASSISTANT}</think>b{END}S{USER}cS{ASSISTANT}<think>",
     ),
-    ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}{ASSISTANT}<think>"),
-    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}{ASSISTANT}</think>"),
+    ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}"),
+    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}"),
     ([user("a"), answer("b"), SYSTEM], {}, f"{USER}a{ASSISTANT}</think>b{END}S{ASSISTANT}</think>"),
     ([{"role": "developer", "content": "Find it."}], {"extra": THINK}, f"{USER}Find it.{ASSISTANT}<think>"),
     ([{"role": "developer", "content": "S"}, user("hi")], {}, f"S{USER}hi{ASSISTANT}</think>"),
