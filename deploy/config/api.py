@@ -106,9 +106,10 @@ class ApiConfig(BaseModel):
 
     auto: as the chat template writes it. none: it is content."""
     stop_in_reasoning: bool = False
-    """Let the stop strings of a request end the reasoning before an answer as well.
+    """Let the stop strings of a request end the reasoning before an answer and tool calls as well.
 
-    They are meant for the answer, and a model that thinks about them would end by them."""
+    They are meant for the answer's content. A model that thinks about them would end by them, and a call whose
+    arguments hold one would be cut."""
     stored_responses: int = Field(default=0, ge=0)
     """Responses that each replica keeps for `previous_response_id` of /v1/responses, the newest ones; 0: none.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from deploy.parsing.events import Content, Event
+from deploy.parsing.events import CallBegin, Content, Event
 from deploy.parsing.parser import CallParser
 from deploy.parsing.reasoning import ReasoningParser
 
@@ -24,9 +24,10 @@ class StopWatch(Protocol):
 
 
 class AnswerParser:
-    """Reasoning is told apart first. What is left is watched for stop strings, and tool calls are looked for in it."""
+    """Reasoning is told apart first, then tool calls. What is left is content, and is watched for stop strings: one
+    that stands in a call, in its arguments or its markers, ends nothing."""
 
-    __slots__ = ("_begun", "_matcher", "_reasoning", "_through", "_tools", "straight")
+    __slots__ = ("_begun", "_matcher", "_reasoning", "_through", "_tools", "_unwatched", "straight")
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class AnswerParser:
         self._through = reasoning is None or reasoning.through
         """Whether all that comes is for the parser of tool calls."""
         self._matcher: StopWatch | None = None
+        self._unwatched = 0
+        """Characters of the content that comes next which are not watched, though they come with text that is."""
         self._begun: str | None = "" if calls_or_content and tools is not None else None
         """Text that may be the beginning of a call or of content; None once it is known, or if it does not matter."""
         self.straight: Callable[[str], list[Event]] | None = None
@@ -56,7 +59,7 @@ class AnswerParser:
         self.straight = self._tools.push if alone and self._tools is not None else None
 
     def watch(self, matcher: StopWatch) -> None:
-        """Let `matcher` look for stop strings in what comes after the reasoning."""
+        """Let `matcher` look for stop strings in the content."""
         self._matcher = matcher
         self._go_straight()
 
@@ -85,17 +88,22 @@ class AnswerParser:
         return out
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """See `Parser`. Where a stop string was found the text is cut."""
+        """See `Parser`. Nothing comes behind a stop string."""
+        if self.stop is not None:
+            return []
         out: list[Event] = []
-        if self._reasoning is not None and self.stop is None:
+        if self._reasoning is not None:
             for event in self._reasoning.finish(cut):
                 out += self._behind(event.text, True) if isinstance(event, Content) else [event]
-        if self._matcher is not None and self.stop is None:
-            out += self._tell(self._matcher.flush())
-        if self._begun is not None and self._tools is not None:
+        if self.stop is not None:
+            return out
+        if self._tools is not None:
             begun, self._begun = self._begun, None
-            out += self._tools.push(begun)
-        return out + self._tools.finish(cut or self.stop is not None) if self._tools is not None else out
+            out += self._watched(self._tools.push(begun)) if begun else []
+            out += self._watched(self._tools.finish(cut))
+        if self._matcher is not None and self.stop is None and (held := self._matcher.flush()):
+            out.append(Content(held))
+        return out
 
     def _behind(self, text: str, watched: bool) -> list[Event]:
         """Handle the text that the reasoning parser has found to come after the reasoning."""
@@ -105,11 +113,35 @@ class AnswerParser:
 
     def _answer(self, text: str, watched: bool) -> list[Event]:
         """Handle text that comes after the reasoning."""
-        if self._matcher is not None and watched:
-            if self._matcher.matched is not None:
-                return []
-            text = self._matcher.feed(text)
-        return self._tell(text)
+        if self.stop is not None:
+            return []
+        events = self._tell(text)
+        if self._matcher is None:
+            return events
+        if watched:
+            return self._watched(events)
+        self._unwatched = len(self._begun or "") + (self._tools.held if self._tools is not None else 0)
+        return events
+
+    def _watched(self, events: list[Event]) -> list[Event]:
+        """The events up to the first stop string in their content."""
+        if self._matcher is None:
+            return events
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, CallBegin):
+                self._unwatched, held = 0, self._matcher.flush()
+                out += [Content(held), event] if held else [event]
+            elif isinstance(event, Content):
+                free = event.text[: self._unwatched]
+                self._unwatched -= len(free)
+                if text := free + self._matcher.feed(event.text[len(free) :]):
+                    out.append(Content(text))
+                if self._matcher.matched is not None:
+                    break
+            else:
+                out.append(event)
+        return out
 
     def _tell(self, text: str) -> list[Event]:
         if not text:

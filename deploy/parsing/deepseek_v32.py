@@ -42,22 +42,29 @@ _TAG = "<｜DSML｜"
 """Beginning of all tags that are no end."""
 _INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
 _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
-_ALSO = ("<｜｜DSML｜｜", "<|DSML|")
+_ALSO = ("<｜｜DSML｜｜", "<|DSML|", "<||DSML||", "<‖DSML‖")
 """Spellings of `_TAG` that models write besides."""
 _TAGS = tuple(f"<{slash}{begin[1:]}" for begin in (_TAG, *_ALSO) for slash in ("", "/"))
 _ARGUMENTS = ("parameter", "param", "argument", "arg")
-_ENDS = [f"{tag}{kind}>" for tag in _TAGS if tag.startswith("</") for kind in _ARGUMENTS]
+_SECTIONS = ("function_calls", "tool_calls", "calls")
+
+
+def _ends_of(*kinds: str) -> list[str]:
+    """The tags that end what tags of these kinds began, in every spelling: models write a space before the kind."""
+    return [f"{tag}{space}{kind}>" for tag in _TAGS if tag[1] == "/" for space in ("", " ") for kind in kinds]
+
+
+_ENDS = _ends_of(*_ARGUMENTS)
 _MARKED_END, _ANY_END = markers_of(*_ENDS), markers_of(*_ENDS, "</parameter>")
 """What ends a value, by whether the tag before it has its marker."""
 _BARE_INVOKE = "<invoke"
 _BARE = ("<param", "</param", "</invoke", _BARE_INVOKE)
 """Beginnings of tags within a call whose marker may be missing."""
-_SECTIONS = ("function_calls", "tool_calls", "calls")
 _KINDS = (*_SECTIONS, "invoke", *_ARGUMENTS)
 _KINDS_BEGUN = frozenset(name[:end] for name in _KINDS for end in range(len(name) + 1))
 _MOST_TAG = MOST_KEY + 128
 
-_MARK = "[｜|]{1,2}DSML[｜|]{1,2}"
+_MARK = "[｜|‖]{1,2}DSML[｜|‖]{1,2}"
 _QUOTED = "\"[^\"]*\"|'[^']*'"
 _ATTRIBUTE = re.compile(rf"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*({_QUOTED}|[^\s\"'<>/]+)")
 _START = re.compile(rf"</?(?:{_MARK})?\s*(?P<kind>[a-z_]*)")
@@ -89,7 +96,7 @@ class DeepSeekV32Calls(TaggedCalls):
     tags = (*_TAGS, *_BARE)
     begins = (_TAG, *_ALSO)
     control = _CONTROL
-    call_tail = CallTail(_INVOKE_END, *_END)
+    call_tail = CallTail(*_ends_of("invoke", *_SECTIONS))
 
     def __init__(self, schemas: Schemas, make_id: MakeId) -> None:
         super().__init__(schemas, make_id)
@@ -105,7 +112,7 @@ class DeepSeekV32Calls(TaggedCalls):
         begun = either([text(begin.removeprefix(_TAG) + "\n") for begin in _BEGIN])
         ended = either([text(end) for end in _END])
         rest = sequence(begun, several(call, "") if parallel else call, ended)
-        return sequence(text(_TAG), rest) if must else within_text({_TAG: rest}, never=(*_END, *_ALSO))
+        return sequence(text(_TAG), rest) if must else within_text({_TAG: rest}, never=(*_END, *_ALSO[:2]))
 
     @classmethod
     def _call(cls, tool: AllowedTool) -> Tag:

@@ -30,6 +30,8 @@ from deploy.parsing.schema_types import properties_of
 from deploy.parsing.tagged_calls import MOST_KEY, CallTail, TaggedCalls
 from deploy.parsing.tagged_grammar import arguments
 
+_NAME = re.compile(r"[\w.-]+").fullmatch
+"""A name without anything that might be no part of it."""
 _END_OF_NAME = re.compile(r"[<{]|```")
 _MAY_END_NAME = re.compile(r"[<{`(]").search
 _NOT_BLANK = re.compile(r"\S").search
@@ -74,6 +76,13 @@ class GlmCalls(TaggedCalls):
 
     def _in_name(self) -> bool:
         """The name, which ends at a tag or where a JSON object begins."""
+        if self._rest.endswith(self.key):  # the common case, made short
+            name = self._rest[: -len(self.key)].strip()
+            if name in self._schemas and _NAME(name) is not None:
+                self._take(len(self._rest))
+                self._begin_call(name)
+                self._state = self._in_key
+                return False
         if len(self._rest) < MOST_NAME and _MAY_END_NAME(self._rest) is None:
             self._ends_wait = _MAY_END_NAME
             return False
@@ -129,6 +138,10 @@ class GlmCalls(TaggedCalls):
 
     @override
     def _next(self) -> bool:
+        if self._rest == self.key and self._arguments >= 0:  # the common case, made short
+            self._take(len(self.key))
+            self._state = self._in_key
+            return False
         self._skip_space()
         if not self._rest or (closed := self._leave_close_out()) is None:
             return False
@@ -182,6 +195,12 @@ class GlmCalls(TaggedCalls):
 
     def _in_key(self) -> bool:
         """An argument's name, and the tags between it and the value, one of which may be missing."""
+        if self._rest.endswith(self.value):  # the common case, made short
+            named, closed, space = self._rest[: -len(self.value)].partition(self.key_end)
+            if closed and _NAME(named) is not None and not space.strip():
+                self._take(len(self._rest))
+                self._begin_argument_or_all(named, self.value)
+                return False
         self._skip_space()
         end = self._rest.find("<", 0, MOST_KEY + 1)
         if end < 0:

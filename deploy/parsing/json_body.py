@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 from typing_extensions import override
 
-from deploy.parsing.events import Arguments
+from deploy.parsing.events import Arguments, Event
 from deploy.parsing.json_object import JsonObject, State, in_json
 from deploy.parsing.parser import MOST_NAME, CallParser, Schemas, known_name
 from deploy.parsing.schema_types import properties_of
@@ -101,6 +101,10 @@ class JsonBody(CallParser):
     """Whether a fence has begun and not ended."""
     _bracketed = False
     """Whether the body stands in an array of its own."""
+    _fed: tuple[int, str] | None = None
+    """What `_json` has said to `_rest`, where it was given that already."""
+    _as_it_is: Callable[[str], object | None] | None = None
+    """See `JsonObject.as_it_is`."""
 
     def _body_begun(self) -> Literal["yes", "no", "maybe"]:
         """Whether a body begins with `_rest`, which does not begin with white space. A fence before it is taken."""
@@ -114,6 +118,13 @@ class JsonBody(CallParser):
             self._ends_wait = _ENDS_FENCE if self._rest.startswith(_FENCE_END) else None
             return "maybe"
         return "no"
+
+    def _fence_comes(self) -> bool:
+        """Whether all of `_rest` is the beginning of a fence."""
+        if self._fenced or self._rest not in ("`", "``", _FENCE_END):
+            return False
+        self._ends_wait = _ENDS_FENCE if self._rest == _FENCE_END else None
+        return True
 
     def _other_begun(self) -> Literal["yes", "no", "maybe"]:
         """Whether arguments that are no object begin with `_rest`, where `_body_begun` found none."""
@@ -165,7 +176,8 @@ class JsonBody(CallParser):
     def _read(self) -> tuple[str, bool | None]:
         """Take what is there of the object. Return its text as it is to be passed on, and whether it is complete: None
         if it goes on, or if more text will tell; False if it is none."""
-        used, text = self._json.feed(self._rest)
+        used, text = self._fed or self._json.feed(self._rest)
+        self._fed = None
         if self._json.state is State.OPEN:
             self._raw.append(self._rest)
             self._rest = ""
@@ -180,7 +192,7 @@ class JsonBody(CallParser):
     def _body_start(self) -> bool:
         """State before the object, which may hold the arguments as its one member `arguments`, perhaps behind the
         tool's name."""
-        if self._rest == '{"':  # the common cases, made short
+        if self._rest == '{"' or self._rest == "{":  # the common cases, made short
             return False
         if self._rest[:1] == "{" and (self._rest[1:2] != '"' or self._rest[2] in _BEGINS_WRAPPER):
             wraps = self._wraps()
@@ -222,8 +234,27 @@ class JsonBody(CallParser):
         elif complete is False:
             self._give_up()
         elif not self._rest:
-            self._as_it_is = self._json.as_it_is
+            self._as_it_is, self._more = self._json.as_it_is, self._more_of_body
         return complete is not None
+
+    def _more_of_body(self, text: str) -> list[Event] | None:
+        """Take text within the body, which does not end there: what most texts do, made short."""
+        if self._as_it_is is not None and self._as_it_is(text) is not None:
+            self._raw.append(text)
+            return [Arguments(self._calls, text)]
+        fed = self._json.feed(text)
+        if self._json.state is State.DONE and fed[0] == len(text):
+            self._raw.append(text)
+            self._more, self._out = None, []
+            self._write(fed[1])
+            self._body_ended()
+            return self._out
+        if self._json.state is not State.OPEN:
+            self._fed = fed
+            return None
+        self._raw.append(text)
+        self._as_it_is = self._json.as_it_is
+        return [Arguments(self._calls, fed[1])] if fed[1] else []
 
     def _ends_body(self) -> bool | None:
         """Whether arguments end with `_rest` though brackets are open; None where more text will tell."""

@@ -30,6 +30,8 @@ from deploy.parsing.call_grammar import (
 from deploy.parsing.parser import MOST_NAME, MakeId, Schemas, is_name
 from deploy.parsing.python_calls import PythonCalls
 
+_PLAIN_HEAD = re.compile(r"[\w.:-]+").fullmatch
+"""The head of a call without anything that might be no part of it."""
 _OBJECT = re.compile(r"\s*+(?:```[a-zA-Z]*+)?[\s,\[]*+\{")
 _OBJECT_BEGUN = re.compile(r"\s*(?:`{1,2}|```[a-zA-Z]*[\s,\[]*|[\s,\[]*)")
 
@@ -109,6 +111,10 @@ class JsonCalls(PythonCalls):
     def _section(self) -> bool:
         """State between the calls of a section. Text is held back as far as it may be the head of a call, or an object
         that is one, perhaps in a list."""
+        if self._rest == self.call_begin or self._rest == self.section_end:  # the common cases, made short
+            own, self._rest = self._rest, ""
+            self._found(own)
+            return False
         marker = self._markers.at(self._rest)
         if marker is not None and self._meant(marker) not in (self.close, self.separator):  # as templates write it
             self._raw, self._state = [], self._content
@@ -157,6 +163,12 @@ class JsonCalls(PythonCalls):
         if len(self._rest) < MOST_NAME and self._may_end_head(self._rest) is None:
             self._ends_wait = self._may_end_head
             return False
+        if self._rest.endswith(self.separator):  # the common case, made short
+            text = self._rest[: -len(self.separator)]
+            if _PLAIN_HEAD(text) is not None and (call := self.head(text)) is not None:
+                self._take(len(self._rest))
+                self._call, self._state = call, self._before
+                return False
         found = self._end_of_head.search(self._rest)
         may_be_python = found is None or "(" in self._rest or "`" in self._rest
         if may_be_python and (python := self._python()) is not False:
@@ -194,7 +206,7 @@ class JsonCalls(PythonCalls):
             self._begin(*self._call)
             self._begin_body()
             return True
-        if not self._rest:
+        if not self._rest or self._fence_comes():
             return False
         marker = self._markers.at(self._rest) or ""
         if marker == self.close:
@@ -246,6 +258,10 @@ class JsonCalls(PythonCalls):
 
     def _behind(self) -> bool:
         """State behind the arguments, where white space is no content."""
+        if self._rest == self.call_end and not self._fenced:  # the common case, made short
+            self._raw, self._rest = [], ""
+            self._state = self._section if self._in_section else self._content
+            return False
         if not self._fence_end():
             return False
         self._raw = []

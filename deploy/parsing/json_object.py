@@ -124,6 +124,10 @@ class JsonObject:
         out: list[str] = []
         place = 0
         end = len(text)
+        if self._expect == "begin" and text.startswith('{"'):  # the common case, made short
+            out.append('{"')
+            self._stack, self._key, self._quote, self._expect = ["{"], True, '"', "string"
+            self._fresh, place = True, 2
         while place < end and self.state is State.OPEN:
             if self._expect == "string":
                 plain = _PLAIN[self._quote].match(text, place)

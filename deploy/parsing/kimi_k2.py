@@ -19,7 +19,7 @@ from typing_extensions import override
 from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.events import Arguments
 from deploy.parsing.json_calls import JsonCalls
-from deploy.parsing.parser import MakeId, Schemas, is_name
+from deploy.parsing.parser import MakeId, Schemas, in_other_case, is_name
 from deploy.parsing.schema_types import properties_of
 
 SECTION_BEGIN = "<|tool_calls_section_begin|>"
@@ -72,6 +72,7 @@ class KimiK2Calls(JsonCalls):
         found = _ID.fullmatch(call_id)
         names = list(_names_in(call_id))
         known = [name for name in names if name in self._schemas]
+        known = known or [cased for name in names if (cased := in_other_case(name, self._schemas)) is not None]
         if known:
             return self._unique(call_id if found is not None else "", known[0]), known[0]
         if found is not None:
@@ -165,6 +166,6 @@ def _names_in(call_id: str) -> Iterator[str]:
     without_index = re.sub(r":[0-9]+$", "", call_id)
     yield without_index.removeprefix("functions.")
     yield without_index
-    for name in (without_index, _INDEX.sub("", call_id)):
+    for name in (without_index, _INDEX.sub("", call_id), _INDEX.sub("", without_index)):
         yield _KIND.sub("", name, count=1) if _KIND.match(name) else name
         yield re.split(r"[.:/]", name)[-1]

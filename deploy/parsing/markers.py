@@ -9,7 +9,7 @@ from functools import lru_cache
 class Markers:
     """A few fixed strings. Where several match at one place the longest is found."""
 
-    __slots__ = ("_beginnings", "_longest", "_pattern", "first")
+    __slots__ = ("_beginnings", "_firsts", "_longest", "_pattern", "first")
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
@@ -17,6 +17,7 @@ class Markers:
         self._beginnings = frozenset(marker[:end] for marker in markers for end in range(len(marker) + 1))
         self.first = re.compile("[" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]").search
         """Finds a character in a text that begins a marker."""
+        self._firsts = frozenset(marker[0] for marker in markers)
         self._longest = len(longest_first[0])
 
     def search(self, text: str, begin: int = 0) -> re.Match[str] | None:
@@ -38,6 +39,8 @@ class Markers:
 
     def at(self, text: str) -> str | None:
         """The marker that `text` begins with."""
+        if text[:1] not in self._firsts:  # the common case, made short
+            return None
         match = self._pattern.match(text)
         return match.group() if match is not None else None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Final, Protocol
 
-from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event
+from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
 from deploy.parsing.markers import Line, Markers, markers_of
 from deploy.parsing.reasoning import CLOSE
 
@@ -51,7 +51,14 @@ def known_name(name: str, schemas: Schemas) -> str:
         return name.strip()
     bare = name.strip().strip("`\"':").removesuffix("()").strip("`\"': ")
     without_kind = _KIND.sub("", bare, count=1)
-    return next((found for found in (bare, without_kind) if found in schemas), name.strip())
+    found = next((found for found in (bare, without_kind) if found in schemas), None)
+    return found or in_other_case(without_kind, schemas) or name.strip()
+
+
+def in_other_case(name: str, schemas: Schemas) -> str | None:
+    """The only tool whose name is `name` but for the case of letters; None if there is none."""
+    fitting = [known for known in schemas if known.casefold() == name.casefold()]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 class CallParser:
@@ -98,8 +105,8 @@ class CallParser:
         self._plain = False
         """Whether text without markers that comes now is content as it is. As the two below, a state says so where it
         leaves off."""
-        self._as_it_is: Callable[[str], object | None] | None = None
-        """Tells whether all of a text that comes now is the next part of a call's arguments as it is."""
+        self._more: Callable[[str], list[Event] | None] | None = None
+        """Takes a text that comes now and goes on with a call's arguments; returns None for any other, untaken."""
         self._ends_wait: Callable[[str], object | None] | None = None
         """Finds characters without which more text changes nothing while `_rest` is shorter than a name."""
 
@@ -116,16 +123,16 @@ class CallParser:
                 if self.in_prose:
                     self._line.add(text)
                 return [Content(text)] if text else []
-        elif self._as_it_is is not None and self._as_it_is(text) is not None:
-            self._raw.append(text)
-            return [Arguments(self._calls, text)]
+        elif self._more is not None:
+            if (events := self._more(text)) is not None:
+                return events
+            self._more = None
         self._rest += text
         if self._ends_wait is not None:
             if len(self._rest) < MOST_NAME and self._ends_wait(text) is None:
                 return []
             self._ends_wait = None
-        self._plain, self._as_it_is = False, None
-        self._out = []
+        self._plain, self._out = False, []
         while self._rest and self._state():
             pass
         return self._out
@@ -142,6 +149,11 @@ class CallParser:
             self._out.append(Content("".join(self._blank)))
         self._rest, self._blank = "", None
         return self._out
+
+    @property
+    def held(self) -> int:
+        """Characters that are held back and will be content unless a call begins."""
+        return len(self._rest) + sum(map(len, self._blank or ())) if self._state == self._content else 0
 
     def ends_reasoning(self) -> None:
         """A call in the reasoning ended it, so what comes may hold the closing tag that is due."""
@@ -161,6 +173,10 @@ class CallParser:
         self._give_up(rest)
 
     def _content(self) -> bool:
+        if self._rest in self.ends_content and not self.in_prose:  # the common case, made short
+            marker, self._rest = self._rest, ""
+            self._found(marker)
+            return False
         found = self._markers.search(self._rest)
         if found is None:
             cut = len(self._rest) - self._markers.held(self._rest)
@@ -181,10 +197,14 @@ class CallParser:
             else:
                 self._blank, self._state = [], self._behind_close
             return True
-        self._blank, self._marked = self._blank or [], True
-        self._raw = [found.group()]
-        self._marker(found.group())
+        self._found(found.group())
         return True
+
+    def _found(self, marker: str) -> None:
+        """A marker has come, which was taken from `_rest`."""
+        self._blank, self._marked = self._blank or [], True
+        self._raw = [marker]
+        self._marker(marker)
 
     def _behind_close(self) -> bool:
         """State behind the closing tag that followed a call: white space before the answer is left out."""
@@ -226,6 +246,11 @@ class CallParser:
         taken, self._rest = self._rest[:count], self._rest[count:]
         self._raw.append(taken)
         return taken
+
+    def _put_back(self, text: str) -> None:
+        """Take back `text`, which was taken last."""
+        raw = "".join(self._raw)
+        self._raw, self._rest = [raw[: len(raw) - len(text)]], text + self._rest
 
     def _skip_space(self) -> None:
         if self._rest[:1].isspace():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from typing_extensions import override
 from deploy.parsing.json_body import JsonBody
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.parser import MOST_NAME, known_name
-from deploy.parsing.schema_types import properties_of
+from deploy.parsing.schema_types import expression_of, properties_of
 
 _LEAD = re.compile(r"\s*+(?:```[A-Za-z_]*+[ \t]*+\n\s*+)?+(?P<list>\[)?\s*+")
 _LEAD_BEGUN = re.compile(r"\s*(?:`{1,2}|```[A-Za-z_]*[ \t]*)")
@@ -152,9 +151,7 @@ def arguments_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of a call by name: what stands between its brackets, by keyword or in the order of the schema's
     properties, or as one object. None if it is neither Python nor nearly JSON."""
     try:
-        with warnings.catch_warnings():  # of escapes that there are not
-            warnings.simplefilter("ignore")
-            call = ast.parse(f"f({text}\n)", mode="eval").body
+        call = expression_of(f"f({text}\n)")
         if not isinstance(call, ast.Call):
             return None
         given: dict[str, Any] = {}

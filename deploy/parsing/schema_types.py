@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -116,11 +117,19 @@ def target_of(schema: Mapping[str, Any], root: Any) -> Any:
     return target
 
 
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+_decoded: Final = json.JSONDecoder(parse_constant=_refuse).decode
+"""The value of a JSON text; ValueError for what JSON does not have."""
+
+
 def as_json(text: str, types: Types, is_json: bool = False) -> str:
     """The JSON of a value: `text` itself where it is JSON of one of `types`, else what it is as Python writes such a
     value, else `text` as a string. `is_json`: JSON of other types is kept, too."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = _decoded(text)
     except (ValueError, RecursionError):
         value = _python(text, types - _STRING if is_json or (types == _ALL and text.lstrip()[:1] in "[{") else types)
         return json.dumps(text, ensure_ascii=False) if value is None else value
@@ -136,7 +145,7 @@ def as_json(text: str, types: Types, is_json: bool = False) -> str:
 def _of_types(text: str, types: Types) -> str | None:
     """The JSON of a value of one of `types` that was written as a string within a string."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = _decoded(text)
     except (ValueError, RecursionError):
         return _python(text, types)
     return text.strip() if _type(value) in types else None
@@ -150,16 +159,20 @@ def _python(text: str, types: Types) -> str | None:
     if "string" in types or len(text) > _MOST_PYTHON:
         return None
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(expression_of(text))
         known = type(value) in _TYPES and _type(value) in types
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if known else None
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
+def expression_of(text: str) -> ast.expr:
+    """The expression that `text` is in Python. SyntaxError and others for what is none. Python's own warnings about it
+    are for whoever wrote it, which nobody did here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval").body
+
+
 def _type(value: Any) -> str:
     return _TYPES.get(type(value), "null")
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)

@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 
 from typing_extensions import override
 
+from deploy.parsing.events import Arguments, Event
 from deploy.parsing.function_calls import FunctionCalls
 from deploy.parsing.json_body import ARGUMENTS, is_wrapper
 from deploy.parsing.json_object import in_json
@@ -18,33 +19,26 @@ from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 
 MOST_KEY: Final = 1024
 """Characters of an argument's name."""
-MOST_TAIL: Final = 512
-"""Characters of the end of an answer, with white space."""
 STRING: Final = frozenset(("string",))
 _AS_IT_IS: Final = re.compile(r'[^<"\\\x00-\x1f]+').fullmatch
 """Tells a part of a string that stands in JSON as it is and that begins no tag."""
 
 
 class CallTail:
-    """The end of an answer that ends with a call."""
+    """The end of a call, with a line break before it, where the end of a value may be missing."""
 
     def __init__(self, *ends: str) -> None:
-        whole = "|".join(map(re.escape, ends))
         begun = "|".join(begun_pattern(end) for end in ends)
-        self._whole = re.compile(rf"\n?(?:(?:{whole})\s*)+\Z")
-        self._begun = re.compile(rf"\n?(?:(?:{whole})\s*)*(?:{begun})?\Z")
+        self._longest = max(map(len, ends))
+        self._pattern = re.compile(rf"\n?(?:(?P<whole>{'|'.join(map(re.escape, ends))})|(?:{begun})\Z)")
 
-    def whole(self, text: str) -> int | None:
-        """Return the index at which it begins in `text`; None if it is not there."""
-        found = self._whole.search(text, max(0, len(text) - MOST_TAIL))
-        return found.start() if found is not None else None
-
-    def held(self, text: str) -> int:
-        """Return the index at which it would begin in `text` if more came, or the end of `text`."""
+    def find(self, text: str) -> tuple[int, bool]:
+        """Return the index at which the first one begins in `text`, and True; or where one would begin if more came,
+        or the end of `text`, and False."""
         if "<" not in text:  # the common case, made short
-            return len(text) - text.endswith("\n")
-        found = self._begun.search(text, max(0, len(text) - MOST_TAIL))
-        return found.start() if found is not None else len(text)
+            return len(text) - text.endswith("\n"), False
+        found = self._pattern.search(text)
+        return (found.start(), found["whole"] is not None) if found is not None else (len(text), False)
 
 
 class TaggedCalls(FunctionCalls):
@@ -52,6 +46,11 @@ class TaggedCalls(FunctionCalls):
 
     Models also write all arguments as one JSON object. A call whose end is missing is complete where another call
     begins and, once it has arguments, where the model ends the text. Text between its tags is content behind it.
+
+    A value ends at its own tag, whatever stands before it: it may be about such tags. Where its tag is missing it goes
+    on to the next one, with all the tags between. Two kinds of values are known to have ended before: one that no tag
+    of its own follows at all ends where the call does; and one that must not be a string ends at the first tag, unless
+    all of it is such a value.
     """
 
     value_end: str
@@ -59,7 +58,7 @@ class TaggedCalls(FunctionCalls):
     tags: ClassVar[tuple[str, ...]]
     """Markers that end text within a call."""
     call_tail: ClassVar[CallTail]
-    """The end of a call. Where the text ends so, the end of a value may be missing before it."""
+    """The end of a call."""
 
     _if_alone: Callable[[], None] | None = None
     """Begins the argument that may hold all others, if it does not."""
@@ -79,6 +78,8 @@ class TaggedCalls(FunctionCalls):
         """Whether the model says that the value is no plain string."""
         self._value_tag = ""
         """Tag that the value began with; "" where the tag is missing."""
+        self._later: list[str] = []
+        """Text from the end of a call within a value on: a part of the value if that ends behind it."""
         self._aside: list[str] = []
         """Text within the call that belongs to no argument."""
 
@@ -195,15 +196,37 @@ class TaggedCalls(FunctionCalls):
             return False
         end = self._ends_of_value.search(self._rest)
         if end is None:
-            cut = self.call_tail.held(self._rest)
+            cut, ended = self.call_tail.find(self._rest)
+            if ended and self._value_tag:
+                self._add(self._take(cut))
+                self._later, self._state = [], self._behind_end
+                return True
             if not self._ends_of_value.absent(self._rest):
                 cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
             self._add(self._take(cut))
-            self._as_it_is = _AS_IT_IS if self._types == STRING and not self._rest else None
+            if self._types == STRING and not self._rest:
+                self._more = self._more_of_string
             return False
         self._add(self._take(end.start()))
-        self._take(len(end.group()))
-        self._end_value()
+        self._end_value(self._take(len(end.group())))
+        return True
+
+    def _more_of_string(self, text: str) -> list[Event] | None:
+        """Take text within a string that stands in JSON as it is and ends nothing."""
+        if _AS_IT_IS(text) is None:
+            return None
+        self._raw.append(text)
+        return [Arguments(self._calls, text)]
+
+    def _behind_end(self) -> bool:
+        """State behind the end of a call within a value: the end of the value is missing unless it comes yet."""
+        end = self._ends_of_value.search(self._rest)
+        if end is None:
+            self._later.append(self._take(len(self._rest) - self._ends_of_value.held(self._rest)))
+            return False
+        self._later.append(self._take(end.start()))
+        self._add("".join(self._later))
+        self._end_value(self._take(len(end.group())))
         return True
 
     def _add(self, text: str) -> None:
@@ -213,18 +236,28 @@ class TaggedCalls(FunctionCalls):
         else:
             self._value.append(text)
 
-    def _end_value(self) -> None:
-        self._write('"' if self._types == STRING else as_json("".join(self._value), self._types, self._is_json))
+    def _end_value(self, end: str = "") -> None:
+        """End the value, whose tag is `end`."""
         self._state, self._complete = self._next, True
+        if self._types == STRING:
+            self._write('"')
+            return
+        text = "".join(self._value)
+        written = as_json(text, self._types, self._is_json)
+        if written[0] == '"' and "string" not in self._types and (tag := self._tags.search(text)) is not None:
+            first = as_json(text[: tag.start()], self._types, self._is_json)
+            if first[0] != '"':
+                written = first
+                self._put_back(text[tag.start() :] + end)
+        self._write(written)
 
     @override
     def _ended(self) -> None:
         if self._cut:
             super()._ended()
             return
-        tail = self.call_tail.whole(self._rest) if self._state == self._in_value and self._value_tag else None
-        if tail is not None:
-            self._add(self._take(tail))
+        if self._state == self._behind_end:
+            self._put_back("".join(self._later))
             self._end_value()
             return
         if self._state == self._behind_object:

@@ -11,13 +11,15 @@ from typing import Any, Final
 
 from deploy.text.chat import Content, content_of
 from deploy.text.effort import FIELDS
-from deploy.text.response_tools import read_tools
+from deploy.text.response_tools import read_tools, with_added
 from deploy.text.turns import (
+    configured,
     goes_on,
     messages_of_items,
     messages_of_turns,
     readable_items,
     thinking_fields,
+    told_by_turns,
     with_instructions,
 )
 
@@ -60,12 +62,13 @@ def _is_openai(data: Mapping[str, Any]) -> bool:
         return True
     if not isinstance(data.get("thinking") or {}, Mapping):
         return True
-    if any("function" in tool for tool in data.get("tools") or ()):
+    if any("function" in tool or "parameters" in tool for tool in data.get("tools") or ()):
         return True
     return any(message.get("role") in ("tool", "developer") or "tool_calls" in message for message in data["messages"])
 
 
 def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
+    data = {**data, **told_by_turns(data)}
     turns = [(turn["role"], _blocks(turn["content"] or "")) for turn in data["messages"]]
     messages = messages_of_turns(_blocks(data.get("system") or []), turns)
     choice, tools = data.get("tool_choice") or {}, data.get("tools") or ()
@@ -73,7 +76,11 @@ def _of_messages(data: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "continue_final_message": goes_on(messages),
         "add_generation_prompt": not goes_on(messages),
-        **thinking_fields((data.get("thinking") or {}).get("type"), (data.get("output_config") or {}).get("effort")),
+        **thinking_fields(
+            (data.get("thinking") or {}).get("type"),
+            (data.get("output_config") or {}).get("effort"),
+            data.get("context_management"),
+        ),
         "tools": [
             _function(tool["name"], tool.get("description"), tool["input_schema"])
             for tool in tools
@@ -89,10 +96,10 @@ def _of_response(data: Mapping[str, Any]) -> dict[str, Any]:
     messages = messages_of_items([{"type": "message", **item} for item in readable_items(items)], _content)
     return {
         "messages": with_instructions(messages, data.get("instructions")),
-        "tools": read_tools(data.get("tools") or ()).functions,
+        "tools": read_tools(with_added(data.get("tools") or (), items)).functions,
         "tool_choice": data.get("tool_choice"),
         "chat_template_kwargs": data.get("chat_template_kwargs"),
-        "reasoning": data.get("reasoning"),
+        "reasoning": {**(data.get("reasoning") or {}), **configured(items).get("reasoning", {})} or None,
     }
 
 

@@ -149,7 +149,7 @@ class FeatureReader:
             for message in readable(given)
             if isinstance(message, dict) and "role" in message
         ]
-        tools = tools_of(data.get("tools") or []) if data.get("tool_choice") != "none" else []
+        tools = tools_of(data.get("tools") or []) if data.get("tool_choice") not in ("none", {"type": "none"}) else []
         render = partial(
             self._chats.text,
             messages,

@@ -89,8 +89,8 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
     """The field `tools`, each tool with the fields that templates know, in one order. ValueError."""
     tools = []
     for tool in _list(value, "tools"):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        function = function_of(tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or (tool.get("type") or "function") != "function":
             raise ValueError('a tool should be {"type": "function", "function": {"name": ..., "parameters": ...}}')
         described: dict[str, Any] = {"name": _name(function)}
         if (description := function.get("description")) is not None:
@@ -103,6 +103,12 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
             described["parameters"] = parameters
         tools.append({"type": "function", "function": described})
     return tools
+
+
+def function_of(tool: Mapping[str, Any]) -> Any:
+    """The function that a tool is, which clients also write as the Responses API has it: without an object of its
+    own."""
+    return tool if "function" not in tool and isinstance(tool.get("name"), str) else tool.get("function")
 
 
 def tool_calls_of(value: Any) -> list[dict[str, Any]]:

@@ -117,6 +117,10 @@ def encode_v32(
     question only. A `developer` turn that is answered, or is to be answered, is the turn of a user as V3.2 was trained
     on it for search agents: it holds the tools. Any other is a system message, as OpenAI's clients mean it.
 
+    Two things differ from the published program, which would leave the model where no answer of its own begins. System
+    messages behind a question or results stand before the beginning of the answer, not within it. And an answer is
+    opened behind a system message, too. Behind an answer none is, as there.
+
     Results without calls before them are the turn of a user. ChatTemplateError for a last message to go on with that is
     none.
     """
@@ -162,28 +166,37 @@ class _V32:
         pieces = [BEGIN]
         if self._tools and self._holder < 0:
             pieces.append("\n\n" + self._tools)
+        due = ""
+        """What opens the answer to what was said last, as long as it is not written."""
         for index, (role, message) in enumerate(zip(self._roles, self._messages, strict=True)):
             content: str = message["content"]
             tools = f"\n\n{self._tools}" if self._tools and index == self._holder else ""
             if role == "system":
-                pieces.append(content + tools)
-            elif role == "developer":
-                pieces += [f"{USER}{tools}\n\n# The user's message is: {content}", self._turn(index, ASSISTANT)]
+                pieces.append(("\n\n" if due else "") + content + tools)
+                continue
+            if role == "tool" and index and self._roles[index - 1] == "tool":
+                continue
+            pieces.append(due)
+            due = ""
+            if role == "developer":
+                pieces.append(f"{USER}{tools}\n\n# The user's message is: {content}")
+                due = self._opening(index, ASSISTANT)
             elif role == "user":
-                pieces += [f"{USER}{content}", self._turn(index, ASSISTANT)]
+                pieces.append(f"{USER}{content}")
+                due = self._opening(index, ASSISTANT)
             elif role == "assistant":
                 pieces.append(self._answer(index, message))
             elif role == "tool":
-                if index == 0 or self._roles[index - 1] != "tool":
-                    pieces.append(self._results(index))
+                results, due = self._results(index)
+                pieces.append(results)
             else:
                 raise ChatTemplateError(f"DeepSeek V3.2 knows no messages of the role {role}")
+        if self._opens and self._roles[-1] != "assistant":
+            pieces.append(due or self._opening(len(self._messages), ASSISTANT))
         return "".join(pieces)
 
-    def _turn(self, index: int, begin: str) -> str:
+    def _opening(self, index: int, begin: str) -> str:
         """Return the text that opens the answer to message `index`."""
-        if index + 1 == len(self._messages) and not self._opens:
-            return ""
         return begin + (OPEN if self._thinks and index >= self._asked else CLOSE)
 
     def _answer(self, index: int, message: Mapping[str, Any]) -> str:
@@ -197,8 +210,9 @@ class _V32:
         last = index + 1 == len(self._messages)
         return f"{thought}{message['content']}{section}{'' if last and self._goes_on else END}"
 
-    def _results(self, index: int) -> str:
-        """The results that follow each other from `index` on, in the order of the calls."""
+    def _results(self, index: int) -> tuple[str, str]:
+        """The results that follow each other from `index` on, in the order of the calls, and what opens the answer to
+        them."""
         end = index
         while end < len(self._roles) and self._roles[end] == "tool":
             end += 1
@@ -207,8 +221,8 @@ class _V32:
         written = "".join(f"\n<result>{result['content']}</result>" for result in results)
         section = f"<function_results>{written}\n</function_results>"
         if not calls:  # a client has left the calls out: what is left can be told by a user alone
-            return f"{USER}{section}{self._turn(end - 1, ASSISTANT)}"
-        return f"\n\n{section}" + self._turn(end - 1, "\n\n")
+            return f"{USER}{section}", self._opening(end - 1, ASSISTANT)
+        return f"\n\n{section}", self._opening(end - 1, "\n\n")
 
 
 def dsml_call(function: Mapping[str, Any]) -> str:

@@ -69,9 +69,10 @@ def encode_v4(
     """The prompt of a chat with DeepSeek V4. The arguments of calls are objects.
 
     The variable `thinking`, or `enable_thinking`, has the model think, and `reasoning_effort` "max" think at length.
-    What it thought is written behind the last question alone, or, where there are tools, everywhere. What users say and
-    what tools return is one turn as long as no answer comes between. A `developer` turn that is answered, or is to be
-    answered, is the turn of a user that holds the tools, as for V3.2; any other is a system message.
+    What it thought is written behind the last question alone, or, where there are tools or `drop_thinking` is false,
+    everywhere. What users say and what tools return is one turn as long as no answer comes between. A `developer` turn
+    that is answered, or is to be answered, is the turn of a user that holds the tools, as for V3.2; any other is a
+    system message. An answer is opened behind a system message, too, where the published program opens none.
 
     ChatTemplateError for an effort or a role that it does not know.
     """
@@ -111,7 +112,7 @@ class _V4:
         self._thinks = bool(variables.get("thinking", variables.get("enable_thinking", False)))
         self._opens = add_generation_prompt and not continue_final_message
         self._goes_on = continue_final_message
-        self._keeps = bool(tools)
+        self._keeps = bool(tools) or variables.get("drop_thinking") is False
         """Whether all that it thought is written, or what it thought behind the last question alone."""
         self._asked = max((index for index, turn in enumerate(self._turns) if turn.asks), default=-1)
         self._tools = _TOOLS.format(tools="\n".join(as_json(tool["function"]) for tool in tools)) if tools else ""
@@ -125,8 +126,13 @@ class _V4:
             pieces.append(_MOST)
         if self._tools and self._holder < 0:
             pieces.append("\n\n" + self._tools)
+        due = ""
+        """What opens the answer to what was said last, as long as it is not written."""
         for index, turn in enumerate(self._turns):
             message = turn.messages[0]
+            if turn.role in ("assistant", "latest_reminder"):
+                pieces.append(due)
+            due = due if turn.role == "system" else self._opening(index + 1) if turn.asks else ""
             tools = f"\n\n{self._tools}" if self._tools and index == self._holder else ""
             if turn.role == "assistant":
                 pieces.append(self._answer(index, message))
@@ -135,15 +141,13 @@ class _V4:
             else:
                 begin = {"system": "", "developer": USER, "latest_reminder": REMINDER}[turn.role]
                 pieces.append(begin + message["content"] + tools)
-            if turn.asks and self._is_answered(index):
-                pieces.append(ASSISTANT + (OPEN if self._thinks and self._is_thought(index + 1) else CLOSE))
+        if self._opens and self._turns[-1].role != "assistant":
+            pieces.append(due or self._opening(len(self._turns)))
         return "".join(pieces)
 
-    def _is_answered(self, index: int) -> bool:
-        """Whether the beginning of an answer is written behind turn `index`."""
-        if index + 1 == len(self._turns):
-            return self._opens
-        return self._turns[index + 1].role in ("assistant", "latest_reminder")
+    def _opening(self, index: int) -> str:
+        """Return the text that opens an answer which is turn `index`."""
+        return ASSISTANT + (OPEN if self._thinks and self._is_thought(index) else CLOSE)
 
     def _is_thought(self, index: int) -> bool:
         """Whether what the model thought in turn `index` is written, if it thinks at all."""

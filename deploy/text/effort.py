@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 SWITCHES: Final = ("thinking", "enable_thinking")
 """Variables by which chat templates know whether the model thinks before it answers."""
 EFFORT: Final = "reasoning_effort"
 """The variable by which some know how hard."""
+KEEPERS: Final[Mapping[str, bool]] = {"clear_thinking": False, "drop_thinking": False, "preserve_thinking": True}
+"""Variables by which some know whether the prompt has what the model thought before the last question, with the value
+for which it does."""
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "auto", "default")
 """Values of the field `reasoning_effort` of OpenAI's clients and others."""
 RANKED: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -18,10 +21,19 @@ _USUAL: Final = "high"
 """What a template is told that knows efforts alone and is to have its model think."""
 _MILD: Final = ("auto", "default", "minimal", "low", "medium")
 """Efforts that a model without reasoning may ignore: clients send them whatever the model is."""
-_KINDS: Final[Mapping[Any, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+_KINDS: Final[Mapping[Any, bool | None]] = {
+    "enabled": True,
+    "disabled": False,
+    "adaptive": None,
+    "auto": None,
+    "between_tools": None,
+}
 """Values of the field `type` of `thinking`."""
+_CONTEXTS: Final = ("current_turn", "all_turns")
+"""Values of OpenAI's `reasoning.context` that say whether earlier reasoning stays in the prompt."""
 _BUDGETS: Final = ("max_tokens", "budget_tokens", "budget")
-FIELDS: Final = (EFFORT, "reasoning", *SWITCHES, "thinking_budget", "thinking_token_budget")
+_KEEPING: Final = ("clear_thinking", "preserve_thinking")
+FIELDS: Final = (EFFORT, "reasoning", *SWITCHES, "thinking_budget", "thinking_token_budget", *_KEEPING)
 """Fields of chats that speak of it."""
 
 
@@ -37,6 +49,8 @@ class KnownThinking:
     """Whether the effort `none` is its only switch, and makes another prompt than all other efforts do."""
     off_by_default: bool = False
     """Whether without an effort it writes what it writes for `none`."""
+    keepers: frozenset[str] = frozenset()
+    """Those of `KEEPERS` that it reads."""
 
     @property
     def can_be_off(self) -> bool:
@@ -54,12 +68,12 @@ class KnownThinking:
 def tried(render: Callable[[Mapping[str, Any]], str | None], read: frozenset[str]) -> KnownThinking:
     """What the template behind `render` can be told, which gets variables and returns None where it refuses them.
     `read`: the variables that it reads."""
-    switches = read & {*SWITCHES}
+    switches, keepers = read & {*SWITCHES}, read & {*KEEPERS}
     if EFFORT not in read:
-        return KnownThinking(switches)
+        return KnownThinking(switches, keepers=keepers)
     without = render({})
     if without is None:  # it refuses the chat that is tried, whatever it is told
-        return KnownThinking(switches, RANKED)
+        return KnownThinking(switches, RANKED, keepers=keepers)
     written = {effort: render({EFFORT: effort}) for effort in RANKED}
     taken = tuple(effort for effort in RANKED if written[effort] is not None)
     apart = len(taken) > 1 and all(written[effort] != written["none"] for effort in taken if effort != "none")
@@ -68,6 +82,7 @@ def tried(render: Callable[[Mapping[str, Any]], str | None], read: frozenset[str
         taken,
         effort_switches=not switches and "none" in taken and apart,
         off_by_default=without == written["none"],
+        keepers=keepers,
     )
 
 
@@ -81,6 +96,9 @@ class Thinking:
     """Tokens that it may think."""
     field: str = EFFORT
     """The field that said so."""
+    keeps: bool | None = None
+    """Whether the prompt has what it thought before the last question. What a template has no variable for is not
+    done."""
 
     @property
     def mild(self) -> bool:
@@ -99,6 +117,8 @@ class Thinking:
             effort = _USUAL
         if effort is not None and (nearest := known.nearest(effort)) is not None:
             told[EFFORT] = nearest
+        if self.keeps is not None:
+            told |= {name: KEEPERS[name] is self.keeps for name in known.keepers}
         return told
 
 
@@ -110,8 +130,9 @@ def checked(field: str, value: Any) -> Any:
 
 def thinking_of(data: Mapping[str, Any]) -> Thinking:
     """Read a chat's fields about thinking: OpenAI's `reasoning_effort`, `reasoning` with an effort, a bound or a
-    switch, Anthropic's `thinking` with a type and a bound, and the names of templates' switches. A later one of these
-    overrides an earlier one. ValueError for unknown values."""
+    switch, Anthropic's `thinking` with a type and a bound, to which Kimi's clients add `keep` and GLM's
+    `clear_thinking`, and the names of templates' variables. A later one of these overrides an earlier one. ValueError
+    for unknown values."""
     found = Thinking()
     for field in FIELDS:
         if (value := data.get(field)) is None:
@@ -122,6 +143,8 @@ def thinking_of(data: Mapping[str, Any]) -> Thinking:
             found = _with_reasoning(found, value)
         elif field in SWITCHES:
             found = _with_switch(found, value, field)
+        elif field in _KEEPING:
+            found = _with_keeper(found, value, field)
         else:
             found = _with_budget(found, value, field)
     return found
@@ -131,19 +154,21 @@ def _with_effort(found: Thinking, value: object, field: str) -> Thinking:
     if value not in EFFORTS or not isinstance(value, str):
         raise ValueError(f"one of {', '.join(EFFORTS)} is expected, not {str(value)[:64]!r}")
     if value in ("auto", "default"):
-        return Thinking(found.thinks, None, found.budget, field)
-    return Thinking(value != "none", value, found.budget, field)
+        return replace(found, effort=None, field=field)
+    return replace(found, thinks=value != "none", effort=value, field=field)
 
 
 def _with_reasoning(found: Thinking, value: object) -> Thinking:
     if isinstance(value, bool):
-        return Thinking(value, found.effort, found.budget, "reasoning")
+        return replace(found, thinks=value, field="reasoning")
     if not isinstance(value, Mapping):
         raise ValueError("an object with an effort is expected")
     if (switch := value.get("enabled")) is not None:
         found = _with_switch(found, switch, "reasoning")
     if (effort := value.get("effort")) is not None:
         found = _with_effort(found, effort, "reasoning")
+    if (context := value.get("context")) in _CONTEXTS:
+        found = replace(found, keeps=context == _CONTEXTS[1])
     if value.get("exclude"):
         raise ValueError("exclude: reasoning is always told apart from the answer; leave it unread")
     budget = _budget_of(value)
@@ -155,12 +180,24 @@ def _with_switch(found: Thinking, value: object, field: str) -> Thinking:
         kind = value.get("type")
         if not isinstance(kind, str) or kind not in _KINDS:
             raise ValueError(f"its type should be one of {', '.join(_KINDS)}, not {str(kind)[:64]!r}")
-        found = Thinking(_KINDS[kind], found.effort, found.budget, field)
+        found = replace(found, thinks=_KINDS[kind], field=field)
+        if (keep := value.get("keep")) is not None:
+            if keep != "all":
+                raise ValueError(f'keep: "all" or null is expected, not {str(keep)[:64]!r}')
+            found = replace(found, keeps=True)
+        if (clears := value.get("clear_thinking")) is not None:
+            found = _with_keeper(found, clears, "clear_thinking")
         budget = _budget_of(value)
         return _with_budget(found, budget, field) if budget is not None and kind == "enabled" else found
     if not isinstance(value, bool):
         raise ValueError("true, false or an object with a type is expected")
-    return Thinking(value, found.effort, found.budget, field)
+    return replace(found, thinks=value, field=field)
+
+
+def _with_keeper(found: Thinking, value: object, name: str) -> Thinking:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: true or false is expected")
+    return replace(found, keeps=KEEPERS[name] is value)
 
 
 def _budget_of(value: Mapping[str, Any]) -> object:
@@ -171,4 +208,4 @@ def _budget_of(value: Mapping[str, Any]) -> object:
 def _with_budget(found: Thinking, value: object, field: str) -> Thinking:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError("a number of tokens, at least 1, is expected")
-    return Thinking(found.thinks, found.effort, value, field)
+    return replace(found, budget=value, field=field)

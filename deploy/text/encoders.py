@@ -50,7 +50,7 @@ ENCODERS: Final[Mapping[str, Encoder]] = {
         encode_v4,
         tool_parser="deepseek_v32",
         reasoning_parser="deepseek_v3",
-        variables=frozenset({"thinking", "reasoning_effort"}),
+        variables=frozenset({"thinking", "reasoning_effort", "drop_thinking"}),
     ),
 }
 """Encoders by `model_type`."""

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 INPUT: Final = "input"
 """Argument of the function that a custom tool becomes; it has no other."""
+ADDING: Final = ("additional_tools", "tool_search_output")
+"""Types of items that bring tools along."""
 _UNSAFE: Final = re.compile(r"[^\w.\-]", re.ASCII)
 
 
@@ -77,10 +79,45 @@ def read_tools(tools: Sequence[Any]) -> AskedTools:
                     asked.left_out.append(named(f"{tool['name']}.{of}"))
         else:
             asked.left_out.append(named(kind))
-    names = Counter(function.get("name") for function in (tool["function"] for tool in asked.functions))
+    named_so = (tool["function"].get("name") for tool in asked.functions)
+    names = Counter(name for name in named_so if isinstance(name, str))
     if twice := next((name for name in asked.origins if names[name] > 1), None):
         raise ValueError(f"two tools have the name {twice[:64]!r}")
     return asked
+
+
+def with_added(tools: Sequence[Any], items: Sequence[Any]) -> list[Any]:
+    """The field `tools`, and the tools that items of the input add to it. A later one replaces those of its name."""
+    added = [
+        tool
+        for item in items
+        if isinstance(item, Mapping) and item.get("type") in ADDING and isinstance(item.get("tools"), list)
+        for tool in item["tools"]
+        if item["type"] == ADDING[0] or _is_known(tool)
+    ]
+    return _merged([*tools, *added]) if added else [*tools]
+
+
+def _is_known(tool: Any) -> bool:
+    """Whether this is a tool of a kind that the model can be told of: what was found once may be anything."""
+    try:
+        return bool(read_tools([tool]).functions)
+    except ValueError:
+        return False
+
+
+def _merged(tools: Sequence[Any]) -> list[Any]:
+    """Tools of different names; a namespace has those of all of its name."""
+    merged: dict[Any, Any] = {}
+    for place, tool in enumerate(tools):
+        name = tool.get("name") if isinstance(tool, Mapping) else None
+        key = (str(tool.get("type")), name) if isinstance(name, str) else place
+        before = merged.get(key)
+        if before is not None and tool.get("type") == "namespace":
+            lists = [one["tools"] for one in (before, tool) if isinstance(one.get("tools"), list)]
+            tool = {**tool, "tools": _merged([inner for tools in lists for inner in tools])}
+        merged[key] = tool
+    return [*merged.values()]
 
 
 def _add(asked: AskedTools, tool: Mapping[str, Any], namespace: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ from deploy.text.content_parts import separators, with_joined_parts
 from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.deepseek_chat import with_tools_in_system_message
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
-from deploy.text.effort import EFFORT, SWITCHES, KnownThinking, Thinking, tried
+from deploy.text.effort import EFFORT, KEEPERS, SWITCHES, KnownThinking, Thinking, tried
 from deploy.text.encoders import Encoder, encoder_of
 from deploy.text.errors import ChatTemplateError
 from deploy.text.kimi_chat import DECLARATIONS, is_of_kimi, sorted_by_name, with_own_ids
@@ -142,7 +142,7 @@ class Tokenizer:
         reads."""
         encoder = self.encoder_for(template)
         read = read_variables(self.template_for(template, tools)) if encoder is None else encoder.variables
-        return read & {*SWITCHES, EFFORT}
+        return read & {*SWITCHES, EFFORT, *KEEPERS}
 
     def known_thinking(self, template: str | None, tools: bool) -> KnownThinking:
         """What the chat template, or the encoder in its place, can be told of thinking, found out by trying it."""

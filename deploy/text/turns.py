@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
-from deploy.text.effort import EFFORT, RANKED
+from deploy.text.effort import EFFORT, EFFORTS, RANKED
 from deploy.text.in_words import BESIDE, NOT_SHOWN, in_json, result_of, said, unknown
 from deploy.text.response_tools import INPUT, qualified
 
@@ -17,6 +17,15 @@ Blocks = Sequence[Mapping[str, Any]]
 
 SAID_BACK: Final = ("text", "image", "document", "container_upload", "search_result", "tool_reference")
 """Types of the blocks of a tool's result that have words of their own."""
+
+
+CHANGES: Final[Mapping[str, str]] = {
+    "tool_addition": "can be called from here on",
+    "tool_removal": "can no longer be called",
+}
+"""Blocks of system turns that change which tools there are, and what is said of the tool."""
+SILENT: Final = ("tool_use", "tool_result", "thinking", "fallback", "mcp_tool_listing")
+"""Blocks that say nothing by themselves."""
 
 
 def said_in(block: Mapping[str, Any]) -> str | None:
@@ -33,7 +42,9 @@ def said_in(block: Mapping[str, Any]) -> str | None:
         return f"[The server's tool gave a result: {kind.removesuffix('_tool_result')}.]"
     if kind in ("document", "search_result") and (text := _text_within(block)):
         return f"{block['title']}\n{text}" if block.get("title") else text
-    if kind in ("tool_use", "tool_result", "thinking"):
+    if kind in CHANGES:
+        return f"[The tool {_changed_tool(block)} {CHANGES[kind]}.]"
+    if kind in SILENT:
         return None
     return NOT_SHOWN.get(kind) or unknown(kind)
 
@@ -49,6 +60,68 @@ def _text_within(block: Mapping[str, Any]) -> str:
         return content
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     return "\n".join([part["text"] for part in parts if isinstance(part.get("text"), str)])
+
+
+def _changed_tool(block: Mapping[str, Any]) -> str:
+    """The name of the tool that a block of `CHANGES` is about; "" if it has none."""
+    tool = block.get("tool")
+    held = tool.get("definition", tool) if isinstance(tool, Mapping) else None
+    name = held.get("name", held.get("server_name")) if isinstance(held, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def told_by_turns(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of one of Anthropic's bodies that system turns within its messages change: which tools there are, the
+    effort, and the messages, without the turns that were for one turn of the user alone or say nothing else."""
+    turns = data.get("messages")
+    if not isinstance(turns, list) or not any(
+        isinstance(turn, Mapping) and turn.get("role") == "system" for turn in turns
+    ):
+        return {}
+    last = max((place for place, turn in enumerate(turns) if _has_role(turn, "user")), default=-1)
+    told: dict[str, Any] = {"messages": []}
+    changed: dict[str, Any] = {}
+    """Definitions of tools by name, None of those that are no more."""
+    for place, turn in enumerate(turns):
+        if not _has_role(turn, "system"):
+            told["messages"].append(turn)
+            continue
+        config, content = turn.get("output_config"), turn.get("content")
+        if isinstance(config, Mapping) and config.get("effort") in RANKED:
+            given = data.get("output_config")
+            told["output_config"] = {**(given if isinstance(given, Mapping) else {}), "effort": config["effort"]}
+        for block in content if isinstance(content, list) else ():
+            if isinstance(block, Mapping) and block.get("type") in (*CHANGES,):
+                _change(changed, block)
+        passed = turn.get("clear_at") == "next_user_message" and place < last
+        if not passed and (content is not None or not isinstance(config, Mapping)):
+            told["messages"].append(turn)
+    if changed:
+        tools = data.get("tools")
+        kept = [tool for tool in tools if not _is_named(tool, changed)] if isinstance(tools, list) else []
+        told["tools"] = kept + [definition for definition in changed.values() if definition is not None]
+    return told
+
+
+def _has_role(turn: Any, role: str) -> bool:
+    return isinstance(turn, Mapping) and turn.get("role") == role
+
+
+def _change(changed: dict[str, Any], block: Mapping[str, Any]) -> None:
+    """Note what a block of `CHANGES` does to a tool."""
+    name, tool = _changed_tool(block), block.get("tool")
+    definition = tool.get("definition") if isinstance(tool, Mapping) else None
+    if block["type"] == "tool_removal":
+        changed[name] = None
+    elif isinstance(definition, Mapping):
+        changed[name] = definition
+    elif changed.get(name, "") is None:
+        del changed[name]  # a tool that was there before
+
+
+def _is_named(tool: Any, names: Mapping[str, Any]) -> bool:
+    name = tool.get("name") if isinstance(tool, Mapping) else None
+    return isinstance(name, str) and name in names
 
 
 def content_of_blocks(blocks: Blocks) -> Content:
@@ -72,11 +145,26 @@ def goes_on(messages: Messages) -> bool:
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
-def thinking_fields(kind: str | None, effort: str | None = None) -> dict[str, Any]:
+def thinking_fields(kind: str | None, effort: str | None = None, management: Any = None) -> dict[str, Any]:
     """The fields of a chat (`deploy.text.effort`) for the type in Anthropic's field `thinking`, of which none is off,
-    and its `output_config.effort`, of which one that nobody knows says nothing."""
+    its `output_config.effort`, of which one that nobody knows says nothing, and its `context_management`."""
     fields: dict[str, Any] = {"thinking": {"type": kind or "disabled"}}
+    if (keeps := _keeps_thinking(management)) is not None:
+        fields["preserve_thinking"] = keeps
     return fields | {EFFORT: effort} if effort in RANKED else fields
+
+
+def _keeps_thinking(management: Any) -> bool | None:
+    """Whether earlier thinking stays in the prompt by an edit for that in `context_management`: all of it, or that of
+    the last turn alone. None where there is no such edit, or one for several turns, which no chat template knows."""
+    edits = management.get("edits") if isinstance(management, Mapping) else None
+    for edit in edits if isinstance(edits, list) else ():
+        if isinstance(edit, Mapping) and str(edit.get("type")).startswith("clear_thinking"):
+            keep = edit.get("keep", 1)
+            kind = keep.get("type") if isinstance(keep, Mapping) else keep
+            turns = keep.get("value") if isinstance(keep, Mapping) else keep
+            return True if kind == "all" else False if turns == 1 else None
+    return None
 
 
 def _assistant(blocks: Blocks) -> dict[str, Any]:
@@ -150,6 +238,9 @@ _LEFT_OUT: Final = (
     "mcp_approval_request",
     "mcp_approval_response",
     "ghost_snapshot",
+    "additional_tools",
+    "configuration_update",
+    "agent_reasoning",
 )
 _COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction")
 ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -163,6 +254,7 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **{f"{kind}_output": () for kind in _CALLS},
     **dict.fromkeys(_OF_RESPONSES_SERVER, ()),
     "tool_search_output": (),
+    **dict.fromkeys(("program", "program_output", "agent_message"), ()),
     **dict.fromkeys(_COMPACTIONS, ()),
     **dict.fromkeys(_LEFT_OUT, ()),
 }
@@ -202,6 +294,8 @@ def _said_by_item(item: Mapping[str, Any]) -> str:
         tools = item.get("tools")
         names = [tool.get("name") for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
         return f"[Tools were found: {', '.join(name for name in names if isinstance(name, str)) or 'none'}.]"
+    if kind == "program_output":
+        return f"[The server's program gave: {in_json(item.get('result') or '')}]"
     called = kind.removesuffix("_call")
     action = item.get("action")
     query = action.get("query") if isinstance(action, Mapping) else None
@@ -228,7 +322,33 @@ def _of_assistant(item: Any) -> bool:
     if not isinstance(item, Mapping):
         return False
     kind = item.get("type", "message")
+    if kind in ("additional_tools", "configuration_update", "agent_message"):
+        return False
     return item.get("role") == "assistant" if kind == "message" else not str(kind).endswith("_output")
+
+
+def configured(items: Sequence[Any]) -> dict[str, Any]:
+    """What items of the input change of the request's fields `reasoning`, its effort alone, and `text`, by name. The
+    last one of either holds."""
+    changed: dict[str, Any] = {}
+    for item in items:
+        if not isinstance(item, Mapping) or item.get("type") != "configuration_update":
+            continue
+        reasoning = item.get("reasoning")
+        if isinstance(reasoning, Mapping) and reasoning.get("effort") in EFFORTS:
+            changed["reasoning"] = {"effort": reasoning["effort"]}
+        if isinstance(item.get("text"), Mapping):
+            changed["text"] = item["text"]
+    return changed
+
+
+def _of_agent(item: Mapping[str, Any]) -> Content:
+    """What another agent says."""
+    said, author = result_of(item.get("content", item.get("message"))), item.get("author")
+    head = (
+        f"[A message of the agent {author}:]\n" if isinstance(author, str) and author else "[A message of an agent:]\n"
+    )
+    return head + said if isinstance(said, str) else [{"type": "text", "text": head}, *said]
 
 
 def _readable(item: Any) -> Any:
@@ -276,6 +396,9 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], 
         elif kind == "message":
             answer = None
             messages.append({"role": item["role"], "content": read(item.get("content"))})
+        elif kind == "agent_message":
+            answer = None
+            messages.append({"role": "user", "content": _of_agent(item)})
         elif kind.endswith("_call_output"):
             answer = None
             content = result_of(item.get("output"))

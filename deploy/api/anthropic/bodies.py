@@ -15,7 +15,7 @@ from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
 from deploy.text.in_words import NOT_SHOWN, in_json, unknown
 from deploy.text.response_tools import named
-from deploy.text.turns import goes_on, messages_of_turns, said_in, thinking_fields
+from deploy.text.turns import CHANGES, goes_on, messages_of_turns, said_in, thinking_fields, told_by_turns
 
 Known = Mapping[str, Mapping[str, type[Any]]]
 """The fields of each known type of block, with their types."""
@@ -35,6 +35,9 @@ _OF_SERVER: Final = (
     "text_editor_code_execution_tool_result",
     "mcp_tool_use",
     "mcp_tool_result",
+    "mcp_tool_listing",
+    "advisor_tool_result",
+    "fallback",
     "compaction",
 )
 """Blocks that record what other servers did during earlier turns."""
@@ -46,7 +49,8 @@ _OF_ASSISTANT: Final[Known] = {
     **{kind: {} for kind in _OF_SERVER},
 }
 _OF_USER: Final[Known] = {**_SHOWN_IN_WORDS, "tool_result": {"tool_use_id": str}}
-_KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT, "system": _TEXTS}
+_OF_SYSTEM: Final[Known] = {**_TEXTS, **{kind: {} for kind in CHANGES}}
+_KNOWN: Final = {"user": _OF_USER, "assistant": _OF_ASSISTANT, "system": _OF_SYSTEM}
 _NEW_ONES_REFUSED: Final = ("image", "document", "container_upload")
 """Blocks that the last user turn must not hold: the model would not see what it is asked about."""
 _TYPES: Final[dict[type[Any], str]] = {str: "a string", dict: "an object"}
@@ -159,7 +163,7 @@ class MessagesToolChoice(Body):
 class Thinking(Body):
     """Whether the model thinks before it answers."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=1)
     """Tokens that it may think, tags included."""
 
@@ -200,6 +204,8 @@ class MessagesPrompt(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
+    context_management: Annotated[Any, WithJsonSchema({"type": "object"})] = None
+    """Edits: whether earlier thinking stays in the prompt, where the chat template knows it. Others have no effect."""
 
     @property
     def form(self) -> OutputFormat | None:
@@ -268,6 +274,7 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody, list[str]]:
     what is wrong with it."""
     value = parse_object(raw)
     reject_unsupported(value, "messages", MessagesBody.model_fields)
+    value |= told_by_turns(value)
     body = validate(MessagesBody, value)
     same = {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
     left_out = [named(kind) for tool in value.get("tools") or () if (kind := _own_type(tool)) is not None]
@@ -277,8 +284,9 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody, list[str]]:
 def parse_prompt(raw: bytes) -> ChatBody:
     """Parse the body of /v1/messages/count_tokens to the chat that it is; 400 for what is wrong with it."""
     value = parse_object(raw)
-    reject_unsupported(value, "messages", MessagesBody.model_fields)
-    return _chat_of(validate(MessagesPrompt, value))
+    asked = {name: given for name, given in value.items() if name != "compaction"}  # it is no part of what is counted
+    reject_unsupported(asked, "messages", MessagesBody.model_fields)
+    return _chat_of(validate(MessagesPrompt, value | told_by_turns(value)))
 
 
 def _check_new(turn: Turn) -> None:
@@ -300,6 +308,7 @@ def _chat_of(body: MessagesPrompt, **more: Any) -> ChatBody:
         **thinking_fields(
             None if body.thinking is None else body.thinking.type,
             None if body.output_config is None else body.output_config.effort,
+            body.context_management,
         ),
         **more,
     }

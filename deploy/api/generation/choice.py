@@ -75,8 +75,14 @@ class Choice:
         self.prompt_scores: Scores | None = None
         """Log-probabilities and ranks of the prompt's tokens. None unless the job asks for them and the first output
         has come."""
-        self.detailed = job.token_ids or job.accepted_drafts or job.logprobs >= 0 or job.prompt_logprobs >= 0
-        """Whether the answer carries more than text."""
+        self.detailed = (
+            job.token_ids
+            or job.accepted_drafts
+            or job.counts_in_events
+            or job.logprobs >= 0
+            or job.prompt_logprobs >= 0
+        )
+        """Whether the answer, or each event of it, carries more than text."""
         self.token_ids: list[int] = []
         """Ids of the tokens whose details the client has not been given yet, when `detailed`."""
         self.logprobs: list[TopLogprobs] = []

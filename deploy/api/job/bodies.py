@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
+from deploy.api.job.unsupported import reject_stream_options
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from deploy.text.in_words import readable
@@ -175,6 +176,14 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """Send one more event with the token counts at the end."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`, have the counts so far in every event, too. As in vLLM."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_no_stream_has(cls, value: Any) -> Any:
+        reject_stream_options(value)
+        return value
 
 
 _RESPONSE_FORMAT: Final = {
@@ -409,7 +418,12 @@ _THINKING: Final = {
         _FLAG,
         {
             "type": "object",
-            "properties": {"type": {"enum": ["enabled", "disabled", "adaptive", "auto"]}, "budget_tokens": _COUNT},
+            "properties": {
+                "type": {"enum": ["enabled", "disabled", "adaptive", "auto", "between_tools"]},
+                "budget_tokens": _COUNT,
+                "keep": {"const": "all"},
+                "clear_thinking": _FLAG,
+            },
             "required": ["type"],
         },
     ]
@@ -458,6 +472,12 @@ class ChatTemplateFields(Body):
         Any, BeforeValidator(partial(checked, "thinking_token_budget")), WithJsonSchema(_COUNT)
     ] = None
     """Alias of `max_reasoning_tokens`."""
+    clear_thinking: Annotated[Any, BeforeValidator(partial(checked, "clear_thinking")), WithJsonSchema(_FLAG)] = None
+    """Whether the prompt leaves out what the model thought before the last question, where the template knows it."""
+    preserve_thinking: Annotated[Any, BeforeValidator(partial(checked, "preserve_thinking")), WithJsonSchema(_FLAG)] = (
+        None
+    )
+    """The opposite of `clear_thinking`."""
 
     _thinks_as_it_can: bool = PrivateAttr(default=False)
 

@@ -12,7 +12,7 @@ import msgspec
 from deploy.api.http.body import Incoming, parse_object, validate
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
-from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody
+from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
 from deploy.api.job.defaults import most_asked, with_defaults
 from deploy.api.job.model import Reading, ServedModel, too_long
@@ -72,6 +72,8 @@ class Job:
     """Number of log-probabilities per generated token; see `SamplingParams`."""
     stream: bool
     include_usage: bool
+    counts_in_events: bool
+    """Whether every event of a stream has the token counts so far."""
     echo: bool
     token_ids: bool
     accepted_drafts: bool
@@ -204,7 +206,7 @@ def build_job(
 ) -> Job:
     """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow. `most`:
     the most tokens of an answer, where neither the request nor the settings say it. `draws`: what the request draws."""
-    draws = draws or Draws()
+    draws, options = draws or Draws(), body.stream_options or StreamOptions()
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     wanted = most_asked(body)
@@ -251,7 +253,8 @@ def build_job(
         skip_special_tokens=body.skip_special_tokens,
         logprobs=logprobs,
         stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=options.include_usage,
+        counts_in_events=options.include_usage and options.continuous_usage_stats,
         echo=body.echo if isinstance(body, CompletionBody) else False,
         token_ids=body.return_token_ids or tokenizer is None,
         accepted_drafts=body.return_accepted_drafts,

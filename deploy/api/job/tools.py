@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from deploy.text.chat import MOST_TOOLS, tools_of
+from deploy.text.chat import MOST_TOOLS, function_of, tools_of
 
 
 class FunctionSpec(BaseModel):
@@ -88,6 +88,10 @@ def check_choice(choice: Any) -> ToolChoice:
     """The field `tool_choice`. ValueError."""
     if isinstance(choice, str) and choice in _WORDS:
         return _WORDS[choice]
+    if isinstance(choice, Mapping):
+        choice = _as_chats_have_it(choice)
+        if isinstance(choice, str):
+            return _WORDS[choice]
     kind: type[NamedTool | AllowedToolsChoice] = NamedTool
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         kind = AllowedToolsChoice
@@ -102,6 +106,16 @@ def check_choice(choice: Any) -> ToolChoice:
         raise ValueError(f"input should be {wanted}") from None
 
 
+def _as_chats_have_it(choice: Mapping[str, Any]) -> Any:
+    """A choice in the form of chats, which clients also write as other APIs have it."""
+    kind, name = choice.get("type"), choice.get("name")
+    if isinstance(kind, str) and kind in _WORDS:
+        return kind
+    if kind in ("function", "tool") and isinstance(name, str) and "function" not in choice:
+        return {"type": "function", "function": {"name": name}}
+    return choice
+
+
 def may_answer(choice: ToolChoice) -> bool:
     """Whether an answer may call tools, and need not."""
     return choice == "auto" or (isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto")
@@ -111,7 +125,7 @@ def asked_tools(value: Any) -> list[dict[str, Any]]:
     """The field `tools`, as `tools_of` has it, and of each function whether it is strict. ValueError."""
     tools = tools_of(value)
     for tool, given in zip(tools, value, strict=True):
-        strict = given["function"].get("strict")
+        strict = function_of(given).get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise ValueError("a function's strict should be true or false")
         tool["function"]["strict"] = strict

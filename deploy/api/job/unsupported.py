@@ -178,6 +178,15 @@ ELSEWHERE: Final[dict[str, tuple[str, tuple[Any, ...], Mapping[str, str]]]] = {
         {"messages": "thinking.budget_tokens"},
     ),
     **{name: (f"a say in the reasoning ({name}) here", (), _REASONING_HERE) for name in FIELDS},
+    **{
+        name: (
+            f"a say in earlier reasoning ({name}) here",
+            (),
+            {"messages": "context_management", "responses": "chat_template_kwargs"},
+        )
+        for name in ("clear_thinking", "preserve_thinking")
+    },
+    "context_management": ("context_management", _OFF, {"chat": "thinking.keep"}),
     "output_config": ("output_config", _OFF, {"chat": "response_format", "responses": "text.format"}),
     "output_format": ("output_format", _OFF, {"chat": "response_format", "responses": "text.format"}),
     # What the answer must look like.
@@ -220,6 +229,7 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
     "messages": {
         "container": ("a container", _OFF),
         "mcp_servers": ("a server of tools (mcp_servers)", _OFF),
+        "compaction": ("a summary in place of the conversation (compaction)", _OFF),
         "fallbacks": ("another model in place of this one (fallbacks)", _OFF),
         "thread": ("a thread", _OFF),
         "parallel_tool_calls": (
@@ -234,11 +244,21 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
             _OFF,
         ),
         "prompt": ("a prompt that the server keeps (prompt)", _OFF),
-        "context_management": ("context_management", _OFF),
         "truncation": ("prompt truncation (truncation)", (*_OFF, "disabled")),
     },
 }
 """Fields that only the API of one endpoint knows, and which are not supported there."""
+
+
+STREAM_OPTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "include_obfuscation": ("padding of events (include_obfuscation)", (False,)),
+    "chunk_include_usage": ("chunk_include_usage; use continuous_usage_stats: this", (False,)),
+}
+"""Fields within `stream_options`, as in `UNSUPPORTED`."""
+_STREAM_OPTIONS_OF_CHATS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "continuous_usage_stats": ("a count of tokens in every event (continuous_usage_stats) here", (False,))
+}
+"""Those that only some endpoints have, for the others."""
 
 
 def refused_at(endpoint: Endpoint, fields: Collection[str] = ()) -> dict[str, tuple[str, tuple[Any, ...]]]:
@@ -257,9 +277,21 @@ def reject_unsupported(raw: Mapping[str, Any], endpoint: Endpoint, fields: Colle
     asked = {name: value for name, value in raw.items() if value is not None and name not in fields}
     known = refused_at(endpoint, fields) if asked else {}
     for name in (name for name in asked if name in known):
-        what, neutral = known[name]
-        if not any(_same(asked[name], harmless) for harmless in neutral):
-            raise unsupported(what, name)
+        _reject(asked[name], *known[name], name)
+    if endpoint in ("messages", "responses"):
+        reject_stream_options(raw.get("stream_options"), _STREAM_OPTIONS_OF_CHATS)
+
+
+def reject_stream_options(value: Any, more: Mapping[str, tuple[str, tuple[Any, ...]]] | None = None) -> None:
+    """400 for what a field `stream_options` asks for and no stream can do, nor any of the table `more`."""
+    known = STREAM_OPTIONS | dict(more or {})
+    for name in (name for name in known if isinstance(value, Mapping) and value.get(name) is not None):
+        _reject(value[name], *known[name], "stream_options")
+
+
+def _reject(value: Any, what: str, neutral: tuple[Any, ...], param: str) -> None:
+    if not any(_same(value, harmless) for harmless in neutral):
+        raise unsupported(what, param)
 
 
 def _same(value: Any, harmless: Any) -> bool:

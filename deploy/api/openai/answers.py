@@ -99,7 +99,8 @@ class CompletionEvent(_Head):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    """Counts in the last event, null before it; comes when stream_options asks for it."""
+    """Counts in the last event, null before it unless all events are to have them; comes when stream_options asks for
+    it."""
 
 
 class TokenLogprob(Answer):
@@ -210,7 +211,8 @@ class ChatEvent(_Head):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatEventChoice]
     usage: Usage | None = None
-    """Counts in the last event, null before it; comes when stream_options asks for it."""
+    """Counts in the last event, null before it unless all events are to have them; comes when stream_options asks for
+    it."""
 
 
 class TokenizeAnswer(Answer):

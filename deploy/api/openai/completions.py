@@ -93,6 +93,7 @@ class CompletionFormat(AnswerFormat):
 
     def opening(self, choice: Choice) -> bytes | None:
         """The prompt, when it is to be echoed."""
+        self._begun.append(choice)
         if not self._job.echo:
             return None
         logprobs = self._listed(choice, self._echoed(choice)) if self._job.logprobs >= 0 else None

@@ -74,6 +74,8 @@ class AnswerFormat:
     def __init__(self, job: Job, tokenizer: Tokenizer | None, request_id: str, fingerprint: str) -> None:
         self._job = job
         self._tokenizer = tokenizer
+        self._begun: list[Choice] = []
+        """Choices of a stream that have begun."""
         self._head = {
             "id": f"{self.prefix}-{request_id}",
             "object": "",
@@ -85,7 +87,7 @@ class AnswerFormat:
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         body = {**self._head, "object": self.chunk_object, "choices": choices, **more}
         if self._job.include_usage:
-            body.setdefault("usage", None)
+            body.setdefault("usage", usage(self._job, self._begun) if self._job.counts_in_events else None)
         return data_event(orjson.dumps(body))
 
     def _split(self, choice: dict[str, Any]) -> tuple[bytes, bytes]:
@@ -139,6 +141,7 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, choice: Choice) -> bytes | None:
         """The role."""
+        self._begun.append(choice)
         return self._event([self._delta(choice.index, {"role": "assistant", "content": ""})])
 
     def template(self, index: int) -> tuple[bytes, bytes]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, unsupported
@@ -14,8 +14,8 @@ from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
 from deploy.api.job.unsupported import VERBOSITIES, reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked
-from deploy.text.response_tools import AskedTools, format_of, qualified, read_tools
-from deploy.text.turns import ITEMS, Messages, messages_of_items, readable_items, with_instructions
+from deploy.text.response_tools import AskedTools, format_of, qualified, read_tools, with_added
+from deploy.text.turns import ITEMS, Messages, configured, messages_of_items, readable_items, with_instructions
 from workers.grammar.text_grammar import TextGrammar, TextGrammarError
 
 Items = list[dict[str, Any]]
@@ -40,12 +40,17 @@ def _items(value: Any) -> Items:
         for name in ITEMS[kind]:
             if not isinstance(item.get(name), str):
                 raise ValueError(f"an item of type {kind} should have a string in its field {name}")
+        if kind == "additional_tools" and not isinstance(item.get("tools"), list):
+            raise ValueError(f"an item of type {kind} should have a list in its field tools")
         items.append(item)
+    read_tools(with_added((), items))
     return items
 
 
 def _choice(value: Any) -> Any:
     """The field `tool_choice`, once it is known that chats can have it."""
+    if isinstance(value, Mapping) and value.get("type") in ("none", "auto", "required", "any"):
+        return value["type"]
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         tools = value.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -134,6 +139,15 @@ class ResponsesBody(SamplingFields):
     chat_template_kwargs: Annotated[dict[str, Any], WithJsonSchema(_ANY_OBJECT)] = Field(default_factory=dict)
     stop: StopStrings = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _as_items_configure_it(self) -> Self:
+        changed = configured(self.input)
+        if "reasoning" in changed:
+            self.reasoning = {**(self.reasoning or {}), **changed["reasoning"]}
+        if "text" in changed:
+            self.text = _form(changed["text"])
+        return self
+
 
 def _reject_include(raw: Mapping[str, Any]) -> None:
     """400 for what `include` asks for and no answer has."""
@@ -191,8 +205,9 @@ def chat_of(body: ResponsesBody, messages: Messages, tools: AskedTools) -> ChatB
 
 def tools_of(body: ResponsesBody) -> AskedTools:
     """The tools of a body, with the grammars that calls of custom tools are held to; others are left out by name."""
-    asked = read_tools(body.tools)
-    functions = {tool["function"].get("name"): tool["function"] for tool in asked.functions}
+    asked = read_tools(with_added(body.tools, body.input))
+    described = [tool["function"] for tool in asked.functions]
+    functions = {function["name"]: function for function in described if isinstance(function.get("name"), str)}
     for name, grammar in [*asked.grammars.items()]:
         try:
             TextGrammar(*grammar).ebnf(in_json=True)

@@ -112,6 +112,17 @@ RICH: dict[str, list[dict[str, Any]]] = {
                     ],
                 },
                 {"role": "system", "content": "b"},
+                {"role": "system", "content": "f", "clear_at": "next_user_message", "output_config": {"effort": "low"}},
+                {
+                    "role": "system",
+                    "content": [
+                        {
+                            "type": "tool_addition",
+                            "tool": {"type": "tool_definition", "definition": {"name": "g", "input_schema": _SCHEMA}},
+                        },
+                        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+                    ],
+                },
                 {
                     "role": "user",
                     "content": [
@@ -123,7 +134,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
             ],
             "thinking": {"type": "adaptive"},
             "output_config": {"effort": "high"},
-            "context_management": {"edits": []},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         },
     ],
     "/v1/responses": [
@@ -164,6 +175,13 @@ RICH: dict[str, list[dict[str, Any]]] = {
                 {"type": "web_search_call", "action": {"query": "a"}},
                 {"type": "tool_search_output", "tools": [{"name": "f"}]},
                 {"type": "item_reference", "id": "a"},
+                {
+                    "type": "additional_tools",
+                    "role": "developer",
+                    "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "exec"}]}],
+                },
+                {"type": "agent_message", "author": "a", "content": [{"type": "input_text", "text": "b"}]},
+                {"type": "configuration_update", "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
             ],
             "tools": [
                 {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "a"}},

@@ -282,3 +282,37 @@ async def test_the_demo_model_calls_what_it_must_in_every_format() -> None:
     """The demo model does so at every width, too."""
     got = await check_demo(*sorted(CALL_GRAMMARS))
     assert await all_answers(1, ["glm"]) == {"glm": got["glm"]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "bound", "told"),
+    [
+        ({"type": "auto"}, False, True),
+        ({"type": "none"}, False, False),
+        ({"type": "required"}, True, True),
+        ({"type": "any"}, True, True),
+        ({"type": "function", "name": "stop"}, True, True),
+        ({"type": "tool", "name": "stop"}, True, True),  # of Anthropic's clients
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_choices_and_tools_as_other_apis_write_them(choice: dict[str, Any], bound: bool, told: bool, path: str) -> None:
+    flat = {"type": "function", "name": "stop", "parameters": SCHEMAS["stop"]}
+    said = {"messages": ASK} if "chat" in path else {"input": "Paint it."}
+    engine = FakeEngine(say([10]), replace(INFO, max_context=4096, vocab_size=1024))
+    body = {
+        "model": "tiny",
+        **said,
+        "tools": [flat],
+        "tool_choice": choice,
+        "chat_template_kwargs": {"thinking": False},
+    }
+    with serving(create_app(engine, TOKENIZER, ApiConfig(chat_template=KIMI))) as port:
+        answer = httpx.post(f"http://127.0.0.1:{port}{path}", json=body)
+    if (path, choice["type"]) == ("/v1/responses", "tool"):
+        assert answer.status_code == 400
+        return
+    assert answer.status_code == 200, answer.text
+    [request] = engine.requests
+    assert (request.sampling.grammar is not None) is bound
+    assert ('"stop"' in TOKENIZER.decode(request.prompt, skip_special_tokens=False)) is told

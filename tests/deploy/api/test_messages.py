@@ -508,6 +508,55 @@ def test_what_agents_send_is_taken(http: httpx.Client, fields: dict[str, Any]) -
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
+def test_system_turns_change_tools_and_the_effort() -> None:
+    """As the betas mid-conversation-system and inline-tools have it."""
+    served = Served(template="{{ reasoning_effort }}" + KIMI)
+    other = {**TOOL, "name": "get_time"}
+    turns = [
+        {
+            "role": "system",
+            "content": [
+                {"type": "text", "text": "New tools."},
+                {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": other}},
+                {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}},
+            ],
+        },
+        {"role": "system", "content": "For this turn alone.", "clear_at": "next_user_message"},
+        {"role": "system", "output_config": {"effort": "max"}},
+    ]
+    back = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "get_weather"}}
+    with served.client() as client:
+        ask(client, messages=[*ASK, *turns], tools=[TOOL], thinking={"type": "adaptive"})
+        assert served.prompt.startswith("max")
+        assert ('"get_time"' in served.prompt, '"get_weather"' in served.prompt) == (True, False)
+        for words in ("New tools.", "[The tool get_time can be called from here on.]", "For this turn alone."):
+            assert words in served.prompt
+        assert "[The tool get_weather can no longer be called.]" in served.prompt
+        said = {"role": "assistant", "content": [{"type": "fallback", "to": {}}, {"type": "text", "text": "Yes."}]}
+        more = [*ASK, *turns, said, {"role": "system", "content": [back]}, *ASK]
+        ask(client, messages=more, tools=[TOOL], thinking={"type": "between_tools"})
+        assert "For this turn alone." not in served.prompt
+        assert "Yes." in served.prompt
+        assert all(f'"{name}"' in served.prompt for name in ("get_time", "get_weather"))
+        counted = client.messages.count_tokens(model="tiny", messages=more, tools=[TOOL], thinking={"type": "adaptive"})
+        assert counted.input_tokens == len(served.engine.requests[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    "block", ["tool", {"type": 5}, {"type": "tool_definition", "definition": {"name": ["x"]}}, None]
+)
+def test_changes_of_tools_that_are_none_end_no_conversation(http: httpx.Client, block: Any) -> None:
+    change = {"role": "system", "content": [{"type": "tool_addition", "tool": block}, 5], "output_config": "x"}
+    answer = http.post("/v1/messages", json={**BODY, "messages": [*ASK, change, *ASK], "output_config": None})
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_summary_in_place_of_an_answer_is_refused(http: httpx.Client) -> None:
+    error = http.post("/v1/messages", json={**BODY, "compaction": {"type": "summary"}}).json()["error"]
+    assert (error["param"], error["code"]) == ("compaction", "unsupported_parameter")
+    assert http.post("/v1/messages/count_tokens", json={**BODY, "compaction": {"type": "summary"}}).is_success
+
+
 def test_too_long_is_said_as_agents_know_it(http: httpx.Client) -> None:
     long = [{"role": "user", "content": "the quick brown fox " * 3000}]
     error = http.post("/v1/messages", json={**BODY, "messages": long}).json()["error"]

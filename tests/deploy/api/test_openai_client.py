@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import openai
 import pytest
 from fake_engine import INFO, EngineFault, FakeEngine, Refused, RequestFailed, out, say, serving
@@ -90,6 +93,33 @@ def test_completion_stream_is_the_same_text(client: openai.OpenAI, engine: FakeE
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(IDS) + 1
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_event_of_a_stream_may_have_counts(client: openai.OpenAI, engine: FakeEngine, path: str) -> None:
+    engine.script = say(IDS, width=3)
+    for n, options in ((1, {}), (2, {}), (1, {"include_usage": False}), (1, {"continuous_usage_stats": False})):
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "max_tokens": 100,
+            "n": n,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True, **options},
+            **({"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}),
+        }
+        raw = client.post(f"/{path}", body=body, cast_to=httpx.Response)
+        events = [json.loads(line[6:]) for line in raw.text.splitlines() if line.startswith("data: {")]
+        counts = [event.get("usage") for event in events]
+        if options:
+            assert [count for count in counts if count] == ([] if "include_usage" in options else counts[-1:])
+            continue
+        generated = [count["completion_tokens"] for count in counts]
+        assert generated == sorted(generated)
+        assert 0 < generated[0] <= 3 * n
+        assert len({*generated}) >= len(IDS) // 3
+        assert generated[-1] == n * (len(IDS) + 1)
+        assert len({count["prompt_tokens"] for count in counts}) == 1
+        assert all(count["total_tokens"] == count["prompt_tokens"] + count["completion_tokens"] for count in counts)
 
 
 def test_default_max_tokens(client: openai.OpenAI, engine: FakeEngine) -> None:

@@ -296,6 +296,89 @@ def test_a_coding_agent_s_request() -> None:
         assert "## Return of functions.apply_patch:0\nDone.<|im_end|>" in served.prompt
 
 
+EXEC = {"type": "custom", "name": "exec", "description": "Runs JavaScript."}
+WAIT = {"type": "function", "name": "wait", "parameters": {"type": "object", "properties": {}}}
+ADDED = {
+    "type": "additional_tools",
+    "id": "at_1",
+    "role": "developer",
+    "tools": [
+        {"type": "namespace", "name": "functions", "description": "", "tools": [EXEC, WAIT]},
+        NAMESPACE,
+        {"type": "web_search"},
+    ],
+}
+
+
+def test_tools_that_stand_in_the_input() -> None:
+    """Codex from 0.144 on has all its tools in an item of the input, most of them in the namespace `functions`."""
+    served = Served(f"Hm.</think>{written('functions__exec', {'input': 'ls()'})}")
+    body = {name: CODEX[name] for name in CODEX if name not in ("tools", "instructions")}
+    body["input"] = [ADDED, *CODEX["input"]]
+    with served.client() as client:
+        raw = client.responses.with_raw_response.create(**body)
+        assert raw.headers["x-latentserve-ignored-tools"] == "web_search"
+        response = [*raw.parse()][-1].response
+        assert response.status == "completed"
+        call = response.output[-1]
+        assert (call.type, call.name, call.namespace, call.input) == ("custom_tool_call", "exec", "functions", "ls()")
+        assert all(f'"{name}"' in served.prompt for name in ("functions__exec", "functions__wait", "mail__send"))
+        output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "a.py"}
+        newer = {**EXEC, "description": "Runs it anew."}
+        more = {**ADDED, "tools": [{**ADDED["tools"][0], "tools": [newer, {**WAIT, "name": "send_input"}]}]}
+        turns = [*body["input"], *(item.model_dump(exclude_none=True) for item in response.output), output, more]
+        again = [*client.responses.create(**{**body, "input": turns})][-1].response
+        assert again.status == "completed"
+        assert written("functions__exec", {"input": "ls()"}) in served.prompt
+        assert "Runs it anew." in served.prompt
+        assert "Runs JavaScript." not in served.prompt
+        assert all(f'"functions__{name}"' in served.prompt for name in ("exec", "wait", "send_input"))
+        choice = {"type": "custom", "name": "exec", "namespace": "functions"}
+        ask(client, input=body["input"], tool_choice=choice, reasoning={"effort": "none"})
+        assert served.engine.requests[-1].sampling.grammar is not None
+        for wrong in ({**ADDED, "tools": "all"}, {**ADDED, "tools": [{"type": "namespace"}]}):
+            with pytest.raises(openai.BadRequestError) as found:
+                ask(client, input=[wrong, *CODEX["input"]])
+            assert found.value.param == "input"
+
+
+@pytest.mark.parametrize("name", [{"a": 1}, ["a"], 5, None])
+def test_names_of_tools_that_are_none(name: Any) -> None:
+    with Served().client() as client:
+        for tools in ([{**TOOL, "name": name}], [APPLY_PATCH, {**TOOL, "name": name}], [{**APPLY_PATCH, "name": name}]):
+            with pytest.raises(openai.BadRequestError):
+                ask(client, tools=tools)
+            with pytest.raises(openai.BadRequestError):
+                ask(client, input=[{**ADDED, "tools": tools}, USER])
+
+
+def test_an_image_behind_tools_in_the_input_is_new() -> None:
+    question = {"role": "user", "content": [IMAGE]}
+    with Served().client() as client, pytest.raises(openai.BadRequestError, match="input_image"):
+        ask(client, input=[ADDED, question])
+
+
+def test_items_that_configure_what_follows() -> None:
+    served = Served("</think>true")
+    effort = {"type": "configuration_update", "reasoning": {"effort": "none"}}
+    form = {"type": "configuration_update", "text": {"format": {"type": "json_schema", "name": "b", "schema": BOOLEAN}}}
+    with served.client() as client:
+        ask(client, input=[USER])
+        assert served.prompt.endswith("<think>")
+        answer = ask(client, input=[effort, USER], reasoning={"effort": "high"})
+        assert served.prompt.endswith("</think>")
+        assert answer.reasoning.effort == "none"
+        ask(client, input=[effort, USER, {**effort, "reasoning": {"effort": "high"}}, form])
+        assert served.prompt.endswith("<think>")
+        assert served.engine.requests[-1].sampling.grammar is not None
+        ask(
+            client, input=[{"type": "configuration_update", "reasoning": {"effort": "of tomorrow"}, "text": None}, USER]
+        )
+        with pytest.raises(openai.BadRequestError, match="compaction_trigger"):
+            ask(client, input=[USER, {"type": "compaction_trigger"}])
+
+
+BOOLEAN = {"type": "boolean"}
 USER = {"role": "user", "content": "Hi"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,"}
 ITEMS: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
@@ -306,6 +389,29 @@ ITEMS: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
         [{"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q?"}}],
         ["[The server called its tool web_search: q?.]"],
         ["ws_1"],
+    ),
+    ([ADDED], ['"functions__exec"', '"mail__send"'], ["at_1"]),
+    ([{"type": "configuration_update", "reasoning": {"effort": "low"}}], [], ["configuration_update"]),
+    (
+        [
+            {
+                "type": "agent_message",
+                "author": "/root/a",
+                "recipient": "/root",
+                "content": [{"type": "input_text", "text": "Did it."}],
+            }
+        ],
+        ["[A message of the agent /root/a:]\nDid it."],
+        [],
+    ),
+    ([{"type": "agent_reasoning", "text": "secret"}], [], ["secret"]),
+    (
+        [
+            {"type": "program", "id": "p", "call_id": "c", "code": "f()", "fingerprint": "x9"},
+            {"type": "program_output", "id": "o", "call_id": "c", "result": "42", "status": "completed"},
+        ],
+        ["[The server called its tool program.]", "[The server's program gave: 42]"],
+        ["x9"],
     ),
     ([{"type": "tool_search_call", "arguments": {}}], ["[The server called its tool tool_search.]"], []),
     ([{"type": "ghost_snapshot", "ghost_commit": {"id": "abc123"}}], [], ["abc123"]),
@@ -324,7 +430,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
     ),
     (
         [{"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function", "name": "send"}, 5]}],
-        ["[Tools were found: send.]"],
+        ["[Tools were found: send.]", '"name": "send"'],
         [],
     ),
     (

@@ -182,9 +182,92 @@ def test_a_model_that_does_not_think_takes_what_clients_send_by_themselves() -> 
             assert (error["param"], error["code"]) == (next(iter(fields)), "unsupported_value")
 
 
+CLEARS = (  # the line of GLM-4.7's and GLM-5's templates
+    "{%- set ns = namespace(last_user_index=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{% set ns.last_user_index = loop.index0 -%}{%- endif %}{%- endfor %}{%- for m in messages -%}<|{{ m.role }}|>"
+    "{%- if m.role == 'assistant' and ((clear_thinking is defined and not clear_thinking) or "
+    "loop.index0 > ns.last_user_index) and m.reasoning_content -%}<think>{{ m.reasoning_content }}</think>"
+    "{%- endif -%}{{ m.content }}{%- endfor -%}<|assistant|>{{ '</think>' if enable_thinking is false else '<think>' }}"
+)
+PRESERVES = CLEARS.replace(
+    "(clear_thinking is defined and not clear_thinking)", "(preserve_thinking is defined and preserve_thinking is true)"
+)
+KEEPS_UNLESS_CLEARED = CLEARS.replace("clear_thinking is defined and not clear_thinking", "not clear_thinking")
+
+
+def _edits(*edits: dict[str, Any]) -> dict[str, Any]:
+    return {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": {"value": 3}}, *edits]}}
+
+
+def _clear(**keep: Any) -> dict[str, Any]:
+    return _edits({"type": "clear_thinking_20251015", **keep})
+
+
+@pytest.mark.parametrize("template", [CLEARS, PRESERVES, KEEPS_UNLESS_CLEARED, GLM])
+async def test_earlier_thinking_stays_where_clients_say_so(template: str) -> None:
+    """Kimi's clients say it as `keep`, GLM's as `clear_thinking`, Anthropic's as an edit of the context."""
+    thought = "I look up at the sky."
+    turns: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+    said = {"role": "assistant", "content": "Blue.", "reasoning_content": thought}
+    blocks = [{"type": "thinking", "thinking": thought, "signature": ""}, {"type": "text", "text": "Blue."}]
+    last = {"role": "user", "content": "And now?"}
+    chats = [*turns, said, last]
+    own = template in (KEEPS_UNLESS_CLEARED, GLM)  # what the template does if it is not told
+    knows = template != GLM
+    with served(template) as (client, engine):
+        for path, messages, fields, keeps in (
+            *(
+                ("chat/completions", chats, fields, keeps)
+                for fields, keeps in (
+                    ({}, own),
+                    ({"thinking": {"type": "enabled", "keep": "all"}}, True),
+                    ({"thinking": {"type": "enabled", "keep": None}}, own),
+                    ({"thinking": {"type": "enabled", "clear_thinking": False}}, True),
+                    ({"thinking": {"type": "disabled", "clear_thinking": True}}, not knows),
+                    ({"clear_thinking": False, "reasoning_effort": "high"}, True),
+                    ({"preserve_thinking": True}, True),
+                    ({"reasoning": {"context": "all_turns"}}, True),
+                    ({"reasoning": {"context": "current_turn", "effort": "high"}}, not knows),
+                    ({"reasoning": {"context": "auto"}}, own),
+                    ({"preserve_thinking": False}, not knows),
+                )
+            ),
+            *(
+                ("messages", [*turns, {"role": "assistant", "content": blocks}, last], fields, keeps)
+                for fields, keeps in (
+                    (_edits(), own),
+                    (_clear(keep="all"), True),
+                    ({**_clear(keep="all"), "thinking": {"type": "adaptive"}}, True),
+                    (_clear(keep={"type": "all"}), True),
+                    (_clear(keep={"type": "thinking_turns", "value": 1}), not knows),
+                    (_clear(), not knows),
+                    (_clear(keep={"type": "thinking_turns", "value": 2}), own),
+                    ({"context_management": {"edits": "all"}}, own),
+                    ({"context_management": {"edits": [None, {}]}}, own),
+                )
+            ),
+        ):
+            if knows is False:
+                keeps = own
+            body = {"model": "tiny", "messages": messages, "max_tokens": 9, **fields}
+            answer = client.post(f"/v1/{path}", json=body)
+            assert answer.is_success, (fields, answer.text)
+            prompt = engine.requests[-1].prompt
+            assert (thought in TOKENIZER.decode(prompt, skip_special_tokens=False)) is keeps, fields
+            found = await FeatureReader(TOKENIZER, template).read(json.dumps(body).encode())
+            assert found.keys(NO_ROOT) == unpack_keys(pack_keys(page_keys(prompt))), fields
+            if path == "messages":
+                counted = client.post("/v1/messages/count_tokens", json=body)
+                assert counted.json()["input_tokens"] == len(prompt)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        {"clear_thinking": "yes"},
+        {"thinking": {"type": "enabled", "keep": "some"}},
+        {"thinking": {"type": "enabled", "clear_thinking": 1}},
+        {"preserve_thinking": 1},
         {"reasoning_effort": "huge"},
         {"reasoning_effort": 3},
         {"reasoning": "high"},

@@ -273,8 +273,8 @@ def test_n_choices_stop_strings_and_log_probabilities() -> None:
         assert len(message["calls"]) == 2
         tokens = [t for event in events for choice in event.choices for t in getattr(choice, "token_ids", None) or ()]
         assert tokens == [*served.ids, 1]
-        choice = client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], stop="functions.").choices[0]
-        assert (choice.message.content, choice.finish_reason) == ("I look.", "stop")
+        choice = client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], stop="look.").choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("I ", "stop")
 
 
 def test_reasoning_follows_the_prompt() -> None:
@@ -351,18 +351,69 @@ def test_stop_strings_are_looked_for_behind_the_reasoning(name: str, width: int)
         assert late.choices[0].message.content == "It is the END of it."
 
 
-def test_stop_strings_before_a_call_and_within() -> None:
-    template, text = SAID["glm"]
-    served = Served(template, text)
+@pytest.mark.parametrize("width", [1, 6])
+@pytest.mark.parametrize("name", SAID)
+def test_stop_strings_end_content_and_no_call(name: str, width: int) -> None:
+    """Clients cannot know how a model writes its calls: those are told whole, whatever stands in them."""
+    template, text = SAID[name]
+    served = Served(template, text, width=width)
     with served.client() as client:
-        for stops, calls in (["I look"], 0), (["</tool_call>\n"], 0), (["<arg_value>2"], 1):
+        for stops, content, calls in (
+            (["I look"], "", 0),
+            (["look.", "city"], "I ", 0),
+            (["Köln"], "I look.", 2),
+            (["get_weather", "city", "days", "1"], "I look.", 2),
+            ([">", "]", '"', "｜"], "I look.", 2),
+            (["\n", ".<", ".["], "I look.", 2),
+        ):
             answer = client.chat.completions.create(
                 model="tiny", messages=ASK, tools=[TOOL], stop=stops, extra_body=THINK
             )
+            message, _ = streamed(client, tools=[TOOL], stop=stops, extra_body=THINK)
             choice = answer.choices[0]
-            assert len(choice.message.tool_calls or ()) == calls
-            assert choice.finish_reason == ("tool_calls" if calls else "stop")
-            assert choice.message.reasoning_content == "Two cities."
+            arguments = [json.loads(call.function.arguments) for call in choice.message.tool_calls or ()]
+            assert arguments == [{"city": "Köln", "days": days} for days in (1, 2)][:calls], stops
+            assert [json.loads(call[2]) for call in message["calls"].values()] == arguments
+            assert (choice.message.content or "") == message["content"] == content, stops
+            assert choice.finish_reason == message["finish"] == ("tool_calls" if calls else "stop")
+            assert (choice.model_dump()["stop_reason"] in stops) is not bool(calls)
+            assert choice.message.reasoning_content == message["reasoning"] == "Two cities."
+
+
+@pytest.mark.parametrize(
+    ("said", "more", "content", "reason"),
+    [
+        (" It is END of it.", {}, "I look. It is ", "END"),
+        (" It is END of it.", {"include_stop_str_in_output": True}, "I look. It is END", "END"),
+        (" It is END of it.", {"min_tokens": True}, "I look. It is END of it.", None),
+        (" It is the E", {}, "I look. It is the E", None),
+        (" It is EN<tool_call>get_weather</tool_call>D", {}, "I look. It is END", None),
+        (" It is EN</tool_call>D of it.", {}, "I look. It is ", "END"),
+    ],
+)
+def test_stop_strings_behind_a_call(said: str, more: dict[str, Any], content: str, reason: str | None) -> None:
+    template, text = SAID["glm"]
+    served = Served(template, text.strip() + said)
+    if "min_tokens" in more:
+        more = {"min_tokens": len(served.ids)}
+    with served.client() as client:
+        body: Any = {"tools": [TOOL], "stop": ["END"], "extra_body": {**THINK, **more}}
+        choice = client.chat.completions.create(model="tiny", messages=ASK, **body).choices[0]
+        message, _ = streamed(client, **body)
+        assert choice.message.content == message["content"] == content
+        assert choice.model_dump()["stop_reason"] == reason
+        assert len(choice.message.tool_calls) == len(message["calls"]) == 2 + ("get_weather" in said)
+
+
+def test_the_setting_that_watches_all_text_cuts_calls() -> None:
+    for name, (template, text) in SAID.items():
+        served = Served(template, text, stop_in_reasoning=True)
+        with served.client() as client:
+            body: Any = {"model": "tiny", "messages": ASK, "tools": [TOOL], "stop": ["ln"], "extra_body": THINK}
+            choice = client.chat.completions.create(**body).choices[0]
+            assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None), name
+            assert choice.message.content.startswith("I look.")
+            assert not any(marker in choice.message.content for marker in MARKERS[name])
 
 
 def test_a_setting_has_stop_strings_end_the_reasoning_too() -> None:

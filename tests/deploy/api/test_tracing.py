@@ -209,25 +209,40 @@ def test_no_span_holds_a_prompt_an_output_or_a_key() -> None:
         assert word not in said(found)
 
 
-def test_a_client_that_leaves_ends_its_spans() -> None:
+HI = [{"role": "user", "content": "hi"}]
+GENERATING = [
+    ("/v1/completions", BODY),
+    ("/v1/chat/completions", {"model": "tiny", "messages": HI, "max_tokens": 50}),
+    ("/v1/messages", {"model": "tiny", "messages": HI, "max_tokens": 50}),
+    ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 50}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING)
+def test_a_client_that_leaves_ends_its_spans(path: str, body: dict[str, Any]) -> None:
     with traced(FakeEngine(lambda request: [out(30), 60.0])) as (http, spans):
-        with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+        with http.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200
         found: dict[str, list[ReadableSpan]] = {}
         for _ in range(500):
             found |= spans.take()
-            if "POST /v1/completions" in found:
+            if f"POST {path}" in found:
                 break
             threading.Event().wait(0.01)
     assert found["decode"][0].attributes["latentserve.finish_reason"] == "cancelled"
-    assert found["POST /v1/completions"][0].attributes["latentserve.disconnected"] is True
+    (span,) = found[f"POST {path}"]
+    assert span.attributes["latentserve.disconnected"] is True
+    assert span.attributes["http.response.status_code"] == 200
+    assert span.status.status_code is not StatusCode.ERROR
 
 
-def test_a_client_that_leaves_before_it_is_answered_is_no_error() -> None:
-    with traced(FakeEngine(lambda request: [out(30), 60.0])) as (http, spans):
+@pytest.mark.parametrize(("path", "body"), GENERATING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_it_is_answered_is_no_error(path: str, body: dict[str, Any], stream: bool) -> None:
+    with traced(FakeEngine(lambda request: [60.0])) as (http, spans):
         with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=BODY, timeout=0.5)
-        (span,) = spans.take()["POST /v1/completions"]
+            http.post(path, json={**body, "stream": stream}, timeout=0.2)
+        (span,) = spans.take()[f"POST {path}"]
     assert span.attributes["latentserve.disconnected"] is True
     assert span.attributes["http.response.status_code"] == 499
     assert span.status.status_code is not StatusCode.ERROR

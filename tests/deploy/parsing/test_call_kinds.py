@@ -692,6 +692,75 @@ def test_a_value_of_glm_may_be_about_its_tags(code: str) -> None:
     check("glm", text, "", [("get_weather", {"note": f"a{code}", "days": 3})])
 
 
+@pytest.mark.parametrize("name", ["glm", "deepseek_v32"])
+def test_a_value_without_its_end(name: str) -> None:
+    """It ends where the call does if no end of a value follows, and at the next tag if it must not be a string."""
+    begin, end, more = {
+        "glm": (BEGIN + "get_weather", CLOSE, "\n"),
+        "deepseek_v32": ('<｜DSML｜invoke name="get_weather">', "</｜DSML｜invoke>", ""),
+    }[name]
+
+    def value(key: str, text: str) -> str:
+        if name == "glm":
+            return f"<arg_key>{key}</arg_key><arg_value>{text}"
+        return f'<｜DSML｜parameter name="{key}" string="{str(key == "city").lower()}">{text}'
+
+    closed = "</arg_value>" if name == "glm" else "</｜DSML｜parameter>"
+    both, alone = ("get_weather", {"city": "Oslo", "days": 3}), ("get_weather", {"days": 3})
+    city, days = value("city", "Oslo"), value("days", "3")
+    for text, content, calls in (
+        (begin + city + end + "\nLet us see.", "\nLet us see.", [OSLO]),
+        (begin + city + "\n" + end + more + begin + city + end, "", [OSLO, OSLO]),
+        (begin + city + end + more + begin + end, "", [OSLO, ("get_weather", {})]),
+        (begin + days + end + more + begin + city + closed + end, "", [alone, OSLO]),
+        (begin + days + city + closed + end + " So.", " So.", [("get_weather", {"days": 3, "city": "Oslo"})]),
+        (begin + city + closed + days + end + " So.", " So.", [both]),
+        (begin + days + city + end, "", [("get_weather", {"days": 3, "city": "Oslo"})]),
+    ):
+        check(name, text, content, calls)
+
+
+@pytest.mark.parametrize("mark", ["｜DSML｜", "｜｜DSML｜｜", "|DSML|", "||DSML||", "‖DSML‖"])
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("section", ["function_calls", "tool_calls", "calls"])
+def test_markers_of_dsml_as_models_spell_them(mark: str, space: str, section: str) -> None:
+    def tag(name: str, end: str = "", more: str = "") -> str:
+        return f"<{end}{mark}{space}{name}{more}>"
+
+    city = tag("parameter", "", ' name="city" string="true"') + "Oslo"
+    days = tag("parameter", "", ' name="days" string="false"') + "3"
+    end = tag("parameter", "/")
+    begun = f"Ok.\n\n{tag(section)}\n" + tag("invoke", "", ' name="get_weather"')
+    closed = f"\n{tag('invoke', '/')}\n{tag(section, '/')}"
+    both = ("get_weather", {"city": "Oslo", "days": 3})
+    check("deepseek_v32", f"{begun}\n{city}{end}\n{days}{end}{closed}", "Ok.", [both])
+    check("deepseek_v32", f"{begun}\n{days}{end}\n{city}{closed}", "Ok.", [both])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kimi_k2", spelled(f"<<[functions.Get_Weather:3|{CITY}]>>", KIMI)),
+        ("kimi_k2", spelled(f"<<[functions.get_weather:0:1|{CITY}]>>", KIMI)),
+        ("glm", f"{BEGIN}GET_WEATHER{KEY}{VALUE}{CLOSE}"),
+        ("deepseek_v32", f'<｜DSML｜invoke name="Get_weather">{PARAMETER}{END}'),
+        ("deepseek_v31", spelled(f"<<[getWeather|{CITY}]>>", DEEPSEEK).replace("getWeather", "GET_weather")),
+    ],
+)
+def test_the_case_of_a_name_is_no_matter(name: str, text: str) -> None:
+    check(name, text, "", [OSLO])
+
+
+def test_python_does_not_warn_of_what_models_write(recwarn: pytest.WarningsRecorder) -> None:
+    for name, text in (
+        ("glm", f"{BEGIN}get_weather<arg_key>days</arg_key><arg_value>3in</arg_value>{CLOSE}"),
+        ("glm", f"{BEGIN}get_weather<arg_key>places</arg_key><arg_value>['\\d']</arg_value>{CLOSE}"),
+        ("mistral", '[TOOL_CALLS]get_weather(city="\\d", days=0x1for)'),
+    ):
+        events_of(parser(name), [text])
+    assert not [str(warning.message) for warning in recwarn]
+
+
 INVOKED = [
     '>\n<｜DSML｜arg name="city" string="true">Oslo</｜DSML｜arg>\n</｜DSML｜invoke>',
     '>\n<｜DSML｜argument name="city">Oslo</｜DSML｜argument>\n</｜DSML｜invoke>',

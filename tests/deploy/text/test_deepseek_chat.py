@@ -25,6 +25,8 @@ PROMPT = (PUBLISHED / "deepseek_v32_example.txt").read_text().removesuffix("\n")
 SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "｜DSML｜", "</think>")
 BEGIN, END, USER, ASSISTANT = SPECIAL[:4]
 V32 = without_template(ENCODERS["deepseek_v32"], *SPECIAL)
+DRAWN = json.loads((PUBLISHED / "deepseek_v32_drawn.json").read_text())
+SYSTEM = {"role": "system", "content": "S"}
 TOOL: Any = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}
 THINK = {"thinking": True}
 
@@ -57,7 +59,14 @@ def result(call_id: str, text: str) -> dict[str, Any]:
 
 
 def test_the_published_example() -> None:
-    assert render(EXAMPLE["messages"], tools=EXAMPLE["tools"], extra=THINK) == PROMPT
+    messages, tools = EXAMPLE["messages"], EXAMPLE["tools"]
+    assert render(messages, tools=tools, extra=THINK) == PROMPT
+
+
+@pytest.mark.parametrize("chat", DRAWN)
+def test_drawn_chats_are_written_as_the_published_program_writes_them(chat: dict[str, Any]) -> None:
+    written = render(chat["messages"], tools=chat["tools"], extra={"thinking": chat["thinking"]})
+    assert written == chat["prompt"]
 
 
 def test_every_turn_of_the_published_example_goes_on_where_the_one_before_ended() -> None:
@@ -103,7 +112,29 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"continue_final_message": True, "add_generation_prompt": False},
         f"{USER}a{ASSISTANT}</think>b",
     ),
+    # An answer is opened behind a system message, and none stands within an answer.
+    ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
+    ([SYSTEM], {"add_generation_prompt": False}, "S"),
+    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}a\n\nS{ASSISTANT}<think>"),
+    (
+        [user("a"), SYSTEM, SYSTEM, answer("b")],
+        {"add_generation_prompt": False},
+        f"{USER}a\n\nS\n\nS{ASSISTANT}</think>b{END}",
+    ),
+    (
+        [user("a"), SYSTEM, answer("b", "hm"), SYSTEM, user("c"), SYSTEM],
+        {"extra": THINK},
+        f"{USER}a\n\nS{ASSISTANT}</think>b{END}S{USER}c\n\nS{ASSISTANT}<think>",
+    ),
     ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}"),
+    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}"),
+    ([user("a"), answer("b"), SYSTEM], {}, f"{USER}a{ASSISTANT}</think>b{END}S{ASSISTANT}</think>"),
+    (
+        [user("a"), answer("", None, call("x")), result("x", "R"), SYSTEM],
+        {"extra": THINK},
+        f'{USER}a{ASSISTANT}<think></think>\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n\n'
+        f"</｜DSML｜invoke>\n</｜DSML｜function_calls>{END}\n\n<function_results>\n<result>R</result>\n</function_results>\n\nS\n\n<think>",
+    ),
     (  # a developer's turn that is to be answered is DeepSeek's, another one a system message
         [{"role": "developer", "content": "Find it."}],
         {"extra": THINK},

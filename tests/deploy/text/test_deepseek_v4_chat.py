@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_deepseek_chat import TOOL, answer, call, folder_of, message, result, user
+from test_deepseek_chat import SYSTEM, TOOL, answer, call, folder_of, message, result, user
 from tiny_tokenizer import without_template
 
 from deploy.api.job.model import Reader
@@ -75,7 +75,19 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         {"extra": THINK, "continue_final_message": True, "add_generation_prompt": False},
         f"{USER}a{ASSISTANT}<think>hm</think>b",
     ),
+    # An answer is opened behind a system message, and none stands within an answer.
+    ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
+    ([SYSTEM], {"add_generation_prompt": False}, "S"),
+    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}aS{ASSISTANT}<think>"),
+    ([user("a"), SYSTEM, SYSTEM, answer("b")], {"add_generation_prompt": False}, f"{USER}aSS{ASSISTANT}</think>b{END}"),
+    (
+        [user("a"), SYSTEM, answer("b", "hm"), SYSTEM, user("c"), SYSTEM],
+        {"extra": THINK},
+        f"{USER}aS{ASSISTANT}</think>b{END}S{USER}cS{ASSISTANT}<think>",
+    ),
     ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}"),
+    ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}"),
+    ([user("a"), answer("b"), SYSTEM], {}, f"{USER}a{ASSISTANT}</think>b{END}S{ASSISTANT}</think>"),
     ([{"role": "developer", "content": "Find it."}], {"extra": THINK}, f"{USER}Find it.{ASSISTANT}<think>"),
     ([{"role": "developer", "content": "S"}, user("hi")], {}, f"S{USER}hi{ASSISTANT}</think>"),
     ([result("a", "A"), user("b")], {}, f"{USER}<tool_result>A</tool_result>\n\nb{ASSISTANT}</think>"),
