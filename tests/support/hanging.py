@@ -22,12 +22,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)
 
 
+def _limit_s(item: pytest.Item) -> float:
+    """The limit as pytest-timeout reads it: of the test, else of the command, the environment or the settings; 0: there
+    is none."""
+    if (marker := item.get_closest_marker("timeout")) is not None:
+        own = marker.args[0] if marker.args else marker.kwargs.get("timeout")
+        if own is not None:
+            return float(own)
+    asked = item.config.getoption("timeout", None)
+    if asked is None:
+        asked = os.environ.get("PYTEST_TIMEOUT") or item.config.getini("timeout")
+    return float(asked or 0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Say where all threads are, and end the process. pytest-xdist names the test, and goes on with another process."""
-    marker = item.get_closest_marker("timeout")
-    limit_s = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout") or 0)
-    if limit_s:
+    limit_s = _limit_s(item)
+    if limit_s and not item.config.getoption("usepdb"):
         faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)

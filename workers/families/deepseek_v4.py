@@ -90,8 +90,8 @@ class DeepseekV4(Family):
         "dspark_*); DSpark is not supported yet"
     )
     cpu_alone = (
-        "no GPU serves it yet: kernels for its attention, its compressed entries, the mixing of its residual streams "
-        "and products in MXFP4 are missing (docs/internals/deepseek-v4.md). A CPU serves it: --device cpu"
+        "no GPU serves it yet: kernels that compress its entries, score them and project its output in groups are "
+        "missing, and a pass that launches the others (docs/internals/deepseek-v4.md). A CPU serves it: --device cpu"
     )
 
     @override

@@ -90,8 +90,9 @@ class Rows:
         does not suit the step, which is asked with the entries that are cached of it, and the tokens left. It comes
         back waiting, and set aside until the plan is complete, when a row of this plan fills its next page: then it
         takes that page in the next plan instead of computing it again. Those behind it leave it its slot and pages.
-        It never waits for anything but a plan: rows before it have their chunks already, and whoever had to leave a
-        part of its prompt for later has left no budget to admit anybody with.
+        It never waits for anything but plans: rows before it have their chunks already. Whoever has to leave a part
+        of its prompt for later mostly leaves no budget to admit anybody with; where chunks end at snapshots it may, and
+        then the wait takes several plans.
 
         Where host memory has more of its prompt than the device, or the disk more than both, the head comes back
         loading: it lets others pass until its pages are there (`moved`, `read`).
