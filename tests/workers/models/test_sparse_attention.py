@@ -24,7 +24,7 @@ from workers.drafters.mtp import Mtp
 from workers.families import load_model
 from workers.graphs.guard import capture_guard
 from workers.memory.scratch import Scratch
-from workers.models.attention import sparse_rows, sparse_shards
+from workers.models.attention import sparse_entries, sparse_rows, sparse_shards
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -136,6 +136,8 @@ def test_attention_of_decode_rows_allocates_nothing_beside_its_kernels(
     by_shards = "offer_candidates", "order_candidates", "keep_selected", "find_own_pages", "own_bounds"
     for name in (*by_shards, "select_positions", "sparse_decode"):
         monkeypatch.setattr(sparse_shards, name, lambda *args, name=name, **options: launched.append(name))
+    for name in ("find_places", "sparse_decode"):
+        monkeypatch.setattr(sparse_entries, name, lambda *args, name=name, **options: launched.append(name))
     for name in ("gather_shards", "merge_shards"):
         monkeypatch.setattr(Group, name, lambda *args, name=name: launched.append(name))
     group = Group(Mesh.of(0, shards, cache=shards)).sharing
