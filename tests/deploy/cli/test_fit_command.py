@@ -143,7 +143,7 @@ def test_a_model_that_no_gpu_serves_yet_is_counted_all_the_same(command, tmp_pat
     ran = command(*arguments)
     assert ran.code == 1
     assert "graphs    not known" in ran.out
-    assert "snapshots      0.38 GiB  of newest tokens, where 64 prompts share pages" in ran.out
+    assert "snapshots      0.39 GiB  of newest tokens, where 64 prompts share pages" in ran.out
     assert "no GPU serves it yet" in ran.out
     assert "--kv-cache-dtype" not in ran.out
     said = command(*arguments, "--json").json
