@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from deploy.api.http.body import parse_object, validate
-from deploy.api.http.errors import ApiError, unsupported
+from deploy.api.http.errors import ApiError, invalid, unsupported
 from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
 from deploy.api.job.unsupported import VERBOSITIES, reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
@@ -204,8 +204,14 @@ def chat_of(body: ResponsesBody, messages: Messages, tools: AskedTools) -> ChatB
 
 
 def tools_of(body: ResponsesBody) -> AskedTools:
-    """The tools of a body, with the grammars that calls of custom tools are held to; others are left out by name."""
-    asked = read_tools(with_added(body.tools, body.input))
+    """The tools of a body, with the grammars that calls of custom tools are held to; others are left out by name. 400
+    where a tool in `tools` and one that the input adds become functions of one name, and for too many."""
+    try:
+        asked = read_tools(with_added(body.tools, body.input))
+    except ValueError as error:
+        raise invalid(f"tools: {error}", "tools", "invalid_value") from None
+    if len(asked.functions) > MOST_TOOLS:
+        raise invalid(f"tools: at most {MOST_TOOLS} are allowed, not {len(asked.functions)}", "tools", "invalid_value")
     described = [tool["function"] for tool in asked.functions]
     functions = {function["name"]: function for function in described if isinstance(function.get("name"), str)}
     for name, grammar in [*asked.grammars.items()]:

@@ -4,6 +4,7 @@ against a real server."""
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import openai
@@ -18,7 +19,8 @@ from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
-from deploy.text.response_tools import InputStream
+from deploy.text.chat import MOST_TOOLS
+from deploy.text.response_tools import ADDING, InputStream, with_added
 from tests.workers.grammar.grammar_walk import takes
 from tests.workers.grammar.test_text_grammar import APPLY_PATCH as PATCHES
 from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
@@ -340,6 +342,54 @@ def test_tools_that_stand_in_the_input() -> None:
             with pytest.raises(openai.BadRequestError) as found:
                 ask(client, input=[wrong, *CODEX["input"]])
             assert found.value.param == "input"
+
+
+def test_a_tool_of_the_input_takes_the_place_of_one_in_tools() -> None:
+    """Functions and custom tools share their names; a name that two tools come to have otherwise is refused."""
+    custom = {"type": "custom", "name": "send", "description": "Sends a text."}
+    function = {**TOOL, "name": "send", "description": "Sends a letter."}
+    served = Served()
+    with served.client() as client:
+        for earlier, later in ((custom, function), (function, custom)):
+            ask(client, tools=[earlier], input=[USER, {**ADDED, "tools": [later]}])
+            assert later["description"] in served.prompt
+            assert earlier["description"] not in served.prompt
+        for tools, added in (
+            ([{**TOOL, "name": "mail__send"}], NAMESPACE),
+            ([NAMESPACE], {**EXEC, "name": "mail__send"}),
+        ):
+            for kind in ADDING:
+                with pytest.raises(openai.BadRequestError, match="two tools have the name 'mail__send'") as found:
+                    ask(client, tools=tools, input=[USER, {"type": kind, "tools": [added]}])
+                assert found.value.param == "tools"
+
+
+def test_many_namespaces_of_one_name_cost_linear_time() -> None:
+    def work(count: int) -> int:
+        """Calls of functions, those written in C among them."""
+        spaces = [{**NAMESPACE, "tools": [{**TOOL, "name": f"f{number}"}]} for number in range(count)]
+        calls = 0
+
+        def count_one(*event: Any) -> None:
+            nonlocal calls
+            calls += event[1] in ("call", "c_call")
+
+        sys.setprofile(count_one)
+        try:
+            merged = with_added((), [{**ADDED, "tools": spaces}])
+        finally:
+            sys.setprofile(None)
+        assert [len(space["tools"]) for space in merged] == [count]
+        return calls
+
+    assert work(400) < 3 * work(200)
+
+
+def test_more_tools_than_may_be() -> None:
+    spaces = [{**NAMESPACE, "tools": [{**TOOL, "name": f"f{number}"}]} for number in range(MOST_TOOLS + 1)]
+    with Served().client() as client, pytest.raises(openai.BadRequestError, match="at most 1024") as found:
+        ask(client, input=[{**ADDED, "tools": spaces}, USER])
+    assert found.value.param == "tools"
 
 
 @pytest.mark.parametrize("name", [{"a": 1}, ["a"], 5, None])
