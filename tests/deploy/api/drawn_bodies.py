@@ -209,7 +209,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
                 },
                 {"type": "tool_search_output", "tools": [{"type": "custom", "name": "g"}, _SPACE, 5]},
             ],
-            "tools": [_FUNCTION, {**_FUNCTION, "name": "n__q"}, {**_SPACE, "name": "m"}],
+            "tools": [_FUNCTION, {**_FUNCTION, "name": "n__h"}, {**_SPACE, "name": "m"}],
         },
         {
             **_BASIC,
@@ -219,7 +219,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
                 {"type": "additional_tools", "tools": [_SPACE]},
             ],
             "tools": [_FUNCTION, _SPACE],
-            "tool_choice": {"type": "custom", "name": "p", "namespace": "n"},
+            "stream": True,
         },
     ],
     "/tokenize": [{"prompt": "a b", "return_token_strs": True}, {"messages": [{"role": "user", "content": "b"}]}],
