@@ -63,6 +63,10 @@ class TaggedCalls(FunctionCalls):
     call_tail: ClassVar[CallTail]
     """The end of a call."""
 
+    _values = 0
+    """Characters of the answer's values that have tags in them where none should be, each counted once."""
+    _again = 0
+    """Characters that were read again behind such values."""
     _if_alone: Callable[[], None] | None = None
     """Begins the argument that may hold all others, if it does not."""
 
@@ -85,10 +89,6 @@ class TaggedCalls(FunctionCalls):
         """Text from the end of a call within a value on: a part of the value if that ends behind it."""
         self._aside: list[str] = []
         """Text within the call that belongs to no argument."""
-        self._values = 0
-        """Characters of the answer's values that have tags in them where none should be, each counted once."""
-        self._again = 0
-        """Characters that were read again behind such values."""
 
     def _next(self) -> bool:
         """State before another argument or the call's end."""
