@@ -263,7 +263,7 @@ def _of_assistant(item: Any) -> bool:
 
 def configured(items: Sequence[Any]) -> dict[str, Any]:
     """What items of the input change of the request's fields `reasoning`, its effort alone, and `text`, by name. The
-    last one of either holds."""
+    last one of each field within them holds."""
     changed: dict[str, Any] = {}
     for item in items:
         if not isinstance(item, Mapping) or item.get("type") != "configuration_update":
@@ -272,8 +272,12 @@ def configured(items: Sequence[Any]) -> dict[str, Any]:
         if isinstance(reasoning, Mapping) and reasoning.get("effort") in EFFORTS:
             changed["reasoning"] = {"effort": reasoning["effort"]}
         if isinstance(item.get("text"), Mapping):
-            changed["text"] = item["text"]
+            changed["text"] = {**changed.get("text", {}), **_given(item["text"])}
     return changed
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _of_agent(item: Mapping[str, Any]) -> Content:

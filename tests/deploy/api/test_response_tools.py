@@ -408,6 +408,33 @@ def test_an_image_behind_tools_in_the_input_is_new() -> None:
         ask(client, input=[ADDED, question])
 
 
+def test_what_items_say_holds_for_responses_that_go_on_from_theirs() -> None:
+    """As it does where a client sends the whole conversation again."""
+    served = Served("Hm.</think>true", stored_responses=9)
+    form = {"type": "configuration_update", "text": {"format": {"type": "json_schema", "name": "b", "schema": BOOLEAN}}}
+    said = [USER, ADDED, {"type": "tool_search_output", "tools": [{**TOOL, "name": "found"}, 5]}, form]
+    calm = {"type": "configuration_update", "reasoning": {"effort": "none"}}
+    replaced = {"type": "additional_tools", "tools": [{"type": "custom", "name": "found", "description": "Anew."}]}
+    with served.client() as client:
+        answer = ask(client, input=said)
+        history = [*said, *(item.model_dump(exclude_none=True) for item in answer.output)]
+        for turn in ([USER], [calm, replaced, USER], [USER]):
+            history += turn
+            whole = ask(client, input=history, tools=[TOOL])
+            wanted, asked = served.prompt, served.engine.requests[-1].sampling.grammar
+            assert asked is not None
+            answer = ask(client, input=turn, tools=[TOOL], previous_response_id=answer.id)
+            assert served.prompt == wanted
+            assert served.engine.requests[-1].sampling.grammar == asked
+            assert (answer.text, answer.reasoning) == (whole.text, whole.reasoning)
+            assert '"functions__exec"' in served.prompt
+            assert '"found"' in served.prompt
+            history += [item.model_dump(exclude_none=True) for item in answer.output]
+        twice = {**TOOL, "name": "mail__send"}
+        with pytest.raises(openai.BadRequestError, match="two tools have the name 'mail__send'"):
+            ask(client, input=[USER], tools=[twice], previous_response_id=answer.id)
+
+
 def test_items_that_configure_what_follows() -> None:
     served = Served("</think>true")
     effort = {"type": "configuration_update", "reasoning": {"effort": "none"}}
@@ -421,6 +448,16 @@ def test_items_that_configure_what_follows() -> None:
         ask(client, input=[effort, USER, {**effort, "reasoning": {"effort": "high"}}, form])
         assert served.prompt.endswith("<think>")
         assert served.engine.requests[-1].sampling.grammar is not None
+        asked = {"format": form["text"]["format"]}
+        for text in ({"verbosity": "low"}, {}, {"format": None}):
+            update = {"type": "configuration_update", "text": text}
+            for fields in ({"input": [USER, update], "text": asked}, {"input": [USER, form, update]}):
+                answer = ask(client, **fields)
+                assert answer.text.format is not None
+                assert answer.text.format.type == "json_schema"
+                assert served.engine.requests[-1].sampling.grammar is not None
+        with pytest.raises(openai.BadRequestError, match="verbosity"):
+            ask(client, input=[USER, {"type": "configuration_update", "text": {"verbosity": "loud"}}])
         ask(
             client, input=[{"type": "configuration_update", "reasoning": {"effort": "of tomorrow"}, "text": None}, USER]
         )
