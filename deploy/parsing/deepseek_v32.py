@@ -156,7 +156,7 @@ class DeepSeekV32Calls(TaggedCalls):
         for key in (key for key in given if key in (properties_of(schema) or {})):
             self._begin_argument(key, "")
             self._add(given[key])
-            self._end_value()
+            self._end_value(given=True)
         called = call_of({"name": self._name, **given}, self._schemas)
         if not self._arguments and called is not None and any(is_wrapper(key, schema) for key in given):
             self._write(in_json(called[1]))
@@ -268,5 +268,5 @@ class DeepSeekV32Calls(TaggedCalls):
         begin(key, tag.text, STRING if is_string else None, says == "false")
         if tag.closed:
             self._add(tag.attributes.get("value", ""))
-            self._end_value()
+            self._end_value(given=True)
         return True

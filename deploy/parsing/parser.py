@@ -249,8 +249,13 @@ class CallParser:
 
     def _put_back(self, text: str) -> None:
         """Take back `text`, which was taken last."""
-        raw = "".join(self._raw)
-        self._raw, self._rest = [raw[: len(raw) - len(text)]], text + self._rest
+        left = len(text)
+        while left > 0:
+            last = self._raw.pop()
+            if len(last) > left:
+                self._raw.append(last[: len(last) - left])
+            left -= len(last)
+        self._rest = text + self._rest
 
     def _skip_space(self) -> None:
         if self._rest[:1].isspace():

@@ -19,6 +19,10 @@ from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 
 MOST_KEY: Final = 1024
 """Characters of an argument's name."""
+_ALWAYS_AGAIN: Final = 1 << 16
+_TIMES_AGAIN: Final = 8
+"""Characters that are read again at most behind values whose end is missing: so many, and so many times as many as
+these values have."""
 STRING: Final = frozenset(("string",))
 _AS_IT_IS: Final = re.compile(r'[^<"\\\x00-\x1f]+').fullmatch
 """Tells a part of a string that stands in JSON as it is and that begins no tag."""
@@ -29,7 +33,6 @@ class CallTail:
 
     def __init__(self, *ends: str) -> None:
         begun = "|".join(begun_pattern(end) for end in ends)
-        self._longest = max(map(len, ends))
         self._pattern = re.compile(rf"\n?(?:(?P<whole>{'|'.join(map(re.escape, ends))})|(?:{begun})\Z)")
 
     def find(self, text: str) -> tuple[int, bool]:
@@ -60,6 +63,10 @@ class TaggedCalls(FunctionCalls):
     call_tail: ClassVar[CallTail]
     """The end of a call."""
 
+    _values = 0
+    """Characters of the answer's values that have tags in them where none should be, each counted once."""
+    _again = 0
+    """Characters that were read again behind such values."""
     _if_alone: Callable[[], None] | None = None
     """Begins the argument that may hold all others, if it does not."""
 
@@ -201,6 +208,8 @@ class TaggedCalls(FunctionCalls):
                 self._add(self._take(cut))
                 self._later, self._state = [], self._behind_end
                 return True
+            if ended:  # a value whose own tag is missing does not end with the call
+                cut = len(self._rest)
             if not self._ends_of_value.absent(self._rest):
                 cut = min(cut, len(self._rest) - self._ends_of_value.held(self._rest))
             self._add(self._take(cut))
@@ -236,20 +245,34 @@ class TaggedCalls(FunctionCalls):
         else:
             self._value.append(text)
 
-    def _end_value(self, end: str = "") -> None:
-        """End the value, whose tag is `end`."""
+    def _end_value(self, end: str = "", given: bool = False) -> None:
+        """End the value, whose tag is `end`. `given`: it stands within a tag, so that none of it is read again."""
         self._state, self._complete = self._next, True
         if self._types == STRING:
             self._write('"')
             return
         text = "".join(self._value)
         written = as_json(text, self._types, self._is_json)
-        if written[0] == '"' and "string" not in self._types and (tag := self._tags.search(text)) is not None:
-            first = as_json(text[: tag.start()], self._types, self._is_json)
-            if first[0] != '"':
-                written = first
-                self._put_back(text[tag.start() :] + end)
+        if written[0] == '"' and "string" not in self._types and not given:
+            written = self._value_before_tag(text, end) or written
         self._write(written)
+
+    def _value_before_tag(self, text: str, end: str) -> str | None:
+        """The value that `text` is up to the first tag in it, what follows being read again; None if that is none. So
+        that many such values cost no more than their text, no more than a few times as much is read again."""
+        tag = self._tags.search(text)
+        if tag is None:
+            return None
+        first = as_json(text[: tag.start()], self._types, self._is_json)
+        again = text[tag.start() :] + end
+        most = _ALWAYS_AGAIN + _TIMES_AGAIN * (self._values + len(text))
+        if first[0] == '"' or self._again + len(again) > most:
+            self._values += len(text)
+            return None
+        self._values += tag.start()
+        self._again += len(again)
+        self._put_back(again)
+        return first
 
     @override
     def _ended(self) -> None:

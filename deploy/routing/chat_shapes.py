@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deploy.text.changed_tools import told_by_turns
 from deploy.text.chat import Content, content_of
 from deploy.text.effort import FIELDS
 from deploy.text.response_tools import read_tools, with_added
@@ -19,7 +20,6 @@ from deploy.text.turns import (
     messages_of_turns,
     readable_items,
     thinking_fields,
-    told_by_turns,
     with_instructions,
 )
 

@@ -173,6 +173,8 @@ class _V32:
             tools = f"\n\n{self._tools}" if self._tools and index == self._holder else ""
             if role == "system":
                 pieces.append(("\n\n" if due else "") + content + tools)
+                if self._roles[index + 1 : index + 2] == ["assistant"]:  # an answer is opened whatever came before
+                    due = due or self._opening(index, ASSISTANT)
                 continue
             if role == "tool" and index and self._roles[index - 1] == "tool":
                 continue

@@ -72,7 +72,8 @@ def encode_v4(
     What it thought is written behind the last question alone, or, where there are tools or `drop_thinking` is false,
     everywhere. What users say and what tools return is one turn as long as no answer comes between. A `developer` turn
     that is answered, or is to be answered, is the turn of a user that holds the tools, as for V3.2; any other is a
-    system message. An answer is opened behind a system message, too, where the published program opens none.
+    system message. Two things differ from the published program: an answer is opened behind a system message, too, and
+    an empty line stands before a system message that follows a question.
 
     ChatTemplateError for an effort or a role that it does not know.
     """
@@ -130,6 +131,8 @@ class _V4:
         """What opens the answer to what was said last, as long as it is not written."""
         for index, turn in enumerate(self._turns):
             message = turn.messages[0]
+            if turn.role == "assistant" and index and self._turns[index - 1].role == "system":
+                due = due or self._opening(index)  # an answer is opened whatever came before
             if turn.role in ("assistant", "latest_reminder"):
                 pieces.append(due)
             due = due if turn.role == "system" else self._opening(index + 1) if turn.asks else ""
@@ -139,7 +142,7 @@ class _V4:
             elif turn.role == "user":
                 pieces.append(USER + "\n\n".join(self._parts(index)))
             else:
-                begin = {"system": "", "developer": USER, "latest_reminder": REMINDER}[turn.role]
+                begin = {"system": "\n\n" if due else "", "developer": USER, "latest_reminder": REMINDER}[turn.role]
                 pieces.append(begin + message["content"] + tools)
         if self._opens and self._turns[-1].role != "assistant":
             pieces.append(due or self._opening(len(self._turns)))

@@ -107,16 +107,23 @@ def _is_known(tool: Any) -> bool:
 
 
 def _merged(tools: Sequence[Any]) -> list[Any]:
-    """Tools of different names; a namespace has those of all of its name."""
+    """Tools of different names; a namespace has those of all of its name. Functions and custom tools share their names,
+    as both are functions for the model."""
     merged: dict[Any, Any] = {}
+    inner: dict[Any, list[list[Any]]] = {}
+    """The lists of tools within namespaces, by what they have in `merged`."""
     for place, tool in enumerate(tools):
         name = tool.get("name") if isinstance(tool, Mapping) else None
-        key = (str(tool.get("type")), name) if isinstance(name, str) else place
-        before = merged.get(key)
-        if before is not None and tool.get("type") == "namespace":
-            lists = [one["tools"] for one in (before, tool) if isinstance(one.get("tools"), list)]
-            tool = {**tool, "tools": _merged([inner for tools in lists for inner in tools])}
+        key: Any = place
+        if isinstance(name, str):
+            kind = str(tool.get("type"))
+            key = ("function" if kind == "custom" else kind, name)
+            if kind == "namespace" and isinstance(tool.get("tools"), list):
+                inner.setdefault(key, []).append(tool["tools"])
         merged[key] = tool
+    for key, lists in inner.items():
+        if len(lists) > 1:
+            merged[key] = {**merged[key], "tools": _merged([tool for tools in lists for tool in tools])}
     return [*merged.values()]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from deploy.text.changed_tools import CHANGES, changed_tool
 from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
 from deploy.text.effort import EFFORT, EFFORTS, RANKED
 from deploy.text.in_words import BESIDE, NOT_SHOWN, in_json, result_of, said, unknown
@@ -19,11 +20,6 @@ SAID_BACK: Final = ("text", "image", "document", "container_upload", "search_res
 """Types of the blocks of a tool's result that have words of their own."""
 
 
-CHANGES: Final[Mapping[str, str]] = {
-    "tool_addition": "can be called from here on",
-    "tool_removal": "can no longer be called",
-}
-"""Blocks of system turns that change which tools there are, and what is said of the tool."""
 SILENT: Final = ("tool_use", "tool_result", "thinking", "fallback", "mcp_tool_listing")
 """Blocks that say nothing by themselves."""
 
@@ -43,7 +39,7 @@ def said_in(block: Mapping[str, Any]) -> str | None:
     if kind in ("document", "search_result") and (text := _text_within(block)):
         return f"{block['title']}\n{text}" if block.get("title") else text
     if kind in CHANGES:
-        return f"[The tool {_changed_tool(block)} {CHANGES[kind]}.]"
+        return f"[The tool {changed_tool(block)} {CHANGES[kind]}.]"
     if kind in SILENT:
         return None
     return NOT_SHOWN.get(kind) or unknown(kind)
@@ -60,68 +56,6 @@ def _text_within(block: Mapping[str, Any]) -> str:
         return content
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     return "\n".join([part["text"] for part in parts if isinstance(part.get("text"), str)])
-
-
-def _changed_tool(block: Mapping[str, Any]) -> str:
-    """The name of the tool that a block of `CHANGES` is about; "" if it has none."""
-    tool = block.get("tool")
-    held = tool.get("definition", tool) if isinstance(tool, Mapping) else None
-    name = held.get("name", held.get("server_name")) if isinstance(held, Mapping) else None
-    return name if isinstance(name, str) else ""
-
-
-def told_by_turns(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of one of Anthropic's bodies that system turns within its messages change: which tools there are, the
-    effort, and the messages, without the turns that were for one turn of the user alone or say nothing else."""
-    turns = data.get("messages")
-    if not isinstance(turns, list) or not any(
-        isinstance(turn, Mapping) and turn.get("role") == "system" for turn in turns
-    ):
-        return {}
-    last = max((place for place, turn in enumerate(turns) if _has_role(turn, "user")), default=-1)
-    told: dict[str, Any] = {"messages": []}
-    changed: dict[str, Any] = {}
-    """Definitions of tools by name, None of those that are no more."""
-    for place, turn in enumerate(turns):
-        if not _has_role(turn, "system"):
-            told["messages"].append(turn)
-            continue
-        config, content = turn.get("output_config"), turn.get("content")
-        if isinstance(config, Mapping) and config.get("effort") in RANKED:
-            given = data.get("output_config")
-            told["output_config"] = {**(given if isinstance(given, Mapping) else {}), "effort": config["effort"]}
-        for block in content if isinstance(content, list) else ():
-            if isinstance(block, Mapping) and block.get("type") in (*CHANGES,):
-                _change(changed, block)
-        passed = turn.get("clear_at") == "next_user_message" and place < last
-        if not passed and (content is not None or not isinstance(config, Mapping)):
-            told["messages"].append(turn)
-    if changed:
-        tools = data.get("tools")
-        kept = [tool for tool in tools if not _is_named(tool, changed)] if isinstance(tools, list) else []
-        told["tools"] = kept + [definition for definition in changed.values() if definition is not None]
-    return told
-
-
-def _has_role(turn: Any, role: str) -> bool:
-    return isinstance(turn, Mapping) and turn.get("role") == role
-
-
-def _change(changed: dict[str, Any], block: Mapping[str, Any]) -> None:
-    """Note what a block of `CHANGES` does to a tool."""
-    name, tool = _changed_tool(block), block.get("tool")
-    definition = tool.get("definition") if isinstance(tool, Mapping) else None
-    if block["type"] == "tool_removal":
-        changed[name] = None
-    elif isinstance(definition, Mapping):
-        changed[name] = definition
-    elif changed.get(name, "") is None:
-        del changed[name]  # a tool that was there before
-
-
-def _is_named(tool: Any, names: Mapping[str, Any]) -> bool:
-    name = tool.get("name") if isinstance(tool, Mapping) else None
-    return isinstance(name, str) and name in names
 
 
 def content_of_blocks(blocks: Blocks) -> Content:
@@ -329,7 +263,7 @@ def _of_assistant(item: Any) -> bool:
 
 def configured(items: Sequence[Any]) -> dict[str, Any]:
     """What items of the input change of the request's fields `reasoning`, its effort alone, and `text`, by name. The
-    last one of either holds."""
+    last one of each field within them holds."""
     changed: dict[str, Any] = {}
     for item in items:
         if not isinstance(item, Mapping) or item.get("type") != "configuration_update":
@@ -338,8 +272,12 @@ def configured(items: Sequence[Any]) -> dict[str, Any]:
         if isinstance(reasoning, Mapping) and reasoning.get("effort") in EFFORTS:
             changed["reasoning"] = {"effort": reasoning["effort"]}
         if isinstance(item.get("text"), Mapping):
-            changed["text"] = item["text"]
+            changed["text"] = {**changed.get("text", {}), **_given(item["text"])}
     return changed
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _of_agent(item: Mapping[str, Any]) -> Content:

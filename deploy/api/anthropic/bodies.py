@@ -12,10 +12,11 @@ from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
 from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
 from deploy.api.job.unsupported import reject_unsupported
+from deploy.text.changed_tools import CHANGES, told_by_turns
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
 from deploy.text.in_words import NOT_SHOWN, in_json, unknown
 from deploy.text.response_tools import named
-from deploy.text.turns import CHANGES, goes_on, messages_of_turns, said_in, thinking_fields, told_by_turns
+from deploy.text.turns import goes_on, messages_of_turns, said_in, thinking_fields
 
 Known = Mapping[str, Mapping[str, type[Any]]]
 """The fields of each known type of block, with their types."""
@@ -274,11 +275,21 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody, list[str]]:
     what is wrong with it."""
     value = parse_object(raw)
     reject_unsupported(value, "messages", MessagesBody.model_fields)
-    value |= told_by_turns(value)
+    value |= _told(value)
     body = validate(MessagesBody, value)
     same = {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
     left_out = [named(kind) for tool in value.get("tools") or () if (kind := _own_type(tool)) is not None]
     return body, _chat_of(body, **same, **body.shared()), left_out
+
+
+def _told(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that system turns change; 400 for a turn that asks for a format of the answer, which none does."""
+    turns = value.get("messages")
+    for turn in turns if isinstance(turns, list) else ():
+        config = turn.get("output_config") if isinstance(turn, Mapping) and turn.get("role") == "system" else None
+        if isinstance(config, Mapping) and config.get("format") is not None:
+            raise unsupported("output_config.format of a turn; use the request's own output_config: this", "messages")
+    return told_by_turns(value)
 
 
 def parse_prompt(raw: bytes) -> ChatBody:
@@ -286,7 +297,7 @@ def parse_prompt(raw: bytes) -> ChatBody:
     value = parse_object(raw)
     asked = {name: given for name, given in value.items() if name != "compaction"}  # it is no part of what is counted
     reject_unsupported(asked, "messages", MessagesBody.model_fields)
-    return _chat_of(validate(MessagesPrompt, value | told_by_turns(value)))
+    return _chat_of(validate(MessagesPrompt, value | _told(value)))
 
 
 def _check_new(turn: Turn) -> None:

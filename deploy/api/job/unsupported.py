@@ -251,7 +251,10 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
 
 
 STREAM_OPTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "include_obfuscation": ("padding of events (include_obfuscation)", (False,)),
+    "include_obfuscation": (
+        "padding of events (include_obfuscation) other than true and false, which have no effect:",
+        (False, True),
+    ),
     "chunk_include_usage": ("chunk_include_usage; use continuous_usage_stats: this", (False,)),
 }
 """Fields within `stream_options`, as in `UNSUPPORTED`."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from deploy.api.http.body import parse_object, validate
-from deploy.api.http.errors import ApiError, unsupported
+from deploy.api.http.errors import ApiError, invalid, unsupported
 from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
 from deploy.api.job.unsupported import VERBOSITIES, reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
@@ -141,12 +141,17 @@ class ResponsesBody(SamplingFields):
 
     @model_validator(mode="after")
     def _as_items_configure_it(self) -> Self:
-        changed = configured(self.input)
+        self.configure(self.input)
+        return self
+
+    def configure(self, items: Sequence[Any]) -> None:
+        """Take what these items say of how the answer is to be, in place of what the fields say."""
+        changed = configured(items)
         if "reasoning" in changed:
             self.reasoning = {**(self.reasoning or {}), **changed["reasoning"]}
         if "text" in changed:
-            self.text = _form(changed["text"])
-        return self
+            form = _form(changed["text"])
+            self.text = form if "format" in changed["text"] else self.text
 
 
 def _reject_include(raw: Mapping[str, Any]) -> None:
@@ -203,9 +208,16 @@ def chat_of(body: ResponsesBody, messages: Messages, tools: AskedTools) -> ChatB
     return chat
 
 
-def tools_of(body: ResponsesBody) -> AskedTools:
-    """The tools of a body, with the grammars that calls of custom tools are held to; others are left out by name."""
-    asked = read_tools(with_added(body.tools, body.input))
+def tools_of(body: ResponsesBody, earlier: Sequence[Any] = ()) -> AskedTools:
+    """The tools of a body that goes on from a conversation with the items `earlier`, with the grammars that calls of
+    custom tools are held to; others are left out by name. 400 where a tool in `tools` and one that an item adds become
+    functions of one name, and for too many."""
+    try:
+        asked = read_tools(with_added(body.tools, [*earlier, *body.input]))
+    except ValueError as error:
+        raise invalid(f"tools: {error}", "tools", "invalid_value") from None
+    if len(asked.functions) > MOST_TOOLS:
+        raise invalid(f"tools: at most {MOST_TOOLS} are allowed, not {len(asked.functions)}", "tools", "invalid_value")
     described = [tool["function"] for tool in asked.functions]
     functions = {function["name"]: function for function in described if isinstance(function.get("name"), str)}
     for name, grammar in [*asked.grammars.items()]:
@@ -217,6 +229,14 @@ def tools_of(body: ResponsesBody) -> AskedTools:
         else:
             functions[name]["strict"] = True
     return asked
+
+
+def standing(items: Sequence[Any]) -> Items:
+    """What these items say of requests that go on from them, as few items: which tools there are besides those in
+    `tools`, and what `ResponsesBody.configure` takes."""
+    tools, changed = with_added((), items), configured(items)
+    added = [{"type": "additional_tools", "tools": tools}] if tools else []
+    return [*added, {"type": "configuration_update", **changed}] if changed else added
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> Messages:

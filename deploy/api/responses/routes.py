@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -22,16 +22,32 @@ from deploy.api.http.ignored_tools import name_ignored_tools
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.job import chat_job
 from deploy.api.job.model import PLAIN, ServedModel
-from deploy.api.responses.bodies import ResponsesBody, chat_of, messages_of, named_here, parse_response, tools_of
+from deploy.api.responses.bodies import (
+    ResponsesBody,
+    chat_of,
+    messages_of,
+    named_here,
+    parse_response,
+    standing,
+    tools_of,
+)
 from deploy.api.responses.format import DeletedResponse, ResponseAnswer, ResponseEvent, ResponsesFormat
 from deploy.config.api import ApiConfig
 from deploy.text.turns import Messages
 
 
+class Conversation(TypedDict):
+    """What requests go on from."""
+
+    messages: Messages
+    standing: list[dict[str, Any]]
+    """Items of earlier inputs that hold on: tools, and how answers are to be."""
+
+
 @dataclass(frozen=True)
 class _Kept:
     raw: bytes
-    """The messages as JSON."""
+    """The conversation as JSON."""
     response: bytes
     """The response as JSON."""
     until: float
@@ -58,9 +74,9 @@ class ResponseStore:
         """Whether any are kept."""
         return self._most > 0
 
-    def keep(self, name: str, messages: Messages, response: Mapping[str, Any]) -> None:
+    def keep(self, name: str, conversation: Conversation, response: Mapping[str, Any]) -> None:
         """Keep a response, and the conversation with it as its end; the oldest ones make room for it."""
-        kept = _Kept(orjson.dumps(messages), orjson.dumps(response), self._clock() + self._seconds)
+        kept = _Kept(orjson.dumps(conversation), orjson.dumps(response), self._clock() + self._seconds)
         if not self.on or kept.size > self._most_bytes:
             return
         self._kept[name] = kept
@@ -70,7 +86,8 @@ class ResponseStore:
             self._forget(next(iter(self._kept)))
 
     def conversation(self, name: str) -> bytes:
-        """The messages up to the end of a response, as JSON; 400 where none are kept, 404 for one that is not known."""
+        """The conversation up to the end of a response, as JSON; 400 where none are kept, 404 for a response that is
+        not known."""
         if not self.on:
             raise invalid(
                 "previous_response_id: this server keeps no responses; give the whole conversation as input, or have "
@@ -110,16 +127,21 @@ class ResponseStore:
         self._bytes -= self._kept.pop(name).size
 
 
-def _conversation(before: bytes, body: ResponsesBody) -> Messages:
-    messages: Messages = orjson.loads(before)
-    return messages + messages_of(body.input)
+def _conversation(before: bytes, body: ResponsesBody) -> Conversation:
+    """The conversation with the input of `body` as its end; `body` is as it says that the answer is to be."""
+    conversation: Conversation = orjson.loads(before)
+    body.configure([*conversation["standing"], *body.input])
+    return {
+        "messages": conversation["messages"] + messages_of(body.input),
+        "standing": standing([*conversation["standing"], *body.input]),
+    }
 
 
 def _before(body: ResponsesBody, scope: Scope, store: ResponseStore) -> bytes:
-    """The messages that the answer goes on from, as JSON. A front that goes on with another one's answer has them in
+    """The conversation that the answer goes on from, as JSON. A front that goes on with another one's answer has it in
     the scope."""
     if body.previous_response_id is None:
-        return b"[]"
+        return orjson.dumps(Conversation(messages=[], standing=[]))
     before = scope.get(CONVERSATION)
     if before is None:
         before = scope[CONVERSATION] = store.conversation(body.previous_response_id)
@@ -138,9 +160,10 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
             model.check_name(body.model)
             before = _before(body, request.scope, store)
             async with intake.with_more(incoming, len(before)) as whole:
-                messages = await whole.work(_conversation, before, body)
+                conversation = await whole.work(_conversation, before, body)
+                messages = conversation["messages"]
                 try:
-                    tools = await whole.work(tools_of, body)
+                    tools = await whole.work(tools_of, body, conversation["standing"])
                     chat = await whole.work(chat_of, body, messages, tools)
                     job = await chat_job(chat, whole, model, generator.admission)
                 except ApiError as error:
@@ -149,7 +172,8 @@ def add_responses(endpoints: Endpoints, intake: Intake, model: ServedModel, gene
 
         def ended(response: dict[str, Any]) -> None:
             if stored:
-                store.keep(name, messages + messages_of(response["output"]), response)
+                said = messages + messages_of(response["output"])
+                store.keep(name, {**conversation, "messages": said}, response)
 
         job = replace(job, reading=job.reading or PLAIN)
         form = ResponsesFormat(job, body, tools, name, stored, ended)

@@ -28,9 +28,14 @@ NAMES = [
     "structures", "triggers", "begin", "end", "effort", "enabled", "budget_tokens", "source", "data", "title",
 ]  # fmt: skip
 
+TOOL_NAMES: list[Any] = ["f", "g", "n", "n__f", "n__g", "n__p", "m__p", None, 5, "", [], "x" * 70]
+"""Names of tools, some of them the same once they are qualified."""
+
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "a"}'}}
 _BASIC = {"model": "tiny"}
+_FUNCTION = {"type": "function", "name": "f", "parameters": _SCHEMA}
+_SPACE = {"type": "namespace", "name": "n", "tools": [{**_FUNCTION, "name": "g"}, {"type": "custom", "name": "p"}]}
 RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {**_BASIC, "prompt": ["a", "b c"], "n": 2, "logprobs": 2, "echo": True, "stop": ["x"], "logit_bias": {"5": 1}},
@@ -193,6 +198,29 @@ RICH: dict[str, list[dict[str, Any]]] = {
             "stop": ["x"],
             "min_p": 0.5,
         },
+        # Tools that meet: of one name in several places, or of names that are one once they are qualified.
+        {
+            **_BASIC,
+            "input": [
+                {"role": "user", "content": "b"},
+                {
+                    "type": "additional_tools",
+                    "tools": [_SPACE, {**_SPACE, "tools": [_FUNCTION, {"type": "custom", "name": "q"}]}],
+                },
+                {"type": "tool_search_output", "tools": [{"type": "custom", "name": "g"}, _SPACE, 5]},
+            ],
+            "tools": [_FUNCTION, {**_FUNCTION, "name": "n__h"}, {**_SPACE, "name": "m"}],
+        },
+        {
+            **_BASIC,
+            "input": [
+                {"role": "user", "content": "b"},
+                {"type": "tool_search_output", "tools": [{"type": "custom", "name": "f"}]},
+                {"type": "additional_tools", "tools": [_SPACE]},
+            ],
+            "tools": [_FUNCTION, _SPACE],
+            "stream": True,
+        },
     ],
     "/tokenize": [{"prompt": "a b", "return_token_strs": True}, {"messages": [{"role": "user", "content": "b"}]}],
     "/detokenize": [{"tokens": [5, 6]}],
@@ -291,6 +319,8 @@ class Drawing:
             case 3:
                 other, place = rng.choice(places)
                 holder[key] = deepcopy(other[place])
+            case 4 | 5 if key == "name":
+                holder[key] = deepcopy(rng.choice(TOOL_NAMES))
             case 4:
                 holder[key] = self.anything(2)
             case 5:

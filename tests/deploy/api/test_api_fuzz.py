@@ -2,7 +2,7 @@
 and stream in the shape of its endpoint.
 
 To run it for longer, from another seed: `python tests/deploy/api/test_api_fuzz.py --requests 100000 --seed 7`, with
-`PYTHONPATH=.:tests/deploy/text`.
+`PYTHONPATH=.:tests:tests/deploy/text`.
 """
 
 from __future__ import annotations

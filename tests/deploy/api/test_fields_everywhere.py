@@ -140,11 +140,12 @@ def test_every_field_of_the_table_is_refused_unless_it_asks_for_nothing(served: 
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_what_stream_options_ask_for_is_done_or_refused_by_name(served: Served, endpoint: str) -> None:
     """Clients of OpenAI's switch padding off, those of vLLM and SGLang ask for counts as they go."""
-    for options in ({}, {"include_obfuscation": False}, {"include_usage": True, "chunk_include_usage": None}):
+    padding = [{"include_obfuscation": given} for given in (None, False, True)]
+    for options in ({}, *padding, {"include_usage": True, "chunk_include_usage": None}):
         answer = served.ask(endpoint, stream=True, stream_options=options)
         assert answer.status_code == 200, answer.text
     counts = served.ask(endpoint, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
-    refused = [{"include_obfuscation": True}, {"chunk_include_usage": True}, {"include_obfuscation": "x"}]
+    refused: list[dict[str, Any]] = [{"chunk_include_usage": True}, {"include_obfuscation": "x"}]
     if "stream_options" in BODIES[endpoint][1].model_fields:
         assert counts.status_code == 200
         assert '"usage":null' not in counts.text

@@ -542,6 +542,40 @@ def test_system_turns_change_tools_and_the_effort() -> None:
         assert counted.input_tokens == len(served.engine.requests[-1].prompt)
 
 
+def test_a_tool_that_comes_back_is_the_one_that_was_defined() -> None:
+    served = Served()
+    other = {**TOOL, "name": "get_time"}
+
+    def change(kind: str, name: str, definition: Any = None) -> dict[str, Any]:
+        tool = {"type": "tool_reference", "name": name}
+        tool = tool if definition is None else {"type": "tool_definition", "definition": definition}
+        return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+    newer = {**TOOL, "description": "The newer one."}
+    turns = [change("tool_addition", "get_time", other), change("tool_addition", "get_weather", newer)]
+    turns += [change("tool_removal", name) for name in ("get_time", "get_weather")]
+    with served.client() as client:
+        ask(client, messages=[*ASK, *turns], tools=[TOOL])
+        assert not any(f'"{name}"' in served.prompt for name in ("get_time", "get_weather"))
+        turns += [change("tool_addition", name) for name in ("get_time", "get_weather")]
+        ask(client, messages=[*ASK, *turns], tools=[TOOL])
+        assert all(f'"{name}"' in served.prompt for name in ("get_time", "get_weather"))
+        assert "The newer one." in served.prompt
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_what_is_wrong_beside_system_turns_is_told(http: httpx.Client, path: str) -> None:
+    addition = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL}}
+    change = {"role": "system", "content": [addition]}
+    for tools, status in ((None, 200), ([TOOL], 200), ("x", 400), ({}, 400), (5, 400)):
+        answer = http.post(path, json={**BODY, "messages": [*ASK, change], "tools": tools})
+        assert answer.status_code == status, (tools, answer.text)
+    config = {"role": "system", "output_config": {"effort": "low", "format": FORM}}
+    answer = http.post(path, json={**BODY, "messages": [*ASK, config]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "output_config.format" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "block", ["tool", {"type": 5}, {"type": "tool_definition", "definition": {"name": ["x"]}}, None]
 )

@@ -4,6 +4,7 @@ against a real server."""
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import openai
@@ -18,7 +19,8 @@ from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
-from deploy.text.response_tools import InputStream
+from deploy.text.chat import MOST_TOOLS
+from deploy.text.response_tools import ADDING, InputStream, with_added
 from tests.workers.grammar.grammar_walk import takes
 from tests.workers.grammar.test_text_grammar import APPLY_PATCH as PATCHES
 from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
@@ -342,6 +344,54 @@ def test_tools_that_stand_in_the_input() -> None:
             assert found.value.param == "input"
 
 
+def test_a_tool_of_the_input_takes_the_place_of_one_in_tools() -> None:
+    """Functions and custom tools share their names; a name that two tools come to have otherwise is refused."""
+    custom = {"type": "custom", "name": "send", "description": "Sends a text."}
+    function = {**TOOL, "name": "send", "description": "Sends a letter."}
+    served = Served()
+    with served.client() as client:
+        for earlier, later in ((custom, function), (function, custom)):
+            ask(client, tools=[earlier], input=[USER, {**ADDED, "tools": [later]}])
+            assert later["description"] in served.prompt
+            assert earlier["description"] not in served.prompt
+        for tools, added in (
+            ([{**TOOL, "name": "mail__send"}], NAMESPACE),
+            ([NAMESPACE], {**EXEC, "name": "mail__send"}),
+        ):
+            for kind in ADDING:
+                with pytest.raises(openai.BadRequestError, match="two tools have the name 'mail__send'") as found:
+                    ask(client, tools=tools, input=[USER, {"type": kind, "tools": [added]}])
+                assert found.value.param == "tools"
+
+
+def test_many_namespaces_of_one_name_cost_linear_time() -> None:
+    def work(count: int) -> int:
+        """Calls of functions, those written in C among them."""
+        spaces = [{**NAMESPACE, "tools": [{**TOOL, "name": f"f{number}"}]} for number in range(count)]
+        calls = 0
+
+        def count_one(*event: Any) -> None:
+            nonlocal calls
+            calls += event[1] in ("call", "c_call")
+
+        sys.setprofile(count_one)
+        try:
+            merged = with_added((), [{**ADDED, "tools": spaces}])
+        finally:
+            sys.setprofile(None)
+        assert [len(space["tools"]) for space in merged] == [count]
+        return calls
+
+    assert work(400) < 3 * work(200)
+
+
+def test_more_tools_than_may_be() -> None:
+    spaces = [{**NAMESPACE, "tools": [{**TOOL, "name": f"f{number}"}]} for number in range(MOST_TOOLS + 1)]
+    with Served().client() as client, pytest.raises(openai.BadRequestError, match="at most 1024") as found:
+        ask(client, input=[{**ADDED, "tools": spaces}, USER])
+    assert found.value.param == "tools"
+
+
 @pytest.mark.parametrize("name", [{"a": 1}, ["a"], 5, None])
 def test_names_of_tools_that_are_none(name: Any) -> None:
     with Served().client() as client:
@@ -358,6 +408,33 @@ def test_an_image_behind_tools_in_the_input_is_new() -> None:
         ask(client, input=[ADDED, question])
 
 
+def test_what_items_say_holds_for_responses_that_go_on_from_theirs() -> None:
+    """As it does where a client sends the whole conversation again."""
+    served = Served("Hm.</think>true", stored_responses=9)
+    form = {"type": "configuration_update", "text": {"format": {"type": "json_schema", "name": "b", "schema": BOOLEAN}}}
+    said = [USER, ADDED, {"type": "tool_search_output", "tools": [{**TOOL, "name": "found"}, 5]}, form]
+    calm = {"type": "configuration_update", "reasoning": {"effort": "none"}}
+    replaced = {"type": "additional_tools", "tools": [{"type": "custom", "name": "found", "description": "Anew."}]}
+    with served.client() as client:
+        answer = ask(client, input=said)
+        history = [*said, *(item.model_dump(exclude_none=True) for item in answer.output)]
+        for turn in ([USER], [calm, replaced, USER], [USER]):
+            history += turn
+            whole = ask(client, input=history, tools=[TOOL])
+            wanted, asked = served.prompt, served.engine.requests[-1].sampling.grammar
+            assert asked is not None
+            answer = ask(client, input=turn, tools=[TOOL], previous_response_id=answer.id)
+            assert served.prompt == wanted
+            assert served.engine.requests[-1].sampling.grammar == asked
+            assert (answer.text, answer.reasoning) == (whole.text, whole.reasoning)
+            assert '"functions__exec"' in served.prompt
+            assert '"found"' in served.prompt
+            history += [item.model_dump(exclude_none=True) for item in answer.output]
+        twice = {**TOOL, "name": "mail__send"}
+        with pytest.raises(openai.BadRequestError, match="two tools have the name 'mail__send'"):
+            ask(client, input=[USER], tools=[twice], previous_response_id=answer.id)
+
+
 def test_items_that_configure_what_follows() -> None:
     served = Served("</think>true")
     effort = {"type": "configuration_update", "reasoning": {"effort": "none"}}
@@ -371,6 +448,16 @@ def test_items_that_configure_what_follows() -> None:
         ask(client, input=[effort, USER, {**effort, "reasoning": {"effort": "high"}}, form])
         assert served.prompt.endswith("<think>")
         assert served.engine.requests[-1].sampling.grammar is not None
+        asked = {"format": form["text"]["format"]}
+        for text in ({"verbosity": "low"}, {}, {"format": None}):
+            update = {"type": "configuration_update", "text": text}
+            for fields in ({"input": [USER, update], "text": asked}, {"input": [USER, form, update]}):
+                answer = ask(client, **fields)
+                assert answer.text.format is not None
+                assert answer.text.format.type == "json_schema"
+                assert served.engine.requests[-1].sampling.grammar is not None
+        with pytest.raises(openai.BadRequestError, match="verbosity"):
+            ask(client, input=[USER, {"type": "configuration_update", "text": {"verbosity": "loud"}}])
         ask(
             client, input=[{"type": "configuration_update", "reasoning": {"effort": "of tomorrow"}, "text": None}, USER]
         )

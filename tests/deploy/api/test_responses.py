@@ -276,8 +276,9 @@ def test_the_store_is_bounded_in_bytes_and_time() -> None:
     store.keep("b", said, {})
     assert json.loads(store.conversation("a")) == said
     store.keep("c", said, {})
-    store.keep("too large", [{"role": "user", "content": "x" * 200}], {})
-    store.keep("too large a response", [], {"output": "x" * 200})
+    large: Any = [{"role": "user", "content": "x" * 200}]
+    store.keep("too large", large, {})
+    store.keep("too large a response", {"messages": [], "standing": []}, {"output": "x" * 200})
     known = [name for name in ("a", "b", "c", "too large", "too large a response") if name in store._kept]
     assert known == ["b", "c"]
     now[0] = 16

@@ -783,6 +783,17 @@ def test_attributes_of_deepseek_v32_have_their_types() -> None:
     check("deepseek_v32", text, "", [("get_weather", {"days": 3, "city": "4", "exact": True})])
 
 
+@pytest.mark.parametrize("value", ["3</invoke x", "3</｜DSML｜invoke>"])
+def test_a_tag_within_an_attribute_is_a_part_of_it(value: str) -> None:
+    end = "</｜DSML｜invoke>"
+    for text in (
+        f'<｜DSML｜invoke name="get_weather" days="{value}" city="Oslo">{end}',
+        f'<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="days" value="{value}"/>'
+        f'<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>{end}',
+    ):
+        check("deepseek_v32", text, "", [("get_weather", {"days": value, "city": "Oslo"})])
+
+
 WRAPPED = ['{"arguments": {"city": "Oslo"}}', '{ "parameters" :\n{"city": "Oslo"} }',
            '{"name": "get_weather", "arguments": {"city": "Oslo"}}',
            '{"arguments": "{\\"city\\": \\"Oslo\\"}"}']  # fmt: skip

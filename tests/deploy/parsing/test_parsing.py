@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from written_calls import CONTROL, MARKERS, WRITERS, Calls, Found, events_of, found, glm, parser
+from written_calls import CONTROL, MARKERS, TOOLS, WRITERS, Calls, Found, events_of, found, glm, parser
 
+from deploy.parsing import tagged_calls
 from deploy.parsing.assistant import AnswerParser
-from deploy.parsing.events import Arguments, CallBegin, CallBroken, Content, Reasoning
+from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Reasoning
 from deploy.parsing.json_object import JsonObject, State
 from deploy.parsing.reasoning import MOST_BLANK, ReasoningParser
 from deploy.parsing.registry import MARKERS as TOOL_MARKERS
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS, named_for, reasoning_parser_of, tool_parser_of
+from deploy.parsing.schema_types import as_json
 
 FORMATS = sorted(WRITERS)
 # No tag of any format: without escapes, none of the tagged formats can write its own end in a value.
@@ -313,6 +315,62 @@ def test_a_long_answer_costs_linear_time() -> None:
     one = parser(None, "deepseek_r1", "inside")
     for _ in range(100_000):
         one.push("\n\n\n\n")
+
+
+@pytest.mark.parametrize("name", ["glm", "hy_v4", "deepseek_v32"])
+@pytest.mark.parametrize("key", ["city", "days"])
+def test_text_behind_a_call_whose_value_lacks_a_tag_is_taken_as_it_comes(name: str, key: str) -> None:
+    """Else every piece has all of it searched anew."""
+    written = WRITERS[name]([("get_weather", {key: 5})])
+    for tag in ("", "<arg_value>", "</arg_value>", "</｜DSML｜parameter>"):
+        text = written.replace(tag, "") + "lorem ipsum " * 500
+        # Without the tag that begins the value no tag ends it either, as for a model that forgets both.
+        if tag == "<arg_value>":
+            text = text.replace("</arg_value>", "")
+        one = TOOL_PARSERS[name](TOOLS, str)
+        for place in range(0, len(text), 4):
+            one.push(text[place : place + 4])
+            assert len(one._rest) < 100, tag
+
+
+UNENDED = {
+    "glm": ("<tool_call>get_weather", "<arg_key>days</arg_key><arg_value>1", "</arg_value></tool_call>"),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls><｜DSML｜invoke name="get_weather">',
+        '<｜DSML｜parameter name="days" string="false">1',
+        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNENDED)
+def test_values_without_their_ends_are_read_again_a_few_times_at_most(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, argument, end = UNENDED[name]
+    tried = 0
+
+    def counted(text: str, *rest: Any) -> str:
+        nonlocal tried
+        tried += len(text)
+        return as_json(text, *rest)
+
+    monkeypatch.setattr(tagged_calls, "as_json", counted)
+    for count in (20, 4000):
+        tried = 0
+        text = begin + argument * count + end
+        answer = events_of(parser(name), [text])
+        assert [type(event) for event in answer] == [CallBegin, Arguments, CallEnd]
+        assert tried < 12 * len(text) + 2 * 64 * 1024
+    few = events_of(parser(name), [begin + argument * 20 + end])
+    assert [event.text for event in few if isinstance(event, Arguments)] == ["{" + ", ".join(['"days": 1'] * 20) + "}"]
+
+
+def test_what_is_read_again_is_content_once_where_the_call_breaks() -> None:
+    """What was taken back is not counted twice."""
+    text = "<tool_call>get_weather<arg_key>days</arg_key><arg_value>1<arg_key>a</arg_value>b<tool_call>"
+    for pieces in ([text], [*text]):
+        assert found(events_of(parser("glm"), pieces)).content == "get_weatherdays1ab"
 
 
 REASONED: list[tuple[str, Any, str, str, str]] = [

@@ -144,6 +144,18 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("extra", [{}, THINK])
+@pytest.mark.parametrize("asked", [[SYSTEM], [user("q"), SYSTEM], [user("q"), answer("a"), SYSTEM]])
+def test_history_is_what_was_generated_behind_a_system_message(
+    asked: list[dict[str, Any]], extra: dict[str, Any]
+) -> None:
+    """The answer stands in its own opening in the next turn, too, so that it is not taken for the system's words."""
+    prompt = render(asked, extra=extra)
+    said = answer("b", "hm" if extra else None)
+    goes_on = render([*asked, said, user("c")] if not extra else [*asked, said], extra=extra)
+    assert goes_on.startswith(f"{prompt}{'hm</think>' if extra else ''}b{END}")
+
+
 @pytest.mark.parametrize(("messages", "options", "prompt"), CHATS)
 def test_chats(messages: list[dict[str, Any]], options: dict[str, Any], prompt: str) -> None:
     assert render(messages, **options) == BEGIN + prompt

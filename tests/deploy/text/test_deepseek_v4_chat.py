@@ -78,12 +78,16 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     # An answer is opened behind a system message, and none stands within an answer.
     ([SYSTEM], {}, f"S{ASSISTANT}</think>"),
     ([SYSTEM], {"add_generation_prompt": False}, "S"),
-    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}aS{ASSISTANT}<think>"),
-    ([user("a"), SYSTEM, SYSTEM, answer("b")], {"add_generation_prompt": False}, f"{USER}aSS{ASSISTANT}</think>b{END}"),
+    ([user("a"), SYSTEM], {"extra": THINK}, f"{USER}a\n\nS{ASSISTANT}<think>"),
+    (
+        [user("a"), SYSTEM, SYSTEM, answer("b")],
+        {"add_generation_prompt": False},
+        f"{USER}a\n\nS\n\nS{ASSISTANT}</think>b{END}",
+    ),
     (
         [user("a"), SYSTEM, answer("b", "hm"), SYSTEM, user("c"), SYSTEM],
         {"extra": THINK},
-        f"{USER}aS{ASSISTANT}</think>b{END}S{USER}cS{ASSISTANT}<think>",
+        f"{USER}a\n\nS{ASSISTANT}</think>b{END}S{USER}c\n\nS{ASSISTANT}<think>",
     ),
     ([user("a"), answer("b")], {"extra": THINK}, f"{USER}a{ASSISTANT}<think></think>b{END}"),
     ([user("a"), answer("b"), answer("c")], {}, f"{USER}a{ASSISTANT}</think>b{END}c{END}"),
@@ -92,6 +96,18 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([{"role": "developer", "content": "S"}, user("hi")], {}, f"S{USER}hi{ASSISTANT}</think>"),
     ([result("a", "A"), user("b")], {}, f"{USER}<tool_result>A</tool_result>\n\nb{ASSISTANT}</think>"),
 ]
+
+
+@pytest.mark.parametrize("extra", [{}, THINK])
+@pytest.mark.parametrize("asked", [[SYSTEM], [user("q"), SYSTEM], [user("q"), answer("a"), SYSTEM]])
+def test_history_is_what_was_generated_behind_a_system_message(
+    asked: list[dict[str, Any]], extra: dict[str, Any]
+) -> None:
+    """The answer stands in its own opening in the next turn, too, so that it is not taken for the system's words."""
+    prompt = render(asked, extra=extra)
+    said = answer("b", "hm" if extra else None)
+    goes_on = render([*asked, said, user("c")] if not extra else [*asked, said], extra=extra)
+    assert goes_on.startswith(f"{prompt}{'hm</think>' if extra else ''}b{END}")
 
 
 @pytest.mark.parametrize(("messages", "options", "prompt"), CHATS)
