@@ -93,7 +93,8 @@ def _log2_of_one_and(x):
 def pair_weights(a, b):
     """Of the log2-sum-exp2 of two parts: whether the first is not the lesser, the weight of the lesser beside 1, the
     sum of both weights, and the log2-sum-exp2 of both parts."""
-    top = tl.maximum(a, b)
+    # NaN stays, or a part of it would have the weight of the other.
+    top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(tl.minimum(a, b) - tl.where(top == float("-inf"), 0.0, top))
     total = 1.0 + weight
     return a >= b, weight, total, top + _log2_of_one_and(weight)
