@@ -25,7 +25,8 @@ def attention_sink(out_THV: Tensor, lse_TH: Tensor, sink_H: Tensor) -> None:
 
     `out_THV`: attention's output, or what is linear in it; any floating dtype, a head's features side by side, tokens
     and heads may be strided. `lse_TH`: natural log-sum-exp of the scaled scores of all keys, fp32, contiguous; -inf of
-    a token without keys, whose output becomes 0. `sink_H`: fp32. Computed in fp32 and rounded once.
+    a token without keys, whose output is 0 and stays so; NaN in an output stays. `sink_H`: fp32. Computed
+    in fp32 and rounded once.
     """
     if out_THV.is_cuda:
         launch_attention_sink(out_THV, lse_TH, sink_H)
@@ -37,7 +38,7 @@ def attention_sink_reference(out_THV: Tensor, lse_TH: Tensor, sink_H: Tensor) ->
     """`attention_sink` in plain torch."""
     compute = torch.promote_types(out_THV.dtype, torch.float32)
     factor_TH1 = deterministic_math.sigmoid(lse_TH - sink_H).unsqueeze(-1)
-    out_THV.copy_(torch.where(factor_TH1 == 0, 0.0, out_THV.to(compute) * factor_TH1))
+    out_THV.copy_(out_THV.to(compute) * factor_TH1)
 
 
 def launch_attention_sink(out_THV: Tensor, lse_TH: Tensor, sink_H: Tensor) -> None:
@@ -77,7 +78,7 @@ def attention_sink_kernel(
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token and a block of the features of all of its heads. Without a key the output is 0, whatever it was."""
+    """One token and a block of the features of all of its heads."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HEADS * FEATURES
@@ -85,5 +86,5 @@ def attention_sink_kernel(
     found = tl.load(lse + token * HEADS + head, mask=inside, other=0.0)
     factor = tl.sigmoid(found - tl.load(sink + head, mask=inside, other=0.0))
     at = out + token * OUT_TOKEN + head * OUT_HEAD + feature
-    value = tl.where(factor == 0, 0.0, tl.load(at, mask=inside, other=0.0).to(tl.float32) * factor)
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * factor
     tl.store(at, value.to(out.dtype.element_ty), mask=inside)

@@ -30,6 +30,8 @@ from kernels import deterministic_math
 STRANDS: Final = 8
 """Strands of a row, all ranks together; so many ranks share out a cache at most."""
 
+_TWO_OVER_LN2 = tl.constexpr(2.8853900817779268)
+
 Part = tuple[Tensor, Tensor]
 """Output [X, L], and its log2-sum-exp2 [X], -inf where nothing was seen. Both in fp32 or wider."""
 
@@ -71,13 +73,31 @@ def merge_tree(parts: Sequence[Part]) -> Part:
 
 
 @triton.jit
+def _log2_of_one_and(x):
+    """log2(1 + x) of x in 0 ... 1, or NaN of NaN. The library's logarithm branches, and the threads of the exchange
+    between shards would come to the barrier behind it apart. The inverse hyperbolic tangent of x / (2 + x), which is
+    1 / 3 at most, by its series up to where fp32 ends."""
+    ratio = x / (2.0 + x)
+    square = ratio * ratio
+    series = tl.fma(square, 1.0 / 15.0, 1.0 / 13.0)
+    series = tl.fma(square, series, 1.0 / 11.0)
+    series = tl.fma(square, series, 1.0 / 9.0)
+    series = tl.fma(square, series, 1.0 / 7.0)
+    series = tl.fma(square, series, 1.0 / 5.0)
+    series = tl.fma(square, series, 1.0 / 3.0)
+    series = tl.fma(square, series, 1.0)
+    return ratio * _TWO_OVER_LN2 * series
+
+
+@triton.jit
 def pair_weights(a, b):
     """Of the log2-sum-exp2 of two parts: whether the first is not the lesser, the weight of the lesser beside 1, the
     sum of both weights, and the log2-sum-exp2 of both parts."""
-    top = tl.maximum(a, b)
+    # NaN stays, or a part of it would have the weight of the other.
+    top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(tl.minimum(a, b) - tl.where(top == float("-inf"), 0.0, top))
     total = 1.0 + weight
-    return a >= b, weight, total, top + tl.log2(total)
+    return a >= b, weight, total, top + _log2_of_one_and(weight)
 
 
 @triton.jit

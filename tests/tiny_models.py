@@ -145,6 +145,12 @@ fewer heads, some tokens score exactly 0, which all heads' products below 0 make
 attended to."""
 
 
+def random_tokens(count: int, seed: int, vocab: int) -> list[int]:
+    """Return `count` random token ids below `vocab`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+
 def write_tiny(folder: Path | str, kind: str = "v3", seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of `kind` to `folder` (made if need be) and return it. Weights are fp32.
 

@@ -96,6 +96,8 @@ def attend(
     ways = tiling.ways()
     if own is not None and entry.fp8 and tiling.path == "wide":
         raise ValueError("Hopper's kernel for wide blocks of FP8 entries does not take a shard's own entries")
+    if shape.invariant and entry.fp8 and tiling.path == "wide":
+        raise ValueError("Hopper's kernel for wide blocks of FP8 entries has no invariant mode: plan with fp8_tiling")
     for way in ways:
         blocks_and_ctas = (way.blocks(shape), way.ctas)
         tile = Tile(queries=way.block, tokens=way.tile)

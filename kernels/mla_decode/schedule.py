@@ -85,9 +85,11 @@ class DecodeShape:
     pages: int
     """Columns of the page table."""
     invariant: bool = False
+    shards: int = 1
+    """Ranks that the rows' pieces go round in invariant mode, of which this launch attends to one's."""
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.width, self.heads, self.latent, self.rope, self.pages) < 1:
+        if min(self.rows, self.width, self.heads, self.latent, self.rope, self.pages, self.shards) < 1:
             raise ValueError(f"all sizes must be positive: {self}")
 
     @property
@@ -157,7 +159,8 @@ class DecodeTiling:
     def slots(self, shape: DecodeShape) -> int:
         """Partial results the workspace must hold at the worst lengths."""
         if shape.invariant:
-            return shape.rows * -(-shape.pages * PAGE_TOKENS // self.unit)
+            pieces = -(-shape.pages * PAGE_TOKENS // self.unit)
+            return shape.rows * -(-pieces // shape.shards)
         return 2 * self.ctas
 
 

@@ -55,7 +55,7 @@ def fetch(
     while left > 0:
         tokens = gl.load(share.length + row)
         take, _begin, _end, _units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
         )
         if stop > start:
             pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
@@ -110,7 +110,7 @@ def attend_wide_fp8(
     ENTRY: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for FP8 entries of 512 latent features and 64 roped ones in bfloat16; four warps, the
-    others come on top. `q_half`, `q_rope`: see `wide.boxes`."""
+    others come on top. There is no invariant mode of it. `q_half`, `q_rope`: see `wide.boxes`."""
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -120,17 +120,17 @@ def attend_wide_fp8(
         length, length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
     )
     fetched, exchanged, ring, messages = wide_memory(2)
-    unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
+    unit, row_cost = SPLIT.unit, SPLIT.row_cost
     dependent, early = OVERLAP.dependent, OVERLAP.early
     gl.warp_specialize(
         [
             (
                 left_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, True),
+                (share, fetched, exchanged, ring, messages, unit, row_cost, False, dependent, early, True),
             ),
             (
                 right_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, True),
+                (share, fetched, exchanged, ring, messages, unit, row_cost, False, dependent, early, True),
             ),
             (
                 fetch,

@@ -17,7 +17,8 @@ from kernels.one_shot.words import EMPTY_WORD, SEND, numbers, packed, read_words
 from kernels.strands import pair_sum, pair_weights
 
 _LN2 = tl.constexpr(0.6931471805599453)
-# The library's logarithm branches, and threads would come to the barrier behind it apart.
+# The library's logarithm branches, and threads would come to the barrier behind it apart. That of `kernels.strands`
+# does not.
 _LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
 # As `SEND`, of one word, where the second operand is not 0. The three behind it stay empty: of four that are sent at
 # once, those might come after the first was taken.
@@ -126,9 +127,10 @@ def gather_shards(
 
 @triton.jit
 def _weighted(word, weight, FP32: tl.constexpr):
-    """The numbers of a word times their weight. Weight 0 takes nothing of them, whatever they are."""
+    """The numbers of a word times their weight. NaN stays, though its weight be 0: attention leaves a log-sum-exp of
+    -inf where all entries that a shard has of a row lie beside a NaN."""
     low, high = numbers(word, FP32)
-    return tl.where(weight != 0, low * weight, 0.0), tl.where(weight != 0, high * weight, 0.0)
+    return low * weight, high * weight
 
 
 @triton.jit

@@ -14,7 +14,8 @@ def merge_parts(out_DTHL: Tensor, lse_DTH: Tensor, into_THL: Tensor) -> Tensor:
     `into_THL`; returned is the log-sum-exp of all, [T, H]. They are balanced trees in the order of the shards, so all
     ranks have the same bits.
 
-    A part of log-sum-exp -inf counts for nothing, whatever its output holds; where all are, the result is 0.
+    A part of log-sum-exp -inf has output 0 and counts for nothing; where all are so, the result is 0. NaN in an output
+    stays, whatever the log-sum-exp.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     top_TH = lse_DTH.amax(0)
@@ -23,7 +24,7 @@ def merge_parts(out_DTHL: Tensor, lse_DTH: Tensor, into_THL: Tensor) -> Tensor:
     weight_DTH = torch.exp(lse_DTH - top_TH)
     weight_DTH1 = weight_DTH.unsqueeze(-1)
     total_TH = _tree_sum(weight_DTH)
-    sum_THL = _tree_sum(torch.where(weight_DTH1 != 0, weight_DTH1 * out_DTHL, 0.0))
+    sum_THL = _tree_sum(weight_DTH1 * out_DTHL)
     into_THL.copy_(sum_THL / total_TH.masked_fill(total_TH == 0, 1.0).unsqueeze(-1))
     return top_TH + torch.log(total_TH)
 

@@ -29,18 +29,21 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), invariant=True, **{**defaults, **settings})
 
 
-def generated(folder: Path, group: Group, **settings: Any) -> dict[str, Any]:
-    """What prompts around pages' borders give, and others with a common beginning, few of which fit at once. Pieces
-    have one page, so that rows have several on each rank."""
+def cut_small_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Let pieces have one page, so that rows have several on each rank."""
     for module in (page, placing, reference):
-        module.PIECE_PAGES = 1  # type: ignore[attr-defined]
+        patch.setattr(module, "PIECE_PAGES", 1)
+
+
+def generated(folder: Path, group: Group, **settings: Any) -> dict[str, Any]:
+    """What prompts around pages' borders give, and others with a common beginning, few of which fit at once."""
     rng = random.Random(8)
     shared = [rng.randrange(VOCAB) for _ in range(140)]
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 63, 65, 60, 129, 257)]
     prompts += [[*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 60)))] for _ in range(3)]
     logprobs = 2 if group.mesh.heads.first else -1  # others have none to give
     params = [
-        SamplingParams(150 if len(prompt) < 70 else 8, temperature=float(index % 2), seed=index, logprobs=logprobs)
+        SamplingParams(80 if len(prompt) < 70 else 8, temperature=float(index % 2), seed=index, logprobs=logprobs)
         for index, prompt in enumerate(prompts)
     ]
     engine = InlineEngine(config(folder, **settings), group=group)
@@ -58,6 +61,7 @@ def generated(folder: Path, group: Group, **settings: Any) -> dict[str, Any]:
 
 def rank_main(rank: int, folder: Path, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    cut_small_pieces(pytest.MonkeyPatch())  # for as long as this process lives
     made = config(folder / "model", **settings)
     at = f"file://{folder}/rendezvous{made.cache_shards}"
     group = Group.connect(made.mesh(rank), at, CPU, timeout_s=120)
@@ -78,10 +82,11 @@ def rank_main(rank: int, folder: Path, settings: dict[str, Any]) -> None:
     ],
 )
 def test_hits_preemptions_drafts_and_mixed_steps_change_no_bit(
-    tmp_path: Path, ranks: int, shards: tuple[int, ...], dtype: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, shards: tuple[int, ...], dtype: str
 ) -> None:
     """One rank has pages enough for all, and never preempts. Planted faults that this finds: owners of pages in their
     turns whatever their row; an owner without pages is passed over."""
+    cut_small_pieces(monkeypatch)
     folder = write_tiny(tmp_path / "model", "v3", seed=3)
     want = generated(folder, Group(), cache_pages=100, kv_cache_dtype=dtype)
     assert want["preemptions"] == 0

@@ -36,7 +36,7 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
 from workers.models.feed_forward import MixtureOfExperts
-from workers.proof.fixture_pool import FixturePool, pages_to_select
+from workers.proof.fixture_pool import FixturePool, FreePages, pages_to_select
 from workers.proof.masks import RandomMasks
 from workers.proof.plain import plain_logits
 from workers.proof.rows import Row
@@ -202,7 +202,7 @@ class SelfTest:
         former, free = self._fixture_pool.pages()
         return self._fixture_pool.fixture(self._rows(key, free), former)
 
-    def _rows(self, key: GraphKey, free: Sequence[int]) -> list[Row]:
+    def _rows(self, key: GraphKey, free: FreePages) -> list[Row]:
         """Draw as many live rows as slots and pages allow, one short of the bucket at times, with random lengths: short
         ones, those around a page's end, and long ones. Where attention is sparse the first is so long that it does not
         attend to everything, unless the step is a dense one: there all rows are short enough for that. Where an entry
@@ -219,7 +219,6 @@ class SelfTest:
         # One ends within the step, and not with its first token; in a step of one token with that or the next one.
         behind = 0 if not sizes else number(2, key.width) if key.width > 1 else number(1, 2)
         rows: list[Row] = []
-        used = 0
         for slot in slots[: max(1, key.rows - number(0, 1))]:
             kind = number(0, 3)
             length = (1, 1 + number(0, 5), PAGE_TOKENS - number(0, width), number(1, most))[kind]
@@ -230,16 +229,14 @@ class SelfTest:
             if not rows:
                 # A dense one's last page is nearly full.
                 beyond = longest - number(0, width) if key.dense else self._fixture_pool.beyond_selection(longest)
-            if beyond and pages_for(beyond + overshoot) <= len(free):
+            if beyond and free.fits(pages_for(beyond + overshoot)):
                 length = beyond if not sizes else _before_an_entry_ends(beyond, beyond, sizes[0], behind)
             need = pages_for(length + overshoot)
-            if used + need > len(free):
+            if not free.fits(need):
                 length, need = 1, 1
-                if used + need > len(free):
+                if not free.fits(need):
                     break
-            pages = tuple(free[used : used + need])
-            rows.append(Row(slot, length, length, length + key.width, key.width, key.drafts, pages))
-            used += need
+            rows.append(Row(slot, length, length, length + key.width, key.width, key.drafts, free.take(need)))
         return rows
 
     def _bucket(self, candidate: Candidate) -> BucketReport:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
 
-from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
+from kernels.page import NULL_PAGE, PAGE_TOKENS, PIECE_PAGES, Shards, pages_for
 from workers.proof.rows import Row
 from workers.proof.step_fixture import StepFixture
 from workers.protocol.plan import Admission, SamplingParams
@@ -33,6 +34,41 @@ def pages_to_select(parts: StepParts) -> int:
     return pages_for(least + _BEYOND + 4 * parts.width) if least else 0
 
 
+class FreePages:
+    """Pages that the rows of a fixture may take. In invariant mode rows' pieces go round the ranks that share out the
+    cache, as they do in service: attention has no memory for rows that lie otherwise."""
+
+    def __init__(self, pages: Sequence[int], shards: Shards, *, in_pieces: bool) -> None:
+        """`pages`: global ids, in the order in which they are taken. `in_pieces`: whether pieces go round `shards`."""
+        self._shards = shards if in_pieces else Shards()
+        self._of = [[page for page in pages if self._shards.owner(page) == one] for one in range(self._shards.count)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of))
+
+    def fits(self, count: int) -> bool:
+        """Whether a row of so many pages can be taken."""
+        return max(self._left_over(count)) >= 0
+
+    def most(self) -> int:
+        """Pages of the longest row that can be taken."""
+        return bisect_left(range(1, len(self) + 1), True, key=lambda count: not self.fits(count))
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Take the pages of a row; they must fit. It begins with the shard with which most is left of every one's."""
+        left = self._left_over(count)
+        assert max(left) >= 0, f"no row of {count} pages can be taken"
+        first = left.index(max(left))
+        owners = [(first + column // PIECE_PAGES) % self._shards.count for column in range(count)]
+        return tuple(self._of[owner].pop(0) for owner in owners)
+
+    def _left_over(self, count: int) -> list[int]:
+        """Of each shard with which a row of so many pages may begin: the fewest pages that are left of any one's."""
+        have, shards = list(map(len, self._of)), self._shards
+        needed = [shards.in_turns(first, 0, count) for first in range(shards.count)]
+        return [min(some - taken for some, taken in zip(have, one, strict=True)) for one in needed]
+
+
 class FixturePool:
     """Pool of memory for fixtures, which are set on it one after the other, by draws that are the same on every
     rank."""
@@ -41,10 +77,13 @@ class FixturePool:
         """`pages`: as many as the rows of one fixture may take, and one for former tenants. Equal seeds give equal
         fixtures on every rank. `granted`: global ids of the only pages that may be overwritten; None: all may."""
         self._parts = parts
+        self._in_pieces = parts.model.paths.invariant and parts.state.shards.count > 1
         self._host = torch.Generator().manual_seed(seed)
         self._noise = torch.Generator(parts.device).manual_seed(seed)
         # From the whole pool, so that large addresses occur; few, so that a CPU need not back all of it with memory.
         there = range(NULL_PAGE + 1, parts.state.shards.pages(parts.cache.pages)) if granted is None else granted
+        if self._in_pieces:  # of each shard its share of the rows' pieces
+            pages += PIECE_PAGES * parts.state.shards.count
         self._pool = random.Random(seed).sample(there, min(len(there), pages))
         if not self._pool:
             raise RuntimeError("the self-test needs a pool of at least 2 pages, the null page included")
@@ -67,11 +106,11 @@ class FixturePool:
         """The numbers below `count` in random order."""
         return torch.randperm(count, generator=self._host).tolist()
 
-    def pages(self) -> tuple[list[int], list[int]]:
+    def pages(self) -> tuple[list[int], FreePages]:
         """A former tenant's page, none where the pool has but one, and those that rows may take."""
         pool = [self._pool[index] for index in self.order(len(self._pool))]
         former = pool[:1] if len(pool) > 1 else []
-        return former, pool[len(former) :]
+        return former, FreePages(pool[len(former) :], self._parts.state.shards, in_pieces=self._in_pieces)
 
     def fixture(self, rows: Sequence[Row], former: Sequence[int]) -> StepFixture:
         """Write these rows to slots and cache."""

@@ -36,7 +36,7 @@ from workers.proof.decode_steps import (
     timed_runs,
     tolerance,
 )
-from workers.proof.fixture_pool import FixturePool, pages_to_select
+from workers.proof.fixture_pool import FixturePool, FreePages, pages_to_select
 from workers.proof.rows import Row
 from workers.proof.step_fixture import Outcome, StepFixture
 from workers.protocol.plan import PrefillRow, StepPlan
@@ -169,7 +169,7 @@ class SegmentProof:
         device = self._parts.device
         return Stage(self._parts, tokens, Scratch(device), Scratch(device))
 
-    def _plan(self, bucket: int, fixture_pool: FixturePool, free: list[int]) -> tuple[StepPlan, list[Row]]:
+    def _plan(self, bucket: int, fixture_pool: FixturePool, free: FreePages) -> tuple[StepPlan, list[Row]]:
         """A step of nearly `bucket` tokens, fewer where slots, pages or positions do not suffice. It takes its pages
         from `free`."""
         parts, width, number = self._parts, self._parts.width, fixture_pool.number
@@ -183,18 +183,17 @@ class SegmentProof:
         def take(start: int, cached: int, end: int, logits_rows: int) -> Row:
             need = pages_for(end + 2 * width)
             drafted = drafts if logits_rows else 0
-            row = Row(slots.pop(), start, cached, end, logits_rows, drafted, tuple(free[:need]))
-            del free[:need]
+            row = Row(slots.pop(), start, cached, end, logits_rows, drafted, free.take(need))
             rows.append(row)
             return row
 
         for _ in range(number(0, min(MOST_DECODE_ROWS, parts.state.slots - 1, (left - 1) // width))):
             length = number(1, min(MOST_CONTEXT, longest - width))
             beyond = 0 if rows else fixture_pool.beyond_selection(longest - width)
-            if beyond and pages_for(beyond + 3 * width) < len(free):
+            if beyond and pages_for(beyond + 3 * width) < free.most():
                 length = beyond
             # A page is left for the prefill row that every mixed step has.
-            if pages_for(length + 3 * width) < len(free):
+            if pages_for(length + 3 * width) < free.most():
                 take(length, length, length + width, width)
                 left -= width
         decode = tuple(row.slot for row in rows)
@@ -203,7 +202,7 @@ class SegmentProof:
             beyond = 0 if prefill else fixture_pool.beyond_selection(longest - 1)
             if beyond and (not rows or number(0, 1)):
                 start = beyond
-            room = min(longest, len(free) * PAGE_TOKENS - 2 * width)
+            room = min(longest, free.most() * PAGE_TOKENS - 2 * width)
             if start >= room:
                 start = 0
             # The last slot takes all that is left, and a chunk is long enough to fill a large bucket with few rows.

@@ -127,6 +127,8 @@ class SchedulerConfig:
             )
         if self.snapshot_tokens < 1 or self.snapshot_tokens % PAGE_TOKENS:
             raise ValueError(f"snapshot_tokens = {self.snapshot_tokens} is no multiple of a page's {PAGE_TOKENS}")
+        if self.snapshots and self.host_pages:
+            raise ValueError("host_pages keeps no snapshots, behind which alone these prompts can begin: give 0 of one")
         if self.disk_pages and not self.host_pages:
             raise ValueError("disk_pages lie behind host memory, and host_pages is 0: give some, or no disk")
         if (self.pages - 1) % self.cache_shards:

@@ -225,11 +225,29 @@ class PrefixCache:
                 cached.append(entry)
             elif entry.parent is not parent or entry.tokens != packed:
                 break  # a key collided: nothing behind it can be cached while the other is
-            else:
+            elif not self._put_in_place(row, entry):
                 row.duplicates = True
             row.chain.append(entry)
         # What continues a new entry is new, too.
         self._summary.add(cached, len(row.chain) - len(cached) + 1)
+
+    def _put_in_place(self, row: RowPages, entry: Entry) -> bool:
+        """Give an entry the row's own page in place of one that no prompt finds, because it lies elsewhere than what it
+        continues has it, if the row's own lies there: or all who come behind would compute it. Return whether it did.
+        """
+        index, pool = len(row.chain), self._pool
+        if not index or pool.fits_behind(row.chain[0].page, index, entry.page):
+            return False
+        page = row.pages[index]
+        if not pool.fits_behind(row.chain[0].page, index, page):
+            return False
+        del self._of_page[entry.page]
+        if self._unheld.pop(entry.page, None) is not None:
+            pool.free(entry.page)
+        # Who still has the old page has other rows' entries before it, too: `duplicates` says so already.
+        entry.page, entry.sound = page, False
+        self._of_page[page] = entry
+        return True
 
     def vouch(self, row: RowPages, first: int = 0, unread: int | None = None) -> None:
         """The row has sampled from finite logits: so the complete pages that it reads, from its `first` on, are. It has

@@ -76,6 +76,10 @@ class Case:
 
     @property
     def shape(self) -> DecodeShape:
+        return self.shape_of(1)
+
+    def shape_of(self, shards: int) -> DecodeShape:
+        """The launch's, of one of so many shards in invariant mode."""
         return DecodeShape(
             rows=len(self.lengths),
             width=self.width,
@@ -84,13 +88,14 @@ class Case:
             rope=self.rope,
             pages=self.tensors["table"].shape[1],
             invariant=self.invariant,
+            shards=shards,
         )
 
-    def workspace(self, tiling: DecodeTiling) -> Workspace:
+    def workspace(self, tiling: DecodeTiling, shards: int = 1) -> Workspace:
         """A workspace full of NaN and huge numbers."""
-        size = Workspace.bytes(self.shape, tiling, self.dtype)
-        buffer = torch.full((size,), 255, dtype=torch.uint8, device=self.device)
-        return Workspace.over(buffer, self.shape, tiling, self.dtype)
+        shape = self.shape_of(shards)
+        buffer = torch.full((Workspace.bytes(shape, tiling, self.dtype),), 255, dtype=torch.uint8, device=self.device)
+        return Workspace.over(buffer, shape, tiling, self.dtype)
 
     def run(self, tiling: DecodeTiling, workspace: Workspace | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of the kernels."""

@@ -16,6 +16,7 @@ from kernels.mla_decode import launch, mla_decode  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling  # noqa: E402
 from kernels.own_entries import OwnEntries, own_entries  # noqa: E402
 from kernels.page import NULL_PAGE, PAGE_TOKENS, Shards, pages_for  # noqa: E402
+from kernels.shard_exchange.reference import merge_parts  # noqa: E402
 from kernels.strands import merge_tree  # noqa: E402
 
 LATENT, ROPE, HEADS, SCALE = 32, 16, 3, 0.2
@@ -124,6 +125,20 @@ def test_the_first_entry_is_left_out_on_its_shard_alone(lengths: list[int], coun
 @PATHS
 def test_any_shards_may_have_a_rows_pages(triton: bool) -> None:
     Sharded([700, 300, 65], 3, 4, in_turn=False).check(triton)
+
+
+@PATHS
+def test_a_row_with_a_nan_stays_non_finite_and_no_other(triton: bool) -> None:
+    """One entry of the first row holds NaN, which takes all that its shard has of it. A planted fault that this finds:
+    weight 0 takes nothing of a part, and attention leaves a log-sum-exp of -inf beside NaN."""
+    case = Sharded([100, 130], 1, 2)
+    page = int(case.table[0, 0])
+    case.caches[(page - 1) % 2, -(-page // 2), 7] = torch.nan
+    out, lse = (torch.stack(parts) for parts in zip(*(case.shard(index, triton) for index in range(2)), strict=True))
+    merged = torch.full(out.shape[1:], 7.0)
+    merge_parts(out.flatten(1, 2), lse.flatten(1, 2), merged.view(2, HEADS, LATENT))
+    assert merged[0].isnan().all()
+    torch.testing.assert_close(merged[1].double(), case.whole()[0][1], atol=2e-5, rtol=1e-5)
 
 
 def test_one_shard_has_the_bits_of_the_whole_cache() -> None:

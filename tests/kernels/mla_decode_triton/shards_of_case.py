@@ -76,7 +76,7 @@ def run_invariant_shards(case: Case, tiling: DecodeTiling, count: int) -> tuple[
         shards = Shards(count, index)
         own = OwnEntries.allocate(rows, case.width, columns, partial(torch.empty, device=t["q"].device))
         own_entries(t["table"], t["length"], own, shards, first=case.first)
-        workspace = case.workspace(tiling)
+        workspace = case.workspace(tiling, count)
         out = torch.full_like(t["out"], torch.nan, dtype=torch.float32)
         lse = torch.full_like(t["lse"], torch.nan)
         launch.schedule(own.length_R, own.page_RP, workspace)

@@ -1,9 +1,12 @@
-"""Workspaces of all tilings in the memory of the largest."""
+"""Workspaces of all tilings in the memory of the largest, and those that are refused."""
 
 import pytest
 import torch
+from decode_case import Case
 
-from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling
+from kernels.mla_decode import launch
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, wide_fp8_tiling
+from kernels.own_entries import OwnEntries
 
 
 def test_workspaces_lie_over_one_buffer() -> None:
@@ -43,3 +46,20 @@ def test_which_kernel_serves_which_shape(rows: int, width: int, heads: int, inva
     assert tiling.path == path
     assert tiling.blocks(shape) * tiling.ctas <= 132  # all at once on a device of as many multiprocessors
     assert (tiling.short > 0) == (path == "either")
+
+
+@pytest.mark.parametrize(
+    ("own", "invariant", "why"),
+    [
+        (True, False, "does not take a shard's own entries"),
+        (False, True, "has no invariant mode: plan with fp8_tiling"),
+    ],
+)
+def test_wide_blocks_of_fp8_entries_are_refused_where_they_would_write_wrong_results(
+    own: bool, invariant: bool, why: str
+) -> None:
+    case = Case([70], 1, 64, 512, 64, torch.bfloat16, fp8=True, invariant=invariant)
+    t, part = case.tensors, OwnEntries.allocate(1, 1, case.tensors["table"].shape[1], torch.zeros) if own else None
+    tensors = t["q"], t["cache"], t["table"], t["length"], t["out"], t["lse"]
+    with pytest.raises(ValueError, match=why):
+        launch.attend(*tensors, case.workspace(wide_fp8_tiling(case.shape, 3)), scale=case.scale, own=part)

@@ -14,6 +14,8 @@ from kernels import shard_exchange
 from kernels.mla_decode.strands import merge_strands
 from kernels.one_shot.words import EMPTY
 from kernels.shard_exchange import Inbox, gather_shards, launch, merge_shards
+from kernels.shard_exchange.reference import merge_parts
+from kernels.strands import merge_tree
 from tests.support.ptx import emulated
 
 LANES = 4
@@ -106,8 +108,7 @@ def merged(part_SDHL: Tensor, lse_SDH: Tensor) -> Tensor:
 @DTYPES
 @pytest.mark.parametrize("count", COUNTS)
 def test_heads_come_to_their_shard_and_are_weighted(count: int, dtype: torch.dtype) -> None:
-    """Planted faults that this finds: log-sum-exps to the base of 2; -inf less -inf; 0 times what an empty shard has
-    left; another head's part."""
+    """Planted faults that this finds: log-sum-exps to the base of 2; -inf less -inf; another head's part."""
     every, random = AllShards(count), torch.Generator().manual_seed(count)
     for tokens, heads, latent in ((1, 1, 8), (3, 2, 24), (5, 4, 64), (10, 3, 512)):
         part = torch.randn(count, tokens, count, heads, latent, generator=random).to(dtype)
@@ -115,7 +116,7 @@ def test_heads_come_to_their_shard_and_are_weighted(count: int, dtype: torch.dty
         empty = torch.rand(lse.shape, generator=random) < 0.4
         empty[:, 0, :, 0] = True
         lse.masked_fill_(empty, -torch.inf)
-        part.masked_fill_(empty.unsqueeze(-1), torch.nan)
+        part.masked_fill_(empty.unsqueeze(-1), 0.0)
         seen: list[Tensor] = []
         totals: list[Tensor] = []
         drawn = part, lse, seen, totals
@@ -188,20 +189,33 @@ def test_strands_are_merged_with_the_bits_of_one_rank(count: int) -> None:
         torch.testing.assert_close(total.double(), natural.double().logsumexp(0), atol=1e-5, rtol=1e-5)
 
 
-def test_non_finite_rows_stay_so() -> None:
+@pytest.mark.parametrize("tree", [False, True])
+def test_non_finite_rows_stay_so(tree: bool) -> None:
+    """Whether it is the log-sum-exp that says so, or the output alone, as attention leaves them where all that a shard
+    has of a row lies beside a NaN; and of no other row. Planted faults that this finds: weight 0 takes nothing,
+    whatever it weights; the larger of a number and NaN is the number."""
     every = AllShards(2)
-    part, lse = torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 1)
+    part, lse = torch.randn(2, 4, 2, 1, 8), torch.randn(2, 4, 2, 1)
     lse[1, 0] = torch.nan
+    lse[1, 1], part[1, 1] = -torch.inf, torch.nan
+    lse[:, 2], part[:, 2], part[0, 2, :, 0, 3] = -torch.inf, 0.0, torch.nan
     outs: list[Tensor] = []
 
     def call(index: int, inbox: Inbox) -> None:
-        outs.append(torch.zeros(2, 1, 8))
-        merge_shards(part[index], lse[index], inbox, outs[-1], torch.zeros(2, 1))
+        outs.append(torch.zeros(4, 1, 8))
+        merge_shards(part[index], lse[index], inbox, outs[-1], torch.zeros(4, 1), tree=tree)
 
     every.in_turns(call)
-    for out in outs[2:]:
-        assert bool(out[0].isnan().all())
-        assert bool(out[1].isfinite().all())
+    for index, out in enumerate(outs[2:]):
+        in_torch = torch.zeros(4, 1, 8)
+        if tree:
+            in_torch = merge_tree(list(zip(part[:, :, index], lse[:, :, index], strict=True)))[0]
+        else:
+            merge_parts(part[:, :, index], lse[:, :, index], in_torch)
+        for found in (out, in_torch):
+            assert bool(found[:2].isnan().all())
+            assert found[2, 0].isnan().tolist() == [column == 3 for column in range(8)]
+            assert bool(found[3].isfinite().all())
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -40,3 +40,24 @@ def test_exchanges(shards: int, dtype: torch.dtype) -> None:
         assert takes == shards - 1
         assert "LDG.E.128.STRONG.SYS" in machine_code(kernel)
         assert "STG.E.128.STRONG.SYS" in machine_code(kernel)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_the_tree_adds_no_branch(shards: int) -> None:
+    """Behind one of the merge's own, threads of a warp would come to the barrier apart, and all ranks might wait for
+    ever. A planted fault that this finds: the library's logarithm."""
+    own = torch.empty(64, dtype=torch.uint8)
+    inbox = Inbox.of(own, [own.data_ptr()] * shards, 0)
+    found: dict[bool, list[tuple[int, int, int]]] = {}
+    for tree in (False, True):
+        with compile_only() as compiled:
+            for tokens in (1, 100):
+                part, out = torch.empty(tokens, shards, 16, 512), torch.empty(tokens, 16, 512)
+                lse = torch.empty(tokens, shards, 16)
+                merge_shards(part, lse, inbox, out, torch.empty(tokens, 16), tree=tree, dependent=True)
+        kernels = {kernel.hash: kernel for kernel in compiled}.values()
+        assert len(kernels) == 2
+        code = [(kernel.asm["ptx"], machine_code(kernel)) for kernel in kernels]
+        found[tree] = [(ptx.count(" bra "), sass.count(" BRA "), sass.count(" BSSY")) for ptx, sass in code]
+        assert all(min(counts) > 0 for counts in found[tree])
+    assert found[True] == found[False]

@@ -162,7 +162,9 @@ class Sink(_Tensors):
     def __post_init__(self) -> None:
         wide = (self.random(self.tokens, self.heads, self.before + self.features) * 3).to(self.device)
         lse = (self.random(self.tokens, self.heads).float() * 5).to(self.device)
-        lse[0], wide[0] = -torch.inf, torch.nan
+        # A token without keys, and in one place what attention leaves where all keys had NaN in them.
+        lse[0], wide[0, ..., : self.before], wide[0, ..., self.before :] = -torch.inf, torch.nan, 0.0
+        wide[0, 0, self.before] = torch.nan
         sink = (self.random(self.heads).float() * 5).to(self.device)
         self.keep(out=wide, lse=lse, sink=sink)
         self.outputs = ["out"]
@@ -176,7 +178,12 @@ class Sink(_Tensors):
         exp = self.wide("lse").exp()
         want = self.wide("out") * (exp / (exp + self.wide("sink").exp())).unsqueeze(-1)
         want[0] = 0.0
-        close(self.tensors["out"][..., self.before :], want[..., self.before :])
+        out = self.tensors["out"][..., self.before :]
+        assert out[0, 0, 0].isnan()
+        close(
+            out.masked_fill(out.isnan() & self.inputs["out"][..., self.before :].isnan(), 0.0),
+            want[..., self.before :].nan_to_num(),
+        )
         left = self.tensors["out"][..., : self.before]
         assert torch.equal(left.nan_to_num(7), self.inputs["out"][..., : self.before].nan_to_num(7))
 

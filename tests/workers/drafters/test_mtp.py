@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import load_oracle, random_tokens
+from oracle import load_oracle
 from paged import Paged, load_fp32
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, add_draft_tables, write_tiny
+from tiny_models import VOCAB, add_draft_tables, random_tokens, write_tiny
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DeepseekV3ForCausalLM

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import load_oracle, random_tokens
+from oracle import load_oracle
 from paged import Paged, load_fp32
 from safetensors.torch import load_file
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from tests.workers.harness import InlineEngine

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import load_oracle, oracle_logits, random_tokens
+from oracle import load_oracle, oracle_logits
 from paged import Paged, load_fp32
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 
 TOKENS = random_tokens(70, 11, VOCAB)
 NAMES = {

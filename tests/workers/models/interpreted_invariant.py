@@ -9,9 +9,8 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from oracle import random_tokens  # noqa: E402
 from paged import ALONE, CPU, Paged  # noqa: E402
-from tiny_models import VOCAB, write_tiny  # noqa: E402
+from tiny_models import VOCAB, random_tokens, write_tiny  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels import mla_decode  # noqa: E402

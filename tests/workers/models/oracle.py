@@ -77,8 +77,3 @@ def oracle_logits(model: Any, tokens: list[int]) -> Tensor:
     """Logits after every token, [T, vocabulary]."""
     logits: Tensor = model(torch.tensor([tokens], device=model.device)).logits[0]
     return logits
-
-
-def random_tokens(count: int, seed: int, vocab: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab, (count,), generator=generator).tolist()

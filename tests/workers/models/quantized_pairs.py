@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oracle import random_tokens
 from paged import Paged
 from quantized_checkpoints import FP8_NAMES, HYV4_NAMES, INT4_NAMES, quantize
 from safetensors.torch import save_file
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from workers.models.model import Model

@@ -13,7 +13,7 @@ from workers.models.batch import Batch, PrefillBatch
 from workers.protocol.plan import BatchLayout
 
 
-def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> ChunkRows:
+def rows_of(start: list[int], count: list[int], heads: int, pages: int, shards: int = 1) -> ChunkRows:
     table = torch.arange(len(start) * pages, dtype=torch.int32).view(-1, pages)
     batch = Batch(
         BatchLayout(1, 0, tuple(count), (True,) * len(count)),
@@ -22,7 +22,7 @@ def rows_of(start: list[int], count: list[int], heads: int, pages: int) -> Chunk
         None,
         PrefillBatch(tuple(start), tuple(count), table),
     )
-    rows = ChunkRows.of(batch, heads)
+    rows = ChunkRows.of(batch, heads, shards)
     assert rows is not None
     return rows
 
@@ -51,7 +51,7 @@ def need(rows: ChunkRows, heads: int) -> int:
     """Bytes, of latents of 512 + 64 features in bf16."""
     counts = [len(decode.length_R) for _, decode in rows.parts()]
     assert max(counts) == counts[0]
-    shape = DecodeShape(counts[0], rows.width, heads, 512, 64, rows.page_RP.shape[1], invariant=True)
+    shape = DecodeShape(counts[0], rows.width, heads, 512, 64, rows.page_RP.shape[1], True, rows.shards)
     workspace = Workspace.bytes(shape, hopper_tiling(shape, 132), torch.bfloat16)
     return 2 * heads * (len(rows.token_U) * 320 + shape.rows * shape.width * 1090) + workspace
 
@@ -60,12 +60,33 @@ def need(rows: ChunkRows, heads: int) -> int:
 @given(
     chunks=chunks,
     heads=st.sampled_from([4, 16, 64, 128]),
+    shards=st.sampled_from([1, 2, 8]),
     spare=st.tuples(st.integers(0, 500), st.integers(0, 60), st.integers(0, 2000)),
 )
 def test_none_needs_more_memory_than_the_largest(
-    chunks: list[tuple[int, int]], heads: int, spare: tuple[int, int, int]
+    chunks: list[tuple[int, int]], heads: int, shards: int, spare: tuple[int, int, int]
 ) -> None:
     start, count = [a for a, _ in chunks], [b for _, b in chunks]
     tokens, rows, pages = sum(count) + spare[0], len(count) + spare[1], 80 + spare[2]
-    largest = ChunkRows.largest(tokens, rows, pages, heads, torch.device("cpu"))
-    assert need(rows_of(start, count, heads, pages), heads) <= max(need(some, heads) for some in largest)
+    largest = ChunkRows.largest(tokens, rows, pages, heads, torch.device("cpu"), shards)
+    assert need(rows_of(start, count, heads, pages, shards), heads) <= max(need(some, heads) for some in largest)
+
+
+@settings(max_examples=50)
+@given(chunks=chunks, shards=st.sampled_from([1, 2, 4, 8]), pages=st.integers(80, 3000))
+def test_shards_have_partial_results_of_their_own_pieces_alone(
+    chunks: list[tuple[int, int]], shards: int, pages: int
+) -> None:
+    """With D shards a rank has one in D of a row's pieces, and so takes D times as many rows at once."""
+    rows = rows_of([start for start, _ in chunks], [count for _, count in chunks], 128, pages, shards)
+    _, first = rows.parts()[0]
+    columns = rows.page_RP.shape[1]
+    shape = DecodeShape(len(first.length_R), rows.width, 128, 512, 64, columns, invariant=True, shards=shards)
+    most = max(sum(own) for own in zip(*_pieces_of_shards(columns, shards), strict=True))
+    assert hopper_tiling(shape, 132).slots(shape) == len(first.length_R) * most
+    assert len(first.length_R) == min(512, len(rows.length_R), 2048 // (1 << (most - 1).bit_length()))
+
+
+def _pieces_of_shards(pages: int, shards: int) -> list[list[int]]:
+    """Whether each piece of a row of so many pages is each shard's, counted one by one; the first shard begins."""
+    return [[int(piece % shards == shard) for shard in range(shards)] for piece in range(-(-pages // 8))]

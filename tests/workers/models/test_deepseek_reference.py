@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import load_oracle, oracle_logits, random_tokens
+from oracle import load_oracle, oracle_logits
 from paged import ALONE, CPU, Paged, Step, load_fp32
 from quantized_pairs import CHECKPOINTS, checkpoints
-from tiny_models import KINDS, SPARSE_KINDS, VOCAB, write_tiny
+from tiny_models import KINDS, SPARSE_KINDS, VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from kernels.latent_entry import entries

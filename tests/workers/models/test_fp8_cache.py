@@ -15,10 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import random_tokens
 from paged import ALONE, CPU, Paged, Step
 from rounded_latents import latents_rounded
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from workers.families import load_model

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged
 from rank_processes import run_ranks
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from workers.config import DEMO_MODEL

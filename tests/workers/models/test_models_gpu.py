@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged, load_fp32
 from random_model import V2_LITE_HEADS, random_model
-from tiny_models import KINDS, VOCAB, write_tiny
+from tiny_models import KINDS, VOCAB, random_tokens, write_tiny
 
 from kernels.runtime.repeat import Repeat, nothing_repeated
 from workers.models.attention import expanded

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged
 from random_model import V2_LITE_HEADS, random_model
+from tiny_models import random_tokens
 
 from kernels.runtime.repeat import Layers, Repeat
 from workers.models import segments

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import load_oracle, random_tokens
+from oracle import load_oracle
 from paged import ALONE, CPU, Paged, Step
-from tiny_models import SCALED, VOCAB, write_tiny
+from tiny_models import SCALED, VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from workers.families import load_model

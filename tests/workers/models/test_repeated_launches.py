@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged
 from random_model import V2_LITE_HEADS, random_model
+from tiny_models import random_tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction

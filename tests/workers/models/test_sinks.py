@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import ALONE, CPU, Paged
 from test_deepseek_reference import TOLERANCE, far, fed, plainly, served
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 
 from workers.families import load_model
 from workers.models.attention import expanded

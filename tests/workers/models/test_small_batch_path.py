@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import random_tokens
 from paged import CPU, Paged, load_fp32
 from rank_processes import run_ranks
-from tiny_models import KINDS, VOCAB, write_tiny
+from tiny_models import KINDS, VOCAB, random_tokens, write_tiny
 
 from kernels import pending_norm
 from kernels.pending_norm import PendingNorm

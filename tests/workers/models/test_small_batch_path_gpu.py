@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import ALONE, Paged, load_fp32
 from random_model import V2_LITE_HEADS, decode_step, random_model
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 
 from kernels.linear import MOST_STREAMED
 from kernels.runtime.dependent import launches_dependently

@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import random_tokens
 from paged import ALONE, CPU, Paged
 from rounded_latents import latents_rounded
 from safetensors.torch import load_file, save_file
-from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from tiny_models import SPARSE_KINDS, VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from workers.cache.spec import IndexSpec, LatentSpec

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged
 from random_model import V2_LITE_HEADS, random_model
-from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from tiny_models import SPARSE_KINDS, VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from kernels.runtime.repeat import nothing_repeated

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged
 from rank_processes import run_ranks
-from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from tiny_models import SPARSE_KINDS, VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from workers.families import load_model

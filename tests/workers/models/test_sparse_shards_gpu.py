@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_tokens
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB, random_tokens, write_tiny
 
 from workers.config import EngineConfig
 from workers.processes.client import EngineClient

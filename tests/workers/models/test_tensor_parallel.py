@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import random_tokens
 from paged import CPU, Paged, greedy, load_fp32
 from rank_processes import run_ranks
 from rounded_latents import latents_rounded
-from tiny_models import VOCAB, add_draft_tables, write_tiny
+from tiny_models import VOCAB, add_draft_tables, random_tokens, write_tiny
 
 from workers.families import load_model
 from workers.parallel.group import Group

@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import random_tokens
 from paged import ALONE, CPU, Paged
-from tiny_models import SPARSE_KINDS, VOCAB, write_tiny
+from tiny_models import SPARSE_KINDS, VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
 from kernels.gather_context import gather_context

@@ -155,6 +155,74 @@ def test_a_hit_ends_before_a_page_that_another_rows_pieces_have_elsewhere() -> N
     assert owners(row, 2) == owners(first, 2)[:8] + [owners(second, 2)[0]] * 4
 
 
+def a_tail_that_no_prompt_finds() -> tuple[PrefixCache, Tokens, RowPages, RowPages]:
+    """A row of 8 pages, and one of the same prompt with 4 pages more, which lie elsewhere than the cycle of the first
+    row's has them."""
+    cache = PrefixCache(PagePool(2 * 40 + 1, 2, in_pieces=True))
+    ids = Tokens(Prompt.of(range(64 * 12)))
+    first, second = cache.open([], 8), cache.open([], 12)
+    cache.register(first, ids, 8)
+    cache.register(second, ids, 12)
+    assert len(cache.match(ids, ids.keys(), 12)) == 8
+    return cache, ids, first, second
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "unheld"])
+def test_a_tail_that_lies_elsewhere_is_replaced_once_it_is_computed_again(held: bool) -> None:
+    """Or all who come behind would compute it, for as long as they keep its pages from being evicted. What nobody has
+    any more of the old pages is free, and who vouched for these has not vouched for the new ones."""
+    cache, ids, first, second = a_tail_that_no_prompt_finds()
+    cache.vouch(second)
+    old = second.pages[8:]
+    if not held:
+        cache.close(second)
+    third = cache.open(cache.match(ids, ids.keys(), 12), 12)
+    cache.register(third, ids, 12)
+    found = cache.match(ids, ids.keys(), 12)
+    assert [entry.page for entry in found] == third.pages
+    assert cache.cached == 12
+    assert not any(entry.sound for entry in found[8:])
+    assert not any(map(cache.is_cached, old))
+    cache.vouch(third)
+    assert all(entry.sound for entry in found)
+    for row in (first, second, third):
+        cache.close(row)
+    assert cache.free == 80 - 12
+    assert cache.available == 80
+    assert [entry.page for entry in cache.match(ids, ids.keys(), 12)] == [entry.page for entry in found]
+    cache.close(cache.open([], 80))
+    assert cache.cached == 0
+
+
+def test_pages_that_lie_elsewhere_take_no_place() -> None:
+    """A row that begins with another owner leaves entries that are found as they are."""
+    cache = PrefixCache(PagePool(2 * 40 + 1, 2, in_pieces=True))
+    ids = Tokens(Prompt.of(range(64 * 12)))
+    first, second = cache.open([], 12), cache.open([], 12)
+    assert owners(first, 2)[0] != owners(second, 2)[0]
+    for row in (first, second):
+        cache.register(row, ids, 12)
+    assert [entry.page for entry in cache.match(ids, ids.keys(), 12)] == first.pages
+
+
+def test_a_prompt_is_computed_anew_but_once_where_two_rows_began_with_different_owners() -> None:
+    """The second asks for the logprobs of its prompt, and so takes no cached page."""
+    replica = Replica(config(pages=2 * 30 + 1, cache_shards=2, in_pieces=True, max_context=1024, token_budget=2048))
+    prompt = tokens(64 * 12 + 5, seed=1)
+    replica.add("short", prompt[: 64 * 8 + 1], max_tokens=90)
+    replica.step()
+    replica.add("whole", prompt, max_tokens=2, prompt_logprobs=0)
+    hits = []
+    for name in range(4):
+        for _ in range(5):
+            replica.step()
+        replica.add(f"{name}", prompt, max_tokens=2)
+    replica.run()
+    replica.check_tokens()
+    hits = [replica.outputs[f"{name}"][0].cached_tokens for name in range(4)]
+    assert hits == [64 * 8] + [64 * 12] * 3
+
+
 def test_pages_that_cannot_be_shared_out_evenly_are_refused() -> None:
     with pytest.raises(ValueError, match="pages = 100: all but the null page are shared out evenly over 2 ranks"):
         SchedulerConfig(slots=1, pages=100, max_context=100, token_budget=8, width=1, queue_limit=1, cache_shards=2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from workload import config
+
 from workers.scheduler.prefix_summary import Entry
 from workers.scheduler.snapshots import Snapshots
 
@@ -61,3 +64,9 @@ def test_the_first_of_two_stays() -> None:
     assert made(snapshots, entry) == -1
     assert snapshots.use(entry).number == first
     assert snapshots.take() is not None
+
+
+def test_host_memory_keeps_no_snapshots() -> None:
+    """Pages would be loaded for prompts that cannot begin with them."""
+    with pytest.raises(ValueError, match="host_pages keeps no snapshots"):
+        config(snapshots=2, host_pages=8)

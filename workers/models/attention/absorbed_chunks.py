@@ -42,6 +42,8 @@ class ChunkRows(Geometry):
     reads."""
 
     width: int
+    shards: int
+    """Ranks that the rows' pieces go round."""
     token_U: Tensor
     """int64: the prefill token of every query."""
     place_T: Tensor
@@ -51,8 +53,9 @@ class ChunkRows(Geometry):
     page_RP: Tensor
 
     @staticmethod
-    def of(batch: Batch, heads: int) -> ChunkRows | None:
-        """The prefill rows of `batch`, or None when it has none."""
+    def of(batch: Batch, heads: int, shards: int = 1) -> ChunkRows | None:
+        """The prefill rows of `batch`, or None when it has none. `heads`: of all `shards`, which a rank attends with to
+        its own entries."""
         prefill = batch.prefill
         if prefill is None or not prefill.count:
             return None
@@ -74,6 +77,7 @@ class ChunkRows(Geometry):
         pages = prefill.page_NP[:, : pages_for(max(length))]
         return ChunkRows(
             width,
+            shards,
             on_device(token, torch.int64, device),
             on_device(place, torch.int64, device),
             on_device(length, torch.int32, device),
@@ -81,7 +85,9 @@ class ChunkRows(Geometry):
         )
 
     @staticmethod
-    def largest(tokens: int, rows: int, pages: int, heads: int, device: torch.device) -> list[ChunkRows]:
+    def largest(
+        tokens: int, rows: int, pages: int, heads: int, device: torch.device, shards: int = 1
+    ) -> list[ChunkRows]:
         """Return instances of which one needs as much memory as any with this number of tokens, chunks and pages.
         Nothing attends by them.
 
@@ -92,10 +98,10 @@ class ChunkRows(Geometry):
         token_U = torch.zeros(count * width, dtype=torch.int64, device=device)
         place_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         length_R = torch.zeros(count, dtype=torch.int32, device=device)
-        unit = INVARIANT_SPLIT // PAGE_TOKENS
+        unit = shards * INVARIANT_SPLIT // PAGE_TOKENS
         powers = [unit << power for power in range((-(-pages // unit)).bit_length())]
         return [
-            ChunkRows(width, token_U, place_T, length_R, length_R.new_zeros(count, columns))
+            ChunkRows(width, shards, token_U, place_T, length_R, length_R.new_zeros(count, columns))
             for columns in sorted({min(columns, pages) for columns in (*powers, pages)})
         ]
 
@@ -106,8 +112,8 @@ class ChunkRows(Geometry):
 
     def parts(self) -> list[tuple[slice, DecodeBatch]]:
         """Slices of the queries with their rows, none larger than the first: partial results of long contexts stay
-        bounded."""
-        pieces = -(-self.page_RP.shape[1] * PAGE_TOKENS // INVARIANT_SPLIT)
+        bounded. A shard has but its share of the pieces."""
+        pieces = -(-self.page_RP.shape[1] * PAGE_TOKENS // (self.shards * INVARIANT_SPLIT))
         pieces = 1 << (pieces - 1).bit_length()
         step = max(1, min(ROWS, PIECES // pieces))
         return [

@@ -54,6 +54,7 @@ def plan_rows(
     shape = DecodeShape(
         *(rows.length_R.shape[0], width, shards * heads.count, heads.latent, heads.rope, rows.page_RP.shape[1]),
         invariant=heads.invariant,
+        shards=shards if heads.invariant else 1,
     )
     own, dtype = rows.own, heads.norm_L.dtype
     if own is None:

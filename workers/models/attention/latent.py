@@ -180,14 +180,14 @@ class LatentAttention:
         """Return the positions of the prefill rows, for all layers. In invariant mode they are computed as decode rows
         are."""
         if self.heads.invariant:
-            return ChunkRows.of(batch, self.shards * self.heads.count)
+            return ChunkRows.of(batch, self.shards * self.heads.count, self.shards)
         return PrefillGeometry.of(batch)
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
         """Return geometries of this number of tokens, rows and pages per row, of which one needs as much memory as
         any."""
         if self.heads.invariant:
-            return ChunkRows.largest(tokens, rows, pages, self.shards * self.heads.count, device)
+            return ChunkRows.largest(tokens, rows, pages, self.shards * self.heads.count, device, self.shards)
         return [PrefillGeometry.largest(tokens, rows, device)]
 
     def allocate_projected(self, ops: LayerOps[N], tokens: int, scratch: Scratch) -> MlaInputs:
