@@ -271,7 +271,7 @@ class ReplicaProcesses:
         """Wait until the processes of this node that were killed have ended, and given back what they had of the memory
         of GPUs and node, but no longer than so many seconds. Return whether they have."""
         deadline = time.monotonic() + limit_s
-        while any(_runs(pid) for pid in self._local_pids):
+        while any(runs(pid) for pid in self._local_pids):
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(0.01)
@@ -290,15 +290,19 @@ class ReplicaProcesses:
             remove_sockets(self._addresses)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Whether any thread of a process has not ended yet: until then it may have memory of a GPU, and write to it. One
-    whose parent has not heard of its end has nothing any more."""
+    whose parent has not heard of its end has nothing any more. Where the system does not say, it is taken to run."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
+    except OSError:  # no descriptor is left, for instance
+        return True
     try:
-        return not select.select([descriptor], [], [], 0.0)[0]
+        ended = select.poll()  # select(2) takes no descriptor above 1,023, and each stream of a front has one
+        ended.register(descriptor, select.POLLIN)
+        return not ended.poll(0)
     finally:
         os.close(descriptor)
 
