@@ -235,13 +235,15 @@ class ReplicaProcesses:
 
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int = 0) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself.
-        `waiting`: streams that wait for them."""
+        `waiting`: streams that wait for them. OSError where they stand by and there is no weight keeper."""
         # Ranks load together or not at all, and those of other nodes would find nothing kept.
         keeper = None
         if self.folder is not None:
             try:
                 keeper = self._keeper()
             except OSError:
+                if self._role == "standby":
+                    raise  # what it would share is kept there
                 logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
         few = self._config.graphs_at_start == "few" and self._role != "standby"  # for which nobody waits
         first = waiting if few else None

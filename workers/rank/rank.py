@@ -144,6 +144,9 @@ class Rank:
         """Report of the self-test on all ranks, of what was proven at the start; None if it did not run."""
         self.captures: Captures | None = None
         """Where there are graphs that are still to be captured."""
+        standing_by = role == "standby"
+        if standing_by and keeper is None:  # before anything is loaded, which would be there twice
+            raise RuntimeError("an engine that stands by shares what a weight keeper has, and there is none")
         if config.cache_shards == "auto":
             config = config.shared_out(group.mesh.shards.count)
         config_of_model = load_config(config.folder)
@@ -157,7 +160,6 @@ class Rank:
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
             tiers = config.host_cache_bytes > 0
             eagle3 = read_eagle3(draft_folder, config_of_model, group.mesh, host_memory=tiers)
-        standing_by = role == "standby"
         kept = None if keeper is None else KeptWeights(keeper, group, device, progress, required=standing_by)
         model = load_model(
             config.folder,
@@ -239,7 +241,7 @@ class Rank:
             if progress and group.mesh.world.first:
                 progress(f"{price / 2**30:.2f} GiB of each GPU are left for an engine that stands by")
         if standing_by:
-            assert self._held is not None, "an engine that stands by shares what a weight keeper has"
+            assert self._held is not None
             serving = self._held.serving()
             own_pages, context = serving.pages, serving.context
         else:

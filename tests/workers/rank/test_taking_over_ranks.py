@@ -15,6 +15,7 @@ from workers.config import EngineConfig
 from workers.memory.keeper import KeeperClient, WeightKeeper
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.plan import SamplingParams
+from workers.rank import rank
 from workers.rank.runner import PlanError
 from workers.scheduler import Scheduler
 from workers.step.slots import SlotState
@@ -124,6 +125,15 @@ def test_a_scheduler_that_goes_on_from_a_rehearsal_is_refused_and_would_be_wrong
         run(standby, "b", prompt)
         assert logprobs(standby, "b") != pytest.approx(logprobs(standby, "a"), abs=1e-3)
     assert serving.replica.ready.pages == PAGES
+
+
+def test_without_a_weight_keeper_it_loads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        pytest.fail("weights are loaded, which are there already")
+
+    monkeypatch.setattr(rank, "load_model", loaded)
+    with pytest.raises(RuntimeError, match="shares what a weight keeper has, and there is none"):
+        InlineEngine(settings(folder), role="standby")
 
 
 def test_it_stands_by_for_its_like_alone(folder: Path, keeper: Path) -> None:
