@@ -161,7 +161,7 @@ class ReplicaProcesses:
         stand by: they reserve nothing, and get the devices of those that they take the place of."""
         self._keeper, self._seats = keeper, {seat.bundle: seat for seat in seats}
         hot = config.health.standby == "hot"
-        self._role: Role = ("standby" if seats else "succeeded") if hot else "alone"
+        self._role: Role = ("standby" if seats else "primary") if hot else "alone"
         self._config, self._log, self._labels = config.engine, config.log, labels
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None

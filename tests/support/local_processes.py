@@ -63,7 +63,7 @@ class LocalFront:
         """`hot`: whether an engine is to stand by. The other arguments: see `HotStandby`."""
         self._settings, self._hot = settings, hot
         self.keeper = WeightKeeper()
-        self.current = self.make("succeeded" if hot else "alone")
+        self.current = self.make("primary" if hot else "alone")
         self.made: list[LocalProcesses] = []
         """All that were to stand by."""
         self.told: list[str] = []
@@ -116,7 +116,7 @@ class LocalFront:
         if taken is not None:
             self.current, client = taken
             return client
-        self.current = self.make("succeeded" if self._hot else "alone")
+        self.current = self.make("primary" if self._hot else "alone")
         return await self._start()
 
     async def stands_by(self) -> None:

@@ -136,7 +136,7 @@ def failing_main(settings: EngineConfig, rank: int, *given: Any) -> None:
             raise ValueError("the cause")
         return launch_step(runner, plan)
 
-    if "succeeded" in given and rank == settings.tensor_parallel - 1:
+    if "primary" in given and rank == settings.tensor_parallel - 1:
         setattr(Runner, "launch", fail)  # noqa: B010
     worker_main(settings, rank, *given)
 

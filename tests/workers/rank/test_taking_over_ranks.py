@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.tiny_models import write_tiny
 from tests.workers.harness import InlineEngine
+from tests.workers.test_deepseek_v4_engine import expected as expected_v4
+from tests.workers.test_deepseek_v4_engine import prompts as prompts_v4
 from tests.workers.test_engine import engine, random_prompts
+from workers.cache.paged import PagedCache
+from workers.cache.snapshots import RingSnapshots
 from workers.config import EngineConfig
 from workers.memory.keeper import KeeperClient, WeightKeeper
+from workers.models.attention import sparse_rows
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.plan import SamplingParams
 from workers.rank import rank
@@ -27,6 +35,12 @@ PAGES = 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("v3"), "v3", seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder_v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config, model = tiny_v4(seed=1)
+    return write_v4(tmp_path_factory.mktemp("v4"), config, published_v4(model))
 
 
 @pytest.fixture
@@ -59,15 +73,16 @@ def logprobs(made: InlineEngine, name: str) -> list[float]:
 
 
 def untouched(made: InlineEngine) -> bool:
-    """Whether no page has anything, and no slot a page."""
-    tables = made.runner.parts.state.tensors.page_SP
-    return not any(bool(layer.any()) for layer in made.runner.parts.cache.layers) and not bool(tables.any())
+    """Whether no page, ring of a slot or snapshot has anything, and no slot a page."""
+    cache, tables = made.runner.parts.cache, made.runner.parts.state.tensors.page_SP
+    kept = [] if cache.snapshots is None else cache.snapshots._kept
+    return not any(bool(tensor.any()) for tensor in (*cache.layers, *cache.rings, *kept, tables))
 
 
 def test_it_has_all_pages_and_nothing_in_them(folder: Path, keeper: Path) -> None:
     prompts = [long_prompt(), *random_prompts(1, 150, seed=5)]
     expected = engine(folder, width=1).generate(prompts, [DRAWN] * 2)
-    serving = InlineEngine(settings(folder, selftest=True), keeper=keeper, role="succeeded")
+    serving = InlineEngine(settings(folder, selftest=True), keeper=keeper, role="primary")
     assert [run(serving, str(number), prompt) for number, prompt in enumerate(prompts)] == expected
     standby = InlineEngine(settings(folder, selftest=True), keeper=keeper, role="standby")
     assert standby.replica.ready.pages < serving.replica.ready.pages == PAGES
@@ -87,13 +102,68 @@ def test_it_has_all_pages_and_nothing_in_them(folder: Path, keeper: Path) -> Non
     assert [run(standby, f"b{number}", prompt) for number, prompt in enumerate(prompts)] == expected
 
 
+@pytest.mark.parametrize("fault", [None, "rings", "snapshots"])
+def test_rings_of_slots_and_snapshots_are_empty_too(
+    folder_v4: Path, keeper: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    """DeepSeek V4 keeps something beside its pages, which no memory of the other engine has. Planted: it stays."""
+    few = {"cache_pages": 40, "max_rows": 4, "token_budget": 256, "max_context": 300, "width": 1}
+    (prompt,) = prompts_v4(150, seed=6)
+    greedy = SamplingParams(8, temperature=0.0)
+    wanted = expected_v4(tuple(prompt), 8)
+
+    def run_twice(made: InlineEngine) -> int:
+        """The second time from a snapshot on. The number of its cached tokens."""
+        before = made.scheduler.stats().cached_tokens
+        assert made.generate([prompt], greedy) == made.generate([prompt], greedy) == [wanted]
+        return made.scheduler.stats().cached_tokens - before
+
+    serving = InlineEngine(settings(folder_v4, **few, selftest=True), keeper=keeper, role="primary")
+    assert run_twice(serving) == 128
+    standby = InlineEngine(settings(folder_v4, **few, selftest=True), keeper=keeper, role="standby")
+    assert standby.replica.ready.pages < serving.replica.ready.pages
+    assert run_twice(standby) == 128  # rehearsals
+    assert standby.runner.parts.cache.snapshots is not None
+    if fault == "snapshots":
+        monkeypatch.setattr(RingSnapshots, "clear", lambda self: None)
+    elif fault == "rings":
+        monkeypatch.setattr(PagedCache, "clear_slots", lambda self: self.snapshots.clear())
+    ready = standby.replica.take_over()
+    assert ready == serving.replica.ready
+    assert untouched(standby) is (fault is None)
+    if fault is None:
+        standby.scheduler = Scheduler(scheduler_config(settings(folder_v4, **few), ready))
+        assert run_twice(standby) == 128
+
+
+def test_what_stands_by_for_a_sparse_model_proves_steps_that_select(
+    tmp_path: Path, keeper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though rows of so many tokens take more pages than it would have for rehearsals."""
+    top_k = 260
+    folder = write_tiny(tmp_path, "glm5", seed=3, index_topk=top_k, num_hidden_layers=3)
+    few = {"cache_pages": 60, "max_rows": 3, "token_budget": 64, "max_context": 480, "selftest": True}
+    serving = InlineEngine(settings(folder, **few), keeper=keeper, role="primary")
+    longest: list[int] = []
+    honest = sparse_rows.select_positions
+
+    def noting(score_TN: Tensor, bound_T: Tensor, *rest: Any, **options: Any) -> None:
+        longest.append(int(bound_T.max()))
+        honest(score_TN, bound_T, *rest, **options)
+
+    monkeypatch.setattr(sparse_rows, "select_positions", noting)
+    standby = InlineEngine(settings(folder, **few), keeper=keeper, role="standby")
+    assert standby.replica.ready.pages < serving.replica.ready.pages
+    assert sum(length > top_k for length in longest) >= len(longest) / 3
+
+
 @pytest.mark.parametrize("fault", ["contents", "tables"])
 def test_what_is_left_of_either_would_be_found(
     folder: Path, keeper: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Planted: memory that is not emptied, and tables that are not cleared."""
     prompt = long_prompt()
-    serving = InlineEngine(settings(folder), keeper=keeper, role="succeeded")
+    serving = InlineEngine(settings(folder), keeper=keeper, role="primary")
     run(serving, "a", prompt)
     standby = InlineEngine(settings(folder), keeper=keeper, role="standby")
     run(standby, "a", prompt)
@@ -112,7 +182,7 @@ def test_a_scheduler_that_goes_on_from_a_rehearsal_is_refused_and_would_be_wrong
     """Planted: it believes that pages of the prompt are still cached."""
     prompt = long_prompt()
     [expected] = engine(folder, width=1).generate([prompt], [DRAWN])
-    serving = InlineEngine(settings(folder), keeper=keeper, role="succeeded")
+    serving = InlineEngine(settings(folder), keeper=keeper, role="primary")
     standby = InlineEngine(settings(folder), keeper=keeper, role="standby")
     assert run(standby, "a", prompt) == expected
     steps = standby.runner._steps
@@ -139,7 +209,7 @@ def test_without_a_weight_keeper_it_loads_nothing(folder: Path, monkeypatch: pyt
 def test_it_stands_by_for_its_like_alone(folder: Path, keeper: Path) -> None:
     with pytest.raises(RuntimeError, match="the weights that serve cannot be used: they are not kept on every rank"):
         InlineEngine(settings(folder), keeper=keeper, role="standby")
-    serving = InlineEngine(settings(folder), keeper=keeper, role="succeeded")
+    serving = InlineEngine(settings(folder), keeper=keeper, role="primary")
     with pytest.raises(RuntimeError, match="no cache of an engine that serves: it is not kept"):
         InlineEngine(settings(folder, max_rows=11), keeper=keeper, role="standby")
     with pytest.raises(RuntimeError, match="the weights that serve cannot be used"):
