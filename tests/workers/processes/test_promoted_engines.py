@@ -83,6 +83,7 @@ def kill_at(token: int, made: LocalFront, victim: str) -> Callable[[int], None]:
         ("rank 0", {}),
         pytest.param("rank 1", {"tensor_parallel": 2}, marks=pytest.mark.soak),
         pytest.param("rank 1", {"tensor_parallel": 2, "cache_shards": 2}, marks=pytest.mark.soak),
+        pytest.param("rank 1", {"tensor_parallel": 2, "cache_shards": 2, "invariant": True}, marks=pytest.mark.soak),
         pytest.param("scheduler", {"prefix_cache": False}, marks=pytest.mark.soak),
     ],
 )

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from kernels import page
+from kernels.mla_decode import reference
 from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
+from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
 from tests.workers.harness import InlineEngine
 from tests.workers.test_deepseek_v4_engine import expected as expected_v4
@@ -21,11 +26,12 @@ from workers.cache.snapshots import RingSnapshots
 from workers.config import EngineConfig
 from workers.memory.keeper import KeeperClient, WeightKeeper
 from workers.models.attention import sparse_rows
+from workers.parallel.group import Group
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.plan import SamplingParams
 from workers.rank import rank
 from workers.rank.runner import PlanError
-from workers.scheduler import Scheduler
+from workers.scheduler import Scheduler, pages
 from workers.step.slots import SlotState
 
 DRAWN = SamplingParams(40, temperature=1.0, seed=5, logprobs=1)
@@ -100,6 +106,59 @@ def test_it_has_all_pages_and_nothing_in_them(folder: Path, keeper: Path) -> Non
     assert [layer.data_ptr() for layer in standby.runner.parts.cache.layers] == places
     standby.scheduler = Scheduler(scheduler_config(settings(folder), ready))
     assert [run(standby, f"b{number}", prompt) for number, prompt in enumerate(prompts)] == expected
+
+
+def prompts_of_shards() -> list[list[int]]:
+    """Two that begin with the same two pages, and one more."""
+    return [long_prompt(), [*long_prompt(), 5, 6], *random_prompts(1, 100, seed=5)]
+
+
+GREEDY = SamplingParams(10, temperature=0.0)
+
+
+def rank_main(number: int, folder: Path, keeper: Path) -> None:
+    """Be one of two ranks that share out a cache in invariant mode, and whose schedulers make the same plans. Leave
+    what the engine that serves gives, and what the promoted one does."""
+    torch.set_num_threads(1)
+    for module in (page, pages, reference):
+        module.PIECE_PAGES = 1  # type: ignore[attr-defined]  # rows have several on each rank
+    shared = {"tensor_parallel": 2, "cache_shards": 2, "invariant": True, "max_context": 450}
+    made = settings(folder / "model", **shared)
+    greedy = replace(GREEDY, logprobs=1 if number == 0 else -1)
+    group = Group.connect(made.mesh(number), f"file://{folder}/rendezvous", torch.device("cpu"), timeout_s=120)
+
+    def given(run: InlineEngine) -> tuple[list[list[int]], list[float], int]:
+        run.finished.clear()
+        tokens = run.generate(prompts_of_shards(), greedy)
+        return (
+            tokens,
+            [each for name in run.finished for each in logprobs(run, name)],
+            run.scheduler.stats().cached_tokens,
+        )
+
+    try:
+        served = given(InlineEngine(made, group=group, keeper=keeper, role="primary"))
+        run = InlineEngine(made, group=group, keeper=keeper, role="standby")
+        run.generate([[7, 8]], greedy)  # a rehearsal
+        few = run.replica.ready.pages
+        run.scheduler = Scheduler(scheduler_config(made, run.replica.take_over()))
+        assert few < run.scheduler.config.pages == 2 * (PAGES - 1) + 1
+        torch.save((served, given(run)), folder / f"{number}.pt")
+    finally:
+        group.close()
+
+
+@pytest.mark.long
+def test_ranks_that_share_out_a_cache_take_over_in_invariant_mode(tmp_path: Path, keeper: Path) -> None:
+    """A promoted scheduler deals pieces of rows out as another one does, and no bit is another."""
+    expected = engine(write_tiny(tmp_path / "model", "v3", seed=3), width=1).generate(prompts_of_shards(), GREEDY)
+    run_ranks(rank_main, 2, tmp_path, keeper)
+    for number in range(2):
+        served, promoted = torch.load(tmp_path / f"{number}.pt", weights_only=False)
+        assert promoted == served
+        assert served[0] == expected
+        assert len(served[1]) == (30 if number == 0 else 0)
+        assert served[2] > 0  # pages that two prompts share
 
 
 @pytest.mark.parametrize("fault", [None, "rings", "snapshots"])
