@@ -51,11 +51,12 @@ class WeightKeeper:
     def lacks(self, slots: Sequence[str]) -> str:
         """Why not all of these slots have something, and will have nothing before somebody hands it in anew; empty
         where they do. Waits for an answer: not for an event loop. OSError where the process lives and gives none."""
-        if self._process is None or self._folder is None:
+        process, folder = self._process, self._folder  # another thread may start the next one meanwhile
+        if process is None or folder is None:
             return "no weight keeper could be started"
-        if self._process.poll() is not None:
+        if process.poll() is not None:
             return "the weight keeper has ended"
-        there = KeeperClient(self._folder / _SOCKET).slots()
+        there = KeeperClient(folder / _SOCKET).slots()
         missing = [slot for slot in slots if slot not in there]
         return f"the weight keeper has nothing of {', '.join(missing)}" if missing else ""
 

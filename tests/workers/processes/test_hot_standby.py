@@ -192,15 +192,19 @@ async def test_there_are_never_two(monkeypatch: pytest.MonkeyPatch, planted: boo
 
 
 async def test_one_that_dies_or_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_standby, "REHEARSAL_LIMIT_S", 0.3)
     async with world(monkeypatch, rehearsal_s=0.02) as (made, serving):
         made.standby.begin()
         await until(lambda: made.standby.ready)
         made.made[1].client.fail("rank 0 was ended by SIGKILL")
         assert not made.standby.ready
         await until(lambda: len(made.made) == 3 and made.standby.ready)
-        made.made[2].answers = False
-        await until(lambda: len(made.made) == 4 and made.standby.ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(hot_standby, "REHEARSAL_LIMIT_S", 0.3)
+            rehearsals = made.made[2].rehearsals
+            await until(lambda: made.made[2].rehearsals >= rehearsals + 2)  # one has begun with that limit
+            made.made[2].answers = False
+            await until(lambda: len(made.made) == 4)
+        await until(lambda: made.standby.ready)
         assert [one.ended for one in made.made] == [False, True, True, False]
         assert made.told[1].startswith("no engine stands by: rank 0 was ended by SIGKILL; another one is started in ")
         assert made.told[3].startswith("no engine stands by: TimeoutError; ")
@@ -364,8 +368,10 @@ async def test_none_is_started_while_requests_wait(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("why", ["starts", "dead", "silent", "dead ones live"])
 async def test_where_it_cannot_take_over_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """Above all not while a process of the dead engine may still write to the cache."""
-    monkeypatch.setattr(hot_standby, "TAKE_OVER_S", 0.2)
-    monkeypatch.setattr(hot_standby, "GONE_S", 0.2)
+    if why == "silent":
+        monkeypatch.setattr(hot_standby, "TAKE_OVER_S", 0.2)
+    elif why == "dead ones live":
+        monkeypatch.setattr(hot_standby, "GONE_S", 0.2)
     async with world(monkeypatch) as (made, serving):
         if why == "starts":
             made.ready = None  # type: ignore[assignment]
@@ -380,7 +386,7 @@ async def test_where_it_cannot_take_over_nothing_is_left_of_it(monkeypatch: pyte
         elif why == "dead ones live":
             serving.may_end.clear()
         assert await made.standby.take_over(serving) is None
-        assert second.ended
+        await until(lambda: second.ended)
         assert serving.killed
         assert second.taken_over == 0
         assert not made.standby.ready
