@@ -161,7 +161,7 @@ class ReplicaProcesses:
         stand by: they reserve nothing, and get the devices of those that they take the place of."""
         self._keeper, self._seats = keeper, {seat.bundle: seat for seat in seats}
         hot = config.health.standby == "hot"
-        self._role: Role = ("standby" if seats else "succeeded") if hot else "alone"
+        self._role: Role = ("standby" if seats else "primary") if hot else "alone"
         self._config, self._log, self._labels = config.engine, config.log, labels
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None
@@ -235,13 +235,15 @@ class ReplicaProcesses:
 
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int = 0) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself.
-        `waiting`: streams that wait for them."""
+        `waiting`: streams that wait for them. OSError where they stand by and there is no weight keeper."""
         # Ranks load together or not at all, and those of other nodes would find nothing kept.
         keeper = None
         if self.folder is not None:
             try:
                 keeper = self._keeper()
             except OSError:
+                if self._role == "standby":
+                    raise  # what it would share is kept there
                 logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
         few = self._config.graphs_at_start == "few" and self._role != "standby"  # for which nobody waits
         first = waiting if few else None
@@ -271,7 +273,7 @@ class ReplicaProcesses:
         """Wait until the processes of this node that were killed have ended, and given back what they had of the memory
         of GPUs and node, but no longer than so many seconds. Return whether they have."""
         deadline = time.monotonic() + limit_s
-        while any(_runs(pid) for pid in self._local_pids):
+        while any(runs(pid) for pid in self._local_pids):
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(0.01)
@@ -290,15 +292,19 @@ class ReplicaProcesses:
             remove_sockets(self._addresses)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Whether any thread of a process has not ended yet: until then it may have memory of a GPU, and write to it. One
-    whose parent has not heard of its end has nothing any more."""
+    whose parent has not heard of its end has nothing any more. Where the system does not say, it is taken to run."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
+    except OSError:  # no descriptor is left, for instance
+        return True
     try:
-        return not select.select([descriptor], [], [], 0.0)[0]
+        ended = select.poll()  # select(2) takes no descriptor above 1,023, and each stream of a front has one
+        ended.register(descriptor, select.POLLIN)
+        return not ended.poll(0)
     finally:
         os.close(descriptor)
 

@@ -32,7 +32,7 @@ from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
-from deploy.serve.standby import StandbyProcesses
+from deploy.serve.standby import Standby
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
 from deploy.serve.watchdog_process import BEAT_S
@@ -42,7 +42,6 @@ from deploy.text.tokenizer import Tokenizer
 from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
-from workers.processes.hot_standby import HotStandby
 from workers.protocol.front import Engine, EngineFault
 from workers.rank.start_times import StartTimes
 
@@ -150,9 +149,7 @@ class EngineReplica:
         self._keeper = WeightKeeper() if config.engine.keep_weights and config.health.patience_s > 0 else None
         keeper = self._keeper.path if self._keeper is not None else lambda: None
         self._new_processes = partial(self.processes_class, config, group, labels, keeper)
-        self._hot: HotStandby[StandbyProcesses] | None = None
-        self._standby: ReplicaProcesses | None = None
-        self._standing_by: asyncio.Task[None] | None = None
+        self._standby: Standby | None = None
         self._restart = ""
         self.processes = self._new_processes()
         try:
@@ -175,8 +172,8 @@ class EngineReplica:
         gc.collect()
         gc.freeze()
         self._serving = True
-        if config.health.standby == "hot":
-            self._hot = self.live.standby = self._hot_standby()
+        self._standby = self._what_stands_by(self.watchdog)
+        self.live.standby = self._standby.hot
         self.live.serving(self.engine)
         if self.key_status_store is not None:
             self.key_status_store.serving(self.engine)
@@ -186,7 +183,7 @@ class EngineReplica:
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.status_store.say("serving")
-        self._let_others_stand_by()
+        self._standby.begin()
         placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
         logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
 
@@ -235,14 +232,17 @@ class EngineReplica:
         serve."""
         if not self._serving:
             raise EngineFault("the replica is ending")
+        assert self._standby is not None
         begin = time.monotonic()
-        if self._hot is not None and (taken := await self._hot.take_over(self.processes)) is not None:
-            self.processes, client = taken[0].processes, taken[1]
+        if (taken := await self._standby.take_over(self.processes)) is not None:
+            self.processes, client = taken
             self._restart = f"the engine that stood by took over in {time.monotonic() - begin:.1f} s"
             return client
         self.processes.kill()
         await self.processes.gone(MEMORY_FREED_S)
-        standby, self._standby = self._standby, None
+        if not self._serving:
+            raise EngineFault("the replica is ending")
+        standby = self._standby.imported()
         self.processes = standby or self._new_processes()
         try:
             client = await self._start_processes()
@@ -280,7 +280,8 @@ class EngineReplica:
         logger.info("engine serves again", extra={logs.FIELDS: fields})
         self.live.serving(self.engine)
         self.status_store.say(f"serving again after {seconds:.1f} s: {self._restart}")
-        self._let_others_stand_by()
+        assert self._standby is not None
+        self._standby.begin()
 
     def _ended(self, client: EngineClient, cause: str, told: bool) -> None:
         """A process of the replica ended. If it `told` its scheduler why, that cause is on its way: wait for it."""
@@ -299,66 +300,30 @@ class EngineReplica:
                 self._forgetting.cancel()
             note_fault(cause)
             self.processes.kill()
-            self._dismiss_standby()  # the weight keeper ends with this process, and frees weights meanwhile
+            if self._standby is not None:
+                self._standby.kill()  # the weight keeper ends with this process, and frees weights meanwhile
         finally:
             # Whatever failed, this process ends and is replaced. Counted from here: all of the above kept the loop, and
             # the streams' events wait for it.
             asyncio.get_running_loop().call_later(self.config.health.flush_s, os._exit, 1)
 
-    def _let_others_stand_by(self) -> None:
-        """Start processes for the next time that the engine dies, where the settings ask for them."""
-        if self._hot is not None:
-            self._hot.begin()
-        if self.config.health.standby == "imported" and self.config.health.patience_s > 0:
-            self._standby = self._new_processes(seats=self.processes.placements)
-            self._standing_by = asyncio.ensure_future(self._stand_by(self._standby))
-
-    def _hot_standby(self) -> HotStandby[StandbyProcesses]:
-        """What keeps a second engine standing by."""
-        assert self.watchdog is not None
-        watchdog = self.watchdog
-
-        def make() -> StandbyProcesses:
-            processes = self._new_processes(seats=self.processes.placements)
-            return StandbyProcesses(processes, self.config, self._ended, watchdog.remove_at_end)
-
+    def _what_stands_by(self, watchdog: StreamWatchdog) -> Standby:
         def serving() -> EngineClient | None:
             return None if self.engine is None else self.engine.serving
 
-        made = HotStandby(make, serving, self.config.engine.start_timeout_s)
-        made.on_change.append(self.status_store.say)
-        made.on_change.append(lambda line: logger.info(line))
-        made.on_progress.append(lambda line: logger.debug("standby: %s", line))
-        return made
-
-    async def _stand_by(self, standby: ReplicaProcesses) -> None:
-        try:
-            await standby.stand_by()
-            logger.info("processes stand by")
-        except ray.exceptions.RayError:
-            logger.warning("no processes stand by", exc_info=True)
-            standby.kill()
-            if self._standby is standby:
-                self._standby = None
-
-    def _dismiss_standby(self) -> None:
-        """End processes that stand by."""
-        if self._standing_by is not None:
-            self._standing_by.cancel()
-        if self._standby is not None:
-            self._standby.kill()
-        if self._hot is not None:
-            self._hot.kill()
+        told = self._ended, watchdog.remove_at_end, self.status_store.say
+        return Standby(self.config, self._new_processes, lambda: self.processes, serving, self._keeper, *told)
 
     def _let_go(self) -> None:
         """End what is there for the next time that the engine dies."""
-        self._dismiss_standby()
+        if self._standby is not None:
+            self._standby.kill()
         if self._keeper is not None:
             self._keeper.close()
 
     async def _report(self, engine: FailoverEngine) -> None:
         while True:
-            self.metrics.report(engine.down or None, standby=self._hot is not None and self._hot.ready)
+            self.metrics.report(engine.down or None, standby=self._standby is not None and self._standby.ready)
             await asyncio.sleep(self.config.metrics_period_s)
 
     async def _beat(self, watchdog: StreamWatchdog) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workers.config import EngineConfig
-from workers.memory.keeper import WeightKeeper
+from workers.memory.keeper import WeightKeeper, cache_slot
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine
 from workers.processes.hot_standby import HotStandby
@@ -63,7 +63,7 @@ class LocalFront:
         """`hot`: whether an engine is to stand by. The other arguments: see `HotStandby`."""
         self._settings, self._hot = settings, hot
         self.keeper = WeightKeeper()
-        self.current = self.make("succeeded" if hot else "alone")
+        self.current = self.make("primary" if hot else "alone")
         self.made: list[LocalProcesses] = []
         """All that were to stand by."""
         self.told: list[str] = []
@@ -74,7 +74,7 @@ class LocalFront:
         """Called with processes that are about to be started to stand by."""
         self.engine: FailoverEngine | None = None
         times = {"rehearsal_s": rehearsal_s, "backoff_s": 0.1, "calm_s": calm_s}
-        self.standby = HotStandby(self._next, self._serving, START_S, **times)
+        self.standby = HotStandby(self._next, self._serving, self._unshared, START_S, **times)
         self.standby.on_change.append(self.told.append)
         self.standby.on_progress.append(self.told.append)
 
@@ -89,6 +89,10 @@ class LocalFront:
 
     def _serving(self) -> EngineClient | None:
         return None if self.engine is None else self.engine.serving
+
+    async def _unshared(self) -> str:
+        slots = [cache_slot(rank) for rank in range(self._settings.mesh().world.size)]
+        return await asyncio.to_thread(self.keeper.lacks, slots)
 
     async def start(self) -> FailoverEngine:
         self.engine = FailoverEngine(await self._start(), self._start_again, START_S)
@@ -112,7 +116,7 @@ class LocalFront:
         if taken is not None:
             self.current, client = taken
             return client
-        self.current = self.make("succeeded" if self._hot else "alone")
+        self.current = self.make("primary" if self._hot else "alone")
         return await self._start()
 
     async def stands_by(self) -> None:

@@ -23,8 +23,8 @@ from workers.parallel.group import Group
 from workers.proof.prove import GraphProof
 from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
+from workers.rank import rank as rank_module
 from workers.rank.captures import Captures, SelfTestFailedError
-from workers.rank.rank import Rank
 from workers.scheduler import captures
 from workers.step.stage import Stage
 
@@ -252,13 +252,13 @@ def test_copies_of_the_slots_are_counted_before_the_cache_gets_the_rest(
     folder: Path, made: list[CalledGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    pages, clone = Rank._pages, torch.Tensor.clone
+    pages, clone = rank_module.own_pages, torch.Tensor.clone
 
-    def asked(*sizes: Any) -> int:
-        taken.append(sizes[-1])
-        return pages(*sizes)
+    def asked(*given: Any) -> int:
+        taken.append(given[-1])
+        return pages(*given)
 
-    monkeypatch.setattr(Rank, "_pages", staticmethod(asked))
+    monkeypatch.setattr(rank_module, "own_pages", asked)
     settings = {"width": 1, "max_rows": 2, "token_budget": 16}
     engine(folder, **settings)
     engine(folder, waiting=1, selftest=False, **settings)

@@ -94,6 +94,13 @@ class PagedCache:
                 filled[spec.sharded] = on_device(self.places(pages, spec)[1], torch.int64, layer.device)
             layer.index_fill_(0, filled[spec.sharded], 0.0)
 
+    def clear_slots(self) -> None:
+        """Fill what is kept beside pages, the rings of all slots and their snapshots, with zeros."""
+        for ring in self.rings:
+            ring.zero_()
+        if self.snapshots is not None:
+            self.snapshots.clear()
+
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
         """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * entries of a page +
         offset."""

@@ -29,6 +29,11 @@ class RingSnapshots:
         self._specs, self.count = rings, count
         self._kept = [torch.zeros(count, ring.kept, ring.width, dtype=ring.dtype, device=device) for ring in rings]
 
+    def clear(self) -> None:
+        """Fill all of them with zeros."""
+        for kept_NKC in self._kept:
+            kept_NKC.zero_()
+
     def save(self, rings: Sequence[Tensor], slot: int, snapshot: int, tokens: int) -> None:
         """Copy what the rings of a slot hold into a snapshot. `tokens`: that the row has fed, and none beyond."""
         for spec, ring_XLC, kept_NKC in zip(self._specs, rings, self._kept, strict=True):

@@ -36,6 +36,7 @@ from workers.fit.cache_budget import (
 from workers.fit.graph_memory import estimate
 from workers.fit.standby import DRIVER_BYTES, fewest_pages, standby_bytes
 from workers.model_folder import config_values
+from workers.models.selecting import pages_to_select
 from workers.parallel.group import Group
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.parts import StepParts
@@ -176,7 +177,7 @@ def memory_plan(
     page_bytes = bytes_of_page(model.caches, shards)
     second = 0
     if standby:
-        few = fewest_pages(config, shards) * page_bytes
+        few = fewest_pages(config, shards, pages_to_select(model_config, width)) * page_bytes
         second = standby_bytes(rest + rings + snapshots + (graphs or 0), few, len(model.caches))
     taken = DRIVER_BYTES + weights + rest + rings + snapshots + second
     room = gpu_cache_budget(total - taken, total, graphs or 0, config.memory_fraction)

@@ -13,9 +13,10 @@ GRANULE: Final = 2 << 20
 """Bytes at whose multiples a GPU's memory can be mapped: each layer of a cache begins at one of them."""
 
 
-def fewest_pages(config: EngineConfig, shards: Shards) -> int:
-    """Pages of a rank that stands by, the null page included: as many as the self-test and a rehearsal need."""
-    needed = max(config.max_rows, pages_for(config.token_budget)) + 2
+def fewest_pages(config: EngineConfig, shards: Shards, selecting: int) -> int:
+    """Pages of a rank that stands by, the null page included: as many as the self-test and a rehearsal need.
+    `selecting`: see `workers.models.selecting.pages_to_select`; a row has so many beside those of the others."""
+    needed = max(config.max_rows, pages_for(config.token_budget)) + selecting + 2
     return -(-needed // shards.count) + 1
 
 

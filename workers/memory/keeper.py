@@ -48,6 +48,18 @@ class WeightKeeper:
         """Process id; None before it is started."""
         return None if self._process is None else self._process.pid
 
+    def lacks(self, slots: Sequence[str]) -> str:
+        """Why not all of these slots have something, and will have nothing before somebody hands it in anew; empty
+        where they do. Waits for an answer: not for an event loop. OSError where the process lives and gives none."""
+        process, folder = self._process, self._folder  # another thread may start the next one meanwhile
+        if process is None or folder is None:
+            return "no weight keeper could be started"
+        if process.poll() is not None:
+            return "the weight keeper has ended"
+        there = KeeperClient(folder / _SOCKET).slots()
+        missing = [slot for slot in slots if slot not in there]
+        return f"the weight keeper has nothing of {', '.join(missing)}" if missing else ""
+
     def _start(self) -> None:
         self._folder = _new_folder()
         # Bound here: who connects before the process runs waits for it.
@@ -104,6 +116,10 @@ class KeeperClient:
         """Let go what is in this slot."""
         self._talk({"kind": "forget", "slot": slot})
 
+    def slots(self) -> frozenset[str]:
+        """Slots that have something."""
+        return frozenset(self._talk({"kind": "slots"})[0]["slots"])
+
     def drop(self) -> dict[str, int]:
         """Let everything go; the bytes that were kept, by slot."""
         dropped: dict[str, int] = self._talk({"kind": "drop"})[0]["dropped"]
@@ -130,6 +146,11 @@ class KeeperClient:
             keeper_process.close_all(found)
             raise ConnectionError(f"the weight keeper at {self._path} says: {answer['error']}")
         return answer, found
+
+
+def cache_slot(rank: int) -> str:
+    """Slot of the cache of a rank that serves."""
+    return f"rank {rank}, cache"
 
 
 def drop_all() -> dict[Path, dict[str, int]]:

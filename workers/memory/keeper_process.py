@@ -114,6 +114,8 @@ class Kept:
             for each in dropped:
                 self._forget(each)
             return {"dropped": dropped}, []
+        if kind == "slots":
+            return {"slots": sorted(self._slots)}, []
         if kind == "note":
             self._facts[message["key"]] = message["value"]
             return {}, []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -29,6 +29,11 @@ BACKOFF_S: Final = 5.0
 """Seconds before another engine is started in the place of one that stood by and died; twice as long each time that one
 does not get to stand by, or dies soon."""
 LONGEST_BACKOFF_S: Final = 600.0
+LASTED_S: Final = 600.0
+"""Seconds: what stood by for so long had not failed to start."""
+LASTING_STARTS: Final = 3
+"""Starts in a row that end in a fault that another start would only repeat, as far as the engine can know; then none is
+started any more. More than one: memory that others had for a moment looks the same to it."""
 CALM_S: Final = 5.0
 """Seconds for which nothing may wait before an engine is started that is to stand by: that takes time of processors and
 GPUs from those who wait."""
@@ -60,6 +65,10 @@ class Processes(Ended, Protocol):
         """Start them, and connect to them. They load meanwhile."""
 
 
+class NothingShared(EngineFault):
+    """The engine that serves has nothing that another one could share, and will not have it."""
+
+
 P = TypeVar("P", bound=Processes)
 
 
@@ -70,20 +79,27 @@ class HotStandby(Generic[P]):
         self,
         make: Callable[[], P],
         serving: Callable[[], EngineClient | None],
+        unshared: Callable[[], Awaitable[str]],
         start_timeout_s: float,
         rehearsal_s: float = REHEARSAL_S,
         backoff_s: float = BACKOFF_S,
         calm_s: float = CALM_S,
     ) -> None:
         """`make` prepares processes that are to stand by; nothing of them starts yet. `serving`: the engine that
-        serves; None while none does."""
-        self._make, self._serving, self._start_timeout_s = make, serving, start_timeout_s
+        serves; None while none does. `unshared`: why another engine cannot share weights and cache of that one, as long
+        as it serves; empty where it can. It may raise OSError where that cannot be found out."""
+        self._make, self._serving, self._unshared = make, serving, unshared
+        self._start_timeout_s = start_timeout_s
         self._rehearsal_s, self._backoff_s, self._calm_s = rehearsal_s, backoff_s, calm_s
         self._standing: tuple[P, EngineClient] | None = None
         self._newest: P | None = None
         """Processes that stand by, or are about to."""
         self._taken: P | None = None
         """Processes that stood by, and are somebody else's now."""
+        self._taking: tuple[P, EngineClient] | None = None
+        """What is about to take the place of a dead engine, and is nobody else's yet."""
+        self._stood_since: float | None = None
+        """When what was started last began to stand by."""
         self._keeping: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         """They end what stood by, and wait until its memory is free."""
@@ -103,8 +119,12 @@ class HotStandby(Generic[P]):
             self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     def kill(self) -> None:
-        """End what stands by, or is about to, and start nothing more; harmless when repeated."""
+        """End what stands by, is about to, or takes over, and start nothing more; harmless when repeated."""
         self._stop_keeping()
+        if self._taking is not None:
+            processes, client = self._taking
+            processes.kill()
+            client.fail("it was ended while it took over")
         self._standing = None
         if self._newest is not None:
             self._newest.kill()
@@ -112,32 +132,33 @@ class HotStandby(Generic[P]):
 
     async def take_over(self, dead: Ended) -> tuple[P, EngineClient] | None:
         """Let the engine that stands by take the place of the one of these processes, which are ended. Return its
-        processes and its client, ready to serve. None where none stands by, or it cannot: then nothing is left of it
-        either, and another engine can be started. None stands by from now on, until `begin`."""
+        processes and its client, ready to serve. None where none stands by, or it cannot. Then what stood by is ended,
+        and has let go its memory unless that takes longer than `GONE_S`; another engine can be started. None stands by
+        from now on, until `begin`, which waits for the memory."""
         standing = self._take()
         dead.kill()
         if standing is None:
             self.kill()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended(), GONE_S)
+            await self._wait_for_ends()
             return None
-        processes, client = standing
+        processes, client = self._taking = standing
         try:
             # Before that, a kernel of a dead rank may still write to the cache that this engine is about to use.
             if not await dead.gone(GONE_S):
                 raise EngineFault(f"processes of the engine that died have not ended for {GONE_S:.0f} s")
             await client.take_over(TAKE_OVER_S)
             await asyncio.wait_for(client.health_check(), TAKE_OVER_S)
-        except Exception as error:
+        except BaseException as error:
+            processes.kill()
+            self._note_ending(asyncio.get_running_loop().create_task(self._end(processes, client)))
+            if not isinstance(error, Exception):
+                raise
             logger.warning("the engine that stood by cannot take the place of the one that died", exc_info=True)
             tell(self.on_change, f"the engine that stood by cannot serve: {error or type(error).__name__}")
-            await client.close()
-            processes.kill()
-            await processes.gone(GONE_S)
+            await self._wait_for_ends()
             return None
-        except BaseException:
-            processes.kill()
-            raise
+        finally:
+            self._taking = None
         return standing
 
     def _take(self) -> tuple[P, EngineClient] | None:
@@ -160,23 +181,36 @@ class HotStandby(Generic[P]):
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
+    async def _wait_for_ends(self) -> None:
+        """Wait until the memory of what is ended is free, but not for ever."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ended(), GONE_S)
+
     async def _all_ended(self) -> None:
         while self._ending:
             await asyncio.wait(set(self._ending))
 
     async def _keep(self) -> None:
         await self._all_ended()
-        loop, failures, pause = asyncio.get_running_loop(), 0, 0.0
+        loop, failures, lasting, pause = asyncio.get_running_loop(), 0, 0, 0.0
         while True:
             await self._calm(pause)
             self._go_on()
-            begin = loop.time()
+            self._stood_since = None
             try:
                 await self._stand_by()
             except Exception as error:
                 cause = str(error) or type(error).__name__
+                lasting = lasting + 1 if isinstance(error, EngineFault) and error.lasting else 0
+                hopeless = isinstance(error, NothingShared) or lasting >= LASTING_STARTS
+            self._go_on()
+            if hopeless:
+                self._keeping = None
+                tell(self.on_change, f"no engine stands by: {cause}; none will before the next engine serves")
+                return
             # One that lasted was no failure of its start.
-            failures = 0 if loop.time() - begin > LONGEST_BACKOFF_S else failures + 1
+            lasted = self._stood_since is not None and loop.time() - self._stood_since > LASTED_S
+            failures = 0 if lasted else failures + 1
             pause = min(self._backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S) if failures else self._backoff_s
             tell(self.on_change, f"no engine stands by: {cause}; another one is started in {pause:.0f} s")
 
@@ -187,7 +221,8 @@ class HotStandby(Generic[P]):
             raise asyncio.CancelledError
 
     async def _stand_by(self) -> None:
-        """Start an engine, and keep it until it dies, or fails a rehearsal; raises why."""
+        """Start an engine, and keep it until it dies, fails a rehearsal or could not take over; raises why."""
+        await self._check_shared()
         processes = self._newest = self._make()
         client: EngineClient | None = None
         try:
@@ -202,6 +237,7 @@ class HotStandby(Generic[P]):
             await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
             self._go_on()
             self._standing = processes, client
+            self._stood_since = asyncio.get_running_loop().time()
             tell(self.on_change, "an engine stands by")
             await self._rehearse(client)
         finally:
@@ -221,7 +257,13 @@ class HotStandby(Generic[P]):
                 await asyncio.wait_for(died.wait(), self._rehearsal_s)
                 break
             await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
-        raise EngineFault(client.fault or "it ended")
+            await self._check_shared()
+        raise EngineFault(client.fault or "it ended", client.fault_is_lasting)
+
+    async def _check_shared(self) -> None:
+        """Raise `NothingShared` where an engine that stands by would have nothing to share."""
+        if why := await self._unshared():
+            raise NothingShared(why)
 
     @staticmethod
     async def _end(processes: P, client: EngineClient | None) -> None:

@@ -36,7 +36,8 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
 from workers.models.feed_forward import MixtureOfExperts
-from workers.proof.fixture_pool import FixturePool, FreePages, pages_to_select
+from workers.models.selecting import pages_to_select
+from workers.proof.fixture_pool import FixturePool, FreePages
 from workers.proof.masks import RandomMasks
 from workers.proof.plain import plain_logits
 from workers.proof.rows import Row
@@ -141,7 +142,7 @@ def _before_an_entry_ends(length: int, most: int, tokens: int, behind: int) -> i
 
 def most_pages(parts: StepParts, rows: int) -> int:
     """Return the pages that a step of so many rows has in its proof, where the pool has them."""
-    return rows * MOST_PAGES[parts.device.type] + pages_to_select(parts) + 1
+    return rows * MOST_PAGES[parts.device.type] + pages_to_select(parts.model.config, parts.width) + 1
 
 
 def timed_runs(device: torch.device) -> int:

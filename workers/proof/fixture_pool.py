@@ -9,29 +9,12 @@ from dataclasses import fields
 
 import torch
 
-from kernels.page import NULL_PAGE, PAGE_TOKENS, PIECE_PAGES, Shards, pages_for
+from kernels.page import NULL_PAGE, PIECE_PAGES, Shards
+from workers.models.selecting import BEYOND, selects_from
 from workers.proof.rows import Row
 from workers.proof.step_fixture import StepFixture
 from workers.protocol.plan import Admission, SamplingParams
 from workers.step.parts import StepParts
-
-_BEYOND = 2 * PAGE_TOKENS
-"""Tokens that the longest row may have beyond those that attention selects."""
-
-
-def selects_from(parts: StepParts) -> int:
-    """The shortest row of which attention does not select all entries; 0 where it does so of every row."""
-    config = parts.model.config
-    if (compression := config.compression) is not None:
-        return max(((compression.top_k + 1) * layer.ratio for layer in compression.layers if layer.indexed), default=0)
-    return 0 if config.indexing is None else config.indexing.top_k + 1
-
-
-def pages_to_select(parts: StepParts) -> int:
-    """Pages of a row that is as long as `FixturePool.beyond_selection` says, and what a step feeds and drafts for
-    it."""
-    least = selects_from(parts)
-    return pages_for(least + _BEYOND + 4 * parts.width) if least else 0
 
 
 class FreePages:
@@ -91,8 +74,8 @@ class FixturePool:
     def beyond_selection(self, longest: int) -> int:
         """A random length at which attention selects, where it is sparse: 0 where it never does, or where rows of so
         many tokens at most are all attended to."""
-        least = selects_from(self._parts)
-        return self.number(least, min(least + _BEYOND, longest)) if 0 < least <= longest else 0
+        least = selects_from(self._parts.model.config)
+        return self.number(least, min(least + BEYOND, longest)) if 0 < least <= longest else 0
 
     def number(self, low: int, high: int) -> int:
         """A random one, both ends included."""

@@ -25,6 +25,7 @@ from kernels.page import PAGE_TOKENS, pages_for
 from kernels.runtime.repeat import nothing_repeated
 from workers.memory.scratch import Scratch
 from workers.models.choices import Recorded, Taken
+from workers.models.selecting import pages_to_select
 from workers.proof.decode_steps import (
     AGREED,
     ATTEMPTS,
@@ -36,7 +37,7 @@ from workers.proof.decode_steps import (
     timed_runs,
     tolerance,
 )
-from workers.proof.fixture_pool import FixturePool, FreePages, pages_to_select
+from workers.proof.fixture_pool import FixturePool, FreePages
 from workers.proof.rows import Row
 from workers.proof.step_fixture import Outcome, StepFixture
 from workers.protocol.plan import PrefillRow, StepPlan
@@ -54,7 +55,7 @@ POISON = 0xFF
 def most_pages(parts: StepParts, tokens: int) -> int:
     """Return the pages that a step of so many tokens has in its proof, where the pool has them."""
     context = pages_for(MOST_CONTEXT + 2 * parts.width) + 1
-    return pages_for(tokens) + parts.state.slots * context + pages_to_select(parts) + 1
+    return pages_for(tokens) + parts.state.slots * context + pages_to_select(parts.model.config, parts.width) + 1
 
 
 class SegmentProof:

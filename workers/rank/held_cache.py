@@ -20,6 +20,7 @@ from workers.cache.place import CachePlace, bytes_of, granule, new_cache_memory,
 from workers.cache.spec import CacheSpec
 from workers.config import EngineConfig
 from workers.memory.cache_memory import CacheMemory
+from workers.memory.keeper import cache_slot
 from workers.memory.weight_memory import NoSharedMemory
 from workers.weights.kept import KeptWeights, device_identity
 
@@ -45,7 +46,7 @@ class HeldCache:
         settings = config.model_dump_json(exclude={"record_plans", "record_prompts"})
         versions = kernels.__version__, torch.__version__
         parts = *versions, world.rank, world.size, device_identity(kept.device), settings, [*specs], shards
-        self._slot = f"rank {world.rank}, cache"
+        self._slot = cache_slot(world.rank)
         self._fingerprint = blake2b(repr(parts).encode(), digest_size=16).hexdigest()
         self._memory: CacheMemory | None = None
 

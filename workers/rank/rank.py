@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from msgspec.structs import replace
 
@@ -21,15 +20,12 @@ from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
 from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
-from workers.environment import visible_gpus
 from workers.families import load_model
 from workers.families.registry import load_config
 from workers.fit.cache_budget import (
     fp8_cache,
-    gpu_cache_budget,
     in_words,
     longest_request,
-    pages_within,
     refuse_rings,
     rows_at,
 )
@@ -37,18 +33,20 @@ from workers.fit.standby import fewest_pages, standby_bytes
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
 from workers.models.model import Model
+from workers.models.selecting import pages_to_select
 from workers.parallel.group import Group
 from workers.proof.prove import GraphProof, prove
 from workers.protocol.messages import Ready
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, Moved
+from workers.rank.cache_size import check_standby, own_pages, words_of_standby
 from workers.rank.captures import Captures, bytes_of_copies, step_times, tell
+from workers.rank.device import captures_steps, pick_dtype
 from workers.rank.held_cache import CacheSize, HeldCache
 from workers.rank.inherited_proof import InheritedProof
 from workers.rank.role import Role
 from workers.rank.root import cache_root, identities
 from workers.rank.runner import Runner
-from workers.rank.sharing import cpu_cache_bytes
 from workers.rank.start_times import StartTimes
 from workers.scheduler import max_entries_per_row, max_pages_per_row
 from workers.step.masks import StepMasks
@@ -62,54 +60,12 @@ from workers.weights.kept import KeptWeights
 logger = logging.getLogger("latentserve.tiers")
 
 
-def pick_device(config: EngineConfig, device_index: int | None) -> torch.device:
-    """The device of one rank; RuntimeError when `cuda` is asked for and there is none, or none for this rank."""
-    wanted = config.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("device = cuda, but torch sees no CUDA device; use --device cpu or auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    index, count = device_index or 0, torch.cuda.device_count()
-    if index >= count:
-        raise RuntimeError(
-            f"there is no GPU {index}: each rank needs one of its own, and torch sees {count} here; give "
-            f"--tensor-parallel {count}, or --device cpu"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def passed_over(config: EngineConfig, device: torch.device) -> str:
-    """Return the message for a start where `auto` chose the CPU of a machine with GPUs; empty otherwise."""
-    if device.type != "cpu" or config.device != "auto" or not (count := visible_gpus()):
-        return ""
-    return (
-        f"running on the CPU: torch {torch.__version__} can use none of this machine's GPUs, of which the driver shows "
-        f"{count} (built for CUDA: {torch.version.cuda or 'no'})"
-    )
-
-
-def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """dtype of weights and cache."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, config.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def max_context(config: EngineConfig) -> int:
     """Tokens a request may have: what is asked for, at most what the model was made for."""
     made_for = load_config(config.folder).max_positions
     if config.max_context is not None and config.max_context > made_for:
         raise ValueError(f"max_context = {config.max_context}, but the model was made for {made_for} tokens")
     return config.max_context or made_for
-
-
-def captures_steps(device: torch.device) -> bool:
-    """Whether steps on this device can be captured into graphs."""
-    return device.type == "cuda"
 
 
 class Rank:
@@ -144,6 +100,9 @@ class Rank:
         """Report of the self-test on all ranks, of what was proven at the start; None if it did not run."""
         self.captures: Captures | None = None
         """Where there are graphs that are still to be captured."""
+        standing_by = role == "standby"
+        if standing_by and keeper is None:  # before anything is loaded, which would be there twice
+            raise RuntimeError("an engine that stands by shares what a weight keeper has, and there is none")
         if config.cache_shards == "auto":
             config = config.shared_out(group.mesh.shards.count)
         config_of_model = load_config(config.folder)
@@ -151,13 +110,13 @@ class Rank:
         refuse_rings(config, rings=compressed)
         times = StartTimes() if times is None else times
         weights = times.beside("identity of the weights", partial(identities, config))
+        check_standby(config, role, device)
         dtype = pick_dtype(config, device)
         context = max_context(config)
         draft_folder, eagle3 = config.draft_folder, None
         if draft_folder is not None:  # what does not fit is refused before anything is loaded
             tiers = config.host_cache_bytes > 0
             eagle3 = read_eagle3(draft_folder, config_of_model, group.mesh, host_memory=tiers)
-        standing_by = role == "standby"
         kept = None if keeper is None else KeptWeights(keeper, group, device, progress, required=standing_by)
         model = load_model(
             config.folder,
@@ -182,6 +141,10 @@ class Rank:
             self._held.let_go()  # that of an engine before this one, which has ended
         if self._held is not None and kept is not None and not kept.shareable:
             self._held = None  # nothing can stand by without these weights, which was told
+        serving = None
+        if standing_by:  # before anything is done that takes long
+            assert self._held is not None
+            serving = self._held.serving()
         width = choose_drafter(model, config)
         page_bytes = bytes_of_page(model.caches, group.mesh.shards)
         rings = model.rings(width)
@@ -232,29 +195,27 @@ class Rank:
             torch.cuda.empty_cache()
             times.end("warm-up")
         taken = graph_bytes + ring_bytes
-        few = fewest_pages(config, shards)
+        few = fewest_pages(config, shards, pages_to_select(model.config, width))
         if self._held is not None and not standing_by and device.type == "cuda":
             price = standby_bytes(beside + graph_bytes, few * page_bytes, len(model.caches))
-            taken += price
             if progress and group.mesh.world.first:
-                progress(f"{price / 2**30:.2f} GiB of each GPU are left for an engine that stands by")
-        if standing_by:
-            assert self._held is not None, "an engine that stands by shares what a weight keeper has"
-            serving = self._held.serving()
-            own_pages, context = serving.pages, serving.context
+                progress(words_of_standby(config, device, price, page_bytes, taken))
+            taken += price
+        if serving is not None:
+            own, context = serving.pages, serving.context
         else:
-            own_pages = _agree(self._pages(config, device, page_bytes, context, width, taken), group, device)
-        pages = shards.pages(own_pages)
+            own = own_pages(config, group, device, page_bytes, context, width, taken)
+        pages = shards.pages(own)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width, group.mesh.shards.count, in_pieces=config.invariant)
         if context < 2:
             raise RuntimeError(f"{pages} pages of latent cache are too few for any request; give more cache_pages")
-        few = min(few, own_pages)
+        few = min(few, own)
         place = None
         if self._held is not None:
-            shared = CacheSize(own_pages, context)
-            place = self._held.reserve(own_pages, few) if standing_by else self._held.hand_over(shared)
-        self.runner = runner(own_pages, context, place)
+            shared = CacheSize(own, context)
+            place = self._held.reserve(own, few) if standing_by else self._held.hand_over(shared)
+        self.runner = runner(own, context, place)
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
         times.end("buffers")
@@ -308,7 +269,7 @@ class Rank:
             progress(f"started in {times}")
             form = "FP8" if config.kv_cache_dtype == "fp8" else str(dtype).removeprefix("torch.")
             held = in_words(form, pages, rows_at(pages, config.max_rows, context, width), context)
-            size = own_pages * page_bytes
+            size = own * page_bytes
             told = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
             progress(f"{'addresses of a ' if standing_by else ''}latent cache, {told} {held}")
             if memory is not None:
@@ -350,32 +311,6 @@ class Rank:
             report = prove(parts, None, every_bucket, speaks, masks, inherited, granted)
             self.selftest = tell(report, group, proof, progress, on_selftest)
 
-    @staticmethod
-    def _pages(
-        config: EngineConfig, device: torch.device, page_bytes: int, context: int, width: int, taken: int
-    ) -> int:
-        """Pages for this rank. `taken`: bytes that graphs and rings of slots will take."""
-        if config.cache_pages is not None:
-            return config.cache_pages
-        advice = ""
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            room = gpu_cache_budget(free, total, taken, config.memory_fraction)
-            advice = (
-                f"; {free / 2**20:.0f} of the GPU's {total / 2**20:.0f} MiB are free: give a larger memory_fraction or "
-                "more ranks, or end what else uses it"
-            )
-        else:
-            room = cpu_cache_bytes(config, psutil.virtual_memory().available)
-        placed = config.mesh().shards.count
-        pages = pages_within(room, page_bytes, config.max_rows, context, width, placed, in_pieces=config.invariant)
-        if pages < 2:
-            raise RuntimeError(
-                f"no room for the latent cache: {room / 2**20:.0f} MiB left, a page takes {page_bytes / 2**20:.2f} MiB"
-                f"{advice}"
-            )
-        return pages
-
 
 def _sampling(
     config: EngineConfig, model: Model, width: int, group: Group, device: torch.device
@@ -395,8 +330,3 @@ def _compile(runner: Runner, group: Group, progress: Callable[[str], None] | Non
     compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.mesh.world.size), proof=proof)
     if progress:
         progress(f"{compiled.kernels} kernels compiled or loaded in {time.perf_counter() - begin:.1f} s")
-
-
-def _agree(pages: int, group: Group, device: torch.device) -> int:
-    """The fewest pages any rank has room for."""
-    return int(group.minimum(torch.tensor([pages], dtype=torch.int64, device=device)).item())

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Role = Literal["alone", "succeeded", "standby"]
-"""succeeded: it serves, and another engine may stand by for it. standby: it stands by, until it takes the place of the
+Role = Literal["alone", "primary", "standby"]
+"""primary: it serves, and another engine may stand by for it. standby: it stands by, until it takes the place of the
 one that serves. alone: neither."""

@@ -172,6 +172,7 @@ class Runner:
         if self._under_way:
             raise PlanError(f"{len(self._under_way)} steps are under way")
         self.parts.state.clear()
+        self.parts.cache.clear_slots()
         self._steps = 0
 
     def execute(self, plan: StepPlan) -> StepResult:

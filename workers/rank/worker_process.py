@@ -32,7 +32,8 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgr
 from workers.protocol.messages import Fault, Progress, Ready, Shutdown, TakeOver, ToWorker
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
 from workers.rank.captures import CaptureFailedError, Captures, SelfTestFailedError
-from workers.rank.rank import Rank, passed_over, pick_device
+from workers.rank.device import passed_over, pick_device
+from workers.rank.rank import Rank
 from workers.rank.role import Role
 from workers.rank.runner import Launched, Runner
 from workers.rank.sharing import share_out

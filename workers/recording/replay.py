@@ -13,7 +13,8 @@ from typing_extensions import override
 from workers.config import EngineConfig
 from workers.parallel.group import Group
 from workers.protocol.plan import StepPlan, StepResult
-from workers.rank.rank import Rank, pick_device
+from workers.rank.device import pick_device
+from workers.rank.rank import Rank
 from workers.recording.file import Header, Recording
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +13,21 @@ from typing import Any, ClassVar
 import pytest
 import ray
 
+from deploy.config.application import ServeConfig
 from deploy.routing.arrivals import OUT_OF_SERVICE_TOKENS, Arrivals
 from deploy.serve import replica
 from deploy.serve import standby as standby_processes
+from deploy.serve.actors import Placement, ReplicaProcesses
 from deploy.serve.replica import EngineReplica
+from workers.channel.sockets import Addresses
+from workers.config import EngineConfig
 from workers.processes.failover import FailoverEngine
 from workers.processes.hot_standby import HotStandby
 from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.messages import EngineStats, Request
 from workers.protocol.plan import SamplingParams
+
+PLACE = Placement("node", 0, 1, "ip", 1, 1)
 
 
 class Client:
@@ -116,7 +122,8 @@ async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> Asy
     made: Any = object.__new__(EngineReplica)
     made.said, made.states, made.folders, made.ended = [], [], [], []
     health = SimpleNamespace(flush_s=0.0, patience_s=30.0, standby=standby)
-    made.config = SimpleNamespace(engine=SimpleNamespace(start_timeout_s=9.0), model_name="tiny", health=health)
+    engine = EngineConfig(model="demo", start_timeout_s=9.0, tensor_parallel=2)
+    made.config = SimpleNamespace(engine=engine, model_name="tiny", health=health)
     made.status_store = SimpleNamespace(say=made.said.append, fail=made.said.append)
     made.live = SimpleNamespace(
         starting_again=lambda cause: made.states.append(("starting", cause)),
@@ -128,10 +135,12 @@ async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> Asy
     made.arrivals, made.key_status_store, made.tracing = Arrivals(), None, None
     made.engine = None
     made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
-    made._keeper, made._new_processes, made._standby, made._standing_by = None, Processes, None, None
+    made.lacking = []
+    keeper = SimpleNamespace(lacks=lambda slots: made.lacking[0] if made.lacking else "", close=lambda: None)
+    made._keeper, made._new_processes = keeper, Processes
     monkeypatch.setattr(Processes, "hot", standby == "hot")
-    monkeypatch.setattr(replica, "HotStandby", partial(HotStandby, backoff_s=0.01, calm_s=0.0))
-    made._hot = made._hot_standby() if standby == "hot" else None
+    monkeypatch.setattr(standby_processes, "HotStandby", partial(HotStandby, backoff_s=0.01, calm_s=0.0))
+    made._standby = made._what_stands_by(made.watchdog)
     made.processes = Processes()
     monkeypatch.setattr(replica.os, "_exit", made.ended.append)
     client: Any = await made._start_processes()
@@ -191,7 +200,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def test_those_that_stand_by_take_the_places_and_others_stand_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch, "imported") as made:
-        made._let_others_stand_by()
+        made._standby.begin()
         first, second = Processes.made
         await until(lambda: second.stood_by)
         assert second.seats == ["place 0"]
@@ -209,7 +218,7 @@ async def test_those_that_stand_by_take_the_places_and_others_stand_by_then(monk
 
 async def test_where_those_that_stood_by_have_died_others_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch, "imported") as made:
-        made._let_others_stand_by()
+        made._standby.begin()
         first, second = Processes.made
         await until(lambda: second.stood_by)
         second.lost = True
@@ -228,8 +237,8 @@ async def test_an_engine_that_stands_by_takes_over_or_another_is_started(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     async with serving(monkeypatch, "hot") as made:
-        made._let_others_stand_by()
-        await until(lambda: made._hot.ready)
+        made._standby.begin()
+        await until(lambda: made._standby.ready)
         first, second = Processes.made
         assert second.seats == ["place 0"]
         assert made.folders == [Path("/sockets/1")]
@@ -245,12 +254,73 @@ async def test_an_engine_that_stands_by_takes_over_or_another_is_started(
             assert "the engine that stood by cannot serve: the memory of its cache is not kept any more" in made.said
         else:
             assert made._restart.startswith("the engine that stood by took over in ")
-        await until(lambda: made._hot.ready)
+        await until(lambda: made._standby.ready)
         assert Processes.made[-1].seats == made.processes.placements
         assert sum(not one.killed for one in Processes.made) == 2
         made.__del__()
         assert all(one.killed for one in Processes.made)
         assert not made.ended
+
+
+async def test_an_engine_that_takes_over_ends_with_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other one is started then."""
+    async with serving(monkeypatch, "hot") as made:
+        made._standby.begin()
+        await until(lambda: made._standby.ready)
+        first, second = Processes.made
+        under_way, go_on = asyncio.Event(), asyncio.Event()
+
+        async def take_over(client: Client, timeout_s: float) -> None:
+            under_way.set()
+            await go_on.wait()
+            if client.fault is not None:
+                raise EngineFault(client.fault)
+
+        monkeypatch.setattr(Client, "take_over", take_over)
+        first.on_end("rank 0 died", False)
+        await asyncio.wait_for(under_way.wait(), 5)
+        made.__del__()
+        assert second.killed
+        go_on.set()
+        await until(lambda: made.engine.over)
+        assert len(Processes.made) == 2
+
+
+async def test_a_second_engine_is_started_only_where_it_would_find_what_it_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch, "hot") as made:
+        made.lacking.append("the weight keeper has nothing of rank 1, cache")
+        made._standby.begin()
+        await until(lambda: made.said)
+        assert made.said == [f"no engine stands by: {made.lacking[0]}; none will before the next engine serves"]
+        made.lacking.clear()
+        made.processes.folder = None  # over TCP
+        made._standby.begin()
+        await until(lambda: len(made.said) == 2)
+        assert made.said[1].startswith("no engine stands by: the ranks are on several nodes")
+        assert len(Processes.made) == 1
+
+
+async def test_a_second_engine_without_a_weight_keeper_is_not_set_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[Client] = []
+
+    def run(self: Processes, addresses: str, on_end: Any, waiting: int = 0) -> None:
+        raise OSError("no descriptors are left")
+
+    def client(*_: Any) -> Client:
+        clients.append(Client())
+        return clients[-1]
+
+    async with serving(monkeypatch, "hot") as made:
+        monkeypatch.setattr(Processes, "run", run)
+        monkeypatch.setattr(standby_processes, "EngineClient", client)
+        made._standby.begin()
+        await until(lambda: made.said)
+        assert made.said[0].startswith("no engine stands by: no descriptors are left; another one is started in ")
+        assert Processes.made[1].killed
+        assert clients[0].closed  # its channel is not left to be watched
+        made.__del__()
 
 
 async def test_a_replica_that_cannot_start_them_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,3 +350,29 @@ async def test_a_replica_that_ends_starts_nothing_again(monkeypatch: pytest.Monk
                 await asyncio.sleep(0)
         assert len(Processes.made) == 1
         assert not made.ended
+
+
+@pytest.mark.parametrize(("seats", "standby"), [((PLACE,), "hot"), ((), "hot"), ((), "none")])
+async def test_ranks_that_stand_by_without_a_weight_keeper_are_not_set_to_work(
+    seats: tuple[Placement, ...], standby: str
+) -> None:
+    """They would load what is there already; what those that serve load is only not kept."""
+    ran: list[Any] = []
+
+    def keeper() -> Path:
+        raise OSError("no descriptors are left")
+
+    def remote(*given: Any) -> asyncio.Future[None]:
+        ran.append(given)
+        return asyncio.get_running_loop().create_future()
+
+    config = ServeConfig.model_validate({"engine": {"model": "demo"}, "health": {"standby": standby}})
+    made = ReplicaProcesses(config, None, {}, keeper, seats)  # type: ignore[arg-type]
+    actor = SimpleNamespace(run=SimpleNamespace(remote=remote))
+    made._addresses = Addresses("ipc:///a/b", "", (), "", "")
+    made._scheduler, made._workers, made.placements = actor, [actor], [PLACE]
+    with pytest.raises(OSError, match="no descriptors") if seats else nullcontext():
+        made.run(made._addresses, lambda cause, told: None)
+    assert len(ran) == (0 if seats else 2)
+    for watcher in made._watchers:
+        watcher.cancel()

@@ -23,7 +23,7 @@ def serving_replica() -> EngineReplica:
     failing.processes = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
     failing.config = SimpleNamespace(health=SimpleNamespace(flush_s=0.1))  # type: ignore[assignment]
     failing._serving, failing._reporter, failing._beating, failing.watchdog = True, None, None, None
-    failing._forgetting = failing._standing_by = failing._standby = failing._keeper = None
+    failing._forgetting = failing._standby = failing._keeper = None
     return failing
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import HOLD, MESSAGE, WRITE_TIMEOUT_S, end, keep
+from deploy.serve.watchdog_process import HOLD, MESSAGE, WRITE_TIMEOUT_S, Held, end, keep
 from workers.channel.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -274,6 +275,29 @@ def test_a_client_that_does_not_read_holds_the_others_up_for_a_second_at_most() 
     assert time.monotonic() - begun < WRITE_TIMEOUT_S + 0.5
     assert streams[1][1].recv(4096) == b"a\r\n" + words + b"\r\n0\r\n\r\n"
     assert streams[1][1].recv(1) == b""
+
+
+def test_a_client_that_does_not_read_ends_nobody_else_s_last_words_at_a_busy_front() -> None:
+    """Which has more than a thousand streams, so that descriptors have numbers above those that select(2) takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    streams = [socket.socketpair() for _ in range(2)]
+    stuck = streams[0][0]
+    stuck.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while stuck.send(b"x" * 65536):
+            pass
+    try:
+        assert all(front.fileno() > 1023 for front, _ in streams)
+        end([Held(front.detach(), 0, None) for front, _ in streams], [b"data: 1\n\n"])
+        assert streams[1][1].recv(4096) == b"9\r\ndata: 1\n\n\r\n0\r\n\r\n"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        for _, client in streams:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_sockets_of_an_engine_that_was_started_again_are_removed_too(tmp_path: Path) -> None:

@@ -115,6 +115,23 @@ def test_everything_is_dropped_on_demand(
     assert keeper.drop_all() == {folder: {}}
 
 
+def test_it_says_what_is_missing_and_whether_it_lives() -> None:
+    made = WeightKeeper()
+    assert made.lacks(["rank 0, cache"]) == "no weight keeper could be started"
+    client, file = KeeperClient(made.path()), file_with(b"x")
+    client.keep("rank 0, cache", {"fingerprint": "a", "size": 1}, [file])
+    os.close(file)
+    assert made.lacks(["rank 0, cache"]) == ""
+    assert made.lacks(["rank 0, cache", "rank 1, cache"]) == "the weight keeper has nothing of rank 1, cache"
+    client.drop()
+    assert made.lacks(["rank 0, cache"]) == "the weight keeper has nothing of rank 0, cache"
+    assert made.pid is not None
+    os.kill(made.pid, signal.SIGKILL)
+    until(lambda: psutil.Process(made.pid).status() == psutil.STATUS_ZOMBIE)
+    assert made.lacks(["rank 0, cache"]) == "the weight keeper has ended"
+    made.close()
+
+
 def test_values_are_remembered(kept: WeightKeeper) -> None:
     client = KeeperClient(kept.path())
     assert client.recall("proof") is None

@@ -4,7 +4,6 @@ and nothing that harms the engine that serves."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,12 +92,23 @@ class World:
     def __init__(self, **times: float) -> None:
         self.made: list[Engine] = []
         self.ready, self.failure, self.takes_over = READY, None, True
+        self.unshared: str | OSError = ""
+        """Why nothing could be shared with the engine that serves, or what keeps that from being found out."""
         self.serving: EngineClient | None = None
         self.told: list[str] = []
         self.standby = HotStandby(
-            lambda: Engine(self), lambda: self.serving, 5.0, **{"backoff_s": 0.01, "calm_s": 0.0, **times}
+            lambda: Engine(self),
+            lambda: self.serving,
+            self._look,
+            5.0,
+            **{"backoff_s": 0.01, "calm_s": 0.0, **times},
         )
         self.standby.on_change.append(self.told.append)
+
+    async def _look(self) -> str:
+        if isinstance(self.unshared, OSError):
+            raise self.unshared
+        return self.unshared
 
 
 @asynccontextmanager
@@ -168,8 +178,11 @@ async def test_there_are_never_two(monkeypatch: pytest.MonkeyPatch, planted: boo
         assert not made.standby.ready
         for _ in range(3):
             made.standby.begin()
-        await asyncio.sleep(0.1)
-        assert len(made.made) > 2 if planted else len(made.made) == 2
+        if planted:
+            await until(lambda: len(made.made) > 2 and len(made.told) > 1)
+        else:
+            await asyncio.sleep(0.1)
+            assert len(made.made) == 2
         if planted:
             assert any("no engine stands by: two stand by" in line for line in made.told)
         made.made[1].may_end.set()
@@ -179,31 +192,153 @@ async def test_there_are_never_two(monkeypatch: pytest.MonkeyPatch, planted: boo
 
 
 async def test_one_that_dies_or_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_standby, "REHEARSAL_LIMIT_S", 0.3)
     async with world(monkeypatch, rehearsal_s=0.02) as (made, serving):
         made.standby.begin()
         await until(lambda: made.standby.ready)
         made.made[1].client.fail("rank 0 was ended by SIGKILL")
         assert not made.standby.ready
         await until(lambda: len(made.made) == 3 and made.standby.ready)
-        made.made[2].answers = False
-        await until(lambda: len(made.made) == 4 and made.standby.ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(hot_standby, "REHEARSAL_LIMIT_S", 0.3)
+            rehearsals = made.made[2].rehearsals
+            await until(lambda: made.made[2].rehearsals >= rehearsals + 2)  # one has begun with that limit
+            made.made[2].answers = False
+            await until(lambda: len(made.made) == 4)
+        await until(lambda: made.standby.ready)
         assert [one.ended for one in made.made] == [False, True, True, False]
         assert made.told[1].startswith("no engine stands by: rank 0 was ended by SIGKILL; another one is started in ")
         assert made.told[3].startswith("no engine stands by: TimeoutError; ")
         assert serving.client.fault is None
 
 
-async def test_starts_that_fail_are_repeated_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(monkeypatch, backoff_s=0.02) as (made, _):
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds before each start, which pass at once."""
+    found: list[float] = []
+
+    async def calm(self: Any, pause: float) -> None:
+        found.append(pause)
+        await asyncio.sleep(0.002)
+
+    monkeypatch.setattr(HotStandby, "_calm", calm)
+    return found
+
+
+async def test_starts_that_fail_are_repeated_ever_more_slowly(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    async with world(monkeypatch, backoff_s=5.0) as (made, _):
         made.failure = EngineFault("no room")  # type: ignore[assignment]
         made.standby.begin()
-        await until(lambda: len(made.told) == 4)
-        begin = time.monotonic()
-        await until(lambda: len(made.told) == 5)
-        assert time.monotonic() - begin > 0.1  # 0.02 x 2^3
-        assert all(line.startswith("no engine stands by: no room; another one") for line in made.told)
+        await until(lambda: len(pauses) == 10)
+        assert pauses == [0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0]
+        assert made.told[1] == "no engine stands by: no room; another one is started in 10 s"
         assert all(one.ended for one in made.made[1:])
+
+
+@pytest.mark.parametrize("late", ["in its start", "while it stands by"])
+async def test_what_fails_late_in_its_start_is_a_start_that_fails(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float], late: str
+) -> None:
+    """However long it took. What has stood by for so long begins anew."""
+    monkeypatch.setattr(hot_standby, "LASTED_S", 0.02)
+    async with world(monkeypatch, backoff_s=5.0) as (made, _):
+
+        async def rehearse(self: Any, client: EngineClient) -> None:
+            await asyncio.sleep(0.05)
+            raise EngineFault("late")
+
+        async def ready(self: EngineClient, timeout_s: float) -> None:
+            await asyncio.sleep(0.05)
+            raise EngineFault("late")
+
+        if late == "in its start":
+            monkeypatch.setattr(EngineClient, "ready", ready)
+        else:
+            monkeypatch.setattr(HotStandby, "_rehearse", rehearse)
+        made.standby.begin()
+        await until(lambda: len(pauses) == 4)
+        assert pauses == ([0.0, 5.0, 10.0, 20.0] if late == "in its start" else [0.0, 5.0, 5.0, 5.0])
+
+
+async def test_what_another_start_would_repeat_is_given_up_until_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    async with world(monkeypatch) as (made, _):
+        made.failure = EngineFault("no such kernel", lasting=True)  # type: ignore[assignment]
+        for times in (1, 2):  # the second time for another engine that serves
+            made.standby.begin()
+            await until(lambda: made.standby._keeping is None)
+            assert len(pauses) == 3 * times
+            assert made.told[-1] == "no engine stands by: no such kernel; none will before the next engine serves"
+        assert len(made.told) == 6
+        made.failure = None
+        made.standby.begin()
+        await until(lambda: made.standby.ready)
+
+
+async def test_where_nothing_is_shared_none_is_started_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ready is what can take over, and a keeper's memory may go while an engine stands by."""
+    async with world(monkeypatch, rehearsal_s=0.01) as (made, serving):
+        made.unshared = "the weight keeper has nothing of rank 0, cache"
+        made.standby.begin()
+        await until(lambda: made.standby._keeping is None)
+        assert len(made.made) == 1
+        assert made.told == [f"no engine stands by: {made.unshared}; none will before the next engine serves"]
+        made.unshared = ""
+        made.standby.begin()
+        await until(lambda: made.standby.ready)
+        made.unshared = OSError("timed out")  # it is replaced, and the next one waits for an answer
+        await until(lambda: any("timed out; another one is started" in line for line in made.told))
+        made.unshared = ""
+        await until(lambda: made.standby.ready)
+        made.unshared = "the weight keeper has ended"
+        await until(lambda: made.standby._keeping is None)
+        assert not made.standby.ready
+        assert all(one.ended for one in made.made[1:])
+        assert serving.client.fault is None
+
+
+@pytest.mark.parametrize("how", ["killed", "cancelled"])
+async def test_one_that_takes_over_when_its_replica_ends_ends_too(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    async with world(monkeypatch) as (made, serving):
+        made.standby.begin()
+        await until(lambda: made.standby.ready)
+        second = made.made[1]
+        made.takes_over = False  # it is told to, and does not answer yet
+        taking = asyncio.create_task(made.standby.take_over(serving))
+        await until(lambda: serving.ended)
+        if how == "killed":
+            made.standby.kill()
+            assert second.killed
+            assert await taking is None
+        else:
+            taking.cancel()
+            await asyncio.wait([taking])
+            assert second.killed
+        await until(lambda: second.ended)
+        assert not made.standby.ready
+
+
+async def test_the_next_one_waits_for_one_that_could_not_take_over_and_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hot_standby, "TAKE_OVER_S", 0.1)
+    monkeypatch.setattr(hot_standby, "GONE_S", 0.1)
+    async with world(monkeypatch) as (made, serving):
+        made.standby.begin()
+        await until(lambda: made.standby.ready)
+        second = made.made[1]
+        made.takes_over = False
+        second.may_end.clear()
+        assert await made.standby.take_over(serving) is None
+        assert (second.killed, second.ended) == (True, False)
+        made.standby.begin()
+        await asyncio.sleep(0.1)
+        assert len(made.made) == 2  # never two: that one still has its memory
+        second.may_end.set()
+        await until(lambda: made.standby.ready)
+        assert second.ended
 
 
 async def test_what_has_other_weights_does_not_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +368,10 @@ async def test_none_is_started_while_requests_wait(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("why", ["starts", "dead", "silent", "dead ones live"])
 async def test_where_it_cannot_take_over_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """Above all not while a process of the dead engine may still write to the cache."""
-    monkeypatch.setattr(hot_standby, "TAKE_OVER_S", 0.2)
-    monkeypatch.setattr(hot_standby, "GONE_S", 0.2)
+    if why == "silent":
+        monkeypatch.setattr(hot_standby, "TAKE_OVER_S", 0.2)
+    elif why == "dead ones live":
+        monkeypatch.setattr(hot_standby, "GONE_S", 0.2)
     async with world(monkeypatch) as (made, serving):
         if why == "starts":
             made.ready = None  # type: ignore[assignment]
@@ -249,7 +386,7 @@ async def test_where_it_cannot_take_over_nothing_is_left_of_it(monkeypatch: pyte
         elif why == "dead ones live":
             serving.may_end.clear()
         assert await made.standby.take_over(serving) is None
-        assert second.ended
+        await until(lambda: second.ended)
         assert serving.killed
         assert second.taken_over == 0
         assert not made.standby.ready

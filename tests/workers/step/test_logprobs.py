@@ -16,7 +16,7 @@ from tests.workers.crowd import crowd, serve
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.protocol.plan import Admission, BatchLayout, SamplingParams
-from workers.rank.rank import Rank
+from workers.rank import rank
 from workers.step import logprobs
 from workers.step.logprobs import Logprobs
 from workers.step.sampling import SamplingState
@@ -159,7 +159,7 @@ def test_all_memory_of_sampling_is_taken_before_the_cache_is_sized(
 ) -> None:
     """Serving takes no more memory, whatever there is to ask for."""
     happened: list[str] = []
-    allocate, pages = SamplingState.allocate, Rank._pages
+    allocate, pages = SamplingState.allocate, rank.own_pages
 
     def noted_allocate(state: SamplingState, logits_rows: int) -> None:
         happened.append("sampling")
@@ -171,7 +171,7 @@ def test_all_memory_of_sampling_is_taken_before_the_cache_is_sized(
         return pages(*args)
 
     monkeypatch.setattr(SamplingState, "allocate", noted_allocate)
-    monkeypatch.setattr(Rank, "_pages", staticmethod(noted_pages))
+    monkeypatch.setattr(rank, "own_pages", noted_pages)
     folder = write_tiny(tmp_path, "v3", seed=3, num_hidden_layers=1)
     config = EngineConfig(model=str(folder), device="cpu", width=width, max_rows=6, token_budget=100, max_context=300)
     run = InlineEngine(config)
