@@ -35,8 +35,9 @@ from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, cac
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import NO_ROOT, Prompt
 from workers.scheduler import SchedulerConfig
+from workers.scheduler.page_supply import RowPages
 from workers.scheduler.pages import PagePool
-from workers.scheduler.prefix import PrefixCache, RowPages
+from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.tokens import Tokens
 
 TOKEN_S, ATTENDED_S = 21e-6, 1e-9

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from workers.protocol.captures import CapturePortion, PortionCaptured
-from workers.scheduler.prefix import PrefixCache, RowPages
+from workers.scheduler.page_supply import RowPages
+from workers.scheduler.prefix import PrefixCache
 
 PAUSE: Final = 3.0
 """Time between two portions while rows run, as a multiple of what the portion before took: a quarter of the time is the

@@ -27,7 +27,8 @@ from itertools import count
 from typing import Protocol
 
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves
-from workers.scheduler.prefix import PrefixCache, RowPages
+from workers.scheduler.page_supply import RowPages
+from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
 from workers.scheduler.sequence import Sequence as Row
 from workers.scheduler.tokens import Tokens

@@ -25,32 +25,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from kernels.page import NULL_PAGE, PAGE_TOKENS
+from workers.scheduler.page_supply import PageSupply, RowPages
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
 from workers.scheduler.snapshots import Snapshots
 from workers.scheduler.tokens import Tokens
-
-
-@dataclass(slots=True)
-class RowPages:
-    """The pages of one row, in table order, each held once by the row."""
-
-    pages: list[int] = field(default_factory=list)
-    chain: list[Entry] = field(default_factory=list)
-    """Entries of the row's complete pages. Where another row was first with the same tokens, that row's entry, which
-    has another page."""
-    duplicates: bool = False
-    """Whether `chain` names pages that are not the row's."""
-
-    @property
-    def capacity(self) -> int:
-        """Cache entries that the pages hold."""
-        return len(self.pages) * PAGE_TOKENS
 
 
 class Tier(Protocol):
@@ -73,7 +55,8 @@ class PrefixCache:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by key, most recently used last
         self._summary = PrefixSummary(self._entries, pool.total, reported)
         self._of_page: dict[int, Entry] = {}
-        self._unheld: OrderedDict[int, Entry] = OrderedDict()  # by page, next to be evicted first
+        self._supply = PageSupply(pool, self._forget)
+        self._unheld = self._supply.unheld
         self.tier: Tier | None = None
         """Where copies of its pages are kept."""
         self.snapshots: Snapshots | None = None
@@ -82,7 +65,7 @@ class PrefixCache:
     @property
     def available(self) -> int:
         """Pages that could be taken now: free ones and those that only the cache holds."""
-        return self._pool.free_count + len(self._unheld)
+        return self._supply.available
 
     @property
     def free(self) -> int:
@@ -123,27 +106,15 @@ class PrefixCache:
 
     def needed(self, found: Sequence[Entry], pages: int) -> int:
         """Return the number of available pages that a row of `pages` pages uses up if `found` are its first pages."""
-        return pages - len(found) + sum(entry.page in self._unheld for entry in found)
+        return self._supply.needed(found, pages)
 
     def has_room(self, found: Sequence[Entry], pages: int, left_over: int, growing: Sequence[RowPages] = ()) -> bool:
-        """Whether a row of `pages` pages, the first of which are `found`, finds the others, and so many are left over.
-        `growing`: rows that those are for, the last ones, as far as it matters whose pages they are."""
-        pool = self._pool
-        if not pool.in_pieces:
-            return self.needed(found, pages) + left_over <= self.available
-        spare = [-(-(left_over - len(growing)) // pool.owners)] * pool.owners
-        for row in growing:
-            spare[pool.owner_of(row.pages[0], len(row.pages))] += 1
-        for entry in found:
-            spare[pool.owner(entry.page)] += entry.page in self._unheld
-        owner = pool.owner(found[0].page) if found else pool.begin(pages)
-        return pool.has(owner, len(found), pages - len(found), spare)
+        """Whether a row of `pages` pages, the first of which are `found`, finds the others (`PageSupply.has_room`)."""
+        return self._supply.has_room(found, pages, left_over, growing)
 
     def can_extend(self, row: RowPages, count: int) -> bool:
         """Whether `count` more pages for the row are available."""
-        if not self._pool.in_pieces or not row.pages:
-            return count <= self.available
-        return self._pool.has(self._pool.owner(row.pages[0]), len(row.pages), count)
+        return self._supply.can_extend(row, count)
 
     def open(
         self, found: Sequence[Entry], pages: int, *, overwritten: bool = False, scattered: bool = False
@@ -159,54 +130,12 @@ class PrefixCache:
             row.pages.append(entry.page)
         self._summary.use(found)
         row.chain.extend(found)
-        if self._pool.in_pieces and not scattered:
-            self._extend_in_pieces(row, pages - len(found), overwritten=overwritten)
-        else:
-            self._extend(row, pages - len(found), NULL_PAGE, overwritten=overwritten)
+        self._supply.begin(row, pages - len(found), overwritten=overwritten, scattered=scattered)
         return row
 
     def extend(self, row: RowPages, count: int) -> tuple[int, ...]:
         """`count` more pages for the row, evicting cached ones if need be; they must be available (`can_extend`)."""
-        if self._pool.in_pieces:
-            return self._extend_in_pieces(row, count)
-        return self._extend(row, count, row.pages[-1] if row.pages else NULL_PAGE)
-
-    def _extend(self, row: RowPages, count: int, after: int, *, overwritten: bool = False) -> tuple[int, ...]:
-        """`after`: see `PagePool.take`, for the first of them; each of the others follows the one before."""
-        if count > self.available:
-            raise RuntimeError(f"{count} pages wanted, {self.available} available: the scheduler must ask first")
-        evicted: list[Entry] = []
-        while self._pool.free_count < count:
-            page, entry = self._unheld.popitem(last=False)
-            evicted.append(entry)
-            self._pool.free(page)
-        self._forget(evicted)
-        taken: list[int] = []
-        for _ in range(count):
-            after = self._pool.take(after, overwritten=overwritten)
-            taken.append(after)
-        row.pages.extend(taken)
-        return tuple(taken)
-
-    def _extend_in_pieces(self, row: RowPages, count: int, *, overwritten: bool = False) -> tuple[int, ...]:
-        """As `_extend`, each page of the owner whose turn it is. So that a page is still evicted before the one it
-        continues, those of other owners are evicted that come before one of his."""
-        if not count:
-            return ()
-        pool, begun = self._pool, len(row.pages)
-        first = pool.owner(row.pages[0]) if begun else pool.begin(count)
-        if not pool.has(first, begun, count):
-            raise RuntimeError(f"an owner has too few of {count} pages: the scheduler must ask first")
-        for column in range(begun, begun + count):
-            owner = pool.owner_of(row.pages[0], column) if column else first
-            evicted: list[Entry] = []
-            while not pool.has_free(owner):
-                page, entry = self._unheld.popitem(last=False)
-                evicted.append(entry)
-                pool.free(page)
-            self._forget(evicted)
-            row.pages.append(pool.take(owner=owner, overwritten=overwritten))
-        return tuple(row.pages[begun:])
+        return self._supply.extend(row, count)
 
     def register(self, row: RowPages, tokens: Tokens, full: int) -> None:
         """Make the first `full` pages of the row, complete with `tokens`, findable."""

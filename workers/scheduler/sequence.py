@@ -8,7 +8,7 @@ from enum import Enum, auto
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
 from workers.protocol.scores import Scores
-from workers.scheduler.prefix import RowPages
+from workers.scheduler.page_supply import RowPages
 from workers.scheduler.shares import Share
 from workers.scheduler.snapshots import Snapshot
 from workers.scheduler.tokens import Tokens
