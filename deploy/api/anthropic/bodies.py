@@ -283,7 +283,8 @@ def parse_messages(raw: bytes) -> tuple[MessagesBody, ChatBody, list[str]]:
 
 
 def _told(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that system turns change; 400 for a turn that asks for a format of the answer, which none does."""
+    """The fields that system turns change; 400 for a turn that asks for a format of the answer, which only
+    the request does."""
     turns = value.get("messages")
     for turn in turns if isinstance(turns, list) else ():
         config = turn.get("output_config") if isinstance(turn, Mapping) and turn.get("role") == "system" else None
