@@ -287,8 +287,8 @@ def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     # GPUs exchange over memory that each writes of the others, by kernels that take nothing.
     for name in ("gather_shards", "merge_shards"):
 
-        def exchange(self: Group, *tensors: torch.Tensor, name: str = name) -> None:
-            asked.append((name, *((x.shape, x.dtype) for x in tensors)))
+        def exchange(self: Group, *tensors: torch.Tensor, name: str = name, **options: Any) -> None:
+            asked.append((name, *((x.shape, x.dtype) for x in tensors), options))
 
         patch.setattr(Group, name, exchange)
 

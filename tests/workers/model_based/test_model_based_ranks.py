@@ -19,7 +19,7 @@ from tests.workers.model_based.drive import Bench, Outcome
 from tests.workers.model_based.followers import CPU, TIMEOUT_S, Ranks, follow
 from tests.workers.model_based.soak import drawn, soak
 from workers.cache.paged import PagedCache
-from workers.models.attention import latent
+from workers.models.attention import decode_rows
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 
@@ -33,7 +33,8 @@ def frozen_bounds() -> None:
         old = kept.setdefault((*out.seen_RX.shape, first), OwnEntries(out.page_RP, out.length_R, out.seen_RX.clone()))
         out.seen_RX.copy_(old.seen_RX)
 
-    latent.own_entries = frozen  # type: ignore[attr-defined]
+    assert decode_rows.own_entries is own_entries, "what is replaced must be what is called"
+    decode_rows.own_entries = frozen
 
 
 def owner_of_the_page_before() -> None:
