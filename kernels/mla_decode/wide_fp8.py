@@ -55,7 +55,7 @@ def fetch(
     while left > 0:
         tokens = gl.load(share.length + row)
         take, _begin, _end, _units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False
+            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
         )
         if stop > start:
             pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
@@ -120,17 +120,17 @@ def attend_wide_fp8(
         length, length, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
     )
     fetched, exchanged, ring, messages = wide_memory(2)
-    unit, row_cost = SPLIT.unit, SPLIT.row_cost
+    unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
     dependent, early = OVERLAP.dependent, OVERLAP.early
     gl.warp_specialize(
         [
             (
                 left_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, False, dependent, early, True),
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, True),
             ),
             (
                 right_group,
-                (share, fetched, exchanged, ring, messages, unit, row_cost, False, dependent, early, True),
+                (share, fetched, exchanged, ring, messages, unit, row_cost, invariant, dependent, early, True),
             ),
             (
                 fetch,
