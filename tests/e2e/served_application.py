@@ -110,7 +110,7 @@ def alive(pids: list[int]) -> list[str]:
     return found
 
 
-def wait_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+def wait_gone(pids: list[int], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while left := alive(pids):
         assert time.monotonic() < deadline, f"left behind: {left}"

@@ -104,17 +104,24 @@ async def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
         figures = (await http.get(f"{server.url}/metrics")).text
         return "latentserve_requests_in_flight 1.0" in figures
 
+    async def generated(http: httpx.AsyncClient) -> float:
+        figures = (await http.get(f"{server.url}/metrics")).text
+        return float(re.findall(r"^latentserve_generated_tokens_total\S* (\S+)$", figures, re.M)[0])
+
     body = {"model": "demo", "prompt": "a", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     async with client() as http, client() as other:
+        before = await generated(other)
         async with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.aiter_lines()  # held: a collected iterator closes the connection
             assert "choices" in await anext(lines)
             assert await running(other)
-        begun = time.monotonic()
-        while await running(other):
-            assert time.monotonic() - begun < 1.0
-        # 100 ms on a machine of its own; the tests share theirs.
-        assert time.monotonic() - begun < 0.5
+
+        async def stopped() -> bool:
+            return not await running(other)
+
+        await until(stopped, 60.0)
+        after = await generated(other)
+    assert after - before < 1900 / 2, "nothing stopped it"
 
 
 @pytest.mark.parametrize(("megabytes", "status"), [(3, 400), (9, 413)])
@@ -134,7 +141,7 @@ async def test_logs_are_json_with_the_request_id(server: Server) -> None:
         lines = [line for file in Path(session).glob("worker-*.err") for line in file.read_text().splitlines(True)]
         return [line for line in lines if "find-me-1" in line and line.endswith("\n")]
 
-    (text,) = await until(written, 15.0)
+    (text,) = await until(written, 60.0)
     line = json.loads(text)
     expected = {"request_id": "find-me-1", "process": "front", "application": "latentserve", "status": 200}
     assert expected.items() <= line.items()
@@ -182,7 +189,7 @@ async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
             told = "latentserve_time_per_output_token_seconds_count" in found
             return found if told and found["latentserve_engine_generated_tokens_total"] >= 40 else {}
 
-        found = await until(figures, 15.0)
+        found = await until(figures, 60.0)
     assert found["latentserve_engine_prompt_tokens_total"] >= 3
     assert found["latentserve_engine_drafts_offered_total"] >= found["latentserve_engine_drafts_accepted_total"] > 0
     assert found["latentserve_engine_step_seconds_count"] > found["latentserve_engine_step_prefill_tokens_count"] > 0

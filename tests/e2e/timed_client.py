@@ -74,7 +74,7 @@ async def begin(http: httpx.AsyncClient, url: str, count: int, **body: object) -
     async def all_begun() -> bool:
         return all(result.begun or result.broken for result in results)
 
-    await until(all_begun, 30.0)
+    await until(all_begun, 60.0)
     assert not any(task.done() for task in tasks), results
     return tasks
 

@@ -145,7 +145,7 @@ def serving(app: FastAPI, send_buffer: int | None = None) -> Iterator[int]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.started:
         assert thread.is_alive()
         assert time.monotonic() < deadline
@@ -154,7 +154,7 @@ def serving(app: FastAPI, send_buffer: int | None = None) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 

@@ -84,7 +84,7 @@ def test_a_body_that_does_not_come_gets_an_envelope() -> None:
     app = create_app(FakeEngine(say([FOX])), tiny(), ApiConfig(body_timeout_s=0.2))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     with serving(app) as port, socket.create_connection(("127.0.0.1", port), 10) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.sendall(head.encode())
         answer = b""
         while part := client.recv(65536):  # until the server closes
@@ -106,7 +106,7 @@ def test_a_websocket_is_refused_in_the_envelope(http: httpx.Client, path: str) -
         "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
     ]
     with socket.create_connection((http.base_url.host, http.base_url.port), 10) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.sendall("\r\n".join([*lines, "", ""]).encode())
         answer = b""
         while b'"code"' not in answer:

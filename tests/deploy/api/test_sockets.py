@@ -52,7 +52,7 @@ def connect(port: int, engine: PushEngine) -> Iterator[Callable[[], socket.socke
     opened = []
 
     def connect() -> socket.socket:
-        opened.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        opened.append(socket.create_connection(("127.0.0.1", port), timeout=60))
         return opened[-1]
 
     yield connect
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_cancels_within_100_ms(
         engine.script = lambda request: [out(FOX), out(FOX), 30.0]
     client = connect()
     client.sendall(completion(stream, n=n))
-    assert wait_for(lambda: len(engine.requests) == n, 5)
+    assert wait_for(lambda: len(engine.requests) == n, 60)
     if moment == "between tokens" and stream:
         read_until(client, b"fox")
     time.sleep(0.02)
@@ -166,7 +166,7 @@ def test_a_client_that_leaves_cancels_within_100_ms(
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     left = time.monotonic()
     client.close()
-    assert wait_for(lambda: len(engine.cancelled) == n, 2)
+    assert wait_for(lambda: len(engine.cancelled) == n, 60)
     assert max(when for _, when in engine.cancelled) - left < 0.1
     assert {name for name, _ in engine.cancelled} == {request.request_id for request in engine.requests}
 
@@ -200,7 +200,7 @@ def test_a_slow_reader_gets_coalesced_events_and_holds_nobody_up(
     client.connect(("127.0.0.1", port))
     client.settimeout(20)
     client.sendall(completion())
-    assert wait_for(lambda: engine.requests, 5)
+    assert wait_for(lambda: engine.requests, 60)
     begin = time.monotonic()
     assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
     assert time.monotonic() - begin < 1.0
@@ -242,7 +242,7 @@ def test_junk_behind_a_request_ends_that_connection_only(
     engine.script = lambda request: [out(FOX), 30.0]
     client = connect()
     client.sendall(completion() + b"\x00\x01\x02 junk\r\n\r\n")
-    assert wait_for(lambda: engine.requests == [] or engine.cancelled, 2)
+    assert wait_for(lambda: engine.requests == [] or engine.cancelled, 60)
     read_all(client)
     assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
 

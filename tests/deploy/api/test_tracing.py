@@ -53,7 +53,7 @@ class Spans:
 
     def take(self, some: bool = True) -> dict[str, list[ReadableSpan]]:
         """Return the spans that were exported since the last call. With `some` the span of a request is waited for."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while some and not any("/" in span.name for span in self.exporter.get_finished_spans()):
             assert time.monotonic() < deadline
             self.tracing.flush()

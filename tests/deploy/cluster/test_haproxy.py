@@ -84,7 +84,7 @@ def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             socket.create_connection(("127.0.0.1", PORT), 1).close()
@@ -140,13 +140,13 @@ def serve() -> Iterator[Callable[..., None]]:
 
 
 def ask(path: str, method: str = "GET") -> httpx.Response:
-    return httpx.request(method, f"http://127.0.0.1:{PORT}{path}", trust_env=False, timeout=10)
+    return httpx.request(method, f"http://127.0.0.1:{PORT}{path}", trust_env=False, timeout=60)
 
 
 def raw(request: bytes) -> bytes:
     """Everything that comes back for these bytes."""
     with socket.create_connection(("127.0.0.1", PORT), 10) as connection:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.sendall(request)
         answer = b""
         while part := connection.recv(65536):
@@ -230,7 +230,7 @@ def test_no_client_notices_that_serve_names_no_replicas_for_a_while(
     serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
 
     def until(status: int) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if ask("/v1/completions", "POST").status_code == status:
@@ -262,7 +262,7 @@ def test_no_client_notices_that_serve_names_no_replicas_for_a_while(
 def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> None:
     parent, pid = proxy
     parent.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "HAProxy outlived its parent"
         time.sleep(0.02)
@@ -276,7 +276,7 @@ def test_a_reloaded_haproxy_ends_with_its_last_stream_and_passes_on_what_is_new(
     through = threading.Event()
     serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
     serve(REPLICA, {"/-/healthz": (200, "success")}, slow={"/stream": through})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ask("/v1/models").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -300,7 +300,7 @@ def test_a_reloaded_haproxy_ends_with_its_last_stream_and_passes_on_what_is_new(
         assert stream.recv(65536).endswith(b"an answer")
         stream.sendall(post)
         assert b"".join(iter(lambda: stream.recv(65536), b"")).endswith(b"the successor's")
-    assert parent.wait(5) == 0
+    assert parent.wait(60) == 0
 
 
 @pytest.mark.parametrize("session", [None, "the client's own"])
@@ -317,7 +317,7 @@ def test_the_router_gets_digests_of_api_keys_and_the_replica_what_the_client_sen
 
     serve(ROUTER, {"/internal/route": (200, told)})
     serve(REPLICA, {"/-/healthz": (200, "success")}, told=names)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ask("/v1/models").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -336,7 +336,7 @@ def test_the_router_gets_digests_of_api_keys_and_the_replica_what_the_client_sen
         headers = {**given, **({} if session is None else {"x-session-id": session})}
         sent = {key: value.encode() for key, value in headers.items()}
         url = f"http://127.0.0.1:{PORT}/v1/completions"
-        answer = httpx.post(url, headers=sent, content=b"{}", trust_env=False, timeout=10).json()
+        answer = httpx.post(url, headers=sent, content=b"{}", trust_env=False, timeout=60).json()
         seen = {key: [one.encode("latin-1").decode() for one in values] for key, values in answer.items()}
         assert seen == {key: [headers[key]] if key in headers else [] for key in names}
         assert salts.name_of(heard.pop()) == name
@@ -367,7 +367,7 @@ def test_a_replica_that_drains_is_used_while_it_can_be_reached(proxy: tuple[subp
     serve(REPLICA, states)
     serve(ROUTER, {"/internal/route": (200, json.dumps({"replica_id": "x"}))})
     # Long enough for two checks to fail, and for as many to bring it back if it was down before it listened.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ask("/v1/models").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -388,7 +388,7 @@ def test_without_the_router_replicas_share_the_requests(
     serve(REPLICA, {"/-/healthz": (200, "success")})
     if answer is not None:
         serve(ROUTER, {"/internal/route": answer})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ask("/v1/models").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -455,7 +455,7 @@ def test_a_request_to_a_replica_that_just_ended_is_answered(proxy: tuple[subproc
         threading.Thread(target=accept).start()
         address = f"http://127.0.0.1:{PORT}"
         clients = [open_until_the_end.enter_context(httpx.Client(base_url=address, trust_env=False)) for _ in range(4)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while {each.get("/v1/models").status_code for each in clients} != {200}:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -475,7 +475,7 @@ def test_a_request_that_does_not_come_holds_no_connection(proxy: tuple[subproces
     begun = time.monotonic()
     with ThreadPoolExecutor(2) as at_once:
         answers = list(at_once.map(raw, [b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"]))
-    assert BODY_TIMEOUT_S - 0.5 < time.monotonic() - begun < BODY_TIMEOUT_S + 3
+    assert BODY_TIMEOUT_S - 0.5 < time.monotonic() - begun < BODY_TIMEOUT_S + 20
     assert [answer.split()[1] for answer in answers] == [b"408"] * 2
 
 
@@ -496,7 +496,7 @@ def test_haproxy_starts_within_the_limit_of_open_files(
     code = f"{limited}({binary!r}, [{binary!r}, '-db', '-f', {str(rendered)!r}])"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while process.poll() is None:
                 with contextlib.suppress(OSError):
                     socket.create_connection(("127.0.0.1", PORT), 1).close()
@@ -547,7 +547,7 @@ def test_faults_are_noted_beside_the_configuration(tmp_path: Path, monkeypatch: 
 
 def test_a_url_that_no_replica_reads_gets_an_envelope(proxy: tuple[subprocess.Popen, int], serve) -> None:
     serve(REPLICA, {"/-/healthz": (200, "success")})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ask("/short").text != "an answer":
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -563,7 +563,7 @@ def test_a_url_that_no_replica_reads_gets_an_envelope(proxy: tuple[subprocess.Po
 def test_headers_that_serve_cannot_read_are_dropped(proxy: tuple[subprocess.Popen, int], serve) -> None:
     """Such headers were answered 500, in plain text."""
     serve(REPLICA, {"/-/healthz": (200, "success")}, ("x-request-id", "x-request-timeout-seconds"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ask("/short").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)

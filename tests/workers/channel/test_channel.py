@@ -79,7 +79,7 @@ def test_a_message_ends_a_wait(host: str | None) -> None:
             plan = StepPlan(step, 2, 1, (0,))
             sending = threading.Timer(0.02 * (step % 2), lambda plan=plan: binding.plans[0].send(plan))
             sending.start()
-            deadline = time.monotonic() + 20.0
+            deadline = time.monotonic() + 60
             while (received := plans.receive(0)) is None:
                 plans.wait(20.0)
                 assert time.monotonic() < deadline, "nobody woke it"
@@ -213,7 +213,7 @@ def test_a_process_that_ends_at_once_has_been_heard() -> None:
             assert receiver.receive(10_000) == Cancel("a")
         finally:
             receiver.close()
-        assert process.wait(10) == 1
+        assert process.wait(60) == 1
 
 
 def test_order_is_kept_and_nothing_is_dropped() -> None:
@@ -238,7 +238,7 @@ def test_a_peer_that_left_is_an_error_at_once() -> None:
     rank.close()
 
     def send_until_noticed() -> None:  # the socket hears of it a moment later
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             binding.plans[0].send(Shutdown())
 
@@ -248,7 +248,7 @@ def test_a_peer_that_left_is_an_error_at_once() -> None:
         begin = time.monotonic()
         with pytest.raises(PeerGone, match="rank 0 has left"):
             binding.plans[0].send(Shutdown())
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 5
     finally:
         binding.close()
 

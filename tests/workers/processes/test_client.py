@@ -186,7 +186,7 @@ async def test_a_health_check_is_one_real_token_before_all_others() -> None:
         assert (asked.sampling.max_tokens, asked.priority) == (1, -1)
         assert not probing.done()
         scheduler.output(name, 3, finish="length")
-        await asyncio.wait_for(probing, 5)
+        await asyncio.wait_for(probing, 60)
 
 
 async def test_a_health_check_that_nobody_waits_for_leaves_the_queue() -> None:

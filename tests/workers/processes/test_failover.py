@@ -57,7 +57,7 @@ class World:
 
     async def serving(self, engines: int) -> None:
         """Wait until so many engines were started and the last one serves."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.clients) < engines or self.engine.down:
                 await asyncio.sleep(0.005)
 

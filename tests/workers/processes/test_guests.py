@@ -79,7 +79,7 @@ async def test_of_two_neighbors_that_with_less_to_do_is_chosen() -> None:
     async with world() as home, neighbor(home) as busy, neighbor(home) as idle:
         busy.scheduler.say(EngineStats(running=3, waiting=1))
         idle.scheduler.say(EngineStats(running=2))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while [client.stats.running for client in home.engine._neighbors()] != [3, 2]:
                 await asyncio.sleep(0.01)
         streams = [home.engine.generate(asked(str(number), (number,))) for number in range(4)]

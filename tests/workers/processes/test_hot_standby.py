@@ -132,7 +132,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, **times: float) -> AsyncIterato
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 

@@ -112,7 +112,7 @@ def played(ranks: int = 1, serving: bool = True, standby: bool = False, **settin
         yield world
     finally:
         world.requests.send(Shutdown())
-        thread.join(10)
+        thread.join(60)
         world.close()
     assert not thread.is_alive()
 
@@ -308,7 +308,7 @@ def test_a_loop_that_is_busy_for_longer_than_silence_may_last_is_alive(monkeypat
         try:
             assert pulse.receive(timeout_ms=5000) == Heartbeat(-1)
             world.ask("1.2", tokens=1)
-            assert busy.wait(5)
+            assert busy.wait(60)
             begin = time.monotonic()
             while time.monotonic() - begin < 1.0:
                 assert pulse.receive(timeout_ms=450) == Heartbeat(-1)
