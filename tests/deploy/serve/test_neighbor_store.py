@@ -133,6 +133,27 @@ async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_
     assert not stores[0].heirs()
 
 
+async def test_what_a_replica_has_to_say_that_is_new_it_says_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front that dies soon after another one has come up hands its answers to that one, if it knows of it."""
+    monkeypatch.setattr(neighbor_store, "PERIOD_S", 1000.0)
+    stores = [opened("a")]
+    await until(lambda: store.values)
+    stores.append(opened("b"))
+    stores[1].heir = "/heir-of-b"
+
+    def offered() -> Offer:
+        return msgspec.msgpack.decode(store.values[b"neighbors/app/b"], type=Offer)
+
+    await until(lambda: b"neighbors/app/b" in store.values and {*offered().channels} == {"a"})
+    assert offered().heir == "/heir-of-b"
+    stores[1].heir = "/another"
+    await until(lambda: offered().heir == "/another")
+    for one in stores:
+        one.close()
+
+
 async def test_replicas_of_other_nodes_are_reached_over_tcp_with_keys(store: Store) -> None:
     stores = [opened("a"), opened("b", place=Place("another", "127.0.0.1"))]
     await until(lambda: all(one.neighbors() for one in stores))
