@@ -143,6 +143,9 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
     _wait_until_released(left.values())
     silent = _offer(left, heirs, WORD_S)
     _offer(left, silent, HEIR_S)
+    if left:
+        asked = ", ".join(heirs) or "there was none"
+        print(f"guardian: no front goes on with {len(left)} answers; asked: {asked}", file=sys.stderr, flush=True)
     return [*left.values(), *(one for one in held if one.journal is None)]
 
 

@@ -152,15 +152,17 @@ def test_answers_of_a_front_go_to_one_that_lives_however_many_they_are(place: in
     assert heir.found == [True] * 7
 
 
-def test_every_answer_is_offered_to_every_front_until_one_takes_it() -> None:
+def test_every_answer_is_offered_to_every_front_until_one_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     with dead(9) as held, fronts(Front.refuse, Front.refuse, Front.take) as made:
         assert hand_over(held, [one.path for one in made]) == []
     assert len(made[2].found) == 9
+    assert not capsys.readouterr().err
     with dead(9) as held, fronts(Front.refuse, Front.refuse, Front.refuse) as made:
         assert hand_over(held, [one.path for one in made]) == held
         for one in held:
             one.close()
     assert [len(one.found) for one in made] == [9, 9, 9]
+    assert "no front goes on with 9 answers" in capsys.readouterr().err
 
 
 def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
