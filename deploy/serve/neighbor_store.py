@@ -91,6 +91,8 @@ class NeighborStore:
         """Set where the next offer says more than the last one."""
         self.on_folder: list[Callable[[Path | None], None]] = []
         """Told of the folder of each channel that is bound."""
+        self.on_heirs: list[Callable[[Sequence[str]], None]] = []
+        """Told of `heirs` when they are others than before."""
 
     @property
     def heir(self) -> str:
@@ -160,7 +162,11 @@ class NeighborStore:
         assert self._engine is not None
         own = self.fingerprint()
         wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == own}
-        self._heirs = [offer.heir for offer in wanted.values() if offer.heir and offer.node == self._place.node]
+        heirs = [offer.heir for offer in wanted.values() if offer.heir and offer.node == self._place.node]
+        if heirs != self._heirs:
+            self._heirs = heirs
+            for listener in self.on_heirs:
+                listener(heirs)
         for name in {*self._channels, *self._clients} - wanted.keys():
             self._forget(name)
         for name, offer in wanted.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,13 @@ async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_
     ]
     for one, name in zip(stores, "abcde", strict=True):
         one.heir = f"/heir-of-{name}"
+    told: list[Sequence[str]] = []
+    stores[0].on_heirs.append(told.append)
     await until(lambda: sorted(stores[0].heirs()) == ["/heir-of-b", "/heir-of-c"])
     await until(lambda: all(len(one.neighbors()) == 3 for one in stores[:4]))
     assert [list(one.heirs()) for one in stores[3:]] == [[], []]
+    assert told[-1] == stores[0].heirs()
+    assert all(before != after for before, after in pairwise(told))
     # Whoever writes answers otherwise is asked, and refuses.
     names = [one.answers_as() for one in stores]
     assert names[0] == names[1] == names[3]
