@@ -170,7 +170,7 @@ def test_a_stopped_front_is_ended_and_a_dead_heir_is_passed_by(
     gone = zygote.front()
     os.kill(gone["pid"], signal.SIGKILL)
     wait_for_the_end_of(gone)
-    stopped = zygote.front(heirs=[gone["heir"], heir["heir"]], pause_s=0.02)
+    stopped = zygote.front(heirs=[gone["heir"], heir["heir"]], pause_s=0.02, silence_s=1.0)
     threading.Timer(0.4, os.kill, (stopped["pid"], signal.SIGSTOP)).start()
     found = ask(stopped["port"], *asked("message", True), "message")
     wait_for_the_end_of(stopped)
