@@ -150,7 +150,8 @@ class NeighborStore:
                 logger.debug("neighbors could not be found", exc_info=True)
             # A replica that was just started is of use to its neighbors once they know where to connect.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), PERIOD_S)
+                async with asyncio.timeout(PERIOD_S):
+                    await self._news.wait()
 
     def offer(self) -> Offer:
         """Return the current offer of this replica."""
