@@ -1,5 +1,6 @@
 """Neighbors at which a replica's streams can go on while its engine is away. The replicas of an application tell each
-other once a second, through Ray's key-value store, what serves there and where to connect.
+other once a second, and at once when it is something new, through Ray's key-value store, what serves there and where to
+connect.
 
 A front binds a channel for each neighbor and connects to the one that each neighbor has bound for it, before any of
 them is needed (`workers.processes.guests`). A store that hangs holds up one thread and no stream: what is connected
@@ -9,6 +10,7 @@ stays so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -84,10 +86,23 @@ class NeighborStore:
         self._known: tuple[bytes, str] | None = None
         """Root of the engine and the fingerprint of what is served with it."""
         self._heirs: list[str] = []
-        self.heir = ""
-        """Path of the socket at which this front takes answers over; empty while it takes none."""
+        self._heir = ""
+        self._news = asyncio.Event()
+        """Set where the next offer says more than the last one."""
         self.on_folder: list[Callable[[Path | None], None]] = []
         """Told of the folder of each channel that is bound."""
+        self.on_heirs: list[Callable[[Sequence[str]], None]] = []
+        """Told of `heirs` when they are others than before."""
+
+    @property
+    def heir(self) -> str:
+        """Path of the socket at which this front takes answers over; empty while it takes none."""
+        return self._heir
+
+    @heir.setter
+    def heir(self, path: str) -> None:
+        self._heir = path
+        self._news.set()
 
     def open(self, engine: FailoverEngine) -> None:
         """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop."""
@@ -126,13 +141,17 @@ class NeighborStore:
     async def _keep_exchanging(self) -> None:
         assert self._engine is not None
         while True:
+            self._news.clear()
             try:
                 # Awaited: while the store hangs no more threads wait for it.
                 self.heed(await asyncio.to_thread(self._exchange, msgspec.msgpack.encode(self.offer())))
                 self._engine.place_waiting()
             except Exception:  # Ray's, of many kinds: its head may be away for a while
                 logger.debug("neighbors could not be found", exc_info=True)
-            await asyncio.sleep(PERIOD_S)
+            # A replica that was just started is of use to its neighbors once they know where to connect.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._news.wait()
 
     def offer(self) -> Offer:
         """Return the current offer of this replica."""
@@ -144,13 +163,18 @@ class NeighborStore:
         assert self._engine is not None
         own = self.fingerprint()
         wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == own}
-        self._heirs = [offer.heir for offer in wanted.values() if offer.heir and offer.node == self._place.node]
+        heirs = [offer.heir for offer in wanted.values() if offer.heir and offer.node == self._place.node]
+        if heirs != self._heirs:
+            self._heirs = heirs
+            for listener in self.on_heirs:
+                listener(heirs)
         for name in {*self._channels, *self._clients} - wanted.keys():
             self._forget(name)
         for name, offer in wanted.items():
             if name not in self._channels:
                 host = None if offer.node == self._place.node else self._place.ip
                 channel = self._channels[name] = GuestChannel(self._engine, host)
+                self._news.set()
                 for callback in self.on_folder:
                     callback(channel.addresses.folder)
             addresses = offer.channels.get(self._own)

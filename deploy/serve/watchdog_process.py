@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 MESSAGE = struct.Struct("<BQ")
 """Kind and number. Descriptors come with some kinds, and the paths of sockets with `BEAT`."""
@@ -32,11 +32,14 @@ MOST_BYTES = 64 * 1024
 """Bytes of a message, at most."""
 ANSWER = struct.Struct("<QB")
 """Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
+WORD_S = 1.0
+"""Seconds in which a front that is handed answers says whether it takes the next one, before others are asked."""
 HEIR_S = 10.0
-"""Seconds in which a front that is handed answers says whether it takes the next one: about as long as a front may be
-silent before its own watchdog ends it. A stream that waits for a busy front is better than one that ends."""
-RELEASED_S = 1.0
-"""Seconds in which the kernel releases the locks of a front that died, at the most; it takes some milliseconds."""
+"""The same once all others were asked: about as long as a front may be silent before its own watchdog ends it. A stream
+that waits for a busy front is better than one that ends."""
+RELEASED_S = 5.0
+"""Seconds in which the kernel releases the locks of a front that died, at the most. It takes some milliseconds, and
+longer where others need the processors."""
 _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
 _ACKNOWLEDGED = 120
@@ -131,17 +134,118 @@ def keep(
 
 
 def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
-    """Hand answers that have a journal to fronts of other replicas, each to the next one; returns those that no front
-    goes on with."""
-    left, rest = [one for one in held if one.journal is not None], [one for one in held if one.journal is None]
-    _wait_until_released(left)
+    """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with.
+
+    Every answer is offered to every front until one takes it. They begin at different ones, so that the fronts share
+    them. Fronts that said nothing for `WORD_S` are asked once more in the end, for `HEIR_S`: whatever they may have
+    taken in the meantime is theirs, since who owns a journal goes on with its answer."""
+    left = dict(enumerate(one for one in held if one.journal is not None))
+    _wait_until_released(left.values())
+    silent = _offer(left, heirs, WORD_S)
+    _offer(left, silent, HEIR_S)
+    if left:
+        asked = ", ".join(heirs) or "there was none"
+        print(f"guardian: no front goes on with {len(left)} answers; asked: {asked}", file=sys.stderr, flush=True)
+    return [*left.values(), *(one for one in held if one.journal is None)]
+
+
+def _offer(left: dict[int, Held], heirs: Sequence[str], patience_s: float) -> list[str]:
+    """Offer the answers that are left, by their numbers, to one front after the other; those that are taken are left no
+    more. Returns the fronts that said nothing for `patience_s`, each of which was asked once."""
+    silent: list[str] = []
     for turn in range(len(heirs)):
-        lots: list[list[Held]] = [[] for _ in heirs]
-        for number, one in enumerate(left):
-            lots[(number + turn) % len(heirs)].append(one)
-        left = [one for heir, lot in zip(heirs, lots, strict=True) for one in _hand_to(heir, lot)]
-        _wait_until_released(left)
-    return left + rest
+        lots = []
+        for place, heir in enumerate(heirs):
+            numbers = [number for number in left if (number + turn) % len(heirs) == place]
+            if numbers and heir not in silent:
+                lots.append(_Lot(heir, {number: left[number] for number in numbers}))
+        _hand_out(lots, patience_s)
+        for lot in lots:
+            for number in lot.taken:
+                left.pop(number).close()
+        silent += [lot.heir for lot in lots if lot.silent]
+        # A front that died may have owned some of them. One that is silent still does.
+        _wait_until_released([left[number] for lot in lots if lot.died for number in lot.answers if number in left])
+    return silent
+
+
+class _Lot:
+    """Answers that one front is handed."""
+
+    def __init__(self, heir: str, answers: dict[int, Held]) -> None:
+        """`heir`: path of the front's socket. `answers`: by their numbers."""
+        self.heir, self.answers = heir, answers
+        self.taken: list[int] = []
+        """Numbers of those that the front said it, or another one, goes on with."""
+        self.silent = self.died = False
+        """Whether it said nothing in time; whether it is not there, or no more."""
+        self.heard = time.monotonic()
+        """When it said something last."""
+        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.setblocking(False)
+        self._waiting, self._under_way = list(answers), 0
+        try:
+            self.channel.connect(heir)
+        except BlockingIOError:  # it has not taken in those who came before for long
+            self.silent = True
+        except OSError:
+            self.died = True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be handed over, or heard."""
+        return self.silent or self.died or not (self._waiting or self._under_way)
+
+    def hand(self) -> None:
+        """Hand over as many as may be under way."""
+        try:
+            while self._waiting and self._under_way < _UNDER_WAY and not self.over:
+                one = self.answers[number := self._waiting[0]]
+                assert one.journal is not None
+                socket.send_fds(self.channel, [MESSAGE.pack(one.words, number)], [one.connection.fileno(), one.journal])
+                del self._waiting[0]
+                self._under_way += 1
+        except BlockingIOError:
+            pass  # there is room again once it has said something
+        except OSError:
+            self.died = True
+
+    def hear(self) -> None:
+        """Take down what it said."""
+        try:
+            while self._under_way:
+                data = self.channel.recv(ANSWER.size)
+                if len(data) != ANSWER.size:
+                    self.died = True
+                    return
+                number, goes_on = ANSWER.unpack(data)
+                self.heard = time.monotonic()
+                self._under_way -= 1
+                if goes_on:
+                    self.taken.append(number)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.died = True
+
+
+def _hand_out(lots: Sequence[_Lot], patience_s: float) -> None:
+    """Hand several fronts their answers, side by side: who waits for one of them keeps nobody from the others."""
+    for lot in lots:
+        lot.hand()
+    while waiting := {lot.channel.fileno(): lot for lot in lots if not lot.over}:
+        said = select.poll()
+        for descriptor in waiting:
+            said.register(descriptor, select.POLLIN)
+        left_s = min(lot.heard for lot in waiting.values()) + patience_s - time.monotonic()
+        for descriptor, _ in said.poll(1000 * max(left_s, 0)):
+            waiting[descriptor].hear()
+            waiting[descriptor].hand()
+        now = time.monotonic()
+        for lot in waiting.values():
+            lot.silent = not lot.over and now >= lot.heard + patience_s
+    for lot in lots:
+        lot.channel.close()
 
 
 def _owned(journal: int) -> int | None:
@@ -159,7 +263,7 @@ def _owned(journal: int) -> int | None:
     return own
 
 
-def _wait_until_released(held: Sequence[Held]) -> None:
+def _wait_until_released(held: Iterable[Held]) -> None:
     """Wait until no process owns the journals, `RELEASED_S` at the most.
 
     The channel of a front that died may close before its locks are released. A front that was handed an answer in
@@ -177,34 +281,6 @@ def _wait_until_released(held: Sequence[Held]) -> None:
         if not waiting or time.monotonic() >= deadline:
             return
         time.sleep(0.001)
-
-
-def _hand_to(heir: str, lot: list[Held]) -> list[Held]:
-    """Hand answers to one front; returns those that it did not say it takes, or that another has."""
-    given = dict(enumerate(lot))
-    waiting = list(given)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.settimeout(HEIR_S)
-            channel.connect(heir)
-            under_way = 0
-            while waiting or under_way:
-                if waiting and under_way < _UNDER_WAY:
-                    one = given[number := waiting.pop(0)]
-                    assert one.journal is not None
-                    socket.send_fds(channel, [MESSAGE.pack(one.words, number)], [one.connection.fileno(), one.journal])
-                    under_way += 1
-                    continue
-                data = channel.recv(ANSWER.size)
-                if len(data) != ANSWER.size:
-                    break
-                number, taken = ANSWER.unpack(data)
-                under_way -= 1
-                if taken:
-                    given.pop(number).close()
-    except OSError:
-        pass  # it has died, too, or hangs; who owns the journals says what it had taken
-    return list(given.values())
 
 
 def end(held: Sequence[Held], last_words: Sequence[bytes]) -> None:

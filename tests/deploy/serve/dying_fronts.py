@@ -93,6 +93,8 @@ class Front:
     """A fault that is planted in it."""
     pause_s: float = 0.0
     fingerprint: str = "same"
+    silence_s: float = 10.0
+    """How long it may be silent before its watchdog ends it."""
     stalled: bool = False
     """Whether the kernel takes few bytes."""
 
@@ -137,7 +139,7 @@ def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> 
 
     async def main() -> None:
         words = [engine_down("the replica's front died").event(path) for path in FAILURES]
-        watchdog, arrivals = StreamWatchdog(words, silence_s=1.0), Arrivals()
+        watchdog, arrivals = StreamWatchdog(words, silence_s=front.silence_s), Arrivals()
         heir = Heir(app, watchdog, lambda: front.fingerprint, (b"x-latentserve-replica", b"heir"), arrivals)
         journals = Journals(watchdog, lambda: front.fingerprint)
         layer = UnderServe(known, "victim", arrivals, watchdog, journals=journals)

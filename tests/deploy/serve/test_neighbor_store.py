@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,13 @@ async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_
     ]
     for one, name in zip(stores, "abcde", strict=True):
         one.heir = f"/heir-of-{name}"
+    told: list[Sequence[str]] = []
+    stores[0].on_heirs.append(told.append)
     await until(lambda: sorted(stores[0].heirs()) == ["/heir-of-b", "/heir-of-c"])
     await until(lambda: all(len(one.neighbors()) == 3 for one in stores[:4]))
     assert [list(one.heirs()) for one in stores[3:]] == [[], []]
+    assert told[-1] == stores[0].heirs()
+    assert all(before != after for before, after in pairwise(told))
     # Whoever writes answers otherwise is asked, and refuses.
     names = [one.answers_as() for one in stores]
     assert names[0] == names[1] == names[3]
@@ -131,6 +136,27 @@ async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_
     for one in stores:
         one.close()
     assert not stores[0].heirs()
+
+
+async def test_what_a_replica_has_to_say_that_is_new_it_says_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front that dies soon after another one has come up hands its answers to that one, if it knows of it."""
+    monkeypatch.setattr(neighbor_store, "PERIOD_S", 1000.0)
+    stores = [opened("a")]
+    await until(lambda: store.values)
+    stores.append(opened("b"))
+    stores[1].heir = "/heir-of-b"
+
+    def offered() -> Offer:
+        return msgspec.msgpack.decode(store.values[b"neighbors/app/b"], type=Offer)
+
+    await until(lambda: b"neighbors/app/b" in store.values and {*offered().channels} == {"a"})
+    assert offered().heir == "/heir-of-b"
+    stores[1].heir = "/another"
+    await until(lambda: offered().heir == "/another")
+    for one in stores:
+        one.close()
 
 
 async def test_replicas_of_other_nodes_are_reached_over_tcp_with_keys(store: Store) -> None:

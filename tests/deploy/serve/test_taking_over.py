@@ -7,18 +7,20 @@ import fcntl
 import mmap
 import os
 import resource
+import select
 import shutil
 import socket
 import struct
 import termios
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import msgspec
 import pytest
+from typing_extensions import override
 
 from deploy.serve import watchdog_process
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
@@ -50,44 +52,154 @@ def begun(front: socket.socket) -> tuple[Journal, Held]:
     return journal, Held(os.dup(front.fileno()), 0, memory)
 
 
+class Front(threading.Thread):
+    """A front at which answers can go on, or not."""
+
+    def __init__(self, does: Callable[[Front, socket.socket], None]) -> None:
+        """`does`: what it does with each watchdog that connects to it."""
+        super().__init__()
+        self._folder = socket_folder(len("heir") + 1)
+        self.path, self._does = str(self._folder / "heir"), does
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self.found: list[bool] = []
+        """Of every answer that it was handed, whether it could own its journal."""
+
+    @override
+    def run(self) -> None:
+        with self._listener, suppress(OSError):
+            while True:
+                channel, _ = self._listener.accept()
+                with channel:
+                    self._does(self, channel)
+
+    def end(self) -> None:
+        """End it once it is done with those who have connected."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self.join()
+        shutil.rmtree(self._folder)
+
+    def take(self, channel: socket.socket, says: bool = True) -> None:
+        """Say of everything that it takes it."""
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+            if not data:
+                return
+            try:
+                Journal(descriptors[1]).close()
+                self.found.append(True)
+            except JournalTaken:
+                self.found.append(False)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], says))
+
+    def refuse(self, channel: socket.socket) -> None:
+        """Say of everything that it does not take it."""
+        self.take(channel, False)
+
+
+@contextmanager
+def fronts(*does: Callable[[Front, socket.socket], None]) -> Iterator[list[Front]]:
+    """Fronts that do what they are to do."""
+    made = [Front(one) for one in does]
+    for one in made:
+        one.start()
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.end()
+
+
+@contextmanager
+def dead(count: int) -> Iterator[list[Held]]:
+    """What is held of a front that died while it wrote so many streams."""
+    with ExitStack() as stack:
+        held = []
+        for _ in range(count):
+            journal, one = begun(stack.enter_context(connected())[0])
+            journal.close()
+            held.append(one)
+        yield held
+
+
 def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[bool] = []
-    folder = socket_folder(len("heir") + 1)
-    path = str(folder / "heir")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, connected() as (front, _):
-        listener.bind(path)
-        listener.listen()
-
-        def be_heir() -> None:
-            channel, _ = listener.accept()
-            with channel:
-                data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
-                try:
-                    Journal(descriptors[1]).close()
-                    found.append(True)
-                except JournalTaken:
-                    found.append(False)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
-
-        heir = threading.Thread(target=be_heir)
-        heir.start()
+    with fronts(Front.take) as [heir], connected() as (front, _):
         journal, held = begun(front)
         sleep = time.sleep
 
         def release(seconds: float) -> None:
-            if not found:
+            if not heir.found:
                 monkeypatch.setattr(watchdog_process.time, "sleep", sleep)
                 journal.close()
 
         monkeypatch.setattr(watchdog_process.time, "sleep", release)  # the kernel is later than the watchdog's look
-        assert hand_over([held], [path]) == []
-        heir.join(20)
-    shutil.rmtree(folder)
-    assert found == [True]
+        assert hand_over([held], [heir.path]) == []
+    assert heir.found == [True]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_answers_of_a_front_go_to_one_that_lives_however_many_they_are(place: int) -> None:
+    """A replica that was started again is told of together with the one before it, for some seconds."""
+    with dead(7) as held, fronts(Front.take) as [heir]:
+        paths = [heir.path]
+        paths.insert(place, f"{heir.path}-of-a-front-that-died")
+        assert hand_over(held, paths) == []
+    assert heir.found == [True] * 7
+
+
+def test_every_answer_is_offered_to_every_front_until_one_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with dead(9) as held, fronts(Front.refuse, Front.refuse, Front.take) as made:
+        assert hand_over(held, [one.path for one in made]) == []
+    assert len(made[2].found) == 9
+    assert not capsys.readouterr().err
+    with dead(9) as held, fronts(Front.refuse, Front.refuse, Front.refuse) as made:
+        assert hand_over(held, [one.path for one in made]) == held
+        for one in held:
+            one.close()
+    assert [len(one.found) for one in made] == [9, 9, 9]
+    assert "no front goes on with 9 answers" in capsys.readouterr().err
+
+
+def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_process, "WORD_S", 20.0)
+    handed = threading.Event()
+
+    def wait(front: Front, channel: socket.socket) -> None:
+        assert handed.wait(20)
+        front.take(channel)
+
+    def take(front: Front, channel: socket.socket) -> None:
+        handed.set()
+        front.take(channel)
+
+    with dead(6) as held, fronts(wait, take) as made:
+        assert hand_over(held, [one.path for one in made]) == []
+    assert [one.found for one in made] == [[True] * 3] * 2
+
+
+def test_a_front_that_says_nothing_for_long_is_asked_again_when_no_other_one_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    came: list[socket.socket] = []
+
+    def hang(front: Front, channel: socket.socket) -> None:
+        came.append(channel)
+        if len(came) > 1:
+            front.take(channel)
+            return
+        end = select.poll()
+        end.register(channel, select.POLLHUP)
+        assert end.poll(20000)
+
+    with dead(5) as held, fronts(Front.refuse, hang) as [other, heir]:
+        assert hand_over(held, [other.path, heir.path]) == []
+    assert (other.found, heir.found) == ([True] * 5, [True] * 5)
 
 
 def test_bytes_that_are_acknowledged_while_they_are_counted_are_counted_once() -> None:
