@@ -87,7 +87,7 @@ class StepFixture:
         self._set_cache([NULL_PAGE, *former], noise)
         self._set_slots(sampling, former, host)
         self._live = slot_tensors(parts)
-        self.slot_names = ["length", "last token", "drafts", "page table", "tokens"]
+        self.slot_names = ["length", "last token", "drafts", "page table", "tokens", "unlikely drafts"]
         self.slot_names += ["sampling tables"] * (len(self._live) - len(self.slot_names))
         self._slots = [tensor.clone() for tensor in self._live]
         self._draft_SK = self._slots[2]
