@@ -18,9 +18,14 @@ from tests.deepseek_v4_dspark import Block, DsparkReference
 from tests.deepseek_v4_layout import DSPARK, TINY, VOCAB, dspark_v4, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.drafters.dspark import DsparkDrafter
+from workers.drafters import dspark
+from workers.drafters.dspark import DsparkDrafter, _Window
+from workers.memory.scratch import Scratch
 from workers.models import deepseek_v4
-from workers.protocol.plan import SamplingParams
+from workers.proof.decode_steps import Candidate, SelfTest
+from workers.protocol.plan import GraphKey, SamplingParams
+from workers.step.buckets import DecodeBuckets
+from workers.step.decode import DecodeStep
 from workers.step.parts import _Drafted
 
 CONFIG: dict[str, Any] = {**TINY, **DSPARK, "compress_ratios": [*TINY["compress_ratios"], 0, 0, 0]}
@@ -294,3 +299,73 @@ def test_no_threshold_changes_a_token(least: float, most_computed: int, folder: 
         assert max(decode) <= 3 * most_computed
         if 0 < least < 1:
             assert 3 < sum(decode) / len(decode) < 3 * most_computed
+
+
+def found(folder: Path, *keys: GraphKey) -> list[str]:
+    """What the self-test says of buckets."""
+    parts = engine(folder).runner.parts
+    steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in keys]
+    reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
+    return [problem for report in reports for problem in report.problems]
+
+
+def test_the_self_test_proves_it(folder: Path) -> None:
+    assert found(folder, *(key for key in DecodeBuckets(3, BLOCK + 1, adaptive=True) if key.rows == 3)) == []
+
+
+def no_room_for_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    honest = DsparkDrafter.rings
+    patch.setattr(DsparkDrafter, "rings", lambda drafter, width: honest(drafter, 1))
+
+
+def a_window_of_a_token_more(patch: pytest.MonkeyPatch) -> None:
+    honest = _Window.__init__
+    patch.setattr(_Window, "__init__", lambda own, slot_R, start_R, window: honest(own, slot_R, start_R, window + 1))
+
+
+def entries_a_position_late(patch: pytest.MonkeyPatch) -> None:
+    """Where those of a layer for multi-token prediction lie."""
+    patch.setattr(dspark, "_before", lambda own, first: own)
+
+
+def a_window_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    honest = _Window.__init__
+    patch.setattr(_Window, "__init__", lambda own, slot_R, *others: honest(own, slot_R.roll(1), *others))
+
+
+FAULTS = {
+    "no room for rejected drafts": (no_room_for_rejected_drafts, "has no room for drafts"),
+    "a window of a token more": (a_window_of_a_token_more, "logits of drafts were no numbers"),
+    "entries a position late": (entries_a_position_late, "changed outside the rows' own tokens"),
+    "a window of another row": (a_window_of_another_row, "logits of drafts were no numbers"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, said = FAULTS[name]
+    plant(monkeypatch)
+    problems = found(folder, GraphKey(4, BLOCK + 1, BLOCK), GraphKey(4, 1, 1))
+    assert any(said in problem for problem in problems), problems
+
+
+def test_a_start_without_it(folder: Path) -> None:
+    assert isinstance(engine(folder).runner.parts.model.drafter, DsparkDrafter)
+    assert engine(folder, drafter="none").runner.parts.model.drafter is None
+    assert engine(folder, width=1).runner.parts.width == 1
+
+
+def test_a_width_is_no_more_than_a_block_has_drafts(folder: Path) -> None:
+    with pytest.raises(ValueError, match=f"draft {BLOCK} tokens at a time: give --width {BLOCK + 1} or less"):
+        engine(folder, width=BLOCK + 2)
+    assert engine(folder, width="auto").runner.parts.width == 4
+    assert engine(folder, width=BLOCK + 2, drafter="ngram").runner.parts.width == BLOCK + 2
+
+
+def test_auto_is_no_wider_than_a_block(tmp_path: Path) -> None:
+    config, _ = tiny_v4(seed=1)
+    write_v4(tmp_path, {**config, **CONFIG, "dspark_block_size": 2}, tensors())
+    run = engine(tmp_path, width="auto")
+    assert run.runner.parts.width == 3
+    asked = prompts(20, 9, seed=3)
+    assert run.generate(asked, greedy(9)) == engine(tmp_path, width=1).generate(asked, greedy(9))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_v4_layout import DSPARK, TINY, YARN, dspark_v4, mtp_v4, published_v4, tiny_v4, write_v4
-from published_configs import V4_FLASH, V4_PRO
+from published_configs import V4_FLASH, V4_FLASH_DSPARK, V4_PRO
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
@@ -134,26 +134,15 @@ def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
     check_fit(engine.model_copy(update={"device": "cpu"}), gpus=2)
 
 
-FLASH_DSPARK: dict[str, Any] = {
-    **V4_FLASH,
-    "compress_ratios": [*V4_FLASH["compress_ratios"], 0, 0],
-    "num_nextn_predict_layers": 3,
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 128799,
-    "dspark_target_layer_ids": [40, 41, 42],
-    "dspark_markov_rank": 256,
-}
-
-
 def test_reads_dspark() -> None:
-    config = parse_config(FLASH_DSPARK)
+    config = parse_config(V4_FLASH_DSPARK)
     assert config.dspark == Dspark(3, 5, 128799, (40, 41, 42), 256)
     assert config.draft_layers == 3
     assert parse_config(V4_FLASH).dspark is None
     # As it was published first.
-    first = {**FLASH_DSPARK, "num_nextn_predict_layers": 1, "compress_ratios": V4_FLASH["compress_ratios"]}
+    first = {**V4_FLASH_DSPARK, "num_nextn_predict_layers": 1, "compress_ratios": V4_FLASH["compress_ratios"]}
     assert parse_config(first).dspark == config.dspark
-    off = parse_config({**FLASH_DSPARK, "num_nextn_predict_layers": 0})
+    off = parse_config({**V4_FLASH_DSPARK, "num_nextn_predict_layers": 0})
     assert (off.dspark, off.draft_layers) == (None, 0)
 
 
@@ -184,7 +173,7 @@ def test_a_block_has_rotations_behind_the_context() -> None:
 def test_dspark_fields_that_do_not_fit_are_refused(changes: dict[str, Any], words: list[str]) -> None:
     """They are no reason to take its layers for those of multi-token prediction, which have partly the same names."""
     with pytest.raises(ConfigError) as error:
-        parse_config({**FLASH_DSPARK, **changes})
+        parse_config({**V4_FLASH_DSPARK, **changes})
     for word in words:
         assert word in str(error.value)
 
