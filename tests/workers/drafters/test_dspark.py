@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.deepseek_v4_dspark import Block, DsparkReference
 from tests.deepseek_v4_layout import DSPARK, TINY, VOCAB, dspark_v4, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
+from workers.cache.snapshots import RingSnapshots
 from workers.config import EngineConfig
 from workers.drafters import dspark
 from workers.drafters.dspark import DsparkDrafter, _Window
@@ -155,7 +156,10 @@ def check(drafted: list[Drafts], sequences: list[list[int]]) -> int:
     return checked
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 47, 64, 150])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, *(pytest.param(length, marks=LONG) for length in (2, 7, 47, 64, 150))])
 def test_drafts_are_those_of_the_formulas(length: int, folder: Path, drafted: list[Drafts]) -> None:
     """Behind prompts in one chunk or several, at the window's border and behind it, and behind steps whose drafts were
     rejected."""
@@ -167,7 +171,7 @@ def test_drafts_are_those_of_the_formulas(length: int, folder: Path, drafted: li
     assert max(confidences) - min(confidences) > 0.5
 
 
-@pytest.mark.parametrize("budget", [6, 8, 13, 17, 21])
+@pytest.mark.parametrize("budget", [8, 13, *(pytest.param(budget, marks=LONG) for budget in (6, 17, 21))])
 def test_chunks_of_any_size(budget: int, folder: Path, drafted: list[Drafts]) -> None:
     """Of less, as much and more than the window and a ring hold."""
     (prompt,) = prompts(60, seed=4)
@@ -175,6 +179,7 @@ def test_chunks_of_any_size(budget: int, folder: Path, drafted: list[Drafts]) ->
     assert check(drafted, [[*prompt, *answer]]) >= 2
 
 
+@LONG
 def test_tokens_are_those_without_drafts(folder: Path, drafted: list[Drafts]) -> None:
     """In mixed batches, behind snapshots, and after preemption; and every draft is that of the formulas."""
     asked = prompts(5, 58, 140, 33, seed=2)
@@ -206,6 +211,44 @@ def test_a_prefix_hit_has_the_whole_context(folder: Path, drafted: list[Drafts])
     assert check(drafted, sequences) >= 12
 
 
+def a_context_of_a_former_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RingSnapshots, "restore", lambda *given: None)
+
+
+def streams_before_the_layers(patch: pytest.MonkeyPatch) -> None:
+    honest = DsparkDrafter.__init__
+
+    def early(own: DsparkDrafter, *given: Any) -> None:
+        honest(own, *given)
+        own.aux_hidden_state_layers = own.sizes.layers
+
+    patch.setattr(DsparkDrafter, "__init__", early)
+
+
+def a_block_that_sees_no_later_token(patch: pytest.MonkeyPatch) -> None:
+    """As a layer of the model would."""
+    honest = dspark.sunk
+
+    def masked(score_HNS: Tensor, sink_H: Tensor) -> Tensor:
+        rows = score_HNS.shape[1] // BLOCK
+        later_KK = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1).repeat(rows, 1)
+        score_HNS[..., -BLOCK:].masked_fill_(later_KK, -torch.inf)
+        return honest(score_HNS, sink_H)
+
+    patch.setattr(dspark, "sunk", masked)
+
+
+@pytest.mark.parametrize(
+    "plant", [a_context_of_a_former_row, streams_before_the_layers, a_block_that_sees_no_later_token]
+)
+def test_other_drafts_are_noticed(
+    plant: Any, folder: Path, drafted: list[Drafts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="behind token"):
+        test_a_prefix_hit_has_the_whole_context(folder, drafted)
+
+
 @pytest.fixture
 def foretold(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """Of rows, by their slot, tokens that are put in place of what is drafted."""
@@ -225,7 +268,7 @@ def foretold(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     return told
 
 
-@pytest.mark.parametrize("width", [2, BLOCK + 1, "auto"])
+@pytest.mark.parametrize("width", [BLOCK + 1, pytest.param(2, marks=LONG), pytest.param("auto", marks=LONG)])
 def test_drafts_behind_accepted_ones(
     width: Any, folder: Path, foretold: dict[int, list[int]], drafted: list[Drafts]
 ) -> None:
@@ -285,7 +328,10 @@ def test_drafts_that_are_unlikely_cost_nothing(
     assert run.scheduler.stats().drafts_accepted == 2 * 13 + 40 - len(second)
 
 
-@pytest.mark.parametrize(("least", "most_computed"), [(0.0, BLOCK + 1), (0.4, BLOCK + 1), (1.0, 1)])
+@pytest.mark.parametrize(
+    ("least", "most_computed"),
+    [pytest.param(0.0, BLOCK + 1, marks=LONG), (0.4, BLOCK + 1), pytest.param(1.0, 1, marks=LONG)],
+)
 def test_no_threshold_changes_a_token(least: float, most_computed: int, folder: Path, computed: list[int]) -> None:
     asked = prompts(5, 58, 33, seed=9)
     want = engine(folder, width=1).generate(asked, greedy(15))
