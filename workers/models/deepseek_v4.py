@@ -8,10 +8,13 @@ The sections named are those of the paper (DeepSeek-V4, 2026).
 
 Shape legend: T tokens, E hidden features, A features of a query's latent, H heads of this rank, D features of an entry,
 S entries that a row's tokens may attend to, N compressed entries among them, O rope features, J heads and I features of
-an indexer, G groups of heads of this rank, X experts, K experts of a token, Y tokens of an expert, B vocabulary.
+an indexer, G groups of heads of this rank, X experts, K experts of a token, Y tokens of an expert, B vocabulary, Z
+residual streams.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +81,7 @@ def attention(
         # An entry that is not finite makes the weights of those so who see it. To all others it is nothing.
         out_THD[own.where] = einsum("hts,sd->thd", weight_HTS, key_SD.masked_fill(~key_SD.isfinite(), 0.0))
     out_THD = rope_last(out_THD, back(turn_TO).unsqueeze(1))
-    return linear(_grouped(out_THD, layer.out_FD, compression), layer.out_EF)
+    return linear(grouped(out_THD, layer.out_FD, compression), layer.out_EF)
 
 
 def _window(entry_TD: Tensor, own: OwnTokens, caches: LayerCaches, compression: Compression) -> tuple[Tensor, Tensor]:
@@ -119,7 +122,7 @@ def _selected(
     return seen_TN & best_TN
 
 
-def _grouped(out_THD: Tensor, weight_FD: Weight, compression: Compression) -> Tensor:
+def grouped(out_THD: Tensor, weight_FD: Weight, compression: Compression) -> Tensor:
     """The heads' output, projected in groups (section 2.3.1): each group's heads by rows of its own."""
     rows_GUD = weight_FD.dequantized(torch.float32).view(-1, compression.output_rank, weight_FD.shape[1])
     out_TGD = out_THD.reshape(len(out_THD), len(rows_GUD), -1)
@@ -173,14 +176,23 @@ def through(
     h.add(y_TE)
 
 
-def streams(model: CompressedModel, token_T: Tensor, at: CompressedTokens, caches: list[LayerCaches]) -> MixedStreams:
-    """The residual streams of every token behind the last layer; writes the caches. All ranks together."""
+def streams(
+    model: CompressedModel,
+    token_T: Tensor,
+    at: CompressedTokens,
+    caches: list[LayerCaches],
+    behind: Callable[[int, Tensor], None] | None = None,
+) -> MixedStreams:
+    """The residual streams of every token behind the last layer; writes the caches. `behind` gets the number of layers
+    that the streams have gone through, and these, [T, Z, E], behind each layer. All ranks together."""
     config = model.config
     assert config.streams is not None
     x_TZE = model.embedding_YE[token_T].float().unsqueeze(1).repeat(1, config.streams.count, 1)
     h = MixedStreams(x_TZE, config.streams, config.rms_norm_eps)
-    for layer, own in zip(model.blocks, caches, strict=True):
+    for index, (layer, own) in enumerate(zip(model.blocks, caches, strict=True)):
         through(model, layer, h, token_T, at, own)
+        if behind is not None:
+            behind(index + 1, h.h_TZE)
     return h
 
 

@@ -3,7 +3,8 @@
 It is one segment, because what stands between the layers is not captured yet. Everything that the host must know of the
 rows, it reads from tensors.
 
-Shape legend: T tokens, N tokens that are wanted, R rows, E hidden features.
+Shape legend: T tokens, N tokens that are wanted, R rows, E hidden features, Z residual streams, W tokens of the step
+that are wanted.
 """
 
 from __future__ import annotations
@@ -103,17 +104,39 @@ class CompressedPass(StepPass):
     def _hidden(
         self, token_T: Tensor, batch: Batch, cache: PagedCache, aux_hidden: tuple[tuple[int, Tensor], ...]
     ) -> Tensor:
-        """Final hidden states. `aux_hidden` gets the residual streams behind the last layer, one after the other."""
-        model = self._model
-        h = deepseek_v4.streams(model, token_T, rows_of(batch), model.caches_of(cache))
-        for stream, (layer, own_TE) in enumerate(aux_hidden):
-            assert layer == model.config.num_layers, "its drafter reads the streams behind the last layer"
-            own_TE.copy_(h.h_TZE[:, stream])
-        return deepseek_v4.hidden(model, h)
+        """Final hidden states. `aux_hidden` gets the residual streams behind its layers: the mean of them, or one after
+        the other where a layer is there as often as there are streams."""
+        model, wanted_W = self._model, _wanted(batch)
+
+        def keep(layers: int, h_TZE: Tensor) -> None:
+            own = [own_TE for number, own_TE in aux_hidden if number == layers]
+            for own_TE, h_TE in zip(own, [h_TZE.mean(1)] if len(own) == 1 else h_TZE.unbind(1), strict=False):
+                own_TE.copy_(_spread(h_TE, wanted_W, len(token_T)))
+
+        fed_T = token_T if wanted_W is None else token_T[wanted_W]
+        h = deepseek_v4.streams(model, fed_T, rows_of(batch), model.caches_of(cache), keep)
+        return _spread(deepseek_v4.hidden(model, h), wanted_W, len(token_T))
+
+
+def _wanted(batch: Batch) -> Tensor | None:
+    """int64: the tokens whose hidden states are wanted, those of prefill rows among them; None: all."""
+    layout, decode = batch.layout, batch.decode
+    if decode is None or decode.wanted_R is None:
+        return None
+    of_rows_RW = torch.arange(layout.width) < decode.wanted_R.unsqueeze(1)
+    return torch.cat(
+        [of_rows_RW.flatten(), torch.ones(layout.tokens - of_rows_RW.numel(), dtype=torch.bool)]
+    ).nonzero()[:, 0]
+
+
+def _spread(x_WE: Tensor, wanted_W: Tensor | None, tokens: int) -> Tensor:
+    """What was computed of the wanted tokens among all, zeros for the others."""
+    return x_WE if wanted_W is None else x_WE.new_zeros(tokens, x_WE.shape[1]).index_copy_(0, wanted_W, x_WE)
 
 
 def rows_of(batch: Batch) -> CompressedTokens:
-    """The rows of a batch: decode rows, then prefill rows. Rows of nobody have the null slot and the null page."""
+    """The rows of a batch with the tokens that are wanted, decode rows, then prefill rows. Rows of nobody have the null
+    slot and the null page."""
     start: list[int] = []
     count: list[int] = []
     slot: list[int] = []
@@ -122,7 +145,7 @@ def rows_of(batch: Batch) -> CompressedTokens:
         assert decode.slot_R is not None, "rows of such a model have slots"
         rows, width = len(decode.length_R), batch.layout.width
         start += batch.position_T[: rows * width : width].tolist()
-        count += [width] * rows
+        count += [width] * rows if decode.wanted_R is None else decode.wanted_R.tolist()
         slot += decode.slot_R.tolist()
         tables.append(decode.page_RP)
     if (prefill := batch.prefill) is not None:
