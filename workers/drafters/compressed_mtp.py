@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from workers.cache.paged import PagedCache
-from workers.cache.rings import RingSpec
+from workers.cache.rings import NULL_SLOT, RingSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.config import CompressedLayer
 from workers.models.deepseek_parts import linear, norm
 from workers.models.deepseek_v4 import through
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.models.deepseek_v4_parts import LayerCaches, MixedStreams, Ring
-from workers.models.deepseek_v4_pass import rows_of
+from workers.models.deepseek_v4_parts import CompressedTokens, LayerCaches, MixedStreams, Ring
 from workers.models.deepseek_v4_weights import load_block
 from workers.models.drafter import DraftedRows, Drafter
 from workers.models.streams import load_streams
@@ -101,3 +101,26 @@ class CompressedMtp(Drafter):
             batch = rows.feed(token_R, index)
             if index + 1 < drafts:
                 hidden_RF = self.catch_up(token_R, hidden_RF, batch, cache)
+
+
+def rows_of(batch: Batch) -> CompressedTokens:
+    """The rows of a batch: decode rows, then prefill rows. Rows of nobody have the null slot and the null page."""
+    start: list[int] = []
+    count: list[int] = []
+    slot: list[int] = []
+    tables = []
+    if (decode := batch.decode) is not None:
+        assert decode.slot_R is not None, "rows of such a model have slots"
+        rows, width = len(decode.length_R), batch.layout.width
+        start += batch.position_T[: rows * width : width].tolist()
+        count += [width] * rows
+        slot += decode.slot_R.tolist()
+        tables.append(decode.page_RP)
+    if (prefill := batch.prefill) is not None:
+        assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
+        start += prefill.start
+        count += prefill.count
+        slot += prefill.slot
+        tables.append(prefill.page_NP)
+    places = tuple(own + 1 + NULL_SLOT for own in slot)
+    return CompressedTokens(tuple(start), tuple(count), places, torch.cat(tables), batch.first)

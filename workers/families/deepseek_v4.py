@@ -169,8 +169,9 @@ class DeepseekV4(Family):
     ) -> Model:
         """ConfigError for what its forward pass does not have."""
         from workers.drafters.compressed_mtp import CompressedMtp
+        from workers.models.compressed_pass import CompressedPass
+        from workers.models.compressed_torch import TorchOps
         from workers.models.deepseek_v4_model import CompressedModel
-        from workers.models.deepseek_v4_pass import CompressedPass
         from workers.models.execution_paths import ExecutionPaths
 
         for name, asked in {"invariant mode": invariant, "kv_cache_dtype fp8": fp8_cache}.items():
@@ -180,7 +181,7 @@ class DeepseekV4(Family):
             raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
         paths = ExecutionPaths(config, group, source.formats, invariant=False)
         model = CompressedModel(source, config, paths, max_positions)
-        model.segments = CompressedPass(model)
+        model.segments = CompressedPass(model, TorchOps())
         if draft_layer:
             source.progress("draft layer")
             model.drafter = CompressedMtp(source, model)

@@ -27,7 +27,7 @@ from workers.weights.source import WeightSource
 
 
 class CompressedModel(Model):
-    """A whole model on this rank. Whoever builds it gives it its pass, `deepseek_v4_pass.CompressedPass`."""
+    """A whole model on this rank. Whoever builds it gives it its pass, `compressed_pass.CompressedPass`."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, paths: ExecutionPaths, max_positions: int) -> None:
         """`max_positions`: positions that a token may have."""
