@@ -23,7 +23,7 @@ from workers.models.attention.compressed_rows import CompressedInputs, LayerAtte
 from workers.models.compressed_ops import CompressedOps
 from workers.models.config import CompressedLayer, Compression, ModelConfig
 from workers.models.deepseek_v4_weights import CompressedBlock
-from workers.models.general import GeneralOps, Rows
+from workers.models.general import GeneralOps, Rows, tensor_of
 from workers.models.layer_ops import Mixture
 from workers.weights.formats import PLAIN
 from workers.weights.weight import Weight
@@ -55,10 +55,19 @@ class CompressedBuffers:
     index_weight_TJ: Tensor
     """fp32."""
     attended_THD: Tensor
+    ended: bool
+    """Whether the last layer ends for all tokens of a pass, because more than its norm is read of them."""
 
     @staticmethod
     def empty(
-        config: ModelConfig, heads: int, dtype: torch.dtype, ops: GeneralOps, tokens: int, scratch: Scratch
+        config: ModelConfig,
+        heads: int,
+        dtype: torch.dtype,
+        ops: GeneralOps,
+        tokens: int,
+        scratch: Scratch,
+        *,
+        ended: bool,
     ) -> CompressedBuffers:
         """Memory for passes of so many tokens; `heads` of this rank."""
         compression, streams, entry = config.compression, config.streams, config.cache_width
@@ -87,6 +96,7 @@ class CompressedBuffers:
             index_q_TJI=scratch.empty(tokens, index_heads, features, dtype=dtype),
             index_weight_TJ=wide(tokens, index_heads),
             attended_THD=scratch.empty(tokens, heads, entry, dtype=dtype),
+            ended=ended,
         )
 
     def norm(self, weight_E: Tensor, eps: float, gates: StreamGates) -> AddNorm:
@@ -96,6 +106,8 @@ class CompressedBuffers:
     def to_finish(self, tokens: int, scratch: Scratch) -> CompressedBuffers:
         """Buffers like these that have room for what is `finished` of so many tokens."""
         _, streams, hidden = self.residual_TSE.shape
+        if self.ended:
+            return replace(self, normed=scratch.empty(tokens, hidden, dtype=self.residual_TSE.dtype))
         return replace(
             self,
             residual_TSE=scratch.empty(tokens, streams, hidden, dtype=self.residual_TSE.dtype),
@@ -104,14 +116,11 @@ class CompressedBuffers:
             attended_THD=scratch.empty(tokens, *self.attended_THD.shape[1:], dtype=self.attended_THD.dtype),
         )
 
-    def normed_alone(self, tokens: int, scratch: Scratch) -> CompressedBuffers:
-        """Buffers like these that have room for a norm of so many tokens."""
-        _, _, hidden = self.residual_TSE.shape
-        return replace(self, normed=scratch.empty(tokens, hidden, dtype=self.residual_TSE.dtype))
-
     @property
     def finished(self) -> tuple[Tensor, ...]:
-        """What `CompressedDecoderLayer.finish` reads of a token."""
+        """What the end of a pass reads of a token: what `CompressedDecoderLayer.finish` does, or the final norm."""
+        if self.ended:
+            return (tensor_of(self.normed),)
         assert self.streams.mix_TSS is not None
         return self.residual_TSE, self.streams.open_TS, self.streams.mix_TSS, self.attended_THD, self.token_T
 

@@ -25,7 +25,7 @@ from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import CompressedRows, rows_of_pass
 from workers.models.batch import Batch
-from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer
+from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer, shallow_layers
 from workers.models.compressed_ops import CompressedOps
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches
@@ -50,9 +50,9 @@ class CompressedPass(StepPass):
         rotation_YO = model.compressed_rotation_PO if kind.ratio else model.rotation_PO
         return CompressedDecoderLayer(model.config, self._own, kind, model.blocks[index], rotation_YO)
 
-    def of(self, model: CompressedModel, indices: Sequence[int]) -> CompressedPass:
-        """A pass over some layers of such a model."""
-        return CompressedPass(model, self._own, indices)
+    def few(self, model: CompressedModel) -> CompressedPass:
+        """A pass over so few layers of such a model that launch every kernel that all of them launch."""
+        return CompressedPass(model, self._own, shallow_layers(self.layers))
 
     @property
     def _tapped(self) -> bool:
@@ -64,12 +64,17 @@ class CompressedPass(StepPass):
     def __len__(self) -> int:
         return len(self.layers) + 1 + self._tapped
 
+    @property
+    @override
+    def heads(self) -> int:
+        return len(self.layers[0].block.attention.sink_H)
+
     @override
     def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> CompressedBuffers:
         ops = ops or self.model.paths.any
         assert isinstance(ops, GeneralOps), "such a model has no other path"
-        heads = len(self.layers[0].block.attention.sink_H)
-        return CompressedBuffers.empty(self.model.config, heads, self.model.dtype, ops, tokens, scratch)
+        model, ended = self.model, self._tapped
+        return CompressedBuffers.empty(model.config, self.heads, model.dtype, ops, tokens, scratch, ended=ended)
 
     @override
     def over(self, buffers: Any) -> Any:
@@ -87,7 +92,7 @@ class CompressedPass(StepPass):
             if index == 0:
                 self._begin(tensors, buffers, norm)
             else:
-                if index == len(layers) and not self._tapped:
+                if index == len(layers) and not buffers.ended:
                     assert tensors.out_TE is not None  # else `gather` and `end` take this segment's place
                     out = tensors.out_TE
                 layers[index - 1].finish(buffers, norm, out, tensors.live_R, scratch)
@@ -150,20 +155,16 @@ class CompressedPass(StepPass):
 
     @override
     def buffers_to_end(self, tokens: int, scratch: Scratch) -> CompressedBuffers:
-        buffers = self.buffers(0, scratch)
-        return buffers.normed_alone(tokens, scratch) if self._tapped else buffers.to_finish(tokens, scratch)
+        return self.buffers(0, scratch).to_finish(tokens, scratch)
 
     @override
     def gather(self, buffers: CompressedBuffers, token_N: Tensor, buffers_N: CompressedBuffers) -> None:
-        if self._tapped:
-            torch.index_select(tensor_of(buffers.normed), 0, token_N, out=tensor_of(buffers_N.normed))
-            return
         for of_all, of_wanted in zip(buffers.finished, buffers_N.finished, strict=True):
             torch.index_select(of_all, 0, token_N, out=of_wanted)
 
     @override
     def end(self, buffers_N: CompressedBuffers, out_NE: Tensor, scratch: Scratch) -> None:
-        if self._tapped:
+        if buffers_N.ended:
             out_NE.copy_(tensor_of(buffers_N.normed))
             return
         with scratch.scope():

@@ -6,6 +6,7 @@ Shape legend: E hidden features, O rope features, P positions, Y vocabulary.
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch
 from typing_extensions import override
@@ -81,6 +82,15 @@ class CompressedModel(Model):
                 features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
                 found.append(RingSpec(needed + width - 1, features, torch.float32, needed, kept=needed - layer.ratio))
         return [*found, *(() if self.drafter is None else self.drafter.rings(width))]
+
+    @override
+    def shallow(self) -> CompressedModel:
+        from workers.models.compressed_pass import CompressedPass  # which knows this model
+
+        few = copy(self)
+        assert isinstance(self.segments, CompressedPass)
+        few.segments = self.segments.few(few)
+        return few
 
     @property
     @override
