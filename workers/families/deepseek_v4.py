@@ -177,14 +177,15 @@ class DeepseekV4(Family):
         for name, asked in {"invariant mode": invariant, "kv_cache_dtype fp8": fp8_cache}.items():
             if asked:
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
-        if source.device.type == "cuda":
+        if source.device.type == "cuda" and self.cpu_alone:
             raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
         paths = ExecutionPaths(config, group, source.formats, invariant=False)
         model = CompressedModel(source, config, paths, max_positions)
-        model.segments = CompressedPass(model, TorchOps())
+        own = TorchOps()
+        model.segments = CompressedPass(model, own)
         if draft_layer:
             source.progress("draft layer")
-            model.drafter = CompressedMtp(source, model)
+            model.drafter = CompressedMtp(source, model, own)
         return model
 
     @override

@@ -55,14 +55,14 @@ class CompressedPass(StepPass):
         return CompressedPass(model, self._own, shallow_layers(self.layers))
 
     @property
-    def _tapped(self) -> bool:
+    def _ends_for_all(self) -> bool:
         """Whether a drafter reads the streams behind the last layer."""
         drafter = self.model.drafter
-        return drafter is not None and bool(drafter.aux_hidden_state_layers)
+        return drafter is not None and self.model.config.num_layers in drafter.aux_hidden_state_layers
 
     @override
     def __len__(self) -> int:
-        return len(self.layers) + 1 + self._tapped
+        return len(self.layers) + 1 + self._ends_for_all
 
     @property
     @override
@@ -73,7 +73,7 @@ class CompressedPass(StepPass):
     def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> CompressedBuffers:
         ops = ops or self.model.paths.any
         assert isinstance(ops, GeneralOps), "such a model has no other path"
-        model, ended = self.model, self._tapped
+        model, ended = self.model, self._ends_for_all
         return CompressedBuffers.empty(model.config, self.heads, model.dtype, ops, tokens, scratch, ended=ended)
 
     @override
@@ -96,11 +96,10 @@ class CompressedPass(StepPass):
                     assert tensors.out_TE is not None  # else `gather` and `end` take this segment's place
                     out = tensors.out_TE
                 layers[index - 1].finish(buffers, norm, out, tensors.live_R, scratch)
-        if index == len(layers):
-            self._tap(tensors, buffers)
-            return
-        with scratch.scope():
-            layers[index].project(buffers, scratch)
+        self._tap(index, tensors, buffers)
+        if index < len(layers):
+            with scratch.scope():
+                layers[index].project(buffers, scratch)
 
     def _begin(self, tensors: PassTensors, buffers: CompressedBuffers, norm: AddNorm) -> None:
         """Look up what tokens and positions say, and fill the streams."""
@@ -118,10 +117,14 @@ class CompressedPass(StepPass):
         block = self.layers[index].block
         return buffers.norm(block.attention_norm_E, model.config.rms_norm_eps, block.attention_streams)
 
-    def _tap(self, tensors: PassTensors, buffers: CompressedBuffers) -> None:
-        """Copy the streams behind the last layer, one after the other."""
-        for stream, (layer, own_TE) in enumerate(tensors.aux_hidden):
-            assert layer == self.model.config.num_layers, "its drafter reads the streams behind the last layer"
+    def _tap(self, index: int, tensors: PassTensors, buffers: CompressedBuffers) -> None:
+        """Copy the streams that enter a layer, or leave the last one, for a drafter that names it: their mean, or one
+        after the other where it names it once for each."""
+        layer = self._indices[index] if index < len(self.layers) else self.model.config.num_layers
+        own = [own_TE for number, own_TE in tensors.aux_hidden if number == layer]
+        if len(own) == 1:
+            torch.mean(buffers.residual_TSE, 1, out=own[0])
+        for stream, own_TE in enumerate(own if len(own) > 1 else ()):
             own_TE.copy_(buffers.residual_TSE[:, stream])
 
     @override

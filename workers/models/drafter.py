@@ -54,7 +54,7 @@ class Drafter(ABC):
     aux_hidden_state_layers: tuple[int, ...] = ()
     """Layers of the model: it reads the residual stream that enters each of them, side by side, [T, E for each], in
     place of the model's final hidden states. A layer may be there twice. Where there are several streams, it reads
-    those behind the last layer, one after the other, and names that number of layers once for each."""
+    the mean of them; or all of them, one after the other, of a layer that it names once for each."""
     keeps = 0
     """Positions that it selects for a token, if its passes behind the one over a step's tokens attend to those that
     this one selected for the rows' newest tokens: see `Batch.kept_TS`."""
