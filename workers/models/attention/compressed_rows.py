@@ -11,7 +11,7 @@ that a compressor makes of a token, J heads and I features of an indexer, O rope
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,8 +45,9 @@ class CompressedInputs:
 
     def of(self, own: slice) -> CompressedInputs:
         """Those of some tokens alone."""
-        parts = {name: None if value is None else value[own] for name, value in vars(self).items()}
-        return replace(self, **parts)
+        queried = self.q_THD[own], self.kv_TD[own], self.rotation_TO[own]
+        made = self.made_TF, self.index_made_TF, self.index_q_TJI, self.index_weight_TJ
+        return CompressedInputs(*queried, *(None if each is None else each[own] for each in made))
 
 
 @dataclass(frozen=True)
