@@ -1,7 +1,8 @@
 """Products of activations with a weight matrix; for few tokens, in one launch with the norm before and the sum after.
 
 Shape legend: T tokens, E input features, F output features, I intermediate features (F = 2 I: gate, then up),
-A features of the next norm, P parts of a sum (of a pending norm: one for 16 output features).
+A features of the next norm, P parts of a sum (of a pending norm: one for 16 output features), G groups of U output
+features.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "ROWS",
     "fits_w8a8",
     "gated_linear",
+    "group_linear",
     "grouped_linear",
     "linear",
     "linear_to_residual",
@@ -109,6 +111,18 @@ def grouped_linear(
         launch.tiled(x_TGE, weight_GFE, out_TGF, invariant=invariant, dependent=dependent)
     else:
         reference.invariant_groups(x_TGE, weight_GFE, out_TGF)
+
+
+def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
+    """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows (F = G U): one
+    launch for any number of tokens. Sums are in fp32 and rounded once.
+
+    `x_TGE`: the last dimension is contiguous, the others may be strided (heads of a group side by side:
+    `x_THD.view(T, G, -1)`). A plain `weight_FE` has its dtype; `BlockScaled` is multiplied as it is stored, where the
+    groups are whole blocks of rows. `out_TGU` has the dtype of `x_TGE`, or fp32.
+    Source: DeepSeek-V4 (2026), section 2.3.1.
+    """
+    raise NotImplementedError
 
 
 def parts_of(tokens: int, weight_FE: Tensor) -> int:
