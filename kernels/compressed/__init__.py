@@ -32,8 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import Tensor
+
+from kernels.compressed import launch, reference
+from kernels.compressed.rows import TokenRows, contiguous, room, rotations, rows_of_features, told
+from kernels.page import PAGE_TOKENS
 
 __all__ = [
     "AttendWorkspace",
@@ -45,24 +51,7 @@ __all__ = [
     "rope_store",
 ]
 
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Where the tokens of a call belong. Those of a row stand side by side, in the order of their positions, and no two
-    rows have the same slot."""
-
-    position_T: Tensor
-    """int64; of tokens of nobody arbitrary."""
-    row_T: Tensor
-    """int32: each token's row, -1 of padding."""
-    slot_R: Tensor
-    """int64: slot of each row, -1 of padding."""
-    page_RP: Tensor
-    """int32 page tables, with contiguous rows; behind a row's last page arbitrary."""
-    fault_1: Tensor
-    """int64: counts tokens of which something is outside of what it points into."""
-    width: int = 0
-    """Tokens of each row where all are decode rows, which stand in turn; 0: chunks of any size."""
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def rope_store(
@@ -90,20 +79,35 @@ def rope_store(
 
     All is computed in fp32 and rounded once. ValueError for tensors that do not fit.
     """
-    raise NotImplementedError
+    rows.check(len(q_THD))
+    tokens, _, features = q_THD.shape
+    length = ring_XLD.shape[1]
+    _heads(q_THD, rotation_TO)
+    rows_of_features("kv_TD", kv_TD, (tokens, features), _DTYPES)
+    rows_of_features("norm_D", norm_D, (features,))
+    contiguous("entry_TD", entry_TD, (tokens, features), ring_XLD.dtype)
+    contiguous("ring_XLD", ring_XLD, (len(ring_XLD), length, features), ring_XLD.dtype)
+    room("ring_XLD", length, window, rows.width)
+    tensors = (q_THD, kv_TD, norm_D, rotation_TO, entry_TD, ring_XLD, rows, eps)
+    (launch if q_THD.is_cuda else reference).rope_store(*tensors)
 
 
 def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
     """Write the entries of chunks to the rings of their rows' slots: of each row the newest L tokens.
 
     `entry_TD`, `ring_XLD`: as `rope_store` leaves them."""
-    raise NotImplementedError
+    rows.check(len(entry_TD))
+    features = entry_TD.shape[1]
+    contiguous("entry_TD", entry_TD, (len(entry_TD), features), ring_XLD.dtype)
+    contiguous("ring_XLD", ring_XLD, (*ring_XLD.shape[:2], features), ring_XLD.dtype)
+    (launch if entry_TD.is_cuda else reference).keep_entries(entry_TD, ring_XLD, rows)
 
 
 def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
     """Turn the last O features of every head, in place, as an indexer's queries are turned. Tensors as of
     `rope_store`."""
-    raise NotImplementedError
+    _heads(q_THD, rotation_TO)
+    (launch if q_THD.is_cuda else reference).rope_queries(q_THD, rotation_TO)
 
 
 def compress(
@@ -134,7 +138,21 @@ def compress(
     One launch for decode rows, two for chunks. All is computed in fp32 and rounded once. ValueError for tensors that do
     not fit.
     """
-    raise NotImplementedError
+    rows.check(len(made_TF))
+    (ratio, made), features = bias_AC.shape, norm_D.shape[0]
+    if made not in (features, 2 * features):
+        raise ValueError(f"a compressor makes {features} features of a token, or twice as many, not {made}")
+    if PAGE_TOKENS % ratio and ratio % PAGE_TOKENS:
+        raise ValueError(f"entries of {ratio} tokens do not fit pages of {PAGE_TOKENS}")
+    rows_of_features("made_TF", made_TF, (len(made_TF), 2 * made), _DTYPES)
+    contiguous("bias_AC", bias_AC, (ratio, made), torch.float32)
+    rows_of_features("norm_D", norm_D, (features,))
+    rotations("rotation_YO", rotation_YO, None, features)
+    contiguous("state_XLF", state_XLF, (*state_XLF.shape[:2], 2 * made), torch.float32)
+    contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), entry_PKD.dtype)
+    room("state_XLF", state_XLF.shape[1], ratio * made // features, rows.width)
+    tensors = (made_TF, bias_AC, norm_D, rotation_YO, state_XLF, entry_PKD, rows, eps)
+    (launch if made_TF.is_cuda else reference).compress(*tensors)
 
 
 @dataclass(frozen=True)
@@ -151,8 +169,8 @@ class AttendWorkspace:
         tokens: int, heads: int, features: int, entries: int, empty: Callable[..., Tensor], *, programs: int = 132
     ) -> AttendWorkspace:
         """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
-        `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device memory; `programs` are
-        wanted at least, a multiprocessor of a GPU for each."""
+        `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device
+        memory; so many `programs` are wanted at least, one for each multiprocessor of a GPU."""
         raise NotImplementedError
 
 
@@ -192,3 +210,12 @@ def attend(
     multiplied with entries. One launch, or two where several programs share a token.
     """
     raise NotImplementedError
+
+
+def _heads(q_THD: Tensor, rotation_TO: Tensor) -> None:
+    """ValueError where queries and rotations do not fit each other."""
+    tokens, heads, features = q_THD.shape
+    rows_of_features("q_THD", q_THD, (tokens, heads, features), _DTYPES)
+    if q_THD.stride(1) != features and heads > 1:
+        raise ValueError(f"the heads of a token lie side by side, not {told(q_THD)}")
+    rotations("rotation_TO", rotation_TO, tokens, features)
