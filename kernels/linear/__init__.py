@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.fp16_scaled import Fp16Scaled
 from kernels.gluon.tiles import ROWS
 from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
+from kernels.linear.groups import launch_group_linear
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
 from kernels.linear.w8a8 import (
@@ -120,9 +121,33 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
     `x_TGE`: the last dimension is contiguous, the others may be strided (heads of a group side by side:
     `x_THD.view(T, G, -1)`). A plain `weight_FE` has its dtype; `BlockScaled` is multiplied as it is stored, where the
     groups are whole blocks of rows. `out_TGU` has the dtype of `x_TGE`, or fp32.
-    Source: DeepSeek-V4 (2026), section 2.3.1.
+    ValueError for a matrix that is stored otherwise, or whose rows are no such groups. Source: DeepSeek-V4 (2026),
+    section 2.3.1.
     """
-    raise NotImplementedError
+    tokens, groups, features = x_TGE.shape
+    rows = out_TGU.shape[2]
+    if out_TGU.shape[:2] != (tokens, groups) or tuple(weight_FE.shape) != (groups * rows, features):
+        raise ValueError(
+            f"a matrix {tuple(weight_FE.shape)} does not make {tuple(out_TGU.shape)} of {tuple(x_TGE.shape)}"
+        )
+    if x_TGE.stride(2) != 1 or out_TGU.stride(2) != 1:
+        raise ValueError("the features of a token and group lie side by side")
+    if isinstance(weight_FE, Tensor):
+        weight_GUE = weight_FE.view(groups, rows, features)
+        if not x_TGE.is_cuda:
+            out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.float(), weight_GUE.float()))
+        elif tokens and launch.streamable(x_TGE, weight_GUE):
+            launch.stream_heads(x_TGE, weight_GUE, out_TGU)
+        else:
+            launch.tiled(x_TGE, weight_GUE, out_TGU, invariant=False)
+        return
+    if not isinstance(weight_FE, BlockScaled) or (groups > 1 and rows % weight_FE.rows):
+        raise ValueError(f"{groups} groups of {rows} rows: dequantize the matrix, it is in no blocks of whole groups")
+    if x_TGE.is_cuda:
+        launch_group_linear(x_TGE, weight_FE, out_TGU)
+    else:
+        weight_GUE = weight_FE.float().view(groups, rows, features)
+        out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.float(), weight_GUE))
 
 
 def parts_of(tokens: int, weight_FE: Tensor) -> int:
