@@ -169,6 +169,7 @@ class DeepseekV4(Family):
     ) -> Model:
         """ConfigError for what its forward pass does not have."""
         from workers.drafters.compressed_mtp import CompressedMtp
+        from workers.models.compressed_kernels import KernelOps
         from workers.models.compressed_pass import CompressedPass
         from workers.models.compressed_torch import TorchOps
         from workers.models.deepseek_v4_model import CompressedModel
@@ -181,7 +182,7 @@ class DeepseekV4(Family):
             raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
         paths = ExecutionPaths(config, group, source.formats, invariant=False)
         model = CompressedModel(source, config, paths, max_positions)
-        own = TorchOps()
+        own = KernelOps() if source.device.type == "cuda" else TorchOps()
         model.segments = CompressedPass(model, own)
         if draft_layer:
             source.progress("draft layer")

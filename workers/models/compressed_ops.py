@@ -1,8 +1,9 @@
 """The operations of attention that DeepSeek V4 has and no other model: what stands between the products of a layer.
 
 A pass (`workers.models.compressed_pass`) asks one object for them and does not know what computes them. On a CPU that
-is `compressed_torch.TorchOps`. Each operation takes the tokens of decode rows, or those of chunks of prompts; all that
-it must know of them is in tensors (`TokenRows`), and shapes follow from shapes, so that it can be captured.
+is `compressed_torch.TorchOps`, on a GPU `compressed_kernels.KernelOps`. Each operation takes the tokens of decode rows,
+or those of chunks of prompts; all that it must know of them is in tensors (`kernels.compressed.TokenRows`), and shapes
+follow from shapes, so that it can be captured.
 
 Of a row, what belongs to the token at position p lies in a ring of its slot at p modulo the ring's length, in place
 slot + 1 of the ring's tensor; place 0 is nobody's. Entry w of several tokens lies on the page of the last of them. A
@@ -17,31 +18,12 @@ of a group's projected output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.compressed import TokenRows
 from workers.memory.scratch import Scratch
 from workers.weights.weight import Weight
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Where the tokens of a call belong. Those of a row stand side by side, in the order of their positions, and no two
-    rows have the same slot."""
-
-    position_T: Tensor
-    """int64; of tokens of nobody arbitrary."""
-    row_T: Tensor
-    """int32: each token's row, -1 of padding."""
-    slot_R: Tensor
-    """int64: slot of each row, -1 of padding."""
-    page_RP: Tensor
-    """int32 page tables; behind a row's last page arbitrary."""
-    fault_1: Tensor
-    """int64: counts what is outside of what it points into, and was not followed."""
-    width: int = 0
-    """Tokens of each row where all are decode rows, which stand in turn; 0: chunks of any size."""
 
 
 class CompressedOps(ABC):

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.compressed import TokenRows
 from kernels.page import PAGE_TOKENS
 from workers.cache.rings import NULL_SLOT
 from workers.memory.scratch import Scratch
-from workers.models.compressed_ops import CompressedOps, TokenRows
+from workers.models.compressed_ops import CompressedOps
 from workers.weights.weight import Weight
 
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.compressed import TokenRows
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.choices import Choices
-from workers.models.compressed_ops import CompressedOps, TokenRows
+from workers.models.compressed_ops import CompressedOps
 from workers.models.config import CompressedLayer, Compression
 from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
 from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
