@@ -30,14 +30,13 @@ A tokens of an entry, O rope features, Y positions, H heads, S selected entries,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernels.compressed import launch, reference
+from kernels.compressed import attention_launch, launch, reference
+from kernels.compressed.attention_launch import AttendWorkspace
 from kernels.compressed.rows import TokenRows, contiguous, room, rotations, rows_of_features, told
 from kernels.page import PAGE_TOKENS
 
@@ -155,25 +154,6 @@ def compress(
     (launch if made_TF.is_cuda else reference).compress(*tensors)
 
 
-@dataclass(frozen=True)
-class AttendWorkspace:
-    """Memory of `attend`; what it holds means nothing before and after a call."""
-
-    partial_GTHD: Tensor
-    """fp32 outputs of parts of a token's entries."""
-    partial_lse_GTH: Tensor
-    """fp32 log2-sum-exp2 of their scaled scores."""
-
-    @staticmethod
-    def allocate(
-        tokens: int, heads: int, features: int, entries: int, empty: Callable[..., Tensor], *, programs: int = 132
-    ) -> AttendWorkspace:
-        """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
-        `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device
-        memory; so many `programs` are wanted at least, one for each multiprocessor of a GPU."""
-        raise NotImplementedError
-
-
 def attend(
     q_THD: Tensor,
     ring_XLD: Tensor,
@@ -184,7 +164,7 @@ def attend(
     rotation_TO: Tensor,
     out_THD: Tensor,
     rows: TokenRows,
-    workspace: AttendWorkspace,
+    workspace: AttendWorkspace | None = None,
     *,
     window: int,
     ratio: int,
@@ -199,7 +179,7 @@ def attend(
       `entry_TD` is None; else these are in `entry_TD`, and the ring has those before them alone.
     - `entry_PKD`: pages of compressed entries; None, and `ratio` 0, of layers without such.
     - `ratio`: tokens of a compressed entry. Token p may see the first (p + 1) // ratio entries of its row.
-    - `selected_TS`: int32: numbers of the entries that a token attends to, -1 in the place of none, as
+    - `selected_TS`: int32: numbers of the entries that a token attends to, in rising order and -1 behind them, as
       `kernels.sparse.select_positions` leaves them; None: all that it may see.
     - `sink_H`: fp32 logit of each head that takes part in the denominator alone.
     - `out_THD`: contiguous, receives the output, turned back at the query's position.
@@ -209,7 +189,29 @@ def attend(
     Computed in fp32 from what is stored, but for weights that are rounded to the queries' dtype before they are
     multiplied with entries. One launch, or two where several programs share a token.
     """
-    raise NotImplementedError
+    rows.check(len(q_THD))
+    (tokens, heads, features), dtype = q_THD.shape, q_THD.dtype
+    _heads(q_THD, rotation_TO)
+    contiguous("q_THD", q_THD, q_THD.shape, dtype)
+    contiguous("out_THD", out_THD, q_THD.shape, dtype)
+    contiguous("ring_XLD", ring_XLD, (*ring_XLD.shape[:2], features), dtype)
+    contiguous("sink_H", sink_H, (heads,), torch.float32)
+    if (entry_PKD is None) != (ratio == 0) or (selected_TS is not None and entry_PKD is None):
+        raise ValueError("a layer has pages of compressed entries and their ratio, or neither and no selection")
+    if entry_TD is not None:
+        contiguous("entry_TD", entry_TD, (tokens, features), dtype)
+    room("ring_XLD", ring_XLD.shape[1], window, rows.width or 1)
+    if entry_PKD is not None:
+        contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), dtype)
+    if selected_TS is not None:
+        contiguous("selected_TS", selected_TS, (tokens, selected_TS.shape[1]), torch.int32)
+    tensors = (q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows)
+    if not q_THD.is_cuda:
+        reference.attend(*tensors, window, ratio, scale, first)
+    elif workspace is None:
+        raise ValueError("attention on a GPU needs a workspace: AttendWorkspace.allocate")
+    else:
+        attention_launch.attend(*tensors, workspace, window=window, ratio=ratio, scale=scale, first=first)
 
 
 def _heads(q_THD: Tensor, rotation_TO: Tensor) -> None:

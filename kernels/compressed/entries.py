@@ -87,7 +87,7 @@ def rope_store_kernel(
         tl.store(entry + token * FEATURES + d, x, mask=inside)
         if KEEP:
             _, place, there, outside = place_of(token, row, slot, rows, places)
-            p = tl.load(position + token)
+            p = tl.load(position + token).to(tl.int32)
             outside = outside | (there & (p < 0))
             tl.atomic_add(fault, 1, mask=outside, sem="relaxed")
             kept = there & (outside == 0)
@@ -120,7 +120,7 @@ def keep_entries_kernel(
     """A token's entry into the ring, if none of its row comes behind that lies at the same place."""
     token = tl.program_id(0).to(tl.int64)
     own, place, there, outside = place_of(token, row, slot, rows, places)
-    at = tl.load(position + token)
+    at = tl.load(position + token).to(tl.int32)
     outside = outside | (there & (at < 0))
     tl.atomic_add(fault, 1, mask=outside, sem="relaxed")
     newest = tl.load(row + token + LENGTH, mask=token + LENGTH < tokens, other=-1) != own
@@ -173,7 +173,7 @@ def compress_kernel(
     WIDTH: tl.constexpr = HALVES * FEATURES
     token = tl.program_id(0).to(tl.int64)
     own, place, there, outside = place_of(token, row, slot, rows, places)
-    at = tl.load(position + token)
+    at = tl.load(position + token).to(tl.int32)
     outside = outside | (there & (at < 0))
     there = there & (outside == 0)
     d = tl.arange(0, BLOCK)

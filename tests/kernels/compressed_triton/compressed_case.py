@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.compressed import TokenRows, launch
+from kernels.compressed import TokenRows, attention_launch, launch
 from kernels.page import PAGE_TOKENS, pages_for
 
 ARBITRARY_PAGE = 2147480000
@@ -233,3 +233,118 @@ class Storing(Rows):
             got = ring[self.slot[row] + 1, at % ring.shape[1]].double()
             torch.testing.assert_close(got, want, rtol=close, atol=close)
         assert bool(ring[[place for place in range(self.slots + 1) if place - 1 not in self.slot]].isnan().all())
+
+
+class Attending(Rows):
+    """Attention of a step's tokens to entries that are there. All that no token may read is NaN."""
+
+    def __init__(
+        self,
+        rows: int,
+        most: int,
+        *,
+        heads: int,
+        features: int,
+        rope: int,
+        window: int,
+        ratio: int = 0,
+        selected: int = 0,
+        first: int = 0,
+        width: int = 1,
+        programs: int = 132,
+        dtype: torch.dtype = torch.float32,
+        functions: ModuleType = attention_launch,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(rows, most, seed, device)
+        self.functions, self.heads, self.window, self.ratio, self.first = functions, heads, window, ratio, first
+        self.selected, self.programs, self.dtype, self.features = selected, programs, dtype, features
+        self.rotation, self.ring_tokens = rotations(most, rope), window + width - 1
+        self.near = self._drawn(rows, most, features)
+        self.far = self._drawn(rows, most // ratio if ratio else 0, features)
+        self.missing: set[tuple[int, int]] = set()
+        """Rows and positions whose entry a layer that drafts has not made."""
+        self.entry = None
+        if ratio:
+            shape = self.pages, max(1, PAGE_TOKENS // ratio), features
+            self.entry = torch.full(shape, torch.nan, dtype=dtype)
+
+    def _drawn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.dtype)
+
+    def poisoned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of which all bits are set."""
+        return torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
+
+    def place(self, row: int, number: int) -> tuple[int, int]:
+        """Page and place of an entry."""
+        last = (number + 1) * self.ratio - 1
+        return int(self.page[row, last // PAGE_TOKENS]), last % PAGE_TOKENS // self.ratio
+
+    def run(self, counts: Sequence[int], width: int = 0, outside: tuple[int, int] | None = None) -> None:
+        """A step of rows with `length` tokens before it. `outside`: a row and a column of its table, where a page
+        stands that there is not."""
+        rows, order = self.step(counts, width)
+        if outside is not None:
+            rows.page_RP[outside] = self.pages
+        tokens, S = len(order), self.selected
+        q = torch.full((tokens, self.heads, self.features), torch.nan, dtype=self.dtype)
+        own = torch.full((tokens, self.features), torch.nan, dtype=self.dtype)
+        turn = torch.full((tokens, self.rotation.shape[1]), torch.nan)
+        listed = torch.full((tokens, S), 1 << 20, dtype=torch.int32)
+        ring = torch.full((self.slots + 1, self.ring_tokens, self.features), torch.nan, dtype=self.dtype)
+        for row, count in enumerate(counts):
+            begin, end = self.length[row], self.length[row] + count
+            kept = torch.arange(max(begin - self.window + 1, self.first, 0), end if width else begin)
+            ring[self.slot[row] + 1, kept % self.ring_tokens] = self.near[row, kept]
+            for number in range(end // self.ratio if self.ratio else 0):
+                assert self.entry is not None
+                self.entry[self.place(row, number)] = self.far[row, number]
+        for row, position in self.missing:
+            ring[self.slot[row] + 1, position % self.ring_tokens] = torch.nan
+        for token, (row, position) in enumerate(order):
+            if row < 0:
+                continue
+            q[token] = self._drawn(self.heads, self.features)
+            own[token], turn[token] = self.near[row, position], self.rotation[position]
+            if S:
+                seen = (position + 1) // self.ratio
+                some = torch.randperm(seen, generator=self.random)[:S].sort().values
+                listed[token, : len(some)], listed[token, len(some) :] = some.to(torch.int32), -1
+        sink = torch.randn(self.heads, generator=self.random)
+        out = torch.full_like(q, torch.nan).to(self.device)
+        entries = self.window + (S or (self.most // self.ratio if self.ratio else 0))
+        given = [
+            None if x is None else x.to(self.device)
+            for x in (q, ring, None if width else own, self.entry, listed if S else None, sink, turn)
+        ] + [out]
+        how = {"window": self.window, "ratio": self.ratio, "scale": 0.17, "first": self.first}
+        if self.functions is attention_launch:
+            workspace = attention_launch.AttendWorkspace.allocate(
+                tokens, self.heads, self.features, entries, self.dtype, self.poisoned, programs=self.programs
+            )
+            self.functions.attend(*given, rows, workspace, **how)
+        else:
+            self.functions.attend(*given, rows, **how)
+        assert out is not None
+        self.absent, self.out = 0, out.cpu()
+        for token, (row, position) in enumerate(order):
+            if row < 0:
+                assert bool((self.out[token] == 0).all())
+                continue
+            at = range(max(position - self.window + 1, self.first), position + 1)
+            keys = [self.near[row, p] for p in at if (row, p) not in self.missing]
+            if self.ratio:
+                complete = range((position + 1) // self.ratio)
+                chosen = [w for w in complete if not S or w in listed[token].tolist()]
+                absent = [w for w in chosen if (row, ((w + 1) * self.ratio - 1) // PAGE_TOKENS) == outside]
+                keys += [self.far[row, w] for w in chosen if w not in absent]
+                self.absent += len(absent)
+            key = torch.stack(keys).double()
+            score = torch.cat([0.17 * q[token].double() @ key.t(), sink.double().unsqueeze(1)], 1)
+            want = score.softmax(1)[:, :-1] @ key
+            want = turned(want.unsqueeze(0), self.rotation[position : position + 1], back=True)[0]
+            error, size = (torch.linalg.vector_norm(x, dim=-1) for x in (self.out[token].double() - want, want))
+            assert bool((error <= 2 * TOLERANCE[self.dtype] * size + 1e-6).all()), (token, (error / size).max())
+        assert int(rows.fault_1) == self.absent

@@ -9,9 +9,9 @@ from types import ModuleType  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from compressed_case import ARBITRARY_PAGE, TOLERANCE, Compressing, Storing, rotations, turned  # noqa: E402
+from compressed_case import ARBITRARY_PAGE, TOLERANCE, Attending, Compressing, Storing, rotations, turned  # noqa: E402
 
-from kernels.compressed import launch, reference  # noqa: E402
+from kernels.compressed import attention_launch, launch, reference  # noqa: E402
 from tests.support.bounds import check_bounds  # noqa: E402
 
 check_bounds()
@@ -123,6 +123,88 @@ def test_an_indexers_queries(heads: int, features: int, rope: int, dtype: torch.
     want = turned(q, turn[5:8])
     functions.rope_queries(q, turn[5:8])
     torch.testing.assert_close(q.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+attending = pytest.mark.parametrize("functions", [reference, attention_launch], ids=PATHS)
+
+
+@attending
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "features", "rope", "ratio", "selected", "programs"),
+    [
+        (3, 24, 8, 0, 0, 1),
+        (5, 128, 64, 4, 9, 1),
+        (17, 32, 4, 4, 40, 132),
+        (2, 256, 64, 128, 0, 1),
+        (40, 16, 16, 8, 0, 20),
+    ],
+)
+def test_attention(
+    heads: int,
+    features: int,
+    rope: int,
+    ratio: int,
+    selected: int,
+    programs: int,
+    dtype: torch.dtype,
+    functions: ModuleType,
+) -> None:
+    """Decode rows, of which one begins, and chunks that are longer and shorter than the window."""
+    case = Attending(
+        3,
+        300,
+        heads=heads,
+        features=features,
+        rope=rope,
+        window=20,
+        ratio=ratio,
+        selected=selected,
+        width=3,
+        programs=programs,
+        dtype=dtype,
+        functions=functions,
+    )
+    for length, counts, width in (
+        ([150, 0, 13], [3, 3, 3], 3),
+        ([255, 19, 127], [1, 1, 1], 1),
+        ([130, 0, 0], [5, 30, 1], 0),
+    ):
+        case.length = length
+        case.run(counts, width)
+
+
+@attending
+@pytest.mark.parametrize("programs", [1, 132])
+def test_entries_that_a_layer_that_drafts_has_not_made(programs: int, functions: ModuleType) -> None:
+    case = Attending(
+        2, 90, heads=2, features=16, rope=4, window=70, first=1, width=2, programs=programs, functions=functions
+    )
+    case.length, case.missing = [64, 1], {(0, 64 - 20)}
+    case.run([2, 2], 2)
+    case.run([1, 7], 0)
+
+
+@attending
+@pytest.mark.parametrize("programs", [1, 132])
+def test_entries_outside_are_counted_and_absent(programs: int, functions: ModuleType) -> None:
+    case = Attending(
+        2, 90, heads=2, features=16, rope=4, window=8, ratio=4, selected=5, programs=programs, functions=functions
+    )
+    case.length = [64, 70]
+    case.run([1, 1], 1, outside=(1, 0))
+    assert case.absent > 0
+
+
+@attending
+def test_what_is_not_finite_in_one_row_is_in_no_others_output(functions: ModuleType) -> None:
+    case = Attending(2, 90, heads=2, features=16, rope=4, window=8, ratio=4, width=2, functions=functions)
+    case.length = [64, 70]
+    case.near[1, 70] = torch.nan
+    with pytest.raises(AssertionError):
+        case.run([2, 2], 2)
+    assert bool(case.out[:2].isfinite().all())
+    assert bool(case.out[2:4].isnan().all())
 
 
 def test_no_tokens() -> None:

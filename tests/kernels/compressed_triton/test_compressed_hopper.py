@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.compressed import TokenRows, launch
+from kernels.compressed import AttendWorkspace, TokenRows, attention_launch, launch
 from kernels.page import PAGE_TOKENS
-from tests.support.hopper import compile_only, machine_code, resources
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
 
@@ -83,3 +83,34 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
     assert len(found) == len(TOKENS) + 1
     assert len({kernel.hash for kernel in found}) == 3  # for decode rows, and two for chunks
     assert wide_loads(found[0]) >= 4
+
+
+@pytest.mark.parametrize("heads", [8, 32, 64])
+@pytest.mark.parametrize(("ratio", "selected"), [(0, 0), (4, 512), (128, 0)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
+def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: int) -> None:
+    """Entries are copied asynchronously, in pieces of 16 bytes."""
+    dtype = torch.bfloat16
+    q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
+    ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, 16, ENTRY, dtype=dtype)
+    listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
+    sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio)), dtype
+    workspace = AttendWorkspace.allocate(*sizes, torch.empty)
+    with compile_only() as compiled:
+        attention_launch.attend(
+            *(q, ring, None if width else own, paged if ratio else None, listed),
+            *(torch.empty(heads), torch.empty(tokens, ROPE), torch.empty_like(q)),
+            token_rows(tokens, width),
+            workspace,
+            window=WINDOW,
+            ratio=ratio,
+            scale=0.1,
+            first=0,
+        )
+    for kernel in compiled:
+        resources(kernel).check()
+    assert len(compiled) == (2 if tokens == 1 else 1)
+    assert not serialized(compiled[0])
+    used = instructions(compiled[0])
+    assert used["HMMA"] >= 36
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
