@@ -50,8 +50,8 @@ class CompressedPass(StepPass):
         rotation_YO = model.compressed_rotation_PO if kind.ratio else model.rotation_PO
         return CompressedDecoderLayer(model.config, self._own, kind, model.blocks[index], rotation_YO)
 
-    def few(self, model: CompressedModel) -> CompressedPass:
-        """A pass over so few layers of such a model that launch every kernel that all of them launch."""
+    @override
+    def few(self, model: Any) -> CompressedPass:
         return CompressedPass(model, self._own, shallow_layers(self.layers))
 
     @property

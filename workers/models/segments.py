@@ -76,6 +76,10 @@ class Segments(StepPass):
         return Segments(self._enter, self.paths, layers, self._norm_E, *where)
 
     @override
+    def few(self, model: Any) -> Segments:
+        return self.of(model.layers)
+
+    @override
     def __len__(self) -> int:
         return len(self.layers) + 1
 

@@ -40,6 +40,10 @@ class StepPass(ABC):
         """Heads of its attention on this rank."""
 
     @abstractmethod
+    def few(self, model: Any) -> StepPass:
+        """A pass over the layers of `model`, a copy of its own that has a few of them."""
+
+    @abstractmethod
     def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> Any:
         """Memory for passes of so many tokens on path `ops`; without one, on that for any pass."""
 

@@ -3,13 +3,18 @@ padding beside them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_deepseek_v4_reference import CHUNKS, KINDS, TOLERANCE, WIDTH, Rows, case, far
 from torch import Tensor
 from typing_extensions import override
 
+from tests.support.interpreter import interpreted_pytest
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
+from workers.models.compressed_kernels import KernelOps
+from workers.models.compressed_pass import CompressedPass
 from workers.models.deepseek_v4_parts import CompressedTokens
 from workers.protocol.plan import BatchLayout
 
@@ -61,3 +66,20 @@ def test_chunks_give_transformers_logits(kind: str, chunks: str) -> None:
 )
 def test_decode_rows_give_transformers_logits(kind: str, chunks: str) -> None:
     assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [("plain", "rejected drafts"), ("published ratios", "two rows"), ("quantized", "across every border")],
+)
+def test_the_kernels_references_give_transformers_logits(
+    kind: str, chunks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = case(kind).model
+    monkeypatch.setattr(model, "segments", CompressedPass(model, KernelOps()))
+    assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
+
+
+@pytest.mark.long
+def test_the_kernels_in_the_interpreter() -> None:
+    interpreted_pytest([Path(__file__).with_name("interpreted_compressed_pass.py")])
