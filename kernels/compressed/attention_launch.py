@@ -62,14 +62,14 @@ class AttendWorkspace:
         heads: int,
         features: int,
         entries: int,
-        dtype: torch.dtype,
         empty: Callable[..., Tensor],
         *,
         programs: int = 132,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> AttendWorkspace:
-        """Allocate memory for calls of exactly `tokens` tokens of `heads` heads in `dtype`, each of which attends to at
-        most `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device
-        memory; so many `programs` are wanted at least, one for each multiprocessor of a GPU."""
+        """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
+        `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device memory; so
+        many `programs` are wanted at least, one for each multiprocessor of a GPU. `dtype`: of queries and entries."""
         tiling = Tiling.of(heads, dtype.itemsize)
         blocks = -(-heads // tiling.block)
         wanted = min(programs // max(tokens * blocks, 1), entries // (2 * tiling.tile))
@@ -107,8 +107,9 @@ def attend(
         return
     tiling, partial, partial_lse = workspace.tiling, workspace.partial_GTHD, workspace.partial_lse_GTH
     blocks, most = triton.cdiv(heads, tiling.block), workspace.listed_BTN.shape[2]
-    if workspace.listed_BTN.shape[:2] != (blocks, tokens) or partial.shape[1:] != q_THD.shape:
-        raise ValueError(f"a workspace of {tuple(partial.shape)} serves no call of {tuple(q_THD.shape)}")
+    fits = workspace.listed_BTN.shape[:2] == (blocks, tokens) and partial.shape[1:] == q_THD.shape
+    if not fits or tiling != Tiling.of(heads, q_THD.itemsize):
+        raise ValueError(f"a workspace of {tuple(partial.shape)} serves no call of {tuple(q_THD.shape)} {q_THD.dtype}")
     pieces = features // _PIECE if features % _PIECE == 0 else 1
     sizes = Sizes(
         features=features,

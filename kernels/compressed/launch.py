@@ -12,8 +12,10 @@ from kernels.page import PAGE_TOKENS
 
 _ELEMENTS = 2048
 """Numbers of heads that a program norms and turns."""
-_TILE = 4096
-"""Numbers of tokens that a program averages at a time: as many values, and as many logits."""
+_TILES = (4096, 8192)
+"""Numbers of tokens that a program averages at a time, as many values and as many logits: of entries of few tokens, and
+of those of at least `_MANY_TOKENS`, for which a program waits for memory most of its time."""
+_MANY_TOKENS = 64
 
 
 def rope_store(
@@ -126,7 +128,8 @@ def compress(
     (ratio, made), features = bias_AC.shape, norm_D.shape[0]
     if not len(made_TF):
         return
-    block = triton.next_power_of_2(features)
+    block, reach = triton.next_power_of_2(features), ratio * (made // features)
+    tile = _TILES[reach >= _MANY_TOKENS]
     # A chunk's tokens may lie where the ring has those that its first entries are made of.
     launches = [(True, True)] if rows.width else [(True, False), (False, True)]
     for completing, keeping in launches:
@@ -160,7 +163,7 @@ def compress(
             ENTRIES=max(1, PAGE_TOKENS // ratio),
             COMPLETE=completing,
             KEEP=keeping,
-            TILE=max(1, min(_TILE // block, triton.next_power_of_2(ratio * (made // features)))),
+            TILE=max(1, min(tile // block, triton.next_power_of_2(reach))),
             BLOCK=block,
-            num_warps=8 if block >= 512 else 4,
+            num_warps=min(4 * triton.cdiv(block, 256), 8) * (2 if reach >= _MANY_TOKENS else 1),
         )

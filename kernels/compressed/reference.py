@@ -118,7 +118,7 @@ def attend(
 ) -> None:
     """See `kernels.compressed.attend`."""
     out_THD.zero_()
-    length, known = ring_XLD.shape[1], set()
+    length = ring_XLD.shape[1]
     for row, place, token_Q in _rows(rows, len(ring_XLD), True):
         start = int(rows.position_T[token_Q[0]])
         for token in token_Q.tolist():
@@ -132,19 +132,22 @@ def attend(
             if entry_PKD is not None:
                 end = (position + 1) // ratio
                 number_S = torch.arange(end) if selected_TS is None else selected_TS[token, :end].long()
-                for number in number_S.tolist():
-                    at = _place_of_entry(rows, row, number * ratio + ratio - 1, ratio, len(entry_PKD))
-                    if number == -1:
-                        continue
-                    if at is None or not 0 <= number < end:
-                        known.add((token, number))
-                        continue
-                    key_SD = torch.cat([key_SD, entry_PKD[at].unsqueeze(0)])
+                number_S = number_S[number_S != -1]
+                key_SD = torch.cat([key_SD, _on_pages(entry_PKD, rows, row, number_S, end, ratio)])
             score_HS = scale * _wide(q_THD[token]) @ _wide(key_SD).t()
             score_HS = torch.cat([score_HS, sink_H.to(score_HS.dtype).unsqueeze(1)], 1)
             out_HD = score_HS.softmax(1)[:, :-1] @ _wide(key_SD)
             out_THD[token] = turned(out_HD, rotation_TO[token], back=True).to(out_THD.dtype)
-    rows.fault_1.add_(len(known))
+
+
+def _on_pages(entry_PKD: Tensor, rows: TokenRows, row: int, number_S: Tensor, end: int, ratio: int) -> Tensor:
+    """The entries of a row that have these numbers, all below `end`. Those outside are counted and left out."""
+    last_S, columns = number_S * ratio + ratio - 1, rows.page_RP.shape[1]
+    there_S = (number_S >= 0) & (number_S < end) & (last_S < columns * PAGE_TOKENS)
+    page_S = rows.page_RP[row, (last_S // PAGE_TOKENS).where(there_S, 0)].long()
+    there_S &= (page_S >= 0) & (page_S < len(entry_PKD))
+    rows.fault_1.add_(int((~there_S).sum()))
+    return entry_PKD[page_S[there_S], last_S[there_S] % PAGE_TOKENS // ratio]
 
 
 def _place_of_entry(rows: TokenRows, row: int, last: int, ratio: int, pages: int) -> tuple[int, int] | None:

@@ -322,7 +322,13 @@ class Attending(Rows):
         how = {"window": self.window, "ratio": self.ratio, "scale": 0.17, "first": self.first}
         if self.functions is attention_launch:
             workspace = attention_launch.AttendWorkspace.allocate(
-                tokens, self.heads, self.features, entries, self.dtype, self.poisoned, programs=self.programs
+                tokens,
+                self.heads,
+                self.features,
+                entries,
+                self.poisoned,
+                programs=self.programs,
+                dtype=self.dtype,
             )
             self.functions.attend(*given, rows, workspace, **how)
         else:

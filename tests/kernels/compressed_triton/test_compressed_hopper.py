@@ -94,7 +94,7 @@ def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: in
     q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
     ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, 16, ENTRY, dtype=dtype)
     listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
-    sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio)), dtype
+    sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio))
     workspace = AttendWorkspace.allocate(*sizes, torch.empty)
     with compile_only() as compiled:
         attention_launch.attend(
