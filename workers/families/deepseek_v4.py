@@ -1,7 +1,7 @@
 """DeepSeek V4 (2026), Flash and Pro: one entry of a token is key and value of all heads, attention to the newest tokens
 and to compressed entries, residual streams that are mixed, experts by a token's id in the first layers.
 
-A CPU serves it, by its forward pass in plain torch (`workers.models.deepseek_v4`). No GPU does yet.
+A CPU serves it. No GPU does yet: its pass (`workers.models.compressed_pass`) has not run on one.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class DeepseekV4(Family):
         "which its config.json does not declare for multi-token prediction (num_nextn_predict_layers, without "
         "dspark_*); DSpark is not supported yet"
     )
+    # Whoever has run it on a GPU takes this away: nothing else refuses one (docs/internals/deepseek-v4.md).
     cpu_alone = (
-        "no GPU serves it yet: kernels that compress its entries, score them and project its output in groups are "
-        "missing, and a pass that launches the others (docs/internals/deepseek-v4.md). A CPU serves it: --device cpu"
+        "no GPU serves it yet: its pass and its kernels have not run on one (docs/internals/deepseek-v4.md). A CPU "
+        "serves it: --device cpu"
     )
 
     @override
@@ -180,7 +181,8 @@ class DeepseekV4(Family):
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
         if source.device.type == "cuda" and self.cpu_alone:
             raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
-        paths = ExecutionPaths(config, group, source.formats, invariant=False)
+        formats = source.formats
+        paths = ExecutionPaths(config, group, formats, invariant=False, quantize_activations=quantize_activations)
         model = CompressedModel(source, config, paths, max_positions)
         own = KernelOps() if source.device.type == "cuda" else TorchOps()
         model.segments = CompressedPass(model, own)

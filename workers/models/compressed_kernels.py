@@ -126,8 +126,8 @@ class KernelOps(CompressedOps):
         elif ratio:
             entries += rows.page_RP.shape[1] * PAGE_TOKENS // ratio
         with scratch.scope():
-            sizes, programs = (tokens, heads, features, entries, q_THD.dtype), multiprocessors(q_THD.device)
-            workspace = AttendWorkspace.allocate(*sizes, scratch.empty, programs=programs)
+            sizes, programs = (tokens, heads, features, entries), multiprocessors(q_THD.device)
+            workspace = AttendWorkspace.allocate(*sizes, scratch.empty, programs=programs, dtype=q_THD.dtype)
             given = q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows, workspace
             compressed.attend(*given, window=window, ratio=ratio, scale=scale, first=first)
 

@@ -12,11 +12,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.support.interpreter import interpreted_pytest
+from workers.graphs.guard import capture_guard
+from workers.memory.scratch import Scratch
+from workers.models.attention import compressed_rows
+from workers.models.attention.compressed_rows import rows_of_pass
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.models.compressed_kernels import KernelOps
 from workers.models.compressed_pass import CompressedPass
+from workers.models.compressed_torch import TorchOps
 from workers.models.deepseek_v4_parts import CompressedTokens
 from workers.protocol.plan import BatchLayout
+
+CPU = torch.device("cpu")
 
 
 class Chunks(Rows):
@@ -59,6 +66,25 @@ class Steps(Chunks):
 @pytest.mark.parametrize("chunks", ["whole", "across every border", "two rows"])
 def test_chunks_give_transformers_logits(kind: str, chunks: str) -> None:
     assert far(case(kind), CHUNKS[chunks], kind=Chunks) < TOLERANCE
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_tokens_that_attend_in_turn_give_transformers_logits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_rows, "ATTENDING", most)
+    assert far(case("plain"), CHUNKS["two rows"], kind=Chunks) < TOLERANCE
+
+
+def test_decode_rows_are_laid_out_in_memory_of_the_step() -> None:
+    """Neither does the host wait for one of their numbers."""
+    model = case("plain").model
+    slot_R, length_R = torch.tensor([1, -1]), torch.tensor([9, 0], dtype=torch.int32)
+    decode = DecodeBatch(length_R, torch.zeros(2, 3, dtype=torch.int32), slot_R=slot_R)
+    batch = Batch(BatchLayout(2, 2), torch.tensor([7, 8, 0, 0]), torch.zeros(4, dtype=torch.int64), decode, None)
+    scratch, fault_1 = Scratch(CPU, torch.empty(1 << 14, dtype=torch.uint8)), torch.zeros(1, dtype=torch.int64)
+    with capture_guard(CPU):
+        (rows,) = rows_of_pass(batch, model.compression, 1e-6, TorchOps(), None, fault_1, scratch)
+    assert rows._rows.row_T.tolist() == [0, 0, 1, 1]
+    assert {ratio: bound_T.tolist() for ratio, bound_T in rows._bounds.items()} == {4: [2, 2, 0, 0]}
 
 
 @pytest.mark.parametrize(

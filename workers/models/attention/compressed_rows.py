@@ -11,7 +11,9 @@ that a compressor makes of a token, J heads and I features of an indexer, O rope
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,6 +27,10 @@ from workers.models.compressed_ops import CompressedOps
 from workers.models.config import CompressedLayer, Compression
 from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
 from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
+
+ATTENDING: Final = 1024
+"""Most tokens of chunks that attend at once: they fill a GPU, and for each its entries are listed, as many as a row may
+have."""
 
 
 @dataclass(frozen=True)
@@ -102,24 +108,36 @@ class CompressedRows:
                 entry_PKD = caches.compressor.entries.data_PKD
                 if weights.indexer is not None:
                     selected_TS = self._select(layer, inputs, caches, scratch)
-            ops.attend(
-                inputs.q_THD,
-                ring_XLD,
-                None if rows.width else entry_TD,
-                entry_PKD,
-                selected_TS,
-                weights.sink_H,
-                inputs.rotation_TO,
-                out_THD[self._own],
-                rows,
-                scratch,
-                window=window,
-                ratio=layer.kind.ratio,
-                scale=inputs.q_THD.shape[-1] ** -0.5,
-                first=self._first,
-            )
-            if not rows.width:
-                ops.keep_entries(entry_TD, ring_XLD, rows)
+            for own, few in self._turns():
+                ops.attend(
+                    inputs.q_THD[own],
+                    ring_XLD,
+                    None if rows.width else entry_TD[own],
+                    entry_PKD,
+                    None if selected_TS is None else selected_TS[own],
+                    weights.sink_H,
+                    inputs.rotation_TO[own],
+                    out_THD[self._own][own],
+                    few,
+                    scratch,
+                    window=window,
+                    ratio=layer.kind.ratio,
+                    scale=inputs.q_THD.shape[-1] ** -0.5,
+                    first=self._first,
+                )
+                if not rows.width:
+                    ops.keep_entries(entry_TD[own], ring_XLD, few)
+
+    def _turns(self) -> Iterator[tuple[slice, TokenRows]]:
+        """The tokens that attend at once: all of decode rows; of chunks so many in turn, each of which finds the newest
+        entries of those before it in the ring."""
+        rows, tokens = self._rows, len(self._rows.row_T)
+        if rows.width:
+            yield slice(0, tokens), rows
+            return
+        for begin in range(0, tokens, ATTENDING):
+            own = slice(begin, begin + ATTENDING)
+            yield own, replace(rows, position_T=rows.position_T[own], row_T=rows.row_T[own])
 
     def _compress(
         self, compressor: Compressor, made_TF: Tensor | None, caches: CompressorCaches, rotation_YO: Tensor
