@@ -556,7 +556,8 @@ def ordered_sum(sizes: Sizes, tokens: int, parts: int) -> Call:
 
 
 def _state(t: Tensors) -> decode_state.SlotTensors:
-    return decode_state.SlotTensors(t["length_S"], t["last_S"], t["draft_SK"], t["page_SP"], t["token_SX"])
+    names = ("length_S", "last_S", "draft_SK", "page_SP", "token_SX", "unlikely_S")
+    return decode_state.SlotTensors(*(t[name] for name in names))
 
 
 def _rows(sizes: Sizes, rows: int, width: int) -> Tensors:
@@ -570,6 +571,7 @@ def _rows(sizes: Sizes, rows: int, width: int) -> Tensors:
         "draft_SK": torch.randint(sizes.vocab, (rows + 1, max(width - 1, 1))),
         "page_SP": torch.randint(1, 1000, (rows + 1, pages), dtype=torch.int32),
         "token_SX": torch.zeros(rows + 1, 0, dtype=torch.int32),
+        "unlikely_S": torch.zeros(rows + 1, dtype=torch.int64),
         "slot": torch.randperm(rows),
         "length": torch.zeros(rows, dtype=torch.int32),
         "page": torch.zeros(rows, pages, dtype=torch.int32),

@@ -159,8 +159,43 @@ def mtp_v4(config: Mapping[str, Any], seed: int) -> tuple[dict[str, Tensor], Dee
     return tensors, model
 
 
+DSPARK: dict[str, Any] = {
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 4,
+    "dspark_noise_token_id": VOCAB - 1,
+    "dspark_target_layer_ids": [1, 3, 4],
+    "dspark_markov_rank": 16,
+}
+"""What a config.json says of DSpark, beside a ratio of 0 for each of its stages."""
+
+
+def dspark_v4(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    """Random tensors of the stages `mtp.0` to `mtp.2` of DSpark, of a checkpoint whose config.json has `DSPARK`."""
+    given = {name: value for name, value in config.items() if name in TINY}
+    _, model = tiny_v4(seed, **{**given, "num_hidden_layers": 3, "compress_ratios": [0, 0, 0], "num_hash_layers": 0})
+    tensors = {}
+    for name, tensor in published_v4(model).items():
+        if name not in ("embed.weight", "head.weight"):
+            stage = name if name.startswith("layers.") else f"layers.2.{name}"
+            tensors[f"mtp.{stage.removeprefix('layers.')}"] = tensor
+    generator, hidden, vocab = torch.Generator().manual_seed(seed + 1), config["hidden_size"], config["vocab_size"]
+    layers, rank = len(config["dspark_target_layer_ids"]), config["dspark_markov_rank"]
+    shapes = {
+        "mtp.0.main_proj.weight": (hidden, layers * hidden),
+        "mtp.2.markov_head.markov_w1.weight": (vocab, rank),
+        "mtp.2.markov_head.markov_w2.weight": (vocab, rank),
+        "mtp.2.confidence_head.proj.weight": (1, hidden + rank),
+    }
+    for name, shape in shapes.items():
+        scale = 0.5 if "confidence" in name else 2.0  # confidences on both sides of a half
+        tensors[name] = scale * torch.randn(*shape, generator=generator) / shape[1] ** 0.5
+    tensors["mtp.0.main_norm.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    return tensors
+
+
 MXFP4_NAMES = r"\.experts\.\d+\.w[123]\.weight$"
-FP8_NAMES = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$|\.[eh]_proj\.weight$"
+FP8_NAMES = r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+FP8_NAMES += r"|\.([eh]|main)_proj\.weight$"
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"} | {
     "weight_block_size": [128, 128]
 }

@@ -482,6 +482,16 @@ V4_FLASH: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 
+V4_FLASH_DSPARK: dict[str, Any] = {
+    **V4_FLASH,
+    "compress_ratios": [*V4_FLASH["compress_ratios"], 0, 0],
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+}
+
 V4_PRO: dict[str, Any] = {
     **_V4,
     "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],

@@ -55,7 +55,7 @@ COUNTERS: dict[str, str] = {
     "disk_dropped_pages": "Pages not copied to the disk, as they had left host memory before they might be written.",
     "disk_lost_pages": "Pages on disk forgotten because they could not be written, or were not read as written.",
     "disk_late_loads": "Prompts computed because the disk took longer than that.",
-    "drafts_offered": "Draft tokens verified.",
+    "drafts_offered": "Draft tokens verified, or left out as unlikely.",
     "drafts_accepted": "Draft tokens that were accepted.",
     "decode_fed": "Tokens that steps of decode rows alone fed, drafts included.",
     "decode_context": "Tokens that their rows had before them, summed over steps.",

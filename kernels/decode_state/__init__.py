@@ -38,6 +38,9 @@ class SlotTensors:
     """int32 page table, the null page where nothing is granted."""
     token_SX: Tensor
     """int32: the row's tokens by position, up to the newest. X is 0 where nobody reads them."""
+    unlikely_S: Tensor
+    """Of the last places of `draft_SK`, as many as the next step does not verify. Nothing here reads them: drafts there
+    are fed as others are, and whoever verifies them accepts none."""
 
     @staticmethod
     def allocate(
@@ -50,6 +53,7 @@ class SlotTensors:
             draft_SK=torch.zeros(slots + 1, max(drafts, 1), dtype=torch.int64, device=device),
             page_SP=torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=device),
             token_SX=torch.zeros(slots + 1, pages_per_row * PAGE_TOKENS * tokens, dtype=torch.int32, device=device),
+            unlikely_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
         )
 
 

@@ -16,7 +16,16 @@ from typing_extensions import override
 from kernels.page import PAGE_TOKENS
 from kernels.routing_rule import RoutingRule
 from workers.families.family import Family
-from workers.models.config import CompressedLayer, Compression, ConfigError, ModelConfig, ResidualStreams, Rope, Routing
+from workers.models.config import (
+    CompressedLayer,
+    Compression,
+    ConfigError,
+    Dspark,
+    ModelConfig,
+    ResidualStreams,
+    Rope,
+    Routing,
+)
 from workers.models.fields import Fields, read_rope
 from workers.quantization import unsupported_quantization
 from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, MX_SCALES
@@ -40,7 +49,8 @@ _NAMES: Final = {
 for by such a name."""
 _EXPERTS: Final = r"\.experts\.\d+\.w[123]\.weight$"
 _FP8: Final = (
-    r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$|^mtp\.\d+\.[eh]_proj\.weight$"
+    r"\.attn\.w\w+\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$|"
+    r"^mtp\.\d+\.([eh]|main)_proj\.weight$"
 )
 _WIDE: Final = {r"(^|\.)hc_\w+$|\.(ape|attn_sink|bias)$": "F32", r"\.tid2eid$": "I64"}
 """Names of tensors that are not stored in bf16, as patterns."""
@@ -61,6 +71,12 @@ _ONLY: Final[dict[str, tuple[Any, ...]]] = {
 }
 """Fields that have one meaning here, or none."""
 _DSPARK: Final = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
+"""Fields of DSpark, which a config.json has all or none of."""
+STAGES: Final = 3
+"""Layers of DSpark: no field of config.json has their number in all published ones."""
+MOST_BLOCK: Final = 16
+"""Most tokens of a block of DSpark: there are rotations of so many positions behind the context
+(`workers.models.rope.LOOKAHEAD`)."""
 _READ: Final = {
     *("model_type", "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("head_dim", "qk_rope_head_dim", "partial_rotary_factor", "q_lora_rank", "o_groups", "o_lora_rank"),
@@ -85,10 +101,7 @@ class DeepseekV4(Family):
     """See the head of this file."""
 
     fp8_cache = False
-    why_undeclared = (
-        "which its config.json does not declare for multi-token prediction (num_nextn_predict_layers, without "
-        "dspark_*); DSpark is not supported yet"
-    )
+    why_undeclared = "which its config.json does not declare (num_nextn_predict_layers, or dspark_*)"
     # Whoever has run it on a GPU takes this away: nothing else refuses one (docs/internals/deepseek-v4.md).
     cpu_alone = (
         "no GPU serves it yet: its pass and its kernels have not run on one (docs/internals/deepseek-v4.md). A CPU "
@@ -107,6 +120,7 @@ class DeepseekV4(Family):
         if heads % groups:
             raise ConfigError(f"config.json: num_attention_heads = {heads} is not divisible by o_groups = {groups}")
         main, compressed = _ropes(fields, roped / entry)
+        dspark = _dspark(fields, layers, vocab_size)
         compression = Compression(
             layers=_layers(fields, layers),
             window=fields.count("sliding_window", 128),
@@ -131,7 +145,7 @@ class DeepseekV4(Family):
             moe_intermediate_size=width,
             num_layers=layers,
             num_dense_layers=0,
-            draft_layers=_draft_layers(fields, layers),
+            draft_layers=_draft_layers(fields, layers) if dspark is None else dspark.stages,
             num_heads=heads,
             q_lora_rank=fields.count("q_lora_rank"),
             kv_lora_rank=entry - roped,
@@ -153,6 +167,7 @@ class DeepseekV4(Family):
             ),
             latent_norm_eps=fields.number("rms_norm_eps", 1e-6),
             compression=compression,
+            dspark=dspark,
         )
 
     @override
@@ -170,6 +185,7 @@ class DeepseekV4(Family):
     ) -> Model:
         """ConfigError for what its forward pass does not have."""
         from workers.drafters.compressed_mtp import CompressedMtp
+        from workers.drafters.dspark import DsparkDrafter
         from workers.models.compressed_kernels import KernelOps
         from workers.models.compressed_pass import CompressedPass
         from workers.models.compressed_torch import TorchOps
@@ -187,8 +203,9 @@ class DeepseekV4(Family):
         own = KernelOps() if source.device.type == "cuda" else TorchOps()
         model.segments = CompressedPass(model, own)
         if draft_layer:
-            source.progress("draft layer")
-            model.drafter = CompressedMtp(source, model, own)
+            source.progress("draft layer" if config.dspark is None else "draft layers")
+            mtp = config.dspark is None
+            model.drafter = CompressedMtp(source, model, own) if mtp else DsparkDrafter(source, model)
         return model
 
     @override
@@ -224,8 +241,13 @@ class DeepseekV4(Family):
         return ["mtp."] if not config.draft_layers and has_any("mtp.") else []
 
     @override
+    def draft_prefixes(self, config: ModelConfig) -> list[str]:
+        return [f"mtp.{stage}." for stage in range(1 if config.dspark is None else config.dspark.stages)]
+
+    @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), r"^mtp\.[1-9]" if config.draft_layers else r"^mtp\."]
+        others = r"^mtp\." if not config.draft_layers else r"^mtp\.[1-9]" if config.dspark is None else None
+        return [*super().ignored(config), *(() if others is None else [others])]
 
 
 def _refuse_others(fields: Fields) -> None:
@@ -323,17 +345,50 @@ def _layers(fields: Fields, count: int) -> tuple[CompressedLayer, ...]:
 
 
 def _draft_layers(fields: Fields, layers: int) -> int:
-    """Layers for multi-token prediction, 0 or 1. Where config.json declares DSpark, the layers that draft are other
-    ones, under the same names: they stay on the disk."""
+    """Layers for multi-token prediction, 0 or 1."""
     declared = fields.count("num_nextn_predict_layers", 0, least=0)
-    if any(fields.values.get(name) is not None for name in _DSPARK) or not declared:
+    if not declared:
         return 0
     if declared > 1:
-        raise fields.unsupported("num_nextn_predict_layers", declared, (0, 1))
+        raise fields.unsupported("num_nextn_predict_layers without dspark_* fields", declared, (0, 1))
     ratios: Any = fields.values.get("compress_ratios")
     if isinstance(ratios, list) and ratios[layers:] not in ([], [0]):
         raise fields.unsupported("compress_ratios of the layer that drafts", ratios[layers:], ([0],))
     return 1
+
+
+def _dspark(fields: Fields, layers: int, vocab_size: int) -> Dspark | None:
+    """What config.json says of DSpark; None where it declares none. The layers of multi-token prediction have partly
+    the same names, so fields that are missing or do not fit are no reason to take its layers for those."""
+    given = [name for name in _DSPARK if fields.values.get(name) is not None]
+    if not given:
+        return None
+    if lacking := [name for name in _DSPARK if name not in given]:
+        raise ConfigError(
+            f"config.json: {fields.prefix}{given[0]} declares DSpark, and {', '.join(lacking)} is missing: DSpark "
+            f"needs all of {', '.join(_DSPARK)}"
+        )
+    declared = fields.count("num_nextn_predict_layers", STAGES, least=0)
+    if declared == 0:
+        return None
+    if declared not in (1, STAGES):  # 1 in what was published first
+        raise fields.unsupported("num_nextn_predict_layers beside dspark_* fields", declared, (0, 1, STAGES))
+    ratios: Any = fields.values.get("compress_ratios")
+    if isinstance(ratios, list) and ratios[layers:] not in ([], [0], [0] * STAGES):
+        raise fields.unsupported("compress_ratios of the layers that draft", ratios[layers:], ([0] * STAGES,))
+    block, noise = fields.count("dspark_block_size"), fields.count("dspark_noise_token_id", least=0)
+    if block > MOST_BLOCK:
+        raise ConfigError(f"config.json: dspark_block_size = {block} is more than the {MOST_BLOCK} that are supported")
+    if noise >= vocab_size:
+        raise ConfigError(f"config.json: dspark_noise_token_id = {noise} is outside the vocabulary of {vocab_size}")
+    read: Any = fields.values["dspark_target_layer_ids"]
+    fits = isinstance(read, list) and read and all(type(layer) is int and 0 <= layer < layers for layer in read)
+    if not fits or read != sorted(set(read)):
+        raise ConfigError(
+            f"config.json: dspark_target_layer_ids = {read!r} must name different ones of the {layers} layers, from 0 "
+            "on, in order"
+        )
+    return Dspark(STAGES, block, noise, tuple(read), fields.count("dspark_markov_rank"))
 
 
 def _routing(fields: Fields, layers: int) -> Routing:

@@ -66,6 +66,10 @@ class Family(ABC):
             layer += 1
         return found
 
+    def draft_prefixes(self, config: ModelConfig) -> list[str]:
+        """Return how the names of the tensors of the layers that draft begin, by the checkpoint's names."""
+        return [self.tensor(f"model.layers.{config.num_layers}.")]
+
     def ignored(self, config: ModelConfig) -> list[str]:
         """Patterns (`re.search`) of tensors that the checkpoint may have and the model does not read."""
         return [r"rotary_emb\.inv_freq$"]

@@ -137,15 +137,10 @@ def _check_shares(config: ModelConfig, mesh: Mesh) -> None:
 
 
 def has_draft_layer(config: ModelConfig, has_any: Callable[[str], bool] | None) -> bool:
-    """Whether a checkpoint has the layer that its config.json declares. `has_any`: whether any of its tensors begins
-    so; None, where the files are not there, takes the config at its word."""
-    prefix = _draft_prefix(FAMILIES[config.model_type], config)
-    return config.draft_layers > 0 and (has_any is None or has_any(prefix))
-
-
-def _draft_prefix(family: Family, config: ModelConfig) -> str:
-    """Return the prefix of the names of the draft layer's tensors."""
-    return family.tensor(f"model.layers.{config.num_layers}.")
+    """Whether a checkpoint has any of the layers that draft which its config.json declares. `has_any`: whether any of
+    its tensors begins so; None, where the files are not there, takes the config at its word."""
+    prefixes = FAMILIES[config.model_type].draft_prefixes(config)
+    return config.draft_layers > 0 and (has_any is None or any(map(has_any, prefixes)))
 
 
 def _ignored(family: Family, config: ModelConfig, draft_layer: bool, undeclared: list[str]) -> list[str]:
@@ -153,7 +148,7 @@ def _ignored(family: Family, config: ModelConfig, draft_layer: bool, undeclared:
     if config.tied_embeddings:
         ignored.append(f"^{re.escape(family.tensor('lm_head.weight'))}(_|$)")
     if not draft_layer and config.draft_layers:
-        undeclared = [*undeclared, _draft_prefix(family, config)]
+        undeclared = [*undeclared, *family.draft_prefixes(config)]
     ignored += [f"^{re.escape(prefix)}" for prefix in undeclared]
     # What repeats the model's embedding and head is not wanted.
     ignored += [f"^{re.escape(name)}(_|$)" for name in _copies(family, config)]

@@ -130,7 +130,7 @@ def _cache_dtype(config: EngineConfig, gpus: int | None) -> str:
 
 
 def _drafter(config: EngineConfig, values: dict[str, Any]) -> str:
-    layers = [values.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+    layers = [values.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers", "dspark_block_size")]
     if config.drafter != "mtp" or config.most_width == 1 or any(layers):
         return ""
     return (

@@ -33,6 +33,9 @@ class DecodeBatch:
     """int64 slots of the rows, -1 of padding; None where nobody needs them, as models of latent attention do not."""
     own: OwnEntries | None = None
     """This rank's part of the rows, where ranks share out the cache; the model finds it once per pass."""
+    wanted_R: torch.Tensor | None = None
+    """int64: tokens of each row, the first of its W, whose hidden states are wanted, one at least; what a pass returns
+    of the others, and whether it writes their entries, is its choice. None: all."""
 
 
 @dataclass(frozen=True)

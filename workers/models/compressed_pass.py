@@ -23,7 +23,7 @@ from typing_extensions import override
 from kernels.rms_norm import AddNorm
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
-from workers.models.attention.compressed_rows import CompressedRows, rows_of_pass
+from workers.models.attention.compressed_rows import CompressedRows, live_tokens, rows_of_pass
 from workers.models.batch import Batch
 from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer, shallow_layers
 from workers.models.compressed_ops import CompressedOps
@@ -190,9 +190,9 @@ class CompressedPass(StepPass):
         model = self.model
         ops = ops or model.paths.of(batch, model.dtype, token_T.device)
         out_TE = scratch.empty(len(token_T), model.config.hidden_size, dtype=model.dtype)
-        # Of a step of decode rows alone some may be padding: their lengths say which.
-        live_R = batch.decode.length_R if batch.decode is not None and batch.prefill is None else None
         with scratch.scope():
+            # Of a step of decode rows alone some may be padding.
+            live_R = live_tokens(batch, scratch)
             buffers: Any = self.buffers(len(token_T), scratch, ops)
             inputs = token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE
             tensors = PassTensors(*inputs, out_TE, buffers, aux_hidden)

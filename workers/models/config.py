@@ -162,6 +162,22 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Dspark:
+    """Layers of DeepSeek V4 that draft a block of tokens at once (DSpark)."""
+
+    stages: int
+    """Layers, one behind the other."""
+    block: int
+    """Tokens of a block, the newest one of a row and noise tokens: as many as it drafts."""
+    noise_token: int
+    """Token that stands in a block for those that are to be drafted."""
+    layers: tuple[int, ...]
+    """Layers of the model, in order: the means of the streams behind them are what its context is made of."""
+    markov_rank: int
+    """Features between the two matrices by which a token adds to the logits of the next one."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and choices of one model. Counts are of the whole model, not of a rank's share."""
 
@@ -177,7 +193,8 @@ class ModelConfig:
     num_dense_layers: int
     """The first layers, which have no experts."""
     draft_layers: int
-    """Multi-token-prediction layers the config declares (0 or 1); the checkpoint may lack them all the same."""
+    """Layers that draft which the config declares, those of multi-token prediction (0 or 1) or those of `dspark`; the
+    checkpoint may lack them all the same."""
     num_heads: int
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -229,3 +246,6 @@ class ModelConfig:
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward part has no experts."""
         return layer < self.num_dense_layers
+
+    dspark: Dspark | None = None
+    """What the layers that draft are, where they draft in blocks; None: they are of multi-token prediction."""

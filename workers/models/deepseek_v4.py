@@ -83,7 +83,7 @@ def attention(
         # An entry that is not finite makes the weights of those so who see it. To all others it is nothing.
         out_THD[own.where] = einsum("hts,sd->thd", weight_HTS, key_SD.masked_fill(~key_SD.isfinite(), 0.0))
     out_THD = rope_last(out_THD, back(turn_TO).unsqueeze(1))
-    return linear(_grouped(out_THD, layer.out_FD, compression), layer.out_EF)
+    return linear(grouped(out_THD, layer.out_FD, compression), layer.out_EF)
 
 
 def _window(entry_TD: Tensor, own: OwnTokens, caches: LayerCaches, compression: Compression) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def _selected(
     return selected_TZ
 
 
-def _grouped(out_THD: Tensor, weight_FD: Weight, compression: Compression) -> Tensor:
+def grouped(out_THD: Tensor, weight_FD: Weight, compression: Compression) -> Tensor:
     """The heads' output, projected in groups (section 2.3.1): each group's heads by rows of its own."""
     rows_GUD = weight_FD.dequantized(torch.float32).view(-1, compression.output_rank, weight_FD.shape[1])
     out_TGD = out_THD.reshape(len(out_THD), len(rows_GUD), -1)

@@ -38,6 +38,10 @@ class DraftedRows(Protocol):
     def feed(self, token_R: Tensor, index: int) -> Batch:
         """Note it as the rows' draft number `index`; the batch of a pass over these tokens alone."""
 
+    def verify(self, likely_R: Tensor, drafts: int) -> None:
+        """Have the next step verify only the first `likely_R` (int64) of the rows' `drafts` drafts. Rank 0 decides for
+        all ranks."""
+
 
 class Drafter(ABC):
     """Proposes tokens. What it needs of a row's tokens it keeps in layers of the paged cache that are its own, which a
@@ -58,6 +62,13 @@ class Drafter(ABC):
     keeps = 0
     """Positions that it selects for a token, if its passes behind the one over a step's tokens attend to those that
     this one selected for the rows' newest tokens: see `Batch.kept_TS`."""
+    most_drafts: int | None = None
+    """Most drafts that it makes of a row; None: any number."""
+    estimates = False
+    """Whether it says how likely a draft is to be accepted."""
+    least_confidence = 0.0
+    """Where it says that: least probability that a draft and those before it are accepted, for them to be verified;
+    whoever chooses the drafter sets it."""
     reads_tokens = False
     """Whether slots keep the tokens of their rows for it (`SlotTensors.token_SX`)."""
 
@@ -74,7 +85,7 @@ class Drafter(ABC):
         self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
     ) -> Tensor | None:
         """Take tokens into its cache; returns its hidden states, [T, E], of which `draft` wants those of the newest
-        tokens. None of a drafter without a cache.
+        tokens. None of a drafter without a cache, or of one that drafts from what it has cached alone.
 
         Token i of `token_T` stands one position after the one whose hidden state (the model's, or the auxiliary hidden
         states that it reads) is row i of `hidden_TE`. `batch` has that later position's cache index, and `first` = 1.
@@ -87,4 +98,4 @@ class Drafter(ABC):
         self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
     ) -> None:
         """Propose `drafts` tokens for every row. `hidden_RE`: what `catch_up` returned of the rows' newest tokens,
-        which are in its cache already; None of a drafter without a cache."""
+        which are in its cache already; None where that returned None, and of a drafter without a cache."""

@@ -87,7 +87,7 @@ class StepFixture:
         self._set_cache([NULL_PAGE, *former], noise)
         self._set_slots(sampling, former, host)
         self._live = slot_tensors(parts)
-        self.slot_names = ["length", "last token", "drafts", "page table", "tokens"]
+        self.slot_names = ["length", "last token", "drafts", "page table", "tokens", "unlikely drafts"]
         self.slot_names += ["sampling tables"] * (len(self._live) - len(self.slot_names))
         self._slots = [tensor.clone() for tensor in self._live]
         self._draft_SK = self._slots[2]
@@ -128,6 +128,7 @@ class StepFixture:
         tensors.length_S.copy_(torch.randint(1, PAGE_TOKENS // 2, tensors.length_S.shape, generator=host))
         for tensor in (tensors.last_S, tensors.draft_SK):
             tensor.copy_(torch.randint(0, vocab, tensor.shape, generator=host))
+        tensors.unlikely_S.zero_()  # all drafts are verified
         # Few different ones, so that what a drafter looks for is found.
         tensors.token_SX.copy_(torch.randint(0, min(vocab, 3), tensors.token_SX.shape[1:], generator=host))
         # Newcomers take slots whose tables are full of ids that no pool has.
@@ -139,6 +140,7 @@ class StepFixture:
         if parts.sampling is not None:
             parts.sampling.admit(admissions)
             parts.sampling.fault_1.zero_()  # of the step before: a fault there is none here
+            parts.sampling.invalid_drafts_1.zero_()
         parts.cache.out_of_bounds_count_1.zero_()
         row_RT = tensors.page_SP[self.slot_R]
         count_R, cached_R = self._on_device([[len(row.pages) for row in rows], [row.cached for row in rows]])
@@ -218,6 +220,8 @@ class StepFixture:
                 self.parts.cache.out_of_bounds_count_1 != 0,
             ),
         ]
+        if self.parts.sampling is not None:
+            found.append(("logits of drafts were no numbers", self.parts.sampling.invalid_drafts_1 != 0))
         found += [
             (f"{name} differs", differ(a, b))
             for name, a, b in zip(self.slot_names, eager.slots, replay.slots, strict=True)

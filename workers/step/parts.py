@@ -109,6 +109,19 @@ class StepParts:
             return None
         return scratch.empty(tokens, self.drafter.keeps, dtype=torch.int32)
 
+    def verified(self, slot_R: torch.Tensor) -> torch.Tensor | None:
+        """int64 [R]: the most drafts of each row that are verified, because those behind them are unlikely to stand.
+        None where all are."""
+        drafter, state = self.model.drafter, self.state.tensors
+        if self.width == 1 or drafter is None or not drafter.least_confidence:
+            return None
+        return state.draft_SK.shape[1] - state.unlikely_S[slot_R]
+
+    def wanted(self, slot_R: torch.Tensor, width: int) -> torch.Tensor | None:
+        """See `DecodeBatch.wanted_R`, of rows that feed `width` tokens."""
+        verified_R = self.verified(slot_R)
+        return None if verified_R is None else (verified_R + 1).clamp_(max=width)
+
     def draft(
         self,
         hidden_RE: torch.Tensor | None,
@@ -179,6 +192,14 @@ class _Drafted:
         decode = DecodeBatch(self.length_R, self.page_RP, slot_R=self.slot_R)
         where = BatchLayout(1, rows), self.position_R, cache_slot_R
         return Batch(*where, decode, None, first=1, given_TS=self.kept_RS, dense=self.dense)
+
+    def verify(self, likely_R: torch.Tensor, drafts: int) -> None:
+        """See `DraftedRows`."""
+        unlikely_S, most = self.state.unlikely_S, self.state.draft_SK.shape[1]
+        # Of nobody's row nothing changes.
+        unlikely_R = torch.where(self.slot_R >= 0, most - likely_R.clamp(max=drafts), unlikely_S[-1])
+        place_R = torch.where(self.slot_R >= 0, self.slot_R, len(unlikely_S) - 1)
+        unlikely_S.index_copy_(0, place_R, self.parts.group.broadcast(unlikely_R))
 
 
 @dataclass(frozen=True)

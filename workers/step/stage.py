@@ -125,7 +125,8 @@ class Stage:
 
     def catch_up(self, batch: Batch, newest_R: torch.Tensor) -> torch.Tensor | None:
         """The drafter's pass over the step's tokens; what it knows of `newest_R` (int64), [R, E], for
-        `StepParts.draft`; None if there are none of these. Eager where the drafter has no segments."""
+        `StepParts.draft`; None if there are none of these, or it knows nothing but what it has cached. Eager where the
+        drafter has no segments."""
         if self.hidden_TE is not None:
             self.run_pass(DRAFT, batch)
             return self.end(newest_R) if len(newest_R) else None
@@ -135,7 +136,8 @@ class Stage:
         with self.inner.scope():
             token_T, aux_hidden_TF = self.token_T[:tokens], self.aux_hidden_TF[:tokens]
             drafted_TE = parts.drafter.catch_up(token_T, aux_hidden_TF, own, parts.cache, self.inner)
-            assert drafted_TE is not None
+            if drafted_TE is None:
+                return None
             hidden_RE = self.scratch.empty(len(newest_R), drafted_TE.shape[1], dtype=drafted_TE.dtype)
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         return hidden_RE if len(newest_R) else None

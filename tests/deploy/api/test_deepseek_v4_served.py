@@ -18,7 +18,16 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
 from deploy.text.tokenizer import Tokenizer
-from tests.deepseek_v4_layout import QUANTIZATION, mtp_v4, published_v4, quantized_v4, tiny_v4, write_v4
+from tests.deepseek_v4_layout import (
+    DSPARK,
+    QUANTIZATION,
+    dspark_v4,
+    mtp_v4,
+    published_v4,
+    quantized_v4,
+    tiny_v4,
+    write_v4,
+)
 from workers.config import EngineConfig
 from workers.processes.launch import local_engine
 from workers.protocol.report import SelfTestReport
@@ -54,16 +63,19 @@ TOOL: Any = {
 ASK: Any = {"role": "user", "content": "Paint it."}
 
 
-def write(folder: Path) -> DeepseekV4ForCausalLM:
-    """Write experts in MXFP4 and other matrices in FP8, the layer that drafts, a tokenizer without a chat template.
+def write(folder: Path, drafts: str) -> DeepseekV4ForCausalLM:
+    """Write experts in MXFP4 and other matrices in FP8, the layers that draft, a tokenizer without a chat template.
     The model that the same numbers make in transformers."""
     copy = Backend.from_str(backend().to_str())
     copy.post_processor = None
     copy.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     copy.add_tokens([AddedToken(name, special=False, normalized=False) for name in TAGS])
     config, model = tiny_v4(seed=5, vocab_size=copy.get_vocab_size(), **SIZES)
-    written, meant = quantized_v4({**published_v4(model), **mtp_v4(config, seed=6)[0]})
     given = {**config, "eos_token_id": copy.token_to_id(END), "num_nextn_predict_layers": 1}
+    if drafts == "dspark":
+        given |= DSPARK | {"dspark_target_layer_ids": [0, 1, 2], "compress_ratios": [*config["compress_ratios"], 0, 0]}
+    layers = dspark_v4(given, seed=6) if drafts == "dspark" else mtp_v4(config, seed=6)[0]
+    written, meant = quantized_v4({**published_v4(model), **layers})
     write_v4(folder, {**given, "expert_dtype": "fp4", "quantization_config": QUANTIZATION}, written)
     copy.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -84,8 +96,9 @@ def expected(model: DeepseekV4ForCausalLM, prompt: list[int], tokens: int) -> li
 
 
 @pytest.mark.long
-async def test_chats_and_tools_as_two_cpu_ranks_serve_them(tmp_path: Path) -> None:
-    oracle, tokenizer = write(tmp_path), Tokenizer.load(tmp_path)
+@pytest.mark.parametrize("drafts", ["mtp", "dspark"])
+async def test_chats_and_tools_as_two_cpu_ranks_serve_them(drafts: str, tmp_path: Path) -> None:
+    oracle, tokenizer = write(tmp_path, drafts), Tokenizer.load(tmp_path)
     assert tokenizer is not None
     settings: dict[str, Any] = {"max_rows": 4, "token_budget": 128, "max_context": 2048, "cache_pages": 80}
     config = EngineConfig(

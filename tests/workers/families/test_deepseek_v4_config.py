@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_v4_layout import TINY, YARN, mtp_v4, published_v4, tiny_v4, write_v4
-from published_configs import V4_FLASH, V4_PRO
+from deepseek_v4_layout import DSPARK, TINY, YARN, dspark_v4, mtp_v4, published_v4, tiny_v4, write_v4
+from published_configs import V4_FLASH, V4_FLASH_DSPARK, V4_PRO
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 from workers.config import EngineConfig
+from workers.families.deepseek_v4 import MOST_BLOCK
 from workers.families.loading import load_model
 from workers.families.registry import parse_config
 from workers.fit.settings import Unfit, check_fit
-from workers.models.config import CompressedLayer, ConfigError
-from workers.models.rope import frequencies
+from workers.models.config import CompressedLayer, ConfigError, Dspark
+from workers.models.model import Model
+from workers.models.rope import LOOKAHEAD, frequencies
 from workers.parallel.group import Group
+from workers.weights.checkpoint import WeightsError
 
 WINDOW, SPARSE, HEAVY = CompressedLayer(0), CompressedLayer(4, indexed=True), CompressedLayer(128)
 
@@ -131,18 +134,85 @@ def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
     check_fit(engine.model_copy(update={"device": "cpu"}), gpus=2)
 
 
-def test_layers_for_dspark_stay_on_the_disk(tmp_path: Path) -> None:
-    """They have the names of the layer for multi-token prediction, and would be read as that."""
-    dspark = {"dspark_block_size": 4, "dspark_markov_rank": 256}
-    assert parse_config({**V4_FLASH, **dspark}).draft_layers == 0
+def test_reads_dspark() -> None:
+    config = parse_config(V4_FLASH_DSPARK)
+    assert config.dspark == Dspark(3, 5, 128799, (40, 41, 42), 256)
+    assert config.draft_layers == 3
+    assert parse_config(V4_FLASH).dspark is None
+    # As it was published first.
+    first = {**V4_FLASH_DSPARK, "num_nextn_predict_layers": 1, "compress_ratios": V4_FLASH["compress_ratios"]}
+    assert parse_config(first).dspark == config.dspark
+    off = parse_config({**V4_FLASH_DSPARK, "num_nextn_predict_layers": 0})
+    assert (off.dspark, off.draft_layers) == (None, 0)
+
+
+def test_a_block_has_rotations_behind_the_context() -> None:
+    assert MOST_BLOCK == LOOKAHEAD
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dspark_markov_rank": None}, ["dspark_block_size", "dspark_markov_rank is missing"]),
+        ({"dspark_block_size": None, "dspark_noise_token_id": None}, ["dspark_block_size, dspark_noise_token_id is"]),
+        ({"dspark_block_size": 0}, ["dspark_block_size"]),
+        ({"dspark_block_size": 17}, ["dspark_block_size = 17", "16"]),
+        ({"dspark_noise_token_id": 129280}, ["dspark_noise_token_id = 129280", "129280"]),
+        ({"dspark_markov_rank": "256"}, ["dspark_markov_rank"]),
+        ({"dspark_target_layer_ids": [41, 42, 43]}, ["dspark_target_layer_ids", "43 layers"]),
+        ({"dspark_target_layer_ids": [42, 41, 40]}, ["dspark_target_layer_ids", "in order"]),
+        ({"dspark_target_layer_ids": [40, 40, 42]}, ["dspark_target_layer_ids", "different"]),
+        ({"dspark_target_layer_ids": []}, ["dspark_target_layer_ids"]),
+        ({"dspark_target_layer_ids": 40}, ["dspark_target_layer_ids"]),
+        ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers", "dspark_*"]),
+        ({"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 4, 0]}, ["compress_ratios of the layers that draft"]),
+        ({"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0]}, ["compress_ratios of the layers that draft"]),
+        ({"dspark_n_routed_experts": 128}, ["dspark_n_routed_experts"]),
+    ],
+)
+def test_dspark_fields_that_do_not_fit_are_refused(changes: dict[str, Any], words: list[str]) -> None:
+    """They are no reason to take its layers for those of multi-token prediction, which have partly the same names."""
+    with pytest.raises(ConfigError) as error:
+        parse_config({**V4_FLASH_DSPARK, **changes})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("declared", ["mtp", "dspark"])
+def test_layers_that_draft_are_not_taken_for_the_others(declared: str, tmp_path: Path) -> None:
+    """A config.json that declares multi-token prediction beside the layers of DSpark, and the other way round."""
+    config, model = tiny_v4()
+    dspark = {**config, **DSPARK, "compress_ratios": [*config["compress_ratios"], 0, 0, 0]}
+    if declared == "mtp":
+        given: dict[str, Any] = {**config, "num_nextn_predict_layers": 1}
+        extra, lacking, left = dspark_v4(dspark, seed=1), "mtp.0.enorm.weight", "mtp.0.main_proj.weight"
+    else:
+        given, (extra, _) = dspark, mtp_v4(config, seed=1)
+        lacking, left = "mtp.0.main_proj.weight", "mtp.0.enorm.weight"
+    write_v4(tmp_path, given, {**published_v4(model), **extra})
+    with pytest.raises(WeightsError) as error:
+        load(tmp_path)
+    assert "missing" in str(error.value)
+    for name in (lacking, left):
+        assert name in str(error.value)
+    assert load(tmp_path, draft_layer=False).drafter is None
+
+
+def test_layers_that_draft_and_are_not_declared_stay_on_the_disk(tmp_path: Path) -> None:
     assert parse_config({**V4_FLASH, "num_nextn_predict_layers": 0}).draft_layers == 0
     config, model = tiny_v4()
-    extra, _ = mtp_v4(config, seed=1)
-    given = {**config, **dspark, "num_nextn_predict_layers": 1}
-    write_v4(tmp_path, given, {**published_v4(model), **extra, "mtp.0.main_proj.weight": torch.ones(64, 192)})
+    dspark = {**config, **DSPARK, "compress_ratios": [*config["compress_ratios"], 0, 0, 0]}
+    tensors = {**published_v4(model), **dspark_v4(dspark, seed=1)}
+    write_v4(tmp_path, {**dspark, "num_nextn_predict_layers": 0}, tensors)
     told: list[str] = []
-    loaded = load_model(
-        tmp_path, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64, progress=told.append
+    assert load(tmp_path, progress=told.append).drafter is None
+    assert any("left out: the draft layer of the checkpoint (mtp.*)" in line and "dspark_*" in line for line in told)
+    # And one that is declared may be missing.
+    write_v4(tmp_path, dspark, published_v4(model))
+    assert load(tmp_path).drafter is None
+
+
+def load(folder: Path, **settings: Any) -> Model:
+    return load_model(
+        folder, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=64, **settings
     )
-    assert loaded.drafter is None
-    assert any("left out: the draft layer of the checkpoint (mtp.*)" in line and "DSpark" in line for line in told)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_v4_layout import QUANTIZATION, published_v4, quantized_v4, tiny_v4, write_v4
-from published_configs import V4_FLASH, V4_PRO
+from deepseek_v4_layout import DSPARK, QUANTIZATION, dspark_v4, published_v4, quantized_v4, tiny_v4, write_v4
+from published_configs import V4_FLASH, V4_FLASH_DSPARK, V4_PRO
 
 from workers.config import EngineConfig
 from workers.fit.memory_plan import MemoryPlan, memory_plan
@@ -39,8 +39,12 @@ def of_entries(layers: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize(
     ("values", "gigabytes", "layers"),
-    [(V4_FLASH, 156.0 + 3.6, (21, 20)), (V4_PRO, 851.0 + 14.0, (30, 31))],
-    ids=["flash", "pro"],
+    [
+        (V4_FLASH, 156.0 + 3.6, (21, 20)),
+        (V4_FLASH_DSPARK, 156.0 + 11.0, (21, 20)),
+        (V4_PRO, 851.0 + 14.0, (30, 31)),
+    ],
+    ids=["flash", "flash-dspark", "pro"],
 )
 def test_published_models_take_what_their_files_take(
     values: dict[str, Any], gigabytes: float, layers: tuple[int, int], tmp_path: Path
@@ -69,13 +73,25 @@ def test_rings_of_slots_and_snapshots_are_counted(tmp_path: Path) -> None:
     more = 43 * entry + 21 * made + 20 * 2 * 512 * 4
     assert drafting.rings == plan.rings + 17 * (more + (128 + 2 * 2) * entry)
     assert drafting.snapshots == plan.snapshots + 100 * 127 * entry
+    # Or those of the layers of DSpark, whose entries are no token ahead.
+    blocks = plan_of(write(tmp_path, V4_FLASH_DSPARK), 400 * GIB, width=2, **sizes)
+    assert blocks.rings == plan.rings + 17 * (more + 3 * (128 + 1) * entry)
+    assert blocks.snapshots == plan.snapshots + 100 * 3 * 127 * entry
+    with pytest.raises(ValueError, match="give --width 6 or less"):
+        plan_of(tmp_path, 400 * GIB, width=7, **sizes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafts", [{}, {**DSPARK, "compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0]}], ids=["", "dspark"])
 @pytest.mark.parametrize("form", [{}, QUANTIZED], ids=["plain", "quantized"])
-def test_config_and_files_say_the_same(form: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+def test_config_and_files_say_the_same(
+    form: dict[str, Any], drafts: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
     config, model = tiny_v4(**form)
     tensors = published_v4(model)
+    config |= drafts
+    if drafts:
+        tensors |= dspark_v4(config, seed=3)
     if form:
         tensors, _ = quantized_v4(tensors)
     wide = ("hc_", "ape", "attn_sink", "bias")
@@ -97,9 +113,10 @@ def test_config_and_files_say_the_same(form: dict[str, Any], ranks: int, tmp_pat
 
 
 def _wider(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes by which scales of blocks grow: a byte each in files, fp32 here."""
+    """Bytes by which scales of blocks grow, a byte each in files, and a confidence head in bf16: fp32 here."""
     scales = [tensor for name, tensor in tensors.items() if name.endswith(".scale") and ".experts." not in name]
-    return 3 * sum(tensor.numel() for tensor in scales)
+    heads = [tensor for name, tensor in tensors.items() if "confidence_head" in name]
+    return 3 * sum(tensor.numel() for tensor in scales) + 2 * sum(tensor.numel() for tensor in heads)
 
 
 def test_the_smallest_change_is_more_ranks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from typing_extensions import override
 
-from tests.deepseek_v4_layout import mtp_v4, published_v4, tiny_v4, write_v4
+from tests.deepseek_v4_layout import DSPARK, dspark_v4, mtp_v4, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Schedule
@@ -35,9 +35,18 @@ class CompressedBench(Bench):
     def _written(self, folder: Path, kind: str, overrides: dict[str, Any]) -> tuple[Path, dict[str, Path]]:
         layers: dict[str, Any] = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
         config, model = tiny_v4(seed=3, vocab_size=VOCAB, index_topk=MAX_CONTEXT, **layers)
-        tensors = {**published_v4(model), **mtp_v4(config, seed=4)[0]}
+        declared = self._declared(config)
+        tensors = {**published_v4(model), **self._drafter(declared)}
         tensors["embed.weight"][POISON] = torch.nan
-        return write_v4(folder, {**config, "num_nextn_predict_layers": 1}, tensors), {}
+        return write_v4(folder, declared, tensors), {}
+
+    def _declared(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The config.json that declares the layers that draft."""
+        return {**config, "num_nextn_predict_layers": 1}
+
+    def _drafter(self, config: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors of these layers."""
+        return mtp_v4(config, seed=4)[0]
 
     @override
     def engine(self, schedule: Schedule) -> InlineEngine:
@@ -50,6 +59,25 @@ class CompressedBench(Bench):
                 schedule, engine={**settings, "drafter": ("ngram", "mtp")[schedule.seed % 2], "prefix_snapshots": 2}
             )
         )
+
+
+class BlockBench(CompressedBench):
+    """The same, whose layers draft blocks. Many drafts are left out as unlikely."""
+
+    @override
+    def _declared(self, config: dict[str, Any]) -> dict[str, Any]:
+        ratios, read = [*config["compress_ratios"], 0, 0, 0], {"dspark_target_layer_ids": [0, 2]}
+        block = {"dspark_block_size": 7, "dspark_noise_token_id": 0}
+        return {**config, **DSPARK, **read, **block, "compress_ratios": ratios}
+
+    @override
+    def _drafter(self, config: dict[str, Any]) -> dict[str, Tensor]:
+        return dspark_v4(config, seed=4)
+
+    @override
+    def engine(self, schedule: Schedule) -> InlineEngine:
+        confidence = {"least_draft_confidence": (0.0, 0.2, 0.5)[schedule.seed % 3]}
+        return super().engine(replace(schedule, engine={**schedule.engine, **confidence}))
 
 
 @pytest.fixture
@@ -69,6 +97,18 @@ def test_nothing_differs_from_the_reference(steps: int, seed: int, bench: Compre
     assert min(seen["preemptions"], seen["bad rows"], seen["with a grammar"], seen["prompts scored"]) > 0
     assert seen["cached tokens"] > 500
     assert seen["near ties"] < seen["tokens"] / 100
+
+
+@pytest.mark.parametrize(
+    ("steps", "seed"),
+    [pytest.param(250, 3, marks=pytest.mark.long), pytest.param(4000, 60_000, marks=pytest.mark.soak)],
+)
+def test_blocks_of_drafts_change_nothing(steps: int, seed: int, tmp_path: Path) -> None:
+    outcome = soak(BlockBench(tmp_path / "v4"), steps, seed, behind=True if steps < 1000 else None)
+    assert not outcome.problem
+    seen = outcome.seen
+    assert seen["drafts offered"] > seen["drafts accepted"] > 3
+    assert min(seen["with a grammar"], seen["bad rows"], seen["prompts scored"], seen["cached tokens"]) > 0
 
 
 def all_in_one_slot(patch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,9 @@ def rows_of_pass(
         live_T = scratch.empty(split, dtype=torch.bool)
         live_R = torch.gt(decode.length_R, 0, out=scratch.empty(count, dtype=torch.bool))
         live_T.view(count, width).copy_(live_R.unsqueeze(1).expand(count, width))
+        if (left_out_T := _left_out(batch, scratch)) is not None:
+            row_T.masked_fill_(left_out_T, -1)
+            live_T.masked_fill_(left_out_T, 0)
         bounds = {ratio: _bound(rows.position_T, live_T, ratio, scratch) for ratio in ratios}
         found.append(CompressedRows(rows, slice(0, split), batch.first, compression, eps, ops, choices, bounds))
     if (prefill := batch.prefill) is not None and end > split:
@@ -202,6 +205,30 @@ def rows_of_pass(
         bounds = {ratio: _bound(position_T, told_2T[1], ratio, scratch) for ratio in ratios}
         found.append(CompressedRows(rows, slice(split, end), batch.first, compression, eps, ops, choices, bounds))
     return found
+
+
+def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
+    """Of a pass of decode rows alone integers [R], or [T] where some of a row's tokens are left out: those of rows, or
+    tokens, with 0 are padding. None of another pass."""
+    if batch.decode is None or batch.prefill is not None:
+        return None
+    length_R, left_out_T = batch.decode.length_R, _left_out(batch, scratch)
+    if left_out_T is None:
+        return length_R
+    live_T = scratch.empty(len(left_out_T), dtype=length_R.dtype)
+    live_T.view(len(length_R), -1).copy_(length_R.unsqueeze(1).expand(-1, batch.layout.width))
+    return live_T.masked_fill_(left_out_T, 0)
+
+
+def _left_out(batch: Batch, scratch: Scratch) -> Tensor | None:
+    """Which tokens of decode rows are nobody's, because their hidden states are not wanted, bool; None: none is."""
+    decode, width = batch.decode, batch.layout.width
+    if decode is None or decode.wanted_R is None:
+        return None
+    rows = len(decode.length_R)
+    place_W = torch.arange(width, out=scratch.empty(width, dtype=torch.int64))
+    left_out_RW = scratch.empty(rows, width, dtype=torch.bool)
+    return torch.ge(place_W, decode.wanted_R.unsqueeze(1), out=left_out_RW).flatten()
 
 
 def _bound(position_T: Tensor, live_T: Tensor, ratio: int, scratch: Scratch) -> Tensor:
