@@ -1,7 +1,8 @@
 """Products of activations with a weight matrix; for few tokens, in one launch with the norm before and the sum after.
 
 Shape legend: T tokens, E input features, F output features, I intermediate features (F = 2 I: gate, then up),
-A features of the next norm, P parts of a sum (of a pending norm: one for 16 output features).
+A features of the next norm, P parts of a sum (of a pending norm: one for 16 output features), G groups of U output
+features.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from kernels.fp16_scaled import Fp16Scaled
 from kernels.gluon.tiles import ROWS
 from kernels.linear import fp8_even_launch, fp8_launch, launch, parts, reference
+from kernels.linear.groups import launch_group_linear
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
 from kernels.linear.w8a8 import (
@@ -32,6 +34,7 @@ __all__ = [
     "ROWS",
     "fits_w8a8",
     "gated_linear",
+    "group_linear",
     "grouped_linear",
     "linear",
     "linear_to_residual",
@@ -109,6 +112,42 @@ def grouped_linear(
         launch.tiled(x_TGE, weight_GFE, out_TGF, invariant=invariant, dependent=dependent)
     else:
         reference.invariant_groups(x_TGE, weight_GFE, out_TGF)
+
+
+def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
+    """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows (F = G U): one
+    launch for any number of tokens. Sums are in fp32 and rounded once.
+
+    `x_TGE`: the last dimension is contiguous, the others may be strided (heads of a group side by side:
+    `x_THD.view(T, G, -1)`). A plain `weight_FE` has its dtype; `BlockScaled` is multiplied as it is stored, where the
+    groups are whole blocks of rows. `out_TGU` has the dtype of `x_TGE`, or fp32.
+    ValueError for a matrix that is stored otherwise, or whose rows are no such groups. Source: DeepSeek-V4 (2026),
+    section 2.3.1.
+    """
+    tokens, groups, features = x_TGE.shape
+    rows = out_TGU.shape[2]
+    if out_TGU.shape[:2] != (tokens, groups) or tuple(weight_FE.shape) != (groups * rows, features):
+        raise ValueError(
+            f"a matrix {tuple(weight_FE.shape)} does not make {tuple(out_TGU.shape)} of {tuple(x_TGE.shape)}"
+        )
+    if x_TGE.stride(2) != 1 or out_TGU.stride(2) != 1:
+        raise ValueError("the features of a token and group lie side by side")
+    if isinstance(weight_FE, Tensor):
+        weight_GUE = weight_FE.view(groups, rows, features)
+        if not x_TGE.is_cuda:
+            out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.float(), weight_GUE.float()))
+        elif tokens and launch.streamable(x_TGE, weight_GUE):
+            launch.stream_heads(x_TGE, weight_GUE, out_TGU)
+        else:
+            launch.tiled(x_TGE, weight_GUE, out_TGU, invariant=False)
+        return
+    if not isinstance(weight_FE, BlockScaled) or (groups > 1 and rows % weight_FE.rows):
+        raise ValueError(f"{groups} groups of {rows} rows: dequantize the matrix, it is in no blocks of whole groups")
+    if x_TGE.is_cuda:
+        launch_group_linear(x_TGE, weight_FE, out_TGU)
+    else:
+        weight_GUE = weight_FE.float().view(groups, rows, features)
+        out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.float(), weight_GUE))
 
 
 def parts_of(tokens: int, weight_FE: Tensor) -> int:

@@ -74,7 +74,8 @@ def index_scores(
     - `q_THD`: roped queries of the indexer; in the dtype of the cache, or int8 codes for a cache of INT8 entries. The
       scale of a query's codes belongs into its weight, as relu(c * x) = c * relu(x) for a scale c.
     - `weight_TH`: fp32, with all factors in it.
-    - `index_PKE`: see `write_index_keys`. Entry s of a row lies at [page_RP[row, s // 64], s % 64].
+    - `index_PKE`: see `write_index_keys`. Entry s of a row lies at [page_RP[row, s // 64], s % 64]. Plain keys that
+      stand for several tokens each may be 32, 16, ... or 1 of a page in place of 64, but not in invariant mode.
     - `page_RP`, `row_T`, `bound_T`: int32. Token t sees the entries 0 <= s < bound_T[t]; 0 marks a padded token. A
       token whose row is outside the table, or whose bound is above N, is counted in `fault_1` and sees nothing. Entries
       on a page that is outside the cache have score -inf, and each such page is counted.
@@ -85,7 +86,7 @@ def index_scores(
     Sums are in fp32, those over the features of codes exact. What the table and the cache hold at or behind a bound
     (NaN included) does not matter.
     """
-    checks.index_scores(q_THD, weight_TH, index_PKE, page_RP, row_T, bound_T, score_TN, fault_1)
+    checks.index_scores(q_THD, weight_TH, index_PKE, page_RP, row_T, bound_T, score_TN, fault_1, invariant=invariant)
     tensors = (q_THD, weight_TH, index_PKE, page_RP, row_T, bound_T, score_TN, fault_1)
     if q_THD.is_cuda:
         launch.index_scores(*tensors, width=width, invariant=invariant, dependent=dependent)

@@ -36,10 +36,13 @@ def index_scores(
     bound_T: Tensor,
     score_TN: Tensor,
     fault_1: Tensor,
+    *,
+    invariant: bool,
 ) -> None:
     """Check the tensors of `kernels.sparse.index_scores`."""
-    tokens, heads, features = q_THD.shape
-    _index_cache(index_PKE)
+    (tokens, heads, features), keys = q_THD.shape, index_PKE.shape[1]
+    if is_int8(index_PKE) or invariant or PAGE_TOKENS % keys or not index_PKE.is_contiguous():
+        _index_cache(index_PKE)
     wanted = torch.int8 if is_int8(index_PKE) else index_PKE.dtype
     if q_THD.dtype != wanted or features != features_of(index_PKE) or not q_THD.is_contiguous():
         raise ValueError(
@@ -50,7 +53,7 @@ def index_scores(
     _tokens(tokens, page_RP, row_T, fault_1)
     _contiguous("bound_T", bound_T, (tokens,), torch.int32)
     _scores(score_TN, tokens)
-    if score_TN.shape[1] > page_RP.shape[1] * PAGE_TOKENS:
+    if score_TN.shape[1] > -(-page_RP.shape[1] * keys // PAGE_TOKENS) * PAGE_TOKENS:
         raise ValueError(f"{score_TN.shape[1]} scores are more than the entries of {page_RP.shape[1]} pages of a row")
 
 

@@ -317,6 +317,7 @@ def _indexer(heads: int, index_PKE: Tensor) -> Indexer:
         page=index_PKE.stride(0),
         scale_page=index_PKE.stride(0) // 4,
         precision="tf32x3" if index_PKE.dtype == torch.float32 else "tf32",
+        keys=index_PKE.shape[1],
     )
 
 

@@ -46,14 +46,15 @@ def index_scores(
 ) -> None:
     """See `kernels.sparse.index_scores`."""
     compute = torch.float32 if is_int8(index_PKE) else torch.promote_types(index_PKE.dtype, torch.float32)
+    keys = index_PKE.shape[1]
     for row, first, bounds in _rows(row_T, bound_T, page_RP.shape[0], score_TN.shape[1], fault_1):
         longest = max(bounds)
-        page_X = page_RP[row, : pages_for(longest)].long()
+        page_X = page_RP[row, : -(-longest // keys)].long()
         wrong = (page_X < 0) | (page_X >= index_PKE.shape[0])
         fault_1 += wrong.sum()
         key_ND, scale_N = _keys(index_PKE, page_X.masked_fill(wrong, NULL_PAGE), compute)
         key_ND = key_ND[:longest]
-        key_ND.masked_fill_(wrong.repeat_interleave(PAGE_TOKENS)[:longest].unsqueeze(1), torch.nan)
+        key_ND.masked_fill_(wrong.repeat_interleave(keys)[:longest].unsqueeze(1), torch.nan)
         for token, bound in enumerate(bounds, first):
             q_HD = q_THD[token].to(compute)
             dot_HN = torch.empty(len(q_HD), bound, dtype=compute, device=q_HD.device)
@@ -62,7 +63,7 @@ def index_scores(
             else:
                 torch.mm(q_HD, key_ND[:bound].t(), out=dot_HN)
             part_HN = dot_HN.relu_().mul_(weight_TH[token].to(compute).unsqueeze(1))
-            absent_N = wrong.repeat_interleave(PAGE_TOKENS)[:bound]
+            absent_N = wrong.repeat_interleave(keys)[:bound]
             sum_N = part_HN.t().contiguous().sum(-1) * scale_N[:bound]
             score_TN[token, :bound] = sum_N.masked_fill(absent_N, -torch.inf)
 

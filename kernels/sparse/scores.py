@@ -36,6 +36,8 @@ class Indexer(NamedTuple):
     """Elements from one page of scales to the next; in INT8 alone."""
     precision: str
     """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
+    keys: int = PAGE_TOKENS
+    """Keys of a page: a power of two, 64 at most. Of fewer than 64, those of several pages are scored at a time."""
 
 
 class TokenTile(NamedTuple):
@@ -87,6 +89,18 @@ def page_scales(scale, page, pages, INDEXER: tl.constexpr):
     return found
 
 
+@triton.jit
+def page_at(mine, n, there, longest, KEYS: tl.constexpr):
+    """The page of the n-th 64 keys of a row of `longest`, if they are there; of smaller pages each key's own, the null
+    page behind the last one."""
+    if KEYS == _PAGE:
+        page = tl.load(mine + n, mask=there, other=0)
+    else:
+        key = n * _PAGE + tl.arange(0, _PAGE)
+        page = tl.load(mine + key // KEYS, mask=there & (key < longest), other=0)
+    return page
+
+
 _INTS = ["tokens", "width", "tiles", "rows", "pages", "scores", "table_stride", "score_stride"]
 
 
@@ -121,6 +135,7 @@ def score_pages(
     LANES: tl.constexpr = TILE.lanes
     HEADS: tl.constexpr = INDEXER.head_lanes
     FEATURES: tl.constexpr = INDEXER.feature_lanes
+    KEYS: tl.constexpr = INDEXER.keys
     share, shares, tile = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     lane = tl.arange(0, LANES)
     first = tile // tiles * width + tile % tiles * TILE.tokens
@@ -161,14 +176,20 @@ def score_pages(
             begin = share * each
             end = tl.minimum(begin + each, used)
             mine = table + own.to(tl.int64) * table_stride
-            page = tl.load(mine + begin, mask=begin < end, other=0)
+            page = page_at(mine, begin, begin < end, longest, KEYS)
             factor = page_scales(scale, page, pages, INDEXER)
             for n in range(begin, end):
-                following = tl.load(mine + tl.minimum(n + 1, used - 1))
+                following = page_at(mine, tl.minimum(n + 1, used - 1), True, longest, KEYS)
                 out_of_bounds = (page < 0) | (page >= pages)
-                tl.atomic_add(fault, 1, mask=out_of_bounds, sem="relaxed")
-                at = tl.where(out_of_bounds, 0, page).to(tl.int64)
-                entry = index + at * INDEXER.page + k[:, None] * INDEXER.features + d[None, :]
+                if KEYS == _PAGE:
+                    tl.atomic_add(fault, 1, mask=out_of_bounds, sem="relaxed")
+                    at = tl.where(out_of_bounds, 0, page).to(tl.int64)
+                    entry = index + at * INDEXER.page + k[:, None] * INDEXER.features + d[None, :]
+                else:
+                    tl.atomic_add(fault + k * 0, 1, mask=out_of_bounds & (k % KEYS == 0), sem="relaxed")
+                    at = tl.where(out_of_bounds, 0, page).to(tl.int64)
+                    entry = index + (at * INDEXER.page + k % KEYS * INDEXER.features)[:, None] + d[None, :]
+                    out_of_bounds = out_of_bounds[:, None]
                 if INDEXER.features == FEATURES:
                     y = tl.load(entry)
                 else:

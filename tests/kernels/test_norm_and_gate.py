@@ -52,11 +52,14 @@ def test_rms_norm_of_zeros_is_zero() -> None:
     assert torch.equal(out, torch.zeros(2, 8))
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.5])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_silu_mul(dtype: torch.dtype) -> None:
+def test_silu_mul(dtype: torch.dtype, limit: float) -> None:
     gate_up, out = (torch.randn(6, 20) * 3).to(dtype), torch.empty(6, 10, dtype=dtype)
-    silu_mul(gate_up, out)
+    silu_mul(gate_up, out, limit=limit)
     gate, up = gate_up.double().chunk(2, -1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     atol, rtol = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=atol, rtol=rtol)
 

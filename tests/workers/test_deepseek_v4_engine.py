@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.deepseek_v4_layout import VOCAB, published_v4, tiny_v4, write_v4
+from tests.workers.called_graphs import call_graphs
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.protocol.plan import SamplingParams
@@ -64,6 +65,22 @@ def test_rejected_drafts_change_no_token(width: int, folder: Path) -> None:
     assert run.generate(asked, greedy(30)) == [expected(tuple(prompt), 30) for prompt in asked]
     stats = run.scheduler.stats()
     assert stats.drafts_offered > stats.drafts_accepted
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_captured_steps_pass_the_self_test_and_give_the_same_tokens(
+    drafter: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps, segments and tails are each called again in the memory in which they were captured."""
+    call_graphs(monkeypatch)
+    asked = [prompt * 2 for prompt in prompts(30, 20, 7)]
+    settings: dict[str, Any] = {"width": 3} if drafter == "ngram" else {}
+    run = engine(folder, drafter=drafter, selftest=True, max_rows=3, **settings)
+    assert {bucket.kind for bucket in run.reports[-1].buckets} == {"decode", "masked", "mixed", "tail"}
+    assert run.reports[-1].passed, [bucket.problems for bucket in run.reports[-1].buckets]
+    assert run.generate(asked, greedy(20)) == [expected(tuple(prompt), 20) for prompt in asked]
+    assert run.runner.stats.replays > 0
+    assert run.runner.stats.mixed_steps > 0
 
 
 def test_preemptions_change_no_token(folder: Path) -> None:

@@ -19,12 +19,14 @@ from workers.memory.pinned import on_device
 
 @dataclass(frozen=True)
 class RingRow:
-    """A row of a step: its slot, the positions from which to which it feeds tokens, and drafts that it makes."""
+    """A row of a step: its slot, the positions from which to which it feeds tokens, and drafts that it makes. Of tokens
+    of a prompt none is rejected."""
 
     slot: int
     start: int
     end: int
     drafts: int = 0
+    prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _tokens(spec: RingSpec, rows: Sequence[RingRow], places: int) -> tuple[Tenso
         readable_XL[place, torch.arange(max(spec.ahead, start + 1 - spec.needed), start) % spec.tokens] = True
         own_XL[place, torch.arange(max(start, end - spec.tokens), end) % spec.tokens] = True
         needed_X = torch.arange(max(0, start + 2 - spec.needed), start) % spec.tokens
-        crowded = crowded or bool(own_XL[place, needed_X].any())
+        crowded = crowded or (not row.prompt and bool(own_XL[place, needed_X].any()))
     kept_XL = ~own_XL
     kept_XL[-1] = False
     return readable_XL, _Tokens(own_XL, kept_XL), crowded

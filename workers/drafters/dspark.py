@@ -5,7 +5,7 @@ What the block sees before itself, its context, is made of what the model has co
 residual streams behind some layers. A layer's entry of a token depends on nothing behind that token, and on no other
 token but through the model. It lies in a ring of the row's slot.
 
-It runs in plain torch on a CPU, as its model does: nothing captures it yet. The pass of a block reads no number of the
+It runs in plain torch on a CPU: nothing captures it yet. The pass of a block reads no number of the
 device on the host, but for the experts that are chosen.
 
 Shape legend: T tokens, R rows, K tokens of a block, N = R * K, E hidden features, F = E for each layer that is read, Z
@@ -30,8 +30,7 @@ from workers.models.config import CompressedLayer, Dspark
 from workers.models.deepseek_parts import linear, norm, sunk
 from workers.models.deepseek_v4 import experts, grouped
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.models.deepseek_v4_parts import MixedStreams, OwnTokens, Ring, back, rope_last
-from workers.models.deepseek_v4_pass import rows_of
+from workers.models.deepseek_v4_parts import CompressedTokens, MixedStreams, OwnTokens, Ring, back, rope_last
 from workers.models.deepseek_v4_weights import CompressedAttention, load_block
 from workers.models.drafter import DraftedRows, Drafter
 from workers.models.head import load_head
@@ -88,7 +87,7 @@ class DsparkDrafter(Drafter):
         tokens themselves are of no use here."""
         model, eps = self.model, self.model.config.rms_norm_eps
         x_TE = norm(linear(hidden_TE.float(), self.join_EF), self.context_norm_E, eps)
-        rows = [_before(own, batch.first) for own in rows_of(batch).rows]
+        rows = [_before(own, batch.first) for own in _rows_of(batch).rows]
         turn_TO = model.rotation_PO[torch.cat([own.position_T for own in rows])]
         for block, ring_XLD in zip(self.blocks, self._rings(cache), strict=True):
             entry_TD = _entries(block.attention, x_TE, turn_TO, eps)
@@ -199,3 +198,26 @@ def _entries(layer: CompressedAttention, x_TE: Tensor, turn_TO: Tensor, eps: flo
 def _before(own: OwnTokens, first: int) -> OwnTokens:
     """The positions before a row's; those of nobody's row, which has the null slot, begin at 0."""
     return OwnTokens(own.where, max(0, own.start - first), own.count, own.slot, own.page_P)
+
+
+def _rows_of(batch: Batch) -> CompressedTokens:
+    """The rows of a batch: decode rows, then prefill rows. Rows of nobody have the null slot and the null page."""
+    start: list[int] = []
+    count: list[int] = []
+    slot: list[int] = []
+    tables = []
+    if (decode := batch.decode) is not None:
+        assert decode.slot_R is not None, "rows of such a model have slots"
+        rows, width = len(decode.length_R), batch.layout.width
+        start += batch.position_T[: rows * width : width].tolist()
+        count += [width] * rows
+        slot += decode.slot_R.tolist()
+        tables.append(decode.page_RP)
+    if (prefill := batch.prefill) is not None:
+        assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
+        start += prefill.start
+        count += prefill.count
+        slot += prefill.slot
+        tables.append(prefill.page_NP)
+    places = tuple(own + 1 + NULL_SLOT for own in slot)
+    return CompressedTokens(tuple(start), tuple(count), places, torch.cat(tables), batch.first)

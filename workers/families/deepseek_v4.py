@@ -1,7 +1,7 @@
 """DeepSeek V4 (2026), Flash and Pro: one entry of a token is key and value of all heads, attention to the newest tokens
 and to compressed entries, residual streams that are mixed, experts by a token's id in the first layers.
 
-A CPU serves it, by its forward pass in plain torch (`workers.models.deepseek_v4`). No GPU does yet.
+A CPU serves it. No GPU does yet: its pass (`workers.models.compressed_pass`) has not run on one.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class DeepseekV4(Family):
 
     fp8_cache = False
     why_undeclared = "which its config.json does not declare (num_nextn_predict_layers, or dspark_*)"
+    # Whoever has run it on a GPU takes this away: nothing else refuses one (docs/internals/deepseek-v4.md).
     cpu_alone = (
-        "no GPU serves it yet: kernels that compress its entries, score them and project its output in groups are "
-        "missing, and a pass that launches the others (docs/internals/deepseek-v4.md). A CPU serves it: --device cpu"
+        "no GPU serves it yet: its pass and its kernels have not run on one (docs/internals/deepseek-v4.md). A CPU "
+        "serves it: --device cpu"
     )
 
     @override
@@ -185,21 +186,26 @@ class DeepseekV4(Family):
         """ConfigError for what its forward pass does not have."""
         from workers.drafters.compressed_mtp import CompressedMtp
         from workers.drafters.dspark import DsparkDrafter
+        from workers.models.compressed_kernels import KernelOps
+        from workers.models.compressed_pass import CompressedPass
+        from workers.models.compressed_torch import TorchOps
         from workers.models.deepseek_v4_model import CompressedModel
-        from workers.models.deepseek_v4_pass import CompressedPass
         from workers.models.execution_paths import ExecutionPaths
 
         for name, asked in {"invariant mode": invariant, "kv_cache_dtype fp8": fp8_cache}.items():
             if asked:
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
-        if source.device.type == "cuda":
+        if source.device.type == "cuda" and self.cpu_alone:
             raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
-        paths = ExecutionPaths(config, group, source.formats, invariant=False)
+        formats = source.formats
+        paths = ExecutionPaths(config, group, formats, invariant=False, quantize_activations=quantize_activations)
         model = CompressedModel(source, config, paths, max_positions)
-        model.segments = CompressedPass(model)
+        own = KernelOps() if source.device.type == "cuda" else TorchOps()
+        model.segments = CompressedPass(model, own)
         if draft_layer:
             source.progress("draft layer" if config.dspark is None else "draft layers")
-            model.drafter = (CompressedMtp if config.dspark is None else DsparkDrafter)(source, model)
+            mtp = config.dspark is None
+            model.drafter = CompressedMtp(source, model, own) if mtp else DsparkDrafter(source, model)
         return model
 
     @override

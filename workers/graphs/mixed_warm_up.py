@@ -16,6 +16,7 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.attention.expanded import entries_of_a_row
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
 from workers.step.buckets import TokenBuckets
 from workers.step.mixed import MixedStep
@@ -41,7 +42,7 @@ def warm_up_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
             yield _plan(width, drafts, (), _chunks(1, context, longest, slots))
         for tokens in _doubled(_SHORT, budget):
             yield _plan(parts.width, drafts, (), _chunks(tokens, context, longest, slots))
-    for tokens in parts.model.layers[0].attention.short_chunks:
+    for tokens in parts.model.segments.short_chunks:
         if tokens <= budget:
             yield _plan(parts.width, drafts, (), _chunks(tokens, 0, longest, slots))
     # Rows with more context than is expanded at once: the more rows, the less of each. One entry more, for rows may not
@@ -58,7 +59,7 @@ def decode_batch_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
     compiled in. In invariant mode, to whose attention they are decode rows, too, of as many chunks, alone and beside
     one that fills the step."""
     slots, drafts = parts.state.slots, parts.width - 1
-    heads = parts.model.layers[0].attention.heads.count
+    heads = parts.model.segments.heads
     for width in parts.widths:
         merged = MOST_MERGED // (heads * width) + 1
         for rows in sorted({*_doubled(1, slots), MOST_STREAMED // width, merged}):
@@ -179,6 +180,8 @@ def reserve_attention(stage: Stage, *, launch: bool = False) -> None:
     """Take the memory that attention of the largest context needs. Nothing is computed, but with `launch` what depends
     on the context's size alone."""
     parts = stage.parts
+    if isinstance(parts.model, CompressedModel):
+        return  # what its attention needs does not grow with the context of its rows
     buffers, attention = stage.tensors[0].buffers, parts.model.layers[0].attention
     pages, device = parts.state.pages_per_row, parts.device
     rows = min(parts.state.slots - 1, (stage.tokens - 1) // parts.width)

@@ -8,24 +8,24 @@ The sections named are those of the paper (DeepSeek-V4, 2026).
 
 Shape legend: T tokens, E hidden features, A features of a query's latent, H heads of this rank, D features of an entry,
 S entries that a row's tokens may attend to, N compressed entries among them, O rope features, J heads and I features of
-an indexer, G groups of heads of this rank, X experts, K experts of a token, Y tokens of an expert, B vocabulary, Z
-residual streams.
+an indexer, G groups of heads of this rank, X experts, K experts of a token, Y tokens of an expert, Z entries
+that are selected, B vocabulary.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, einsum
 
+from workers.models.choices import Choices
 from workers.models.config import Compression
 from workers.models.deepseek_parts import linear, norm, sunk
 from workers.models.deepseek_parts import swiglu as clamped_swiglu
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import (
     CompressedTokens,
+    CompressorCaches,
     LayerCaches,
     MixedStreams,
     OwnTokens,
@@ -51,6 +51,7 @@ def attention(
     at: CompressedTokens,
     caches: LayerCaches,
     turn_PO: Tensor,
+    choices: Choices | None = None,
 ) -> Tensor:
     """A layer's attention (section 2.3), this rank's part of the sum over heads.
 
@@ -63,17 +64,18 @@ def attention(
     q_THD = F.rms_norm(linear(c_TA, layer.q_up_QA).view(len(x_TE), -1, features), (features,), None, eps)
     q_THD = rope_last(q_THD, turn_TO.unsqueeze(1))
     entry_TD = rope_last(norm(linear(x_TE, layer.kv_DE), layer.kv_norm_D, eps), turn_TO)
-    out_THD = torch.empty_like(q_THD)
+    out_THD, selected = torch.empty_like(q_THD), None
+    if layer.indexer is not None:
+        assert caches.indexer is not None
+        selected = _selected(model, layer.indexer, x_TE, c_TA, at, caches.indexer, turn_PO, choices)
     for own in at.rows:
         key_SD, seen_TS = _window(entry_TD[own.where], own, caches, compression)
         if layer.compressor is not None:
             assert caches.compressor is not None
             compress(x_TE[own.where], own, layer.compressor, caches.compressor, turn_PO, eps)
             seen_TN = complete(own, layer.compressor.ratio)
-            if layer.indexer is not None:
-                seen_TN = _selected(
-                    model, layer.indexer, x_TE[own.where], c_TA[own.where], seen_TN, own, caches, turn_PO
-                )
+            if selected is not None:
+                seen_TN = seen_TN & (selected[own.where].unsqueeze(2) == torch.arange(seen_TN.shape[1])).any(1)
             key_SD = torch.cat([key_SD, caches.compressor.entries.read(own.page_P, seen_TN.shape[1])])
             seen_TS = torch.cat([seen_TS, seen_TN], 1)
         score_HTS = features**-0.5 * einsum("thd,sd->hts", q_THD[own.where], key_SD)
@@ -102,24 +104,33 @@ def _selected(
     indexer: CompressedIndexer,
     x_TE: Tensor,
     c_TA: Tensor,
-    seen_TN: Tensor,
-    own: OwnTokens,
-    caches: LayerCaches,
+    at: CompressedTokens,
+    caches: CompressorCaches,
     turn_PO: Tensor,
+    choices: Choices | None,
 ) -> Tensor:
-    """Which of the entries that each token may see are selected for it, bool [T, N]: the best by the indexer's scores,
-    of equal ones the first (section 2.3.1). An indexer compresses keys of its own."""
-    compression = model.compression
-    assert caches.indexer is not None
-    compress(x_TE, own, indexer.compressor, caches.indexer, turn_PO, model.config.rms_norm_eps)
-    key_NI = caches.indexer.entries.read(own.page_P, seen_TN.shape[1])
+    """The entries that are selected for each token of those that it may see, int32 [T, Z], rising, -1 where there is
+    none: the best by the indexer's scores, of equal ones the first (section 2.3.1). An indexer compresses keys of its
+    own. `choices` may put others in a choice's place."""
+    compression, ratio = model.compression, indexer.compressor.ratio
     q_TJI = linear(c_TA, indexer.q_FA).view(len(c_TA), compression.index_heads, -1)
-    q_TJI = rope_last(q_TJI, turn_PO[own.position_T].unsqueeze(1))
+    q_TJI = rope_last(q_TJI, turn_PO[at.position_T].unsqueeze(1))
     weight_TJ = linear(x_TE, indexer.weight_JE) * (compression.index_heads * compression.index_features) ** -0.5
-    score_TN = einsum("tj,tjn->tn", weight_TJ, einsum("tji,ni->tjn", q_TJI, key_NI).relu())
-    order_TN = score_TN.masked_fill(~seen_TN, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    best_TN = torch.zeros_like(seen_TN).scatter(1, order_TN[:, : compression.top_k], True)
-    return seen_TN & best_TN
+    selected_TZ = torch.full((len(x_TE), compression.top_k), -1, dtype=torch.int32)
+    for own in at.rows:
+        compress(x_TE[own.where], own, indexer.compressor, caches, turn_PO, model.config.rms_norm_eps)
+        seen_TN = complete(own, ratio)
+        key_NI = caches.entries.read(own.page_P, seen_TN.shape[1])
+        match_TJN = einsum("tji,ni->tjn", q_TJI[own.where], key_NI).relu()
+        score_TN = einsum("tj,tjn->tn", weight_TJ[own.where], match_TJN)
+        order_TN = score_TN.masked_fill(~seen_TN, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        best_TZ = order_TN[:, : compression.top_k]
+        none = seen_TN.shape[1]
+        best_TZ = best_TZ.where(seen_TN.gather(1, best_TZ), none).sort(1).values
+        selected_TZ[own.where, : best_TZ.shape[1]] = best_TZ.where(best_TZ < none, -1).int()
+    if choices is not None:
+        choices.select(selected_TZ, (at.position_T + 1) // ratio)
+    return selected_TZ
 
 
 def grouped(out_THD: Tensor, weight_FD: Weight, compression: Compression) -> Tensor:
@@ -134,9 +145,16 @@ def gated(x_TE: Tensor, network: Gated, limit: float) -> Tensor:
     return linear(clamped_swiglu(linear(x_TE, network.gate_up_FE), limit), network.down_EI)
 
 
-def experts(model: CompressedModel, layer: CompressedExperts, x_TE: Tensor, token_T: Tensor) -> Tensor:
+def experts(
+    model: CompressedModel,
+    layer: CompressedExperts,
+    x_TE: Tensor,
+    token_T: Tensor,
+    choices: Choices | None = None,
+) -> Tensor:
     """A layer's experts (section 2.1), this rank's part of their sum. In the first layers a table says which experts a
-    token has, by its id; elsewhere those with the highest scores, to which a bias is added for this choice alone."""
+    token has, by its id; elsewhere those with the highest scores, to which a bias is added for this choice alone.
+    `choices` may put others in a choice's place."""
     routing = model.config.routing
     assert routing is not None
     score_TX = F.softplus(linear(x_TE, layer.router_XE)).sqrt()
@@ -147,6 +165,8 @@ def experts(model: CompressedModel, layer: CompressedExperts, x_TE: Tensor, toke
         id_TK = (score_TX + layer.bias_X).topk(routing.experts_per_token).indices
     weight_TK = score_TX.gather(1, id_TK)
     weight_TK = weight_TK / (weight_TK.sum(1, keepdim=True) + 1e-20) * routing.rule.scale
+    if choices is not None:
+        choices.settle(id_TK, weight_TK)
     out_TE = gated(x_TE, layer.shared, routing.limit)
     for expert in torch.unique(id_TK).tolist():
         own_Y, place_Y = (id_TK == expert).nonzero(as_tuple=True)
@@ -162,16 +182,17 @@ def through(
     token_T: Tensor,
     at: CompressedTokens,
     caches: LayerCaches,
+    choices: Choices | None = None,
 ) -> None:
     """Take the residual streams through a layer; writes its caches. All ranks together."""
     eps = model.config.rms_norm_eps
     turn_PO = model.rotation_PO if layer.attention.compressor is None else model.compressed_rotation_PO
     x_TE = norm(h.read(layer.attention_streams), layer.attention_norm_E, eps)
-    u_TE = attention(model, layer.attention, x_TE, at, caches, turn_PO)
+    u_TE = attention(model, layer.attention, x_TE, at, caches, turn_PO, choices)
     model.group.all_reduce(u_TE, u_TE)
     h.add(u_TE)
     x_TE = norm(h.read(layer.feed_forward_streams), layer.feed_forward_norm_E, eps)
-    y_TE = experts(model, layer.experts, x_TE, token_T)
+    y_TE = experts(model, layer.experts, x_TE, token_T, choices)
     model.group.all_reduce(y_TE, y_TE)
     h.add(y_TE)
 
@@ -181,18 +202,15 @@ def streams(
     token_T: Tensor,
     at: CompressedTokens,
     caches: list[LayerCaches],
-    behind: Callable[[int, Tensor], None] | None = None,
+    choices: Choices | None = None,
 ) -> MixedStreams:
-    """The residual streams of every token behind the last layer; writes the caches. `behind` gets the number of layers
-    that the streams have gone through, and these, [T, Z, E], behind each layer. All ranks together."""
+    """The residual streams of every token behind the last layer; writes the caches. All ranks together."""
     config = model.config
     assert config.streams is not None
     x_TZE = model.embedding_YE[token_T].float().unsqueeze(1).repeat(1, config.streams.count, 1)
     h = MixedStreams(x_TZE, config.streams, config.rms_norm_eps)
-    for index, (layer, own) in enumerate(zip(model.blocks, caches, strict=True)):
-        through(model, layer, h, token_T, at, own)
-        if behind is not None:
-            behind(index + 1, h.h_TZE)
+    for layer, own in zip(model.blocks, caches, strict=True):
+        through(model, layer, h, token_T, at, own, choices)
     return h
 
 
@@ -201,7 +219,13 @@ def hidden(model: CompressedModel, h: MixedStreams) -> Tensor:
     return norm(h.end(model.streams), model.norm_E, model.config.rms_norm_eps)
 
 
-def forward(model: CompressedModel, token_T: Tensor, at: CompressedTokens, caches: list[LayerCaches]) -> Tensor:
+def forward(
+    model: CompressedModel,
+    token_T: Tensor,
+    at: CompressedTokens,
+    caches: list[LayerCaches],
+    choices: Choices | None = None,
+) -> Tensor:
     """Logits after every token, fp32 [T, B]; writes the caches. All ranks together."""
-    logit_TB = linear(hidden(model, streams(model, token_T, at, caches)), model.head_YE)
+    logit_TB = linear(hidden(model, streams(model, token_T, at, caches, choices)), model.head_YE)
     return model.group.gather_columns(logit_TB, torch.empty)[:, : model.config.vocab_size]

@@ -6,6 +6,7 @@ Shape legend: E hidden features, O rope features, P positions, Y vocabulary.
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch
 from typing_extensions import override
@@ -27,7 +28,7 @@ from workers.weights.source import WeightSource
 
 
 class CompressedModel(Model):
-    """A whole model on this rank. Whoever builds it gives it its pass, `deepseek_v4_pass.CompressedPass`."""
+    """A whole model on this rank. Whoever builds it gives it its pass, `compressed_pass.CompressedPass`."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, paths: ExecutionPaths, max_positions: int) -> None:
         """`max_positions`: positions that a token may have."""
@@ -81,6 +82,12 @@ class CompressedModel(Model):
                 features = 2 * made * (2 if layer.indexed else 1)  # means and logits, and of overlapping ones both
                 found.append(RingSpec(needed + width - 1, features, torch.float32, needed, kept=needed - layer.ratio))
         return [*found, *(() if self.drafter is None else self.drafter.rings(width))]
+
+    @override
+    def shallow(self) -> CompressedModel:
+        few = copy(self)
+        few.segments = self.segments.few(few)
+        return few
 
     @property
     @override

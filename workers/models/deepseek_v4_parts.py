@@ -19,7 +19,7 @@ from kernels.page import PAGE_TOKENS
 from kernels.residual_streams import StreamGates
 from workers.models.config import CompressedLayer, ResidualStreams
 from workers.models.deepseek_parts import linear, norm, rope
-from workers.models.deepseek_v4_weights import Compressor, StreamMix
+from workers.models.deepseek_v4_weights import Compressor
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,13 @@ class MixedStreams:
         self.h_TZE = h_TZE
         self._add_TZ, self._mix_TZZ = torch.ones(()), torch.ones(())
 
-    def read(self, mix: StreamMix) -> Tensor:
+    def read(self, mix: StreamGates) -> Tensor:
         """What the next part of a layer reads, [T, E]: a sum of the streams. Its weights, those of what is added next,
         and the matrix by which the streams are then mixed, are made of all streams."""
         count, eps, flat_TF = self._streams.count, self._streams.eps, self.h_TZE.flatten(1)
         m_TM = F.linear(F.rms_norm(flat_TF, flat_TF.shape[1:], None, self._norm_eps), mix.weight_MF)
         kinds = [count, count, count * count]
-        m_TM = m_TM * mix.scale_3.repeat_interleave(torch.tensor(kinds)) + mix.base_M
+        m_TM = m_TM * mix.scale_G.repeat_interleave(torch.tensor(kinds)) + mix.base_M
         read_TZ, add_TZ, mix_TM = m_TM.tensor_split([count, 2 * count], 1)
         self._add_TZ = self._streams.magnitude * add_TZ.sigmoid()
         mix_TZZ = mix_TM.view(-1, count, count).softmax(2) + eps

@@ -4,7 +4,7 @@ Heads and groups of heads are shared out over the ranks along `heads`, intermedi
 compressors and routers are whole on every rank, because what they decide is the same for all heads.
 
 Shape legend: E hidden features, A features of a query's latent, H heads of this rank, D features of an entry,
-Q = H * D, S residual streams, M gates of the streams, C features that a compressor makes of a token, R tokens of a
+Q = H * D, C features that a compressor makes of a token, R tokens of a
 compressed entry, J heads of an indexer, I features of its keys, G groups of heads of this rank, U features of a group's
 projected output, X experts, K experts of a token, Y vocabulary, F rows of a gate and an up projection.
 """
@@ -16,23 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.residual_streams import StreamGates
 from workers.models.config import CompressedLayer, ModelConfig, Routing
 from workers.models.layer_ops import Gated
+from workers.models.streams import load_streams
 from workers.weights.checkpoint import WeightsError
 from workers.weights.part import Part, Shard
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
-
-
-@dataclass(frozen=True)
-class StreamMix:
-    """The weights by which a part of a layer reads the residual streams, mixes them and adds to them, fp32."""
-
-    weight_MF: Tensor
-    """[S gates of what is read, S of what is added, S * S of the mixing; S * E]."""
-    base_M: Tensor
-    scale_3: Tensor
-    """A factor for each of the three kinds of gates."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +96,10 @@ class CompressedExperts:
 class CompressedBlock:
     """The weights of a layer."""
 
-    attention_streams: StreamMix
+    attention_streams: StreamGates
     attention_norm_E: Tensor
     attention: CompressedAttention
-    feed_forward_streams: StreamMix
+    feed_forward_streams: StreamGates
     feed_forward_norm_E: Tensor
     experts: CompressedExperts
 
@@ -129,15 +120,10 @@ def load_block(
     )
 
 
-def _streams(source: WeightSource, prefix: str, config: ModelConfig) -> StreamMix:
-    assert config.streams is not None
-    count = config.streams.count
-    gates = count * (2 + count)
-    return StreamMix(
-        source.load(f"{prefix}fn", gates, count * config.hidden_size, dtype=torch.float32),
-        source.load(f"{prefix}base", gates, dtype=torch.float32),
-        source.load(f"{prefix}scale", 3, dtype=torch.float32),
-    )
+def _streams(source: WeightSource, prefix: str, config: ModelConfig) -> StreamGates:
+    gates = load_streams(source, prefix, config, added=True)
+    assert gates is not None
+    return gates
 
 
 def _attention(source: WeightSource, prefix: str, config: ModelConfig, layer: CompressedLayer) -> CompressedAttention:

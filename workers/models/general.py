@@ -143,6 +143,8 @@ class GeneralOps(LayerOps[Rows]):
             return
         norm.residual_TE.zero_()
         norm.memory.open_TS.fill_(1.0)
+        if norm.memory.mix_TSS is not None:
+            norm.memory.mix_TSS.zero_()  # what it mixes is 0
         if id_T is not None:
             torch.index_select(rows_YE, 0, id_T, out=out_TE)
         self.add_norm(rows_YE if id_T is None else out_TE, norm, out)
@@ -279,13 +281,14 @@ class GeneralOps(LayerOps[Rows]):
         return torch.cat([normed_TA, x_TA], 1, out=both_TF)
 
     @override
-    def gated(self, x: Rows, gate_up_FE: Weight, scratch: Scratch) -> Tensor:
+    def gated(self, x: Rows, gate_up_FE: Weight, scratch: Scratch, limit: float = 0.0) -> Tensor:
+        """See `LayerOps`; `limit`: see `kernels.silu_mul`."""
         x_TE = tensor_of(x)
         tokens, features = x_TE.shape[0], gate_up_FE.shape[0]
         gate_up_TF = scratch.empty(tokens, features, dtype=x_TE.dtype)
         self.linear(x, gate_up_FE, gate_up_TF, scratch)
         act_TI = scratch.empty(tokens, features // 2, dtype=x_TE.dtype)
-        silu_mul(gate_up_TF, act_TI, dependent=dependent(x_TE))
+        silu_mul(gate_up_TF, act_TI, limit=limit, dependent=dependent(x_TE))
         return act_TI
 
     @override
@@ -333,32 +336,52 @@ class GeneralOps(LayerOps[Rows]):
 
     @override
     def add_experts(
-        self, x: Rows, mixture: Mixture, norm: AddNorm, out: Rows, scratch: Scratch, live_R: Tensor | None
+        self,
+        x: Rows,
+        mixture: Mixture,
+        norm: AddNorm,
+        out: Rows,
+        scratch: Scratch,
+        live_R: Tensor | None,
+        given_TK: Tensor | None = None,
     ) -> None:
-        own_TE = None if mixture.shared is None else self.shared_experts(x, mixture.shared, norm, out, scratch)
-        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R)
+        """See `LayerOps`; `given_TK` (int32): the experts that tokens have, where these are not to be chosen."""
+        own_TE = None
+        if mixture.shared is not None:
+            limit = mixture.routing.limit if mixture.routing.shared_limit else 0.0
+            own_TE = self.shared_experts(x, mixture.shared, norm, out, scratch, limit)
+        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given_TK)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
 
-    def shared_experts(self, x: Rows, shared: Gated, norm: AddNorm, out: Rows, scratch: Scratch) -> Tensor | None:
-        """Add the output of shared experts that are a network of their own. With one rank it is then in the residual,
-        and the result is None. With several the result is this rank's part, which is summed over ranks together with
-        the other experts'."""
-        if self.group.summed.size == 1:  # the norm of the sum so far is written over
+    def shared_experts(
+        self, x: Rows, shared: Gated, norm: AddNorm, out: Rows, scratch: Scratch, limit: float = 0.0
+    ) -> Tensor | None:
+        """Add the output of shared experts that are a network of their own, clamped where `limit` is above 0. With one
+        rank it is then in the residual, and the result is None. With several the result is this rank's part, which is
+        summed over ranks together with the other experts'; so it is where residual streams are mixed, once for both, or
+        something is clamped."""
+        mixed = norm.memory is not None and norm.memory.mix_TSS is not None
+        if self.group.summed.size == 1 and not mixed and not limit:  # the norm of the sum so far is written over
             self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
             return None
         out_TE = tensor_of(out)
         own_TE = scratch.empty(*out_TE.shape, dtype=out_TE.dtype)
         with scratch.scope():
-            self.linear(self.gated(x, shared.gate_up_FE, scratch), shared.down_EI, own_TE, scratch)
+            self.linear(self.gated(x, shared.gate_up_FE, scratch, limit), shared.down_EI, own_TE, scratch)
         return own_TE
 
     def route(
-        self, x_TE: Tensor, mixture: Mixture, scratch: Scratch, live_R: Tensor | None = None
+        self,
+        x_TE: Tensor,
+        mixture: Mixture,
+        scratch: Scratch,
+        live_R: Tensor | None = None,
+        given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `chosen`."""
         early = dependent(x_TE)
         logits = self.router(_widened(x_TE, mixture.router_XE, scratch), mixture.router_XE, scratch)
-        return self.chosen(logits, mixture, scratch, live_R, dependent=early)
+        return self.chosen(logits, mixture, scratch, live_R, given_TK, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""

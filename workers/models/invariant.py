@@ -68,8 +68,13 @@ class DeterministicOps(GeneralOps):
         self.add_norm(out_TE, norm, out)
 
     @override
-    def shared_experts(self, x: Rows, shared: Gated, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
-        """Add the output of shared experts, which have a sum over ranks of their own, in its order."""
+    def shared_experts(
+        self, x: Rows, shared: Gated, norm: AddNorm, out: Rows, scratch: Scratch, limit: float = 0.0
+    ) -> None:
+        """Add the output of shared experts, which have a sum over ranks of their own, in its order.
+        NotImplementedError for a `limit`, which no model with this path has."""
+        if limit:
+            raise NotImplementedError("shared experts that are clamped have no invariant path")
         self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
 
     @override

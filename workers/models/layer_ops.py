@@ -155,10 +155,17 @@ class LayerOps(ABC, Generic[N]):
         """
 
     def chosen(
-        self, logit_TX: Tensor, mixture: Mixture, scratch: Scratch, live_R: Tensor | None, *, dependent: bool
+        self,
+        logit_TX: Tensor,
+        mixture: Mixture,
+        scratch: Scratch,
+        live_R: Tensor | None,
+        given_TK: Tensor | None = None,
+        *,
+        dependent: bool,
     ) -> tuple[Tensor, Tensor]:
         """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
-        Shared experts behind the others come last. Padding has -1 and 0."""
+        Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
         routing, tokens = mixture.routing, logit_TX.shape[0]
         columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
         id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
@@ -171,6 +178,7 @@ class LayerOps(ABC, Generic[N]):
             routing.rule,
             shared=routing.shared_experts,
             live_R=live_R,
+            given_TK=given_TK,
             dependent=dependent,
         )
         if self.choices is not None:

@@ -100,8 +100,7 @@ class Model:
         few = copy(self)
         # One of each kind, then another of the last, so that one of them has a layer behind it.
         few.layers = [self.layers[i] for i in sorted({*(kinds.index(kind) for kind in kinds), last})]
-        assert isinstance(self.segments, Segments)
-        few.segments = self.segments.of(few.layers)
+        few.segments = self.segments.few(few)
         return few
 
     def _head(self, source: WeightSource) -> Weight:

@@ -67,6 +67,7 @@ class Segments(StepPass):
         ends = accumulate((len(layer.attention.caches) for layer in layers), initial=cache_layer)
         self._caches_of = caches or [slice(*bounds) for bounds in pairwise(ends)]
         self._layers_of: tuple[list[Tensor], Layers] | None = None
+        self.short_chunks = layers[0].attention.short_chunks
 
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
         """The segments of a pass over some of these layers."""
@@ -75,8 +76,17 @@ class Segments(StepPass):
         return Segments(self._enter, self.paths, layers, self._norm_E, *where)
 
     @override
+    def few(self, model: Any) -> Segments:
+        return self.of(model.layers)
+
+    @override
     def __len__(self) -> int:
         return len(self.layers) + 1
+
+    @property
+    @override
+    def heads(self) -> int:
+        return self.layers[0].attention.heads.count
 
     @override
     def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> PassBuffers[Any]:

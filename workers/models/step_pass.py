@@ -8,7 +8,7 @@ Shape legend: T tokens, padding included, N tokens that are wanted, E hidden fea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,9 +26,22 @@ class StepPass(ABC):
     """A pass over the tokens of a step: the model's, or a drafter's. `buffers` that one method returns are what the
     others take; only the pass looks inside."""
 
+    short_chunks: Collection[int] = ()
+    """Tokens of chunks so short that no other does as one for each of the kernels of their attention, where there are
+    such."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Segments of the pass."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> int:
+        """Heads of its attention on this rank."""
+
+    @abstractmethod
+    def few(self, model: Any) -> StepPass:
+        """A pass over the layers of `model`, a copy of its own that has a few of them."""
 
     @abstractmethod
     def buffers(self, tokens: int, scratch: Scratch, ops: LayerOps[Any] | None = None) -> Any:

@@ -11,11 +11,12 @@ from workers.weights.source import WeightSource
 
 def load_streams(source: WeightSource, prefix: str, config: ModelConfig, *, added: bool) -> StreamGates | None:
     """Load `prefix` + fn, base and scale; None of a model with one residual stream. `added`: whether there are gates of
-    what is added, too, as everywhere but at the model's end."""
+    what is added, too, as everywhere but at the model's end; and of the mixing, where the streams are mixed."""
     if config.streams is None:
         return None
-    kinds = 2 if added else 1
-    gates, streams = kinds * config.streams.count, config.streams.count
+    streams, steps = config.streams.count, config.streams.mixing_steps if added else 0
+    kinds = 1 if not added else 3 if steps else 2
+    gates = streams * ((2 if added else 1) + (streams if steps else 0))
     return StreamGates(
         # They decide how much of everything there is: in fp32, however they are stored.
         source.load(f"{prefix}fn", gates, streams * config.hidden_size, dtype=torch.float32),
@@ -24,4 +25,5 @@ def load_streams(source: WeightSource, prefix: str, config: ModelConfig, *, adde
         magnitude=config.streams.magnitude,
         eps=config.streams.eps,
         norm_eps=config.rms_norm_eps,
+        mixing_steps=steps,
     )

@@ -3,15 +3,14 @@
 For every captured step: slots, page tables, caches and drafts are random, and what no row may touch is poison (see
 `fixture`). The step runs eagerly and as a replay from the same state, and both must agree bit for bit in tokens,
 accepted counts, logits, cache writes and slot state, and must have changed nothing else. Against a mistake that both
-share, the logits are compared with a reference. On a CPU that is the plain forward pass (`workers.models.deepseek`),
-which shares nothing with the step but weights and cache. Where steps run the plain forward pass itself, as those of
-DeepSeek V4 do, the reference feeds it token by token, with rows, slots and pages that come from the fixture. On a GPU,
-and where index keys are cached in INT8, it is the prefill path: the same tokens fed as a prefill chunk, which takes
-another path through attention and knows nothing of buckets. Both sides of that comparison run with nothing rounded to
-FP8: a number that differs a little may become another one of FP8, and so logits would differ by a third where nothing
-is wrong. And the reference takes the experts that the step has chosen: of many experts some choice turns over on the
-least difference, and all behind it with it. The choices are compared by themselves. So is what indexers have selected,
-where attention is sparse.
+share, the logits are compared with a reference. On a CPU that is the plain forward pass (`workers.models.deepseek`,
+`workers.models.deepseek_v4`), which shares nothing with the step but weights and cache. On a GPU, and where index keys
+are cached in INT8, it is the prefill path: the same tokens fed as a prefill chunk, which takes another path through
+attention and knows nothing of buckets. Both sides of that comparison run with nothing rounded to FP8: a number that
+differs a little may become another one of FP8, and so logits would differ by a third where nothing is wrong. And the
+reference takes the experts that the step has chosen: of many experts some choice turns over on the least difference,
+and all behind it with it. The choices are compared by themselves. So is what indexers have selected, where attention is
+sparse.
 
 Where nothing is captured, an eager step is its own candidate: a second run from the same state is what must agree.
 
@@ -35,6 +34,7 @@ from workers.cache.spec import Fp8LatentSpec, IndexSpec, Int8IndexSpec
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.choices import Recorded, Taken
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.selecting import pages_to_select
 from workers.proof.fixture_pool import FixturePool, FreePages
@@ -93,11 +93,15 @@ def quantizes_activations(parts: StepParts, tokens: int) -> bool:
 
 def mixtures(parts: StepParts) -> int:
     """Layers of the target in which tokens choose experts."""
+    if isinstance(parts.model, CompressedModel):
+        return len(parts.model.blocks)
     return sum(isinstance(layer.feed_forward, MixtureOfExperts) for layer in parts.model.layers)
 
 
 def selecting(parts: StepParts) -> int:
     """Layers of the target in which positions are selected."""
+    if isinstance(parts.model, CompressedModel):
+        return sum(block.attention.indexer is not None for block in parts.model.blocks)
     return sum(getattr(layer.attention, "indexer", None) is not None for layer in parts.model.layers)
 
 
@@ -348,7 +352,8 @@ class SelfTest:
     def _prefilled(self, token_RW: Tensor, position_RW: Tensor, fixture: StepFixture, taken: Taken) -> Tensor:
         """Logits of the prefill path, [R W, vocabulary]."""
         parts, (own, width) = self._parts, token_RW.shape
-        repeats = -(-LEAST_PREFILLED // (own * width))
+        # Of a slot's ring there are no copies, so its row has none.
+        repeats = 1 if parts.cache.rings else -(-LEAST_PREFILLED // (own * width))
         slot_R, rows = fixture.slot_R.repeat(repeats), [*fixture.rows] * repeats
         token_T, position_T = (each_RW.repeat(repeats, 1).flatten() for each_RW in (token_RW, position_RW))
         cache_slot_T = parts.state.cache_slots(slot_R.repeat_interleave(width), position_T)
@@ -359,7 +364,12 @@ class SelfTest:
             position_T=position_T,
             cache_slot_T=cache_slot_T,
             decode=None,
-            prefill=PrefillBatch(tuple(row.start for row in rows), counts, parts.state.tensors.page_SP[slot_R]),
+            prefill=PrefillBatch(
+                tuple(row.start for row in rows),
+                counts,
+                parts.state.tensors.page_SP[slot_R],
+                tuple(row.slot for row in rows),
+            ),
         )
         with nothing_repeated(), parts.model.paths.choosing(taken):
             return parts.model.logits(parts.model.forward(token_T, batch, parts.cache)[: own * width])

@@ -24,12 +24,8 @@ def plain_logits(model: Model, token_RW: Tensor, fixture: StepFixture, taken: Ta
     cache, page_RP = fixture.whole_cache()
     rows, width = token_RW.shape
     if isinstance(model, CompressedModel):
-        # Token by token: so it shares no chunk with the step, in which a row's tokens come together.
-        caches, logits = model.caches_of(cache), []
-        for index, token_R in enumerate(token_RW.unbind(1)):
-            at = CompressedTokens(tuple(own + index for own in start), (1,) * rows, tuple(range(rows)), page_RP)
-            logits.append(deepseek_v4.forward(model, token_R, at, caches))
-        return torch.stack(logits, 1).flatten(0, 1)
+        at = CompressedTokens(tuple(start), (width,) * rows, tuple(range(rows)), page_RP)
+        return deepseek_v4.forward(model, token_RW.flatten(), at, model.caches_of(cache), taken)
     row_T = torch.arange(rows).repeat_interleave(width)
     position_T = (torch.tensor(start).unsqueeze(1) + torch.arange(width)).flatten()
     return deepseek.forward(model, token_RW.flatten(), PagedTokens(row_T, position_T, page_RP), cache, taken)

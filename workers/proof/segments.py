@@ -212,6 +212,8 @@ class SegmentProof:
                 break
             final = not prefill or bool(number(0, 1))
             suppressed = min(number(0, 1), start)
+            if parts.cache.rings:  # whose rows begin behind a snapshot, and write all that they feed
+                suppressed = 0
             row = take(start, start + suppressed, start + count, int(final))
             tokens = tuple(fixture_pool.numbers(count, parts.model.config.vocab_size))
             prefill.append(PrefillRow(row.slot, start, tokens, row.cached, final, -1 if final else 1))

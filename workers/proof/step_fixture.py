@@ -116,7 +116,10 @@ class StepFixture:
             self._pages.poison(layer, entries.poison_PK)
         slots = {row.slot for row in rows}
         unowned_slots = [slot for slot in range(self.parts.state.slots) if slot not in slots]
-        of_rows = [RingRow(row.slot, row.start, row.end, row.drafts) for row in rows]
+        of_rows = [
+            RingRow(row.slot, row.start, row.end, row.drafts, prompt=row.end - row.start > max(row.logits_rows, 1))
+            for row in rows
+        ]
         self._rings = RandomRings(cache, of_rows, unowned_slots, noise)
 
     def _set_slots(self, sampling: Sequence[SamplingParams], former: Sequence[int], host: torch.Generator) -> None:

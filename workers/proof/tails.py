@@ -55,7 +55,10 @@ def _proved(parts: StepParts, tail: Tail, host: torch.Generator, noise: torch.Ge
         live = tokens - int(torch.randint(tokens // 16 + 1, (), generator=host))
         stage = Tail(parts, tokens, Scratch(device))
         for gathered in stage.buffers.finished:
-            gathered.normal_(generator=noise)
+            if gathered.is_floating_point():
+                gathered.normal_(generator=noise)
+            else:  # ids of tokens
+                gathered.random_(parts.model.config.vocab_size, generator=noise)
         token_N = torch.randperm(tokens, generator=host).to(device)
         paths, recorded = parts.model.paths, Recorded()
         with paths.choosing(recorded):

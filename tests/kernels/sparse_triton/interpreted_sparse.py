@@ -40,6 +40,19 @@ def test_scores(width: int, index_heads: int, features: int, dtype: torch.dtype,
     case.check_scores()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [16, 1, 32])
+@pytest.mark.parametrize("width", [0, 1, 3])
+def test_scores_of_keys_on_small_pages(width: int, keys: int, dtype: torch.dtype) -> None:
+    """Keys that stand for several tokens each; the last 64 of a row end in the midst of a page."""
+    rows = [(130, max(width, 1)), (0, max(width, 1)), (65, max(width, 1))]
+    case = Sparse(rows, index_heads=5, features=48, dtype=dtype, kernels=True, width=width, keys=keys)
+    case.tensors["page"][2, 3 if keys == 16 else 1] = case.pages
+    case.score()
+    case.check_scores()
+    assert int(case.tensors["fault"]) == 1
+
+
 @settings(max_examples=15, deadline=None)
 @given(rows=ROWS, width=st.integers(0, 8), index_heads=st.integers(1, 33), fp8=st.booleans(), seed=st.integers(0, 99))
 def test_any_rows(rows: list[tuple[int, int]], width: int, index_heads: int, fp8: bool, seed: int) -> None:

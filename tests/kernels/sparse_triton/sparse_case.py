@@ -29,6 +29,8 @@ class Sparse:
     index_heads: int = 8
     features: int = 128
     """Features of an index key."""
+    keys: int = PAGE_TOKENS
+    """Keys of a page of the index; of other than 64 nothing but the scores is computed."""
     latent: int = 64
     rope: int = 16
     selected: int = 64
@@ -59,17 +61,21 @@ class Sparse:
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         lengths = [length for length, _ in self.rows]
-        used = sum(map(pages_for, lengths))
+
+        def needed(length: int) -> int:
+            return -(-length // self.keys)
+
+        used = sum(map(needed, lengths))
         self.pages = max(used + 2, self.least_pages)
-        columns = max(max(map(pages_for, lengths)) + self.spare_columns, self.least_columns)
+        columns = max(max(map(needed, lengths)) + self.spare_columns, self.least_columns)
         page = torch.full((len(lengths), columns), POISONED_PAGE, dtype=torch.int32)
         free = (torch.randperm(used, generator=random) + 1).tolist()
         slots = []
         for row, length in enumerate(lengths):
-            for column in range(pages_for(length)):
+            for column in range(needed(length)):
                 page[row, column] = free.pop()
             at = torch.arange(length)
-            slots.append(page[row, at // PAGE_TOKENS].long() * PAGE_TOKENS + at % PAGE_TOKENS)
+            slots.append(page[row, at // self.keys].long() * self.keys + at % self.keys)
         slot = torch.cat(slots)
         row = [r for r, (_, tokens) in enumerate(self.rows) for _ in range(tokens)]
         bound = [max(0, length - tokens + 1 + i) for length, tokens in self.rows for i in range(tokens)]
@@ -87,7 +93,7 @@ class Sparse:
             "page": page,
             "row": torch.tensor(row, dtype=torch.int32),
             "bound": torch.tensor(bound, dtype=torch.int32),
-            "score": torch.full((tokens, columns * PAGE_TOKENS), torch.nan),
+            "score": torch.full((tokens, pages_for(columns * self.keys) * PAGE_TOKENS), torch.nan),
             "selected": torch.full((tokens, self.selected), 1 << 20, dtype=torch.int32),
             "q": q.to(self.dtype),
             "out": torch.full((tokens, self.heads, self.latent), torch.nan, dtype=self.dtype),
@@ -98,7 +104,7 @@ class Sparse:
 
     def _index(self) -> Tensor:
         """NaN all over, and then the keys."""
-        shape = (self.pages, PAGE_TOKENS)
+        shape = (self.pages, self.keys)
         if not self.fp8:
             index = torch.full((*shape, self.features * self.dtype.itemsize), 255, dtype=torch.uint8).view(self.dtype)
             index.flatten(0, 1)[self.slot] = self.key
@@ -112,12 +118,12 @@ class Sparse:
         return index
 
     def _cache(self, random: torch.Generator) -> Tensor:
-        cache = torch.full((self.pages * PAGE_TOKENS, self.latent + self.rope), torch.nan, dtype=self.dtype)
+        cache = torch.full((self.pages * self.keys, self.latent + self.rope), torch.nan, dtype=self.dtype)
         cache[self.slot] = torch.randn(len(self.slot), self.latent + self.rope, generator=random).to(self.dtype)
         if self.fp8:
             bytes = fp8_entries.encoded(cache, self.latent)
             cache = bytes.masked_fill(cache.isnan().any(-1, keepdim=True), 255)
-        return cache.view(self.pages, PAGE_TOKENS, -1)
+        return cache.view(self.pages, self.keys, -1)
 
     def write(self) -> None:
         """Write the keys to a cache that holds NaN."""
@@ -198,9 +204,9 @@ class Sparse:
         for token, bound in enumerate(t["bound"].tolist()):
             if not 0 < bound <= t["score"].shape[1] or not 0 <= int(t["row"][token]) < len(t["page"]):
                 continue
-            page = t["page"][int(t["row"][token]), torch.arange(bound) // PAGE_TOKENS].long()
+            page = t["page"][int(t["row"][token]), torch.arange(bound) // self.keys].long()
             there = (page >= 0) & (page < self.pages)
-            key = keys[page.where(there, 0) * PAGE_TOKENS + torch.arange(bound) % PAGE_TOKENS]
+            key = keys[page.where(there, 0) * self.keys + torch.arange(bound) % self.keys]
             q, weight = t["index_q"][token].double().t(), t["weight"][token].double()
             dot = (key @ q).relu() * weight
             got = t["score"][token, :bound].double()

@@ -58,6 +58,22 @@ def test_scores(tokens: int, width: int, index_heads: int, fp8: bool) -> None:
     )
 
 
+def test_scores_of_deepseek_v4() -> None:
+    """An entry stands for four tokens, so a page has 16 keys, which lie side by side."""
+    found = []
+    for tokens, width in ((1, 1), (24, 3), (64, 1), (64, 0)):
+        rows = [(300, max(width, 1))] * (tokens // max(width, 1))
+        case = Sparse(rows, index_heads=64, dtype=torch.bfloat16, width=width, kernels=True, hopper=False, keys=16)
+        with compile_only() as compiled:
+            case.score()
+        found += compiled
+    for kernel in found:
+        resources(kernel).check(registers=168)
+        assert instructions(kernel)["HGMMA"] >= 2
+        assert not serialized(kernel)
+        assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(kernel))
+
+
 @pytest.mark.parametrize(
     ("tokens", "width", "index_heads"), [(1, 1, 64), (4, 2, 64), (64, 0, 64), (64, 0, 32), (2, 1, 16)]
 )

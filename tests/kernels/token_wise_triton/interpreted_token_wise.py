@@ -36,6 +36,7 @@ def test_norm_of_parts(tokens: int, features: int, parts: int, dtype: torch.dtyp
 @pytest.mark.parametrize(("tokens", "features"), [(1, 8), (5, 40), (2, 1408)])
 def test_gate(tokens: int, features: int, dtype: torch.dtype) -> None:
     check(Gate(tokens, dtype, features=features))
+    check(Gate(tokens, dtype, features=features, limit=2.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,6 +16,7 @@ CASES = {
     "norm 1536 alone": Norm(2, features=1536, add=False),
     "gate 2816": Gate(2, features=2816),
     "gate 18432": Gate(2, features=18432),
+    "clamped gate 2048": Gate(2, features=2048, limit=10.0),
     "output gate of 32 heads": OutputGate(2, heads=32, features=64, before=96),
     "gate of a norm 2048": OutputGate(2, heads=1, features=2048, before=0),
     "gate of a norm 7168": OutputGate(2, heads=1, features=7168, before=0),

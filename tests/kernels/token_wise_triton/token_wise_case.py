@@ -275,6 +275,7 @@ def mixing(made: Tensor, count: int) -> Tensor:
 @dataclass
 class Gate(_Tensors):
     features: int = 64
+    limit: float = 0.0
 
     def __post_init__(self) -> None:
         self.keep(
@@ -284,10 +285,12 @@ class Gate(_Tensors):
         self.outputs = ["out"]
 
     def run(self, dependent: bool = False) -> None:
-        launch_silu_mul(self.tensors["gate_up"], self.tensors["out"], dependent=dependent)
+        launch_silu_mul(self.tensors["gate_up"], self.tensors["out"], limit=self.limit, dependent=dependent)
 
     def check(self) -> None:
         gate, up = self.wide("gate_up").chunk(2, -1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         close(self.tensors["out"], F.silu(gate) * up)
 
 

@@ -18,14 +18,11 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
 from tests.deepseek_v4_layout import VOCAB, mtp_v4, published_v4, tiny_v4, write_v4
+from tests.workers.called_graphs import call_graphs
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.drafters.compressed_mtp import CompressedMtp
-from workers.memory.scratch import Scratch
-from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import SamplingParams
-from workers.step.buckets import DecodeBuckets
-from workers.step.decode import DecodeStep
 
 WIDTH = 4
 
@@ -97,7 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folder: Path, **settings: Any) -> InlineEngine:
     defaults = {"max_rows": 4, "token_budget": 48, "cache_pages": 40, "max_context": 300, "width": WIDTH}
-    return InlineEngine(EngineConfig(model=str(folder), device="cpu", selftest=False, **{**defaults, **settings}))
+    given = {**defaults, "device": "cpu", "selftest": False, **settings}
+    return InlineEngine(EngineConfig(model=str(folder), **given))
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -152,11 +150,15 @@ def test_an_entry_that_is_missing_behind_a_snapshot_is_passed_over(folder: Path)
     assert run.scheduler.stats().cached_tokens == 256
 
 
-def test_the_self_test_proves_it(folder: Path) -> None:
-    parts = engine(folder).runner.parts
-    steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in DecodeBuckets(4, WIDTH)]
-    reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
-    assert [report.problems for report in reports] == [()] * len(reports)
+def test_captured_steps_pass_the_self_test_and_draft_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step has the layer's passes in it; in mixed steps they are eager, behind segments for all tokens."""
+    call_graphs(monkeypatch)
+    run, (prompt,) = engine(folder, max_rows=2, selftest=True), prompts(30, seed=9)
+    assert {bucket.kind for bucket in run.reports[-1].buckets} == {"decode", "masked", "mixed", "tail"}
+    (answer,) = run.generate([prompt], greedy(7))
+    drafted = run.runner.parts.state.tensors.draft_SK.tolist()
+    assert oracle().drafts([*prompt, *answer], WIDTH - 1) in drafted
+    assert run.runner.stats.replays > 0
 
 
 def test_a_start_without_it(folder: Path) -> None:

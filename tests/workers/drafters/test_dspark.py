@@ -22,7 +22,8 @@ from workers.config import EngineConfig
 from workers.drafters import dspark
 from workers.drafters.dspark import DsparkDrafter, _Window
 from workers.memory.scratch import Scratch
-from workers.models import deepseek_v4
+from workers.models import compressed_pass
+from workers.models.attention.compressed_rows import CompressedRows
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey, SamplingParams
 from workers.step.buckets import DecodeBuckets
@@ -287,15 +288,16 @@ def test_drafts_behind_accepted_ones(
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that went through the model's layers, of each pass."""
+    """Tokens of rows that went through attention and experts of the model's layers, of each pass."""
     found: list[int] = []
-    streams = deepseek_v4.streams
+    honest = compressed_pass.rows_of_pass
 
-    def counted(model: Any, token_T: Tensor, *others: Any) -> Any:
-        found.append(len(token_T))
-        return streams(model, token_T, *others)
+    def rows_of_pass(*given: Any) -> list[CompressedRows]:
+        kinds = honest(*given)
+        found.append(sum(int((own._rows.slot_R[own._rows.row_T[own._rows.row_T >= 0]] >= 0).sum()) for own in kinds))
+        return kinds
 
-    monkeypatch.setattr(deepseek_v4, "streams", counted)
+    monkeypatch.setattr(compressed_pass, "rows_of_pass", rows_of_pass)
     return found
 
 

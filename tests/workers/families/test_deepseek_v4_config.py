@@ -127,7 +127,7 @@ def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
     write_v4(tmp_path, config, published_v4(model))
     engine = EngineConfig(model=str(tmp_path))
     for device, gpus in (("cuda", None), ("auto", 2)):
-        with pytest.raises(Unfit, match="no GPU serves it yet: kernels that compress its entries"):
+        with pytest.raises(Unfit, match="no GPU serves it yet: its pass and its kernels"):
             check_fit(engine.model_copy(update={"device": device}), gpus=gpus)
     check_fit(engine, gpus=2, served=False)
     check_fit(engine, gpus=0)

@@ -20,10 +20,10 @@ from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.schedules import MAX_CONTEXT, POISON, VOCAB, Schedule
 from tests.workers.model_based.soak import soak
 from workers.cache.snapshots import RingSnapshots
-from workers.models import deepseek_v4_pass
+from workers.models import compressed_pass
+from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.models.deepseek_v4_parts import CompressedTokens
 from workers.scheduler.snapshots import Snapshots
 
 
@@ -113,13 +113,17 @@ def test_blocks_of_drafts_change_nothing(steps: int, seed: int, tmp_path: Path) 
 
 def all_in_one_slot(patch: pytest.MonkeyPatch) -> None:
     """Rows read each other's rings."""
-    honest = deepseek_v4_pass.rows_of
+    honest = compressed_pass.rows_of_pass
 
-    def rows_of(batch: Batch) -> CompressedTokens:
-        at = honest(batch)
-        return dataclasses.replace(at, slot=(1,) * len(at.slot))
+    def rows_of_pass(batch: Batch, *others: Any) -> list[CompressedRows]:
+        decode, prefill = batch.decode, batch.prefill
+        if decode is not None and decode.slot_R is not None:
+            decode = dataclasses.replace(decode, slot_R=torch.zeros_like(decode.slot_R))
+        if prefill is not None:
+            prefill = dataclasses.replace(prefill, slot=(0,) * len(prefill.slot))
+        return honest(dataclasses.replace(batch, decode=decode, prefill=prefill), *others)
 
-    patch.setattr(deepseek_v4_pass, "rows_of", rows_of)
+    patch.setattr(compressed_pass, "rows_of_pass", rows_of_pass)
 
 
 def rings_without_room_for_drafts(patch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 from workers.cache.paged import PagedCache
 from workers.families.loading import load_model
 from workers.models import deepseek_v4
+from workers.models.batch import Batch, PrefillBatch
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import CompressedTokens
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
+from workers.protocol.plan import BatchLayout
 
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
@@ -28,17 +30,26 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def logits(folder: Path, group: Group) -> Tensor:
-    """Logits of 150 tokens, fed in three chunks."""
+def logits(folder: Path, group: Group, *, segments: bool = False) -> Tensor:
+    """Logits of 150 tokens, fed in three chunks, of the plain forward pass or of that in segments."""
     model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=256)
     assert isinstance(model, CompressedModel)
     cache = PagedCache.allocate(model.caches, 4, CPU, rings=model.rings(1), slots=1)
     token_T = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(2))
     found, start = [], 0
     for own_T in token_T.split([61, 3, 86]):
-        at = CompressedTokens((start,), (len(own_T),), (1,), torch.tensor([[2, 1, 3]], dtype=torch.int32))
-        found.append(deepseek_v4.forward(model, own_T, at, model.caches_of(cache)))
-        start += len(own_T)
+        count, page_RP = len(own_T), torch.tensor([[2, 1, 3]], dtype=torch.int32)
+        if segments:
+            prefill = PrefillBatch((start,), (count,), page_RP, (0,))
+            position_T = torch.arange(start, start + count)
+            layout = BatchLayout(1, 0, (count,), (True,))
+            batch = Batch(layout, position_T, torch.zeros_like(position_T), None, prefill)
+            with torch.inference_mode():
+                found.append(model.logits(model.forward(own_T, batch, cache)))
+        else:
+            at = CompressedTokens((start,), (count,), (1,), page_RP)
+            found.append(deepseek_v4.forward(model, own_T, at, model.caches_of(cache)))
+        start += count
     return torch.cat(found)
 
 
@@ -46,7 +57,8 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
-        torch.save({kind: logits(folder / kind, group) for kind in KINDS}, folder / f"rank{rank}.pt")
+        found = {(kind, own): logits(folder / kind, group, segments=own) for kind in KINDS for own in (False, True)}
+        torch.save(found, folder / f"rank{rank}.pt")
     finally:
         group.close()
 
@@ -62,5 +74,7 @@ def test_ranks_agree_with_one(tmp_path: Path) -> None:
     for kind in KINDS:
         alone = logits(tmp_path / kind, Group())
         assert alone.shape == (150, VOCAB)
-        assert torch.equal(ranks[0][kind], ranks[1][kind]), "ranks differ"
-        torch.testing.assert_close(ranks[0][kind], alone, atol=1e-4, rtol=0)
+        for segments in (False, True):
+            found = ranks[0][kind, segments]
+            assert torch.equal(found, ranks[1][kind, segments]), "ranks differ"
+            torch.testing.assert_close(found, alone, atol=1e-4, rtol=0)

@@ -23,7 +23,6 @@ from workers.models import deepseek_v4
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import (
     CompressedTokens,
-    LayerCaches,
     MixedStreams,
     OwnTokens,
     Ring,
@@ -74,19 +73,19 @@ def case(kind: str) -> Case:
         return Case(model, tokens, [oracle(own[None]).logits[0] for own in tokens])
 
 
-def poisoned(model: CompressedModel, width: int = WIDTH) -> list[LayerCaches]:
+def poisoned(model: CompressedModel, width: int = WIDTH) -> PagedCache:
     """Caches full of NaN: what is read before it is written shows."""
     cache = PagedCache.allocate(model.caches, 12, torch.device("cpu"), rings=model.rings(width), slots=SLOTS)
     for tensor in [*cache.layers, *cache.rings]:
         tensor.fill_(torch.nan)
-    return model.caches_of(cache)
+    return cache
 
 
 class Rows:
     """Sequences on their way into the caches, in slots and on pages of no order."""
 
-    def __init__(self, given: Case, caches: list[LayerCaches]) -> None:
-        self.case, self.caches, self.written = given, caches, [0] * len(given.tokens)
+    def __init__(self, given: Case, cache: PagedCache) -> None:
+        self.case, self.cache, self.written = given, cache, [0] * len(given.tokens)
         self.slots = [2, 1]
         order = torch.randperm(10, generator=torch.Generator().manual_seed(3)) + 1
         counts = [pages_for(len(own)) for own in given.tokens]
@@ -111,17 +110,20 @@ class Rows:
             tuple(self.slots[row] for row, _ in given),
             self.pages[torch.tensor([row for row, _ in given])],
         )
-        logit_TB = deepseek_v4.forward(self.case.model, torch.cat(fed), at, self.caches)
-        parts = logit_TB.split([count for _, count in given])
+        parts = self.logits(torch.cat(fed), at).split([count for _, count in given])
         return [
             (row, begin, part[: count - rejected])
             for (row, count), begin, part in zip(given, start, parts, strict=True)
         ]
 
+    def logits(self, token_T: Tensor, at: CompressedTokens) -> Tensor:
+        """Logits after each token, [T, B]."""
+        return deepseek_v4.forward(self.case.model, token_T, at, self.case.model.caches_of(self.cache))
 
-def far(given: Case, chunks: Sequence[Any], width: int = WIDTH) -> float:
+
+def far(given: Case, chunks: Sequence[Any], width: int = WIDTH, kind: type[Rows] = Rows) -> float:
     """Greatest difference to transformers' logits. Each chunk has rows with their tokens, and the rejected ones."""
-    rows, worst = Rows(given, poisoned(given.model, width)), 0.0
+    rows, worst = kind(given, poisoned(given.model, width)), 0.0
     for chunk, rejected in chunks:
         for row, begin, logit_TB in rows.feed(*chunk, rejected=rejected):
             difference = (logit_TB - given.want[row][begin : begin + len(logit_TB)]).abs().max()
@@ -220,7 +222,7 @@ def test_a_stale_ring_is_seen() -> None:
     given = case("plain")
     rows = Rows(given, poisoned(given.model))
     rows.feed((0, 64))
-    for layer in rows.caches:
+    for layer in given.model.caches_of(rows.cache):
         layer.window.data_XLC[rows.slots[0]] = 0.0
     ((_, begin, logit_TB),) = rows.feed((0, 8))
     assert float((logit_TB - given.want[0][begin : begin + 8]).abs().max()) > 100 * TOLERANCE

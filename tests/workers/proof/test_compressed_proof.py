@@ -4,8 +4,7 @@ slots and with entries that stand for several tokens. Steps are eager, as on any
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
-from workers.models import deepseek_v4, deepseek_v4_pass
+from workers.models import compressed_pass, compressed_torch
+from workers.models.attention import compressed_rows
+from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch
+from workers.models.compressed_torch import TorchOps
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.models.deepseek_v4_parts import CompressedTokens, OwnTokens, Ring
-from workers.models.deepseek_v4_pass import CompressedPass
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey
 from workers.protocol.report import BucketReport
@@ -74,24 +74,6 @@ def test_every_bucket_passes(width: int, folder: Path) -> None:
     assert not any(tensor.any() for tensor in [*parts.cache.layers, *parts.cache.rings])
 
 
-@contextmanager
-def mistaken(name: str, wrong: Any) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepseek_v4, name, wrong)
-        yield
-
-
-def in_steps(patch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
-    """Let a part of the forward pass be another one in steps alone, as a kernel's mistake would be."""
-    honest = CompressedPass._hidden
-
-    def hidden(own: CompressedPass, *given: Any) -> Tensor:
-        with mistaken(name, wrong):
-            return honest(own, *given)
-
-    patch.setattr(CompressedPass, "_hidden", hidden)
-
-
 def state_ahead_of_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
     """What a step feeds lies over tokens that the next one needs where drafts are rejected."""
     honest = CompressedModel.rings
@@ -99,48 +81,67 @@ def state_ahead_of_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_entry_visible_a_token_early(patch: pytest.MonkeyPatch) -> None:
-    def early(own: OwnTokens, ratio: int) -> Tensor:
-        return torch.arange(1, own.end // ratio + 1) * ratio <= own.position_T.unsqueeze(1) + 2
-
-    in_steps(patch, "complete", early)
+    honest = compressed_rows._bound
+    patch.setattr(compressed_rows, "_bound", lambda position_T, *others: honest(position_T + 1, *others))
+    patch.setattr(compressed_torch, "_complete", lambda entry, position, ratio: entry < (position + 2) // ratio)
 
 
 def no_sink(patch: pytest.MonkeyPatch) -> None:
-    in_steps(patch, "sunk", lambda score_HTS, sink_H: score_HTS.softmax(2))
+    honest = TorchOps.attend
+
+    def attend(own: TorchOps, *given: Any, **options: Any) -> None:
+        tensors = list(given)
+        tensors[5] = torch.full_like(tensors[5], -torch.inf)
+        honest(own, *tensors, **options)
+
+    patch.setattr(TorchOps, "attend", attend)
 
 
 def rows_in_each_others_slots(patch: pytest.MonkeyPatch) -> None:
-    honest = deepseek_v4_pass.rows_of
+    honest = compressed_pass.rows_of_pass
 
-    def rows_of(batch: Batch) -> CompressedTokens:
-        at = honest(batch)
-        return dataclasses.replace(at, slot=at.slot[1:] + at.slot[:1])
+    def rows_of_pass(batch: Batch, *others: Any) -> list[CompressedRows]:
+        assert batch.decode is not None
+        assert batch.decode.slot_R is not None
+        decode = dataclasses.replace(batch.decode, slot_R=batch.decode.slot_R.roll(1))
+        return honest(dataclasses.replace(batch, decode=decode), *others)
 
-    patch.setattr(deepseek_v4_pass, "rows_of", rows_of)
+    patch.setattr(compressed_pass, "rows_of_pass", rows_of_pass)
 
 
 def a_ring_of_a_former_row(patch: pytest.MonkeyPatch) -> None:
     """A row reads a whole window, whatever of it is another's."""
-    honest = Ring.read
+    honest = TorchOps.rope_store
 
-    def stale(ring: Ring, slot: int, first: int, end: int) -> Tensor:
-        length = ring.data_XLC.shape[1]
-        return (
-            honest(ring, slot, first, end)
-            + 0.0 * ring.data_XLC[slot, torch.arange(end, end + length // 8) % length].sum()
-        )
+    def rope_store(own: TorchOps, q_THD: Tensor, *given: Any, **options: Any) -> None:
+        ring_XLD, rows = given[4:]
+        whole_R = 0.0 * ring_XLD[rows.slot_R + 1].flatten(1).sum(1)
+        honest(own, q_THD, *given, **options)
+        q_THD += whole_R.repeat_interleave(rows.width).view(-1, 1, 1)
 
-    patch.setattr(Ring, "read", stale)
+    patch.setattr(TorchOps, "rope_store", rope_store)
 
 
 def drafts_without_an_entry(patch: pytest.MonkeyPatch) -> None:
     """Entries that drafts complete are not written."""
-    honest = deepseek_v4.compress
+    honest = TorchOps.compress
 
-    def first_alone(x_TE: Tensor, own: OwnTokens, *others: Any) -> None:
-        honest(x_TE[:1], dataclasses.replace(own, count=1), *others)
+    def first_alone(own: TorchOps, made_TF: Tensor, *given: Any, eps: float) -> None:
+        *others, rows = given
+        first = slice(None, None, rows.width)
+        few = dataclasses.replace(rows, position_T=rows.position_T[first], row_T=rows.row_T[first], width=1)
+        honest(own, made_TF[first], *others, few, eps=eps)
 
-    in_steps(patch, "compress", first_alone)
+    patch.setattr(TorchOps, "compress", first_alone)
+
+
+def an_entry_selected_that_scores_least(patch: pytest.MonkeyPatch) -> None:
+    honest = TorchOps.select
+
+    def select(own: TorchOps, q_TJI: Tensor, weight_TJ: Tensor, *given: Any) -> None:
+        honest(own, q_TJI, -weight_TJ, *given)
+
+    patch.setattr(TorchOps, "select", select)
 
 
 FAULTS = {
@@ -150,6 +151,7 @@ FAULTS = {
     "rows in each other's slots": (rows_in_each_others_slots, "changed outside the rows' own tokens"),
     "a ring of a former row": (a_ring_of_a_former_row, "away from the plain forward pass"),
     "drafts without an entry": (drafts_without_an_entry, "lacks entries of the step"),
+    "the entries that score least": (an_entry_selected_that_scores_least, "of what they choose"),
 }
 
 

@@ -1,0 +1,223 @@
+"""What attention of DeepSeek V4 (2026, section 2.3) needs beside products and selection: entries of tokens and entries
+that stand for several tokens, where they are kept, queries, and attention to both kinds of entries.
+
+A call takes the tokens of decode rows, of which each row has as many, or those of chunks of prompts (`TokenRows`). All
+that a step changes is read from tensors on the device, grids follow from the shapes of tensors alone, and nothing
+allocates device memory or waits: calls may be captured in a graph and replayed for other rows. In the order in which a
+layer makes them:
+
+1. `rope_store`: queries, and the entry of each token; of decode rows into the ring of the row's slot.
+2. `compress`, for the compressor and for that of the indexer: entries that end at the step's tokens, and what entries
+   to come are made of. An indexer's queries are turned by `rope_queries`; then `kernels.sparse.index_scores` and
+   `kernels.sparse.select_positions` select numbers of entries.
+3. `attend`: the output of all heads, turned back at the query's position.
+4. `keep_entries`, of chunks alone: the newest tokens' entries into the ring, from which step 3 has read older ones.
+
+The ring of a slot keeps what belongs to the token at position p at p modulo its length (`L` below), in place slot + 1
+of its tensor; place 0 is nobody's. Where the ring holds what the first token of a decode row needs and the row's tokens
+beside it, drafts that are rejected have overwritten nothing that is needed: `compress` and `rope_store` refuse a
+shorter one. Entry w of a row stands for the tokens from w * ratio to w * ratio + ratio - 1 and lies on the page of the
+last of them, at [page_RP[row, last // 64], last % 64 // ratio].
+
+Rows, slots, positions and pages that lie outside what they point into are never followed, count as absent, and each
+adds 1 to `fault_1`. A token of nobody (row -1, or a row whose slot is -1) is written nowhere and gets output 0. Numbers
+that are not finite stay in the row that has them.
+
+Shape legend: T tokens, R rows, P pages (of a cache, or of a row's table), K entries per page, X slots and one, L tokens
+of a ring, D features of an entry, C features that a compressor makes of a token (D, or 2 D where it overlaps), F = 2 C,
+A tokens of an entry, O rope features, Y positions, H heads, S selected entries, G parts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.compressed import attention_launch, launch, reference
+from kernels.compressed.attention_launch import AttendWorkspace
+from kernels.compressed.rows import TokenRows, contiguous, room, rotations, rows_of_features, told
+from kernels.page import PAGE_TOKENS
+
+__all__ = [
+    "AttendWorkspace",
+    "TokenRows",
+    "attend",
+    "compress",
+    "keep_entries",
+    "rope_queries",
+    "rope_store",
+]
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rope_store(
+    q_THD: Tensor,
+    kv_TD: Tensor,
+    norm_D: Tensor,
+    rotation_TO: Tensor,
+    entry_TD: Tensor,
+    ring_XLD: Tensor,
+    rows: TokenRows,
+    *,
+    window: int,
+    eps: float,
+) -> None:
+    """q = rope(q / rms(q)) for each head, in place; entry = rope(rms_norm(kv)), of decode rows into the ring, too.
+
+    - `q_THD`: bf16, fp16 or fp32; a token's heads are contiguous, tokens may be strided.
+    - `kv_TD`: any such dtype, rows may be strided. `norm_D`: weight of the norm, any floating dtype.
+    - `rotation_TO`: fp32, (cos, sin) of the i-th angle of each token at (2i, 2i + 1). Rope turns the last O features,
+      in pairs (2i, 2i + 1).
+    - `entry_TD`: receives the entries, contiguous, in the ring's dtype.
+    - `ring_XLD`: contiguous. With `rows.width` the entries are written to it, and `window` + width - 1 tokens at least
+      must have room; without it nothing is (see `keep_entries`).
+    - `window`: newest tokens that a token attends to, itself included.
+
+    All is computed in fp32 and rounded once. ValueError for tensors that do not fit.
+    """
+    rows.check(len(q_THD))
+    tokens, _, features = q_THD.shape
+    length = ring_XLD.shape[1]
+    _heads(q_THD, rotation_TO)
+    rows_of_features("kv_TD", kv_TD, (tokens, features), _DTYPES)
+    rows_of_features("norm_D", norm_D, (features,))
+    contiguous("entry_TD", entry_TD, (tokens, features), ring_XLD.dtype)
+    contiguous("ring_XLD", ring_XLD, (len(ring_XLD), length, features), ring_XLD.dtype)
+    room("ring_XLD", length, window, rows.width)
+    tensors = (q_THD, kv_TD, norm_D, rotation_TO, entry_TD, ring_XLD, rows, eps)
+    (launch if q_THD.is_cuda else reference).rope_store(*tensors)
+
+
+def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
+    """Write the entries of chunks to the rings of their rows' slots: of each row the newest L tokens.
+
+    `entry_TD`, `ring_XLD`: as `rope_store` leaves them."""
+    rows.check(len(entry_TD))
+    features = entry_TD.shape[1]
+    contiguous("entry_TD", entry_TD, (len(entry_TD), features), ring_XLD.dtype)
+    contiguous("ring_XLD", ring_XLD, (*ring_XLD.shape[:2], features), ring_XLD.dtype)
+    (launch if entry_TD.is_cuda else reference).keep_entries(entry_TD, ring_XLD, rows)
+
+
+def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
+    """Turn the last O features of every head, in place, as an indexer's queries are turned. Tensors as of
+    `rope_store`."""
+    _heads(q_THD, rotation_TO)
+    (launch if q_THD.is_cuda else reference).rope_queries(q_THD, rotation_TO)
+
+
+def compress(
+    made_TF: Tensor,
+    bias_AC: Tensor,
+    norm_D: Tensor,
+    rotation_YO: Tensor,
+    state_XLF: Tensor,
+    entry_PKD: Tensor,
+    rows: TokenRows,
+    *,
+    eps: float,
+) -> None:
+    """Write the compressed entries whose last token is among the step's, and keep what later ones are made of.
+
+    entry = rope(rms_norm(sum over its tokens of softmax(logit) * value)), a softmax for each feature. Where a
+    compressor overlaps (C = 2 D) the A tokens before take part with their first D features, and the entry's own with
+    their last D; of entry 0 there are none before. Rope is that of the entry's first token.
+
+    - `made_TF`: what the compressor's product has made of each token: C values, then C logits without bias. fp32 or the
+      model's dtype, rows may be strided.
+    - `bias_AC`: fp32, added to the logits of tokens at positions p with p modulo A = its row.
+    - `norm_D`: weight of the norm. `rotation_YO`: fp32, rotations by position, as of `rope_store`.
+    - `state_XLF`: fp32, contiguous: the ring of values and logits, bias included. Of decode rows it has room for the
+      tokens that an entry is made of (A, or 2 A) and width - 1 more.
+    - `entry_PKD`: contiguous pages of max(1, 64 // A) entries each, in the dtype of the cache.
+
+    One launch for decode rows, two for chunks. All is computed in fp32 and rounded once. ValueError for tensors that do
+    not fit.
+    """
+    rows.check(len(made_TF))
+    (ratio, made), features = bias_AC.shape, norm_D.shape[0]
+    if made not in (features, 2 * features):
+        raise ValueError(f"a compressor makes {features} features of a token, or twice as many, not {made}")
+    if PAGE_TOKENS % ratio and ratio % PAGE_TOKENS:
+        raise ValueError(f"entries of {ratio} tokens do not fit pages of {PAGE_TOKENS}")
+    rows_of_features("made_TF", made_TF, (len(made_TF), 2 * made), _DTYPES)
+    contiguous("bias_AC", bias_AC, (ratio, made), torch.float32)
+    rows_of_features("norm_D", norm_D, (features,))
+    rotations("rotation_YO", rotation_YO, None, features)
+    contiguous("state_XLF", state_XLF, (*state_XLF.shape[:2], 2 * made), torch.float32)
+    contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), entry_PKD.dtype)
+    room("state_XLF", state_XLF.shape[1], ratio * made // features, rows.width)
+    tensors = (made_TF, bias_AC, norm_D, rotation_YO, state_XLF, entry_PKD, rows, eps)
+    (launch if made_TF.is_cuda else reference).compress(*tensors)
+
+
+def attend(
+    q_THD: Tensor,
+    ring_XLD: Tensor,
+    entry_TD: Tensor | None,
+    entry_PKD: Tensor | None,
+    selected_TS: Tensor | None,
+    sink_H: Tensor,
+    rotation_TO: Tensor,
+    out_THD: Tensor,
+    rows: TokenRows,
+    workspace: AttendWorkspace | None = None,
+    *,
+    window: int,
+    ratio: int,
+    scale: float,
+    first: int = 0,
+) -> None:
+    """out = rope back (softmax(scale * q · entries, sink) · entries), over the window of each token and its compressed
+    entries.
+
+    - `q_THD`, `rotation_TO`: as `rope_store` leaves and takes them; `q_THD` contiguous.
+    - `ring_XLD`: entries by position, in the dtype of the queries. Those of the step's own tokens are in it where
+      `entry_TD` is None; else these are in `entry_TD`, and the ring has those before them alone.
+    - `entry_PKD`: pages of compressed entries; None, and `ratio` 0, of layers without such.
+    - `ratio`: tokens of a compressed entry. Token p may see the first (p + 1) // ratio entries of its row.
+    - `selected_TS`: int32: numbers of the entries that a token attends to, in rising order and -1 behind them, as
+      `kernels.sparse.select_positions` leaves them; None: all that it may see.
+    - `sink_H`: fp32 logit of each head that takes part in the denominator alone.
+    - `out_THD`: contiguous, receives the output, turned back at the query's position.
+    - `first`: before this position there are no tokens. With `first` > 0 entries of the window that are not finite are
+      missing: what a layer that drafts has not made (`workers.cache.rings`).
+
+    Computed in fp32 from what is stored, but for weights that are rounded to the queries' dtype before they are
+    multiplied with entries. One launch, or two where several programs share a token.
+    """
+    rows.check(len(q_THD))
+    (tokens, heads, features), dtype = q_THD.shape, q_THD.dtype
+    _heads(q_THD, rotation_TO)
+    contiguous("q_THD", q_THD, q_THD.shape, dtype)
+    contiguous("out_THD", out_THD, q_THD.shape, dtype)
+    contiguous("ring_XLD", ring_XLD, (*ring_XLD.shape[:2], features), dtype)
+    contiguous("sink_H", sink_H, (heads,), torch.float32)
+    if (entry_PKD is None) != (ratio == 0) or (selected_TS is not None and entry_PKD is None):
+        raise ValueError("a layer has pages of compressed entries and their ratio, or neither and no selection")
+    if entry_TD is not None:
+        contiguous("entry_TD", entry_TD, (tokens, features), dtype)
+    room("ring_XLD", ring_XLD.shape[1], window, rows.width or 1)
+    if entry_PKD is not None:
+        contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), dtype)
+    if selected_TS is not None:
+        contiguous("selected_TS", selected_TS, (tokens, selected_TS.shape[1]), torch.int32)
+    tensors = (q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows)
+    if not q_THD.is_cuda:
+        reference.attend(*tensors, window, ratio, scale, first)
+    elif workspace is None:
+        raise ValueError("attention on a GPU needs a workspace: AttendWorkspace.allocate")
+    else:
+        attention_launch.attend(*tensors, workspace, window=window, ratio=ratio, scale=scale, first=first)
+
+
+def _heads(q_THD: Tensor, rotation_TO: Tensor) -> None:
+    """ValueError where queries and rotations do not fit each other."""
+    tokens, heads, features = q_THD.shape
+    rows_of_features("q_THD", q_THD, (tokens, heads, features), _DTYPES)
+    if q_THD.stride(1) != features and heads > 1:
+        raise ValueError(f"the heads of a token lie side by side, not {told(q_THD)}")
+    rotations("rotation_TO", rotation_TO, tokens, features)

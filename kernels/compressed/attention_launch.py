@@ -1,0 +1,183 @@
+"""Launches attention to windows and compressed entries. As `launch`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.compressed import attention
+from kernels.compressed.attention import Sizes
+from kernels.compressed.rows import TokenRows
+from kernels.page import PAGE_TOKENS
+
+_PIECE: Final = 128
+"""Features of a piece of an entry."""
+_LISTED: Final = 256
+"""Entries that a program lists at a time."""
+_MERGED: Final = 8
+"""Pieces that are added up at a time."""
+
+
+class Tiling(NamedTuple):
+    """How the heads and entries of a token are cut up."""
+
+    block: int
+    """Heads of a program."""
+    tile: int
+    """Entries that it reads at a time."""
+    warps: int
+    stages: int
+    """Tiles in flight."""
+
+    @staticmethod
+    def of(heads: int, itemsize: int) -> Tiling:
+        """The tiling for so many heads, and numbers of so many bytes."""
+        if itemsize == 4:
+            return Tiling(16, 32, 4, 2)
+        # Of 64 heads the sums would not find registers.
+        return Tiling(32, 32, 8, 7) if heads > 16 else Tiling(16, 32, 4, 5)
+
+
+@dataclass(frozen=True)
+class AttendWorkspace:
+    """Memory of `kernels.compressed.attend`; what it holds means nothing before and after a call."""
+
+    tiling: Tiling
+    listed_BTN: Tensor
+    """int32, for every block of heads: where a token's entries lie."""
+    partial_GTHD: Tensor
+    """fp32 outputs of parts of a token's entries; G is 0 where no programs share a token."""
+    partial_lse_GTH: Tensor
+    """fp32 log2-sum-exp2 of their scaled scores."""
+
+    @staticmethod
+    def allocate(
+        tokens: int,
+        heads: int,
+        features: int,
+        entries: int,
+        empty: Callable[..., Tensor],
+        *,
+        programs: int = 132,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> AttendWorkspace:
+        """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
+        `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device memory; so
+        many `programs` are wanted at least, one for each multiprocessor of a GPU. `dtype`: of queries and entries."""
+        tiling = Tiling.of(heads, dtype.itemsize)
+        blocks = -(-heads // tiling.block)
+        wanted = min(programs // max(tokens * blocks, 1), entries // (2 * tiling.tile))
+        # Kernels are compiled for a number of parts, and few numbers of tokens should compile others.
+        parts = 1 << max(0, wanted.bit_length() - 1)
+        shared = parts if parts > 1 else 0
+        return AttendWorkspace(
+            tiling,
+            empty(blocks, tokens, entries, dtype=torch.int32),
+            empty(shared, tokens, heads, features, dtype=torch.float32),
+            empty(shared, tokens, heads, dtype=torch.float32),
+        )
+
+
+def attend(
+    q_THD: Tensor,
+    ring_XLD: Tensor,
+    entry_TD: Tensor | None,
+    entry_PKD: Tensor | None,
+    selected_TS: Tensor | None,
+    sink_H: Tensor,
+    rotation_TO: Tensor,
+    out_THD: Tensor,
+    rows: TokenRows,
+    workspace: AttendWorkspace,
+    *,
+    window: int,
+    ratio: int,
+    scale: float,
+    first: int,
+) -> None:
+    """See `kernels.compressed.attend`."""
+    tokens, heads, features = q_THD.shape
+    if not tokens:
+        return
+    tiling, partial, partial_lse = workspace.tiling, workspace.partial_GTHD, workspace.partial_lse_GTH
+    blocks, most = triton.cdiv(heads, tiling.block), workspace.listed_BTN.shape[2]
+    fits = workspace.listed_BTN.shape[:2] == (blocks, tokens) and partial.shape[1:] == q_THD.shape
+    if not fits or tiling != Tiling.of(heads, q_THD.itemsize):
+        raise ValueError(f"a workspace of {tuple(partial.shape)} serves no call of {tuple(q_THD.shape)} {q_THD.dtype}")
+    pieces = features // _PIECE if features % _PIECE == 0 else 1
+    sizes = Sizes(
+        features=features,
+        pieces=pieces,
+        lanes=max(16, triton.next_power_of_2(features // pieces)),
+        rope=rotation_TO.shape[1],
+        rotation=rotation_TO.stride(0),
+        window=window,
+        first=first,
+        length=ring_XLD.shape[1],
+        own=entry_TD is not None,
+        ratio=ratio,
+        entries=max(1, PAGE_TOKENS // ratio) if ratio else 0,
+        selected=0 if selected_TS is None else selected_TS.shape[1],
+        precision="ieee" if q_THD.itemsize == 4 else "tf32",
+    )
+    parts = max(1, len(partial))
+    attention.attend[(blocks * parts, tokens)](
+        q_THD,
+        ring_XLD,
+        ring_XLD if entry_TD is None else entry_TD,
+        ring_XLD if entry_PKD is None else entry_PKD,
+        rows.row_T if selected_TS is None else selected_TS,
+        sink_H,
+        rotation_TO,
+        out_THD,
+        partial,
+        partial_lse,
+        workspace.listed_BTN,
+        rows.position_T,
+        rows.row_T,
+        rows.slot_R,
+        rows.page_RP,
+        rows.fault_1,
+        scale * math.log2(math.e),
+        tokens,
+        len(rows.slot_R),
+        len(ring_XLD),
+        rows.page_RP.shape[1],
+        0 if entry_PKD is None else len(entry_PKD),
+        rows.page_RP.stride(0),
+        heads,
+        blocks,
+        most,
+        SIZES=sizes,
+        BLOCK=tiling.block,
+        TILE=tiling.tile,
+        PARTS=parts,
+        LISTED=_LISTED,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    if parts > 1:
+        attention.merge[(tokens * heads,)](
+            partial,
+            partial_lse,
+            sink_H,
+            rotation_TO,
+            out_THD,
+            rows.row_T,
+            rows.slot_R,
+            tokens * heads,
+            heads,
+            len(rows.slot_R),
+            len(ring_XLD),
+            SIZES=sizes,
+            PARTS=parts,
+            TILE=_MERGED,
+            BLOCK=triton.next_power_of_2(features),
+            num_warps=4,
+        )

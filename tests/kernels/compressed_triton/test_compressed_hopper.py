@@ -1,0 +1,116 @@
+"""Compilation of the kernels of compressed entries for Hopper, at the sizes of DeepSeek V4 Flash: no spills, loads of
+16 bytes, and one variant for all numbers of tokens, rows and pages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.compressed import AttendWorkspace, TokenRows, attention_launch, launch
+from kernels.page import PAGE_TOKENS
+from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
+
+pytestmark = pytest.mark.gate
+
+ENTRY, ROPE, WINDOW = 512, 64, 128
+TOKENS = [(1, 1), (24, 3), (64, 8), (2048, 0)]
+"""Numbers of tokens, and their rows' width."""
+
+
+def token_rows(tokens: int, width: int) -> TokenRows:
+    rows = tokens // width if width else 3
+    return TokenRows(
+        torch.zeros(tokens, dtype=torch.int64),
+        torch.zeros(tokens, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows, 9 + tokens, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64),
+        width,
+    )
+
+
+def wide_loads(kernel: Any) -> int:
+    return len(re.findall(r"LDG\.E\S*\.128", machine_code(kernel)))
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_queries_and_entries(heads: int) -> None:
+    found = []
+    for tokens, width in TOKENS:
+        q, kv = (torch.empty(*shape, ENTRY, dtype=torch.bfloat16) for shape in ((tokens, heads), (tokens,)))
+        norm, turn = torch.empty(ENTRY, dtype=torch.bfloat16), torch.empty(tokens, ROPE)
+        ring = torch.empty(5, WINDOW + 7, ENTRY, dtype=torch.bfloat16)
+        with compile_only() as compiled:
+            rows = token_rows(tokens, width)
+            launch.rope_store(q, kv, norm, turn, torch.empty_like(kv), ring, rows, 1e-6)
+            launch.keep_entries(kv, ring, rows)
+        found += compiled
+    for kernel in found:
+        resources(kernel).check(registers=96)
+    assert len({kernel.hash for kernel in found}) == 3  # the first one for decode rows and for chunks
+    assert wide_loads(found[0]) >= 2
+    assert wide_loads(found[1]) == 2
+
+
+def test_queries_of_an_indexer() -> None:
+    with compile_only() as compiled:
+        for tokens in (1, 64, 2048):
+            q = torch.empty(tokens, 64, 128, dtype=torch.bfloat16)
+            launch.rope_queries(q, torch.empty(tokens, ROPE))
+    resources(compiled[0]).check(registers=64)
+    assert wide_loads(compiled[0]) >= 1
+    assert len({kernel.hash for kernel in compiled}) == 1
+
+
+@pytest.mark.parametrize(("ratio", "features", "halves"), [(4, ENTRY, 2), (4, 128, 2), (128, ENTRY, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype) -> None:
+    found = []
+    for tokens, width in TOKENS:
+        made = torch.empty(tokens, 2 * halves * features, dtype=dtype)
+        bias, norm = torch.empty(ratio, halves * features), torch.empty(features, dtype=torch.bfloat16)
+        state = torch.empty(5, halves * ratio + 7, 2 * halves * features)
+        entry = torch.empty(9 + tokens, max(1, PAGE_TOKENS // ratio), features, dtype=torch.bfloat16)
+        with compile_only() as compiled:
+            rows = token_rows(tokens, width)
+            launch.compress(made, bias, norm, torch.empty(100 + tokens, ROPE), state, entry, rows, 1e-6)
+        found += compiled
+    for kernel in found:
+        resources(kernel).check(registers=128)
+    assert len(found) == len(TOKENS) + 1
+    assert len({kernel.hash for kernel in found}) == 3  # for decode rows, and two for chunks
+    assert wide_loads(found[0]) >= 4
+
+
+@pytest.mark.parametrize("heads", [8, 32, 64])
+@pytest.mark.parametrize(("ratio", "selected"), [(0, 0), (4, 512), (128, 0)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
+def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: int) -> None:
+    """Entries are copied asynchronously, in pieces of 16 bytes."""
+    dtype = torch.bfloat16
+    q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
+    ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, 16, ENTRY, dtype=dtype)
+    listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
+    sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio))
+    workspace = AttendWorkspace.allocate(*sizes, torch.empty)
+    with compile_only() as compiled:
+        attention_launch.attend(
+            *(q, ring, None if width else own, paged if ratio else None, listed),
+            *(torch.empty(heads), torch.empty(tokens, ROPE), torch.empty_like(q)),
+            token_rows(tokens, width),
+            workspace,
+            window=WINDOW,
+            ratio=ratio,
+            scale=0.1,
+            first=0,
+        )
+    for kernel in compiled:
+        resources(kernel).check()
+    assert len(compiled) == (2 if tokens == 1 else 1)
+    assert not serialized(compiled[0])
+    used = instructions(compiled[0])
+    assert used["HMMA"] >= 36
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))

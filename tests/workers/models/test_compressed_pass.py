@@ -1,0 +1,111 @@
+"""The pass of DeepSeek V4 in segments gives transformers' logits: chunks of any size, decode rows with rejected drafts,
+padding beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_deepseek_v4_reference import CHUNKS, KINDS, TOLERANCE, WIDTH, Rows, case, far
+from torch import Tensor
+from typing_extensions import override
+
+from tests.support.interpreter import interpreted_pytest
+from workers.graphs.guard import capture_guard
+from workers.memory.scratch import Scratch
+from workers.models.attention import compressed_rows
+from workers.models.attention.compressed_rows import rows_of_pass
+from workers.models.batch import Batch, DecodeBatch, PrefillBatch
+from workers.models.compressed_kernels import KernelOps
+from workers.models.compressed_pass import CompressedPass
+from workers.models.compressed_torch import TorchOps
+from workers.models.deepseek_v4_parts import CompressedTokens
+from workers.protocol.plan import BatchLayout
+
+CPU = torch.device("cpu")
+
+
+class Chunks(Rows):
+    """Rows whose tokens go through the segments as chunks of prompts."""
+
+    @override
+    def logits(self, token_T: Tensor, at: CompressedTokens) -> Tensor:
+        slots = tuple(place - 1 for place in at.slot)
+        prefill = PrefillBatch(at.start, at.count, at.page_RP, slots)
+        layout = BatchLayout(1, 0, at.count, (True,) * len(at.count))
+        return self.passed(token_T, Batch(layout, at.position_T, torch.zeros_like(token_T), None, prefill))
+
+    def passed(self, token_T: Tensor, batch: Batch) -> Tensor:
+        with torch.inference_mode():
+            model = self.case.model
+            return model.logits(model.forward(token_T, batch, self.cache))
+
+
+class Steps(Chunks):
+    """The same, as decode rows where the rows have equally many tokens and few; the last row is padding then."""
+
+    @override
+    def logits(self, token_T: Tensor, at: CompressedTokens) -> Tensor:
+        width = at.count[0]
+        if set(at.count) != {width} or width > WIDTH:
+            return super().logits(token_T, at)
+        slot_R = torch.tensor([*(place - 1 for place in at.slot), -1])
+        length_R = torch.tensor([*(start + width for start in at.start), 0], dtype=torch.int32)
+        page_RP = torch.cat([at.page_RP, torch.zeros_like(at.page_RP[:1])])
+        position_T = torch.cat([at.position_T, torch.zeros(width, dtype=torch.int64)])
+        token_T = torch.cat([token_T, torch.zeros(width, dtype=torch.int64)])
+        decode = DecodeBatch(length_R, page_RP, slot_R=slot_R)
+        layout = BatchLayout(width, len(slot_R))
+        logit_TB = self.passed(token_T, Batch(layout, position_T, torch.zeros_like(token_T), decode, None))
+        assert logit_TB.isfinite().all()
+        return logit_TB[:-width]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunks", ["whole", "across every border", "two rows"])
+def test_chunks_give_transformers_logits(kind: str, chunks: str) -> None:
+    assert far(case(kind), CHUNKS[chunks], kind=Chunks) < TOLERANCE
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_tokens_that_attend_in_turn_give_transformers_logits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_rows, "ATTENDING", most)
+    assert far(case("plain"), CHUNKS["two rows"], kind=Chunks) < TOLERANCE
+
+
+def test_decode_rows_are_laid_out_in_memory_of_the_step() -> None:
+    """Neither does the host wait for one of their numbers."""
+    model = case("plain").model
+    slot_R, length_R = torch.tensor([1, -1]), torch.tensor([9, 0], dtype=torch.int32)
+    decode = DecodeBatch(length_R, torch.zeros(2, 3, dtype=torch.int32), slot_R=slot_R)
+    batch = Batch(BatchLayout(2, 2), torch.tensor([7, 8, 0, 0]), torch.zeros(4, dtype=torch.int64), decode, None)
+    scratch, fault_1 = Scratch(CPU, torch.empty(1 << 14, dtype=torch.uint8)), torch.zeros(1, dtype=torch.int64)
+    with capture_guard(CPU):
+        (rows,) = rows_of_pass(batch, model.compression, 1e-6, TorchOps(), None, fault_1, scratch)
+    assert rows._rows.row_T.tolist() == [0, 0, 1, 1]
+    assert {ratio: bound_T.tolist() for ratio, bound_T in rows._bounds.items()} == {4: [2, 2, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [*((kind, "rejected drafts") for kind in KINDS), ("published ratios", "one by one")]
+)
+def test_decode_rows_give_transformers_logits(kind: str, chunks: str) -> None:
+    assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [("plain", "rejected drafts"), ("published ratios", "two rows"), ("quantized", "across every border")],
+)
+def test_the_kernels_references_give_transformers_logits(
+    kind: str, chunks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = case(kind).model
+    monkeypatch.setattr(model, "segments", CompressedPass(model, KernelOps()))
+    assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
+
+
+@pytest.mark.long
+def test_the_kernels_in_the_interpreter() -> None:
+    interpreted_pytest([Path(__file__).with_name("interpreted_compressed_pass.py")])

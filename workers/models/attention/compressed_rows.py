@@ -1,0 +1,239 @@
+"""Attention of DeepSeek V4 between the segments of a pass: decode rows, and chunks of prompts.
+
+Both go through the same operations (`CompressedOps`). What differs is where the entries of the window lie. A decode
+row's tokens are put into the ring of its slot before they attend, because the ring has room for them and for all that
+the first of them needs. A chunk may be longer than a ring: its tokens attend to the ring and to each other's entries,
+and the newest are put into the ring behind that.
+
+Shape legend: T tokens of these rows, R rows, P pages of a row, H heads of this rank, D features of an entry, F features
+that a compressor makes of a token, J heads and I features of an indexer, O rope features, S selected entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.compressed import TokenRows
+from workers.memory.pinned import on_device
+from workers.memory.scratch import Scratch
+from workers.models.batch import Batch
+from workers.models.choices import Choices
+from workers.models.compressed_ops import CompressedOps
+from workers.models.config import CompressedLayer, Compression
+from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
+from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
+
+ATTENDING: Final = 1024
+"""Most tokens of chunks that attend at once: they fill a GPU, and for each its entries are listed, as many as a row may
+have."""
+
+
+@dataclass(frozen=True)
+class CompressedInputs:
+    """What the products of a layer leave for its attention."""
+
+    q_THD: Tensor
+    kv_TD: Tensor
+    rotation_TO: Tensor
+    """fp32."""
+    made_TF: Tensor | None
+    """fp32: what the compressor makes of a token; None of a layer without one."""
+    index_made_TF: Tensor | None
+    """fp32: the same of the indexer's compressor; None of a layer without an indexer, as the next two."""
+    index_q_TJI: Tensor | None
+    """Roped."""
+    index_weight_TJ: Tensor | None
+    """fp32, with all factors in it."""
+
+    def of(self, own: slice) -> CompressedInputs:
+        """Those of some tokens alone."""
+        queried = self.q_THD[own], self.kv_TD[own], self.rotation_TO[own]
+        made = self.made_TF, self.index_made_TF, self.index_q_TJI, self.index_weight_TJ
+        return CompressedInputs(*queried, *(None if each is None else each[own] for each in made))
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What attention knows of a layer."""
+
+    kind: CompressedLayer
+    weights: CompressedAttention
+    rotation_YO: Tensor
+    """fp32 rotations by position."""
+
+
+class CompressedRows:
+    """Attention of some rows of a pass; made once, for all of its layers."""
+
+    def __init__(
+        self,
+        rows: TokenRows,
+        own: slice,
+        first: int,
+        compression: Compression,
+        eps: float,
+        ops: CompressedOps,
+        choices: Choices | None,
+        bounds: dict[int, Tensor],
+    ) -> None:
+        """`own`: these rows' tokens among those of the pass. `first`: see `Batch`. `choices`: receives selections.
+        `bounds`: for each number of tokens that an entry may stand for the entries that each token may see, int32."""
+        self._rows, self._own, self._first, self._bounds = rows, own, first, bounds
+        self._compression, self._eps, self._ops, self._choices = compression, eps, ops, choices
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        all_inputs: CompressedInputs,
+        caches: LayerCaches,
+        out_THD: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """Write the caches of a layer, and the output of these rows' tokens into `out_THD`, which has all tokens."""
+        rows, ops, inputs = self._rows, self._ops, all_inputs.of(self._own)
+        weights, ring_XLD, window = layer.weights, caches.window.data_XLC, self._compression.window
+        with scratch.scope():
+            entry_TD = scratch.empty(*inputs.kv_TD.shape, dtype=ring_XLD.dtype)
+            queried = inputs.q_THD, inputs.kv_TD, weights.kv_norm_D, inputs.rotation_TO
+            ops.rope_store(*queried, entry_TD, ring_XLD, rows, window=window, eps=self._eps)
+            entry_PKD, selected_TS = None, None
+            if weights.compressor is not None:
+                assert caches.compressor is not None
+                self._compress(weights.compressor, inputs.made_TF, caches.compressor, layer.rotation_YO)
+                entry_PKD = caches.compressor.entries.data_PKD
+                if weights.indexer is not None:
+                    selected_TS = self._select(layer, inputs, caches, scratch)
+            for own, few in self._turns():
+                ops.attend(
+                    inputs.q_THD[own],
+                    ring_XLD,
+                    None if rows.width else entry_TD[own],
+                    entry_PKD,
+                    None if selected_TS is None else selected_TS[own],
+                    weights.sink_H,
+                    inputs.rotation_TO[own],
+                    out_THD[self._own][own],
+                    few,
+                    scratch,
+                    window=window,
+                    ratio=layer.kind.ratio,
+                    scale=inputs.q_THD.shape[-1] ** -0.5,
+                    first=self._first,
+                )
+                if not rows.width:
+                    ops.keep_entries(entry_TD[own], ring_XLD, few)
+
+    def _turns(self) -> Iterator[tuple[slice, TokenRows]]:
+        """The tokens that attend at once: all of decode rows; of chunks so many in turn, each of which finds the newest
+        entries of those before it in the ring."""
+        rows, tokens = self._rows, len(self._rows.row_T)
+        if rows.width:
+            yield slice(0, tokens), rows
+            return
+        for begin in range(0, tokens, ATTENDING):
+            own = slice(begin, begin + ATTENDING)
+            yield own, replace(rows, position_T=rows.position_T[own], row_T=rows.row_T[own])
+
+    def _compress(
+        self, compressor: Compressor, made_TF: Tensor | None, caches: CompressorCaches, rotation_YO: Tensor
+    ) -> None:
+        assert made_TF is not None
+        made = made_TF, compressor.bias_RC, compressor.norm_D, rotation_YO
+        caches_of_it = caches.state.data_XLC, caches.entries.data_PKD
+        self._ops.compress(*made, *caches_of_it, self._rows, eps=self._eps)
+
+    def _select(self, layer: LayerAttention, inputs: CompressedInputs, caches: LayerCaches, scratch: Scratch) -> Tensor:
+        """Write the keys of the indexer, and select entries with it: int32 [T, S]."""
+        assert layer.weights.indexer is not None
+        assert caches.indexer is not None
+        assert inputs.index_q_TJI is not None
+        assert inputs.index_weight_TJ is not None
+        self._compress(layer.weights.indexer.compressor, inputs.index_made_TF, caches.indexer, layer.rotation_YO)
+        ratio = layer.kind.ratio
+        bound_T = self._bounds[ratio]
+        selected_TS = scratch.empty(len(bound_T), self._compression.top_k, dtype=torch.int32)
+        asked = inputs.index_q_TJI, inputs.index_weight_TJ, caches.indexer.entries.data_PKD, ratio
+        self._ops.select(*asked, bound_T, selected_TS, self._rows, scratch)
+        if self._choices is not None:
+            self._choices.select(selected_TS, bound_T)
+        return selected_TS
+
+
+def rows_of_pass(
+    batch: Batch,
+    compression: Compression,
+    eps: float,
+    ops: CompressedOps,
+    choices: Choices | None,
+    fault_1: Tensor,
+    scratch: Scratch,
+) -> list[CompressedRows]:
+    """The rows of a pass as its layers' attention takes them: decode rows, then chunks. Memory comes from `scratch`;
+    nothing of a decode row is read on the host. `fault_1`: see `TokenRows`."""
+    found: list[CompressedRows] = []
+    ratios = sorted({layer.ratio for layer in compression.layers if layer.indexed})
+    split, end = batch.layout.decode_tokens, batch.layout.tokens
+    if (decode := batch.decode) is not None and split:
+        assert decode.slot_R is not None, "rows of such a model have slots"
+        count, width = len(decode.length_R), batch.layout.width
+        row_T = scratch.empty(split, dtype=torch.int32)
+        number_R = torch.arange(count, out=scratch.empty(count, dtype=torch.int32))
+        row_T.view(count, width).copy_(number_R.unsqueeze(1).expand(count, width))
+        rows = TokenRows(batch.position_T[:split], row_T, decode.slot_R, decode.page_RP, fault_1, width)
+        live_T = scratch.empty(split, dtype=torch.bool)
+        live_R = torch.gt(decode.length_R, 0, out=scratch.empty(count, dtype=torch.bool))
+        live_T.view(count, width).copy_(live_R.unsqueeze(1).expand(count, width))
+        if (left_out_T := _left_out(batch, scratch)) is not None:
+            row_T.masked_fill_(left_out_T, -1)
+            live_T.masked_fill_(left_out_T, 0)
+        bounds = {ratio: _bound(rows.position_T, live_T, ratio, scratch) for ratio in ratios}
+        found.append(CompressedRows(rows, slice(0, split), batch.first, compression, eps, ops, choices, bounds))
+    if (prefill := batch.prefill) is not None and end > split:
+        assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
+        device = batch.position_T.device
+        of_tokens = [index for index, tokens in enumerate(prefill.count) for _ in range(tokens)]
+        live = [int(prefill.slot[index] >= 0) for index in of_tokens]
+        told_2T = on_device([of_tokens, live], torch.int32, device)
+        slot_R = on_device(prefill.slot, torch.int64, device)
+        position_T = batch.position_T[split:end]
+        rows = TokenRows(position_T, told_2T[0], slot_R, prefill.page_NP, fault_1)
+        bounds = {ratio: _bound(position_T, told_2T[1], ratio, scratch) for ratio in ratios}
+        found.append(CompressedRows(rows, slice(split, end), batch.first, compression, eps, ops, choices, bounds))
+    return found
+
+
+def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
+    """Of a pass of decode rows alone integers [R], or [T] where some of a row's tokens are left out: those of rows, or
+    tokens, with 0 are padding. None of another pass."""
+    if batch.decode is None or batch.prefill is not None:
+        return None
+    length_R, left_out_T = batch.decode.length_R, _left_out(batch, scratch)
+    if left_out_T is None:
+        return length_R
+    live_T = scratch.empty(len(left_out_T), dtype=length_R.dtype)
+    live_T.view(len(length_R), -1).copy_(length_R.unsqueeze(1).expand(-1, batch.layout.width))
+    return live_T.masked_fill_(left_out_T, 0)
+
+
+def _left_out(batch: Batch, scratch: Scratch) -> Tensor | None:
+    """Which tokens of decode rows are nobody's, because their hidden states are not wanted, bool; None: none is."""
+    decode, width = batch.decode, batch.layout.width
+    if decode is None or decode.wanted_R is None:
+        return None
+    rows = len(decode.length_R)
+    place_W = torch.arange(width, out=scratch.empty(width, dtype=torch.int64))
+    left_out_RW = scratch.empty(rows, width, dtype=torch.bool)
+    return torch.ge(place_W, decode.wanted_R.unsqueeze(1), out=left_out_RW).flatten()
+
+
+def _bound(position_T: Tensor, live_T: Tensor, ratio: int, scratch: Scratch) -> Tensor:
+    """Entries that tokens may see, int32; 0 of tokens of nobody."""
+    seen_T = torch.add(position_T, 1, out=scratch.empty(len(position_T), dtype=torch.int64))
+    torch.div(seen_T, ratio, rounding_mode="floor", out=seen_T)
+    seen_T.mul_(live_T)
+    return scratch.empty(len(position_T), dtype=torch.int32).copy_(seen_T)
