@@ -96,6 +96,39 @@ def list_entries(
     return faults
 
 
+@triton.jit
+def base_of(code, ring, step, paged, SIZES: tl.constexpr):
+    """Where the entries lie that were listed as `code`."""
+    base = ring
+    if SIZES.own or SIZES.ratio:
+        base = tl.where(code & 3 == _RING, ring, paged if SIZES.ratio else step)
+    if SIZES.own and SIZES.ratio:
+        base = tl.where(code & 3 == _STEP, step, base)
+    return base + (code >> 2).to(tl.int64) * SIZES.features
+
+
+@triton.jit
+def drop_odd(listed, begin, end, ring, step, paged, SIZES: tl.constexpr, TILE: tl.constexpr):
+    """List those entries of the window as absent that are not finite. They are few, and read once more here: attention
+    itself has no registers left to look at them."""
+    LANES: tl.constexpr = SIZES.lanes
+    PIECES: tl.constexpr = SIZES.pieces
+    c = tl.arange(0, LANES)
+    for first in range(begin, end, TILE):
+        i = first + tl.arange(0, TILE)
+        code = tl.load(listed + i, mask=i < end, other=-1)
+        found = (code >= 0) & (code & 3 != _PAGES)
+        at = base_of(code, ring, step, paged, SIZES)[:, None] + c[None, :]
+        odd = tl.zeros((TILE,), tl.float32)
+        for piece in tl.static_range(PIECES):
+            kept = found[:, None] & (piece * LANES + c < SIZES.features)[None, :]
+            # 0 times what is not finite is NaN.
+            odd += tl.sum(tl.load(at + piece * LANES, mask=kept, other=0.0).to(tl.float32) * 0.0, 1)
+        tl.debug_barrier()
+        tl.store(listed + i, tl.full((TILE,), -1, tl.int32), mask=(i < end) & (odd != 0.0))
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=["table", "row", "fault"])
 def attend(
     q,
@@ -164,6 +197,8 @@ def attend(
     faults += (outside & (part == 0)).to(tl.int32)
     tl.atomic_add(fault, faults.to(tl.int64), mask=(block == 0) & (faults > 0), sem="relaxed")
     tl.debug_barrier()
+    if SIZES.first:
+        drop_odd(mine, begin, end, ring, step, paged, SIZES, TILE)
 
     m = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, TILE)
@@ -183,32 +218,13 @@ def attend(
     for first in range(begin, end, TILE):
         code = tl.load(mine + first + n, mask=first + n < end, other=-1)
         found = code >= 0
-        base = ring
-        if SIZES.own or SIZES.ratio:
-            base = tl.where(code & 3 == _RING, ring, paged if SIZES.ratio else step)
-        if SIZES.own and SIZES.ratio:
-            base = tl.where(code & 3 == _STEP, step, base)
-        base = base + (code >> 2).to(tl.int64) * FEATURES
+        base = base_of(code, ring, step, paged, SIZES)
         entries = ()
-        if SIZES.first:
-            for piece in tl.static_range(PIECES):
-                kept = found[:, None] & (piece * LANES + c < FEATURES)[None, :]
-                entries = entries + (tl.load(base[:, None] + piece * LANES + c[None, :], mask=kept, other=0.0),)
-            # 0 times what is not finite is NaN.
-            odd = tl.zeros((TILE,), tl.float32)
-            for piece in tl.static_range(PIECES):
-                odd += tl.sum(entries[piece].to(tl.float32) * 0.0, 1)
-            found = found & ((odd == 0.0) | (code & 3 == _PAGES))
-            whole = entries
-            entries = ()
-            for piece in tl.static_range(PIECES):
-                entries = entries + (tl.where(found[:, None], whole[piece], 0.0).to(dtype),)
-        else:
-            for piece in tl.static_range(PIECES):
-                kept = found[:, None]
-                if PIECES * LANES != FEATURES:
-                    kept = kept & (c < FEATURES)[None, :]
-                entries = entries + (tl.load(base[:, None] + piece * LANES + c[None, :], mask=kept, other=0.0),)
+        for piece in tl.static_range(PIECES):
+            kept = found[:, None]
+            if PIECES * LANES != FEATURES:
+                kept = kept & (c < FEATURES)[None, :]
+            entries = entries + (tl.load(base[:, None] + piece * LANES + c[None, :], mask=kept, other=0.0),)
         score = tl.zeros((BLOCK, TILE), tl.float32)
         for piece in tl.static_range(PIECES):
             score = tl.dot(queries[piece], tl.trans(entries[piece]), score, input_precision=SIZES.precision)

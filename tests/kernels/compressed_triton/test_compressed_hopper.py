@@ -85,11 +85,8 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
     assert wide_loads(found[0]) >= 4
 
 
-@pytest.mark.parametrize("heads", [8, 32, 64])
-@pytest.mark.parametrize(("ratio", "selected"), [(0, 0), (4, 512), (128, 0)])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
-def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: int) -> None:
-    """Entries are copied asynchronously, in pieces of 16 bytes."""
+def attending(tokens: int, width: int, ratio: int, selected: int, heads: int, first: int = 0) -> list[Any]:
+    """Compile a call of attention."""
     dtype = torch.bfloat16
     q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
     ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, 16, ENTRY, dtype=dtype)
@@ -105,12 +102,33 @@ def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: in
             window=WINDOW,
             ratio=ratio,
             scale=0.1,
-            first=0,
+            first=first,
         )
+    return compiled
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize(("ratio", "selected"), [(0, 0), (4, 512), (128, 0)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
+def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: int) -> None:
+    """Entries are copied asynchronously, in pieces of 16 bytes."""
+    compiled = attending(tokens, width, ratio, selected, heads)
     for kernel in compiled:
         resources(kernel).check()
     assert len(compiled) == (2 if tokens == 1 else 1)
     assert not serialized(compiled[0])
-    used = instructions(compiled[0])
-    assert used["HMMA"] >= 36
+    assert instructions(compiled[0])["HMMA"] >= 36
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
+def test_attention_of_the_layer_that_drafts(tokens: int, width: int, heads: int) -> None:
+    """It looks at every entry before it takes it."""
+    for kernel in attending(tokens, width, 0, 0, heads, first=1):
+        resources(kernel).check()
+
+
+def test_numbers_of_rows_compile_nothing_new() -> None:
+    for tokens in ((2, 2), (500, 2048)):
+        assert len({kernel.hash for count in tokens for kernel in attending(count, 0, 4, 512, 32)}) <= 2
