@@ -54,7 +54,7 @@ DAY_S, HOUR_S = 86400.0, 3600.0
 SAVED_UP_BYTES = 1 << 30
 """May be written to a disk at once, however few of a day."""
 DISK_BYTES_PER_S = 1e9
-"""That a disk is taken to read where nothing was read yet: less than most can."""
+"""That a disk is taken to read where nothing was read yet, for how many pages are read at once: less than most can."""
 _NEVER = 2**31 - 1
 """As the collector's third threshold: the largest that it takes."""
 FIRST_CAUSE_WAIT_S = 0.2

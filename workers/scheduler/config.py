@@ -97,7 +97,7 @@ class SchedulerConfig:
     disk_writes_saved_up: float = math.inf
     """Pages that may be written at once where none were for long."""
     disk_page_s: float = 0.003
-    """Seconds that reading a page from the disk takes, as far as nothing was measured."""
+    """Seconds that reading a page from the disk takes, for how many are read at once before any was measured."""
     disk_serial: int = 0
     """Serial number of the next page that is saved to disk."""
     portions: tuple[tuple[int, int], ...] = ()

@@ -5,8 +5,8 @@
   `WriteBudget` leaves.
 - **Loads.** Where a prompt goes on further on disk than in host memory, the request leaves the queue until its pages
   are in host memory, and comes back at its old place. A load holds slots of host memory and no page of the device.
-- **Deadlines.** A load begins only if it will take less time than computing its tokens would, by what both took so
-  far, and with no more pages than come long before the disk counts as failed. A request waits no longer than computing
+- **Deadlines.** A load begins only if it should take less time than computing its tokens would, by what both took
+  lately (`ReadPace`), and with no more pages than come long before the disk counts as failed. A request waits no longer than computing
   would take. If the disk is late, the request is computed; the load goes on by itself.
 - **Failures.** Every page that comes back was compared with its checksum, tokens and keys. What does not agree is
   forgotten, with all that continues it, and erased. If a disk fails, its rank says so, and nothing is copied any more.
@@ -18,7 +18,6 @@ answered costs its slots.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskP
 from workers.scheduler.disk_index import NONE, DiskIndex
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.prefix_summary import Copy, Entry
+from workers.scheduler.read_pace import ReadPace
 from workers.scheduler.sequence import Sequence as Row
 from workers.scheduler.write_budget import WriteBudget
 
@@ -57,9 +57,6 @@ MARGIN: Final = 2.0
 of its pages, and a disk that is a little slower than thought has not failed."""
 FIRST_MARGIN: Final = 16.0
 """The same as long as nothing was measured. A disk that is many times slower than it is taken for is found out so."""
-FORGETS_S: Final = 60.0
-"""After so many seconds without a load half of what is known of their pace is forgotten: a disk that was slow once is
-tried again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,14 +116,15 @@ class DiskTier:
     ) -> None:
         """`slots`: pages that fit. `least`: pages that are worth a load. `page_s`: seconds that a page takes to read,
         as far as nothing was measured. `serial`: of the next page that is saved. `token_s`: seconds that a token takes
-        to be computed, by now."""
+        to be computed, by
+        what it took lately."""
         self.index = DiskIndex(slots, reported)
         self.counters = DiskCounters()
         self.failed = False
         """Nothing is copied any more."""
         self._host, self._ranks, self._budget, self._clock = host, ranks, budget, clock
-        self._least, self._page_s, self._token_s = least, page_s, token_s
-        self._prior_s, self._measured_at, self._measured = page_s, clock(), False
+        self._least, self._token_s = least, token_s
+        self._pace = ReadPace(page_s, clock)
         self._heard: dict[tuple[int, bool], float] = {}
         """When a rank last answered, by its number and whether that was a load."""
         self._numbers, self._serials = count(1), count(serial)
@@ -302,13 +300,13 @@ class DiskTier:
         under_way = reading + sum(map(len, self._kept.values()))
         # One load may take all of host memory; several leave half of it to what is saved meanwhile.
         room = self._host.slots if not under_way else self._host.slots // 2 - under_way
-        room = min(room, self._most_at_once(now) - reading)
+        room = min(room, self._most_at_once() - reading)
         slots = self.index.find(row.tokens, row.keys, min(most, len(here) + room))
         gained = len(slots) - max(device, len(here))
         if gained < self._least:
             return False
         computing = self._computing_s(gained)
-        if FIRST_S + (under_way + len(slots) - len(here)) * self._pace(now) >= computing:
+        if not self._pays(len(slots) - len(here), under_way, computing):
             return False
         copies = self._host.receive(row, len(here), len(slots))
         if not copies:
@@ -326,18 +324,21 @@ class DiskTier:
     def _computing_s(self, pages: int) -> float:
         return pages * PAGE_TOKENS * (self._token_s() or TOKEN_S)
 
-    def _pace(self, now: float) -> float:
-        """Seconds that a page takes, as far as is known."""
-        kept = math.exp2((self._measured_at - now) / FORGETS_S)
-        return kept * self._page_s + (1 - kept) * self._prior_s
+    def _pays(self, pages: int, before: int, computing_s: float) -> bool:
+        """Whether so many pages should be read sooner than computing takes, behind those of loads `before`. Where
+        nobody knows, it is tried: at first with every request, and later with one at a time."""
+        pace = self._pace
+        if pace.due and not (pace.measured and before):
+            return True
+        return FIRST_S + (before + pages) * pace.page_s() < computing_s
 
-    def _most_at_once(self, now: float) -> int:
+    def _most_at_once(self) -> int:
         """Pages of all loads under way that come long before the disk counts as failed, also if it is as slow as it
         was last."""
-        page_s = max(self._pace(now), self._page_s)
+        page_s = self._pace.page_s()
         if page_s <= 0:
             return self.index.slots
-        within = LONGEST_S / (MARGIN if self._measured else FIRST_MARGIN)
+        within = LONGEST_S / (MARGIN if self._pace.measured else FIRST_MARGIN)
         return max(int((within - FIRST_S) / page_s), self._least)
 
     def _coming(self, key: bytes) -> DiskTicket | None:
@@ -465,8 +466,8 @@ class DiskTier:
         self.counters.loaded += good
         self.counters.load_seconds += ticket.seconds
         if good:
-            self._page_s = (self._pace(self._clock()) + ticket.seconds / good) / 2
-            self._measured_at, self._measured = self._clock(), True
+            worthwhile = ticket.seconds < self._computing_s(good)
+            self._pace.observe(ticket.seconds / good, worthwhile=worthwhile)
 
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and

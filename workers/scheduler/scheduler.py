@@ -26,6 +26,7 @@ from workers.scheduler.intake import why_impossible
 from workers.scheduler.live import Live
 from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.prompt_budget import PromptBudget
+from workers.scheduler.prompt_speed import PromptSpeed
 from workers.scheduler.queue import NOT_SERVED, turn, urgency
 from workers.scheduler.results import Results, check
 from workers.scheduler.rows import Rows, by_rank
@@ -64,7 +65,8 @@ class Scheduler:
         self.config = config
         self._clock = clock
         self._counters = Counters()
-        self._rows = Rows(config, clock, self._counters.token_seconds)
+        self._prompt_speed = PromptSpeed()
+        self._rows = Rows(config, clock, self._prompt_speed.token_s)
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
         self._captures = Captures(config.portions, self._rows.cache, config.slots, config.ranks, clock)
@@ -291,7 +293,9 @@ class Scheduler:
         chunks = [(row.start, len(row.tokens)) for row in plan.prefill]
         self._speculation.observe(plan.width, accepted_drafts, result.duration, alone=not plan.prefill)
         self._mixed.observe(len(flight.decode), plan.width, chunks, result.duration)
-        self._counters.count_step(len(flight.decode), sum(count for _, count in chunks), result.duration)
+        prompt_tokens = sum(count for _, count in chunks)
+        self._counters.count_step(len(flight.decode), prompt_tokens, result.duration)
+        self._prompt_speed.observe(prompt_tokens, result.duration)
         return tuple(outputs)
 
     def stats(self) -> EngineStats:

@@ -56,6 +56,8 @@ class Replica:
         self.losses = 0.0
         """How often a copy fails."""
         self.lost: dict[int, bool] = {}
+        self.page_s: float | None = None
+        """Seconds that a page takes to be read from disk or written; none: a ticket takes a millisecond."""
         self.chance = random.Random(seed)
         self.plans: list[StepPlan] = []
         self.overtaken = 0
@@ -156,8 +158,10 @@ class Replica:
         """Let one rank say that it is done, whichever. The last one names what is bad."""
         answer = self.disk_answers.pop(self.chance.randrange(len(self.disk_answers)))
         if all(other.ticket != answer.ticket for other in self.disk_answers):
+            pages = len(slots_of(self.worker.on_disk[answer.ticket][0]))
             bad = self.worker.moved_on_disk(answer.ticket, self.bad.pop(answer.ticket))
-            answer = replace(answer, bad=tuple(bad), seconds=0.001)
+            seconds = 0.001 if self.page_s is None else self.page_s * pages
+            answer = replace(answer, bad=tuple(bad), seconds=seconds)
         self.scheduler.disk_moved(answer)
 
     def start_again(self) -> Replica:

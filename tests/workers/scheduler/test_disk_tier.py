@@ -164,7 +164,7 @@ def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes() -> None:
     """Steps of the simulated worker take a millisecond each."""
     replica = tiered()
     first = waiting(replica)
-    token_s = replica.scheduler._counters.token_seconds()
+    token_s = replica.scheduler._prompt_speed.token_s()
     assert token_s is not None
     computing = LONG * token_s
     assert replica.scheduler.patience_s(9.0) == pytest.approx(computing)
@@ -256,7 +256,7 @@ def test_no_more_is_read_at_once_than_comes_long_before_a_disk_counts_as_failed(
 ) -> None:
     replica = tiered(disk_page_s=1e-4)
     first = filled(replica)[0]
-    disk_of(replica)._measured = margin == "MARGIN"
+    disk_of(replica)._pace.measured = margin == "MARGIN"
     monkeypatch.setattr(disk_tier, margin, LONGEST_S / 4.5e-4)
     assert served(replica, "again", first) == 4 * PAGE_TOKENS
     assert replica.scheduler.stats().disk_loaded_pages == 4
@@ -306,22 +306,52 @@ def test_pages_that_a_rank_did_not_look_at_are_found_by_another_start() -> None:
     assert served(again, "again", first) == 7 * PAGE_TOKENS, "the eighth was not as it was written"
 
 
+def of_speed(replica: Replica, page_s: float) -> Replica:
+    """The replica after another start, with so slow a disk. Computing a page takes it a millisecond."""
+    again = replica.start_again()
+    again.page_s = page_s
+    again.scheduler.save_pages()
+    disk_of(again)._token_s = lambda: 1e-3 / PAGE_TOKENS
+    return again
+
+
+def test_a_disk_that_reads_faster_than_computing_is_read_whatever_was_guessed_of_it() -> None:
+    replica = tiered(host_pages=20, disk_page_s=0.002)  # twice what computing takes
+    asked = filled(replica, prompts=8)
+    again = of_speed(replica, page_s=1e-4)
+    served(again, "computed", tokens(600, seed=99))
+    for number, pause in enumerate((0.0, 0.0, 120.0, 3600.0)):
+        again.now += pause
+        assert served(again, f"again {number}", asked[number]) == LONG, f"after {pause} s"
+    assert again.scheduler.stats().disk_loaded_pages == 36
+
+
+def test_a_disk_that_reads_slower_than_computing_is_tried_once_and_more_and_more_seldom() -> None:
+    replica = tiered(disk_pages=400)
+    asked = filled(replica, prompts=10)
+    again = of_speed(replica, page_s=0.01)
+    assert served(again, "first", asked[0]) == LONG
+    assert served(again, "second", asked[1]) == 0
+    tried = []
+    for minute in range(1, 9):
+        again.now += disk_tier.LONGEST_S * 2
+        served(again, f"minute {minute}", asked[minute + 1])
+        tried.append(again.scheduler.stats().disk_loaded_pages)
+        served(again, f"beside that {minute}", tokens(600, seed=100 + minute))
+        served(again, f"and that {minute}", tokens(600, seed=200 + minute))
+    assert [count // 9 for count in tried] == [2, 2, 3, 3, 3, 3, 4, 4]
+    again.page_s = 1e-4
+    again.now += 8 * 60
+    assert served(again, "faster", asked[0]) == LONG
+    assert served(again, "then as well", asked[2]) == LONG
+
+
 def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
-    replica = tiered(disk_page_s=1.0)
+    replica = tiered()
     first = filled(replica)[0]
+    disk_of(replica)._pace.observe(1.0, worthwhile=False)
     assert served(replica, "again", first) == 0
     assert replica.scheduler.stats().disk_loaded_pages == 0
-
-
-def test_a_disk_that_was_slow_is_tried_again_later() -> None:
-    replica = tiered()
-    asked = filled(replica)
-    disk = disk_of(replica)
-    disk._page_s, disk._measured_at, disk._measured = 1.0, replica.now, True
-    assert served(replica, "again", asked[0]) == 0
-    replica.now += 30 * disk_tier.FORGETS_S
-    served(replica, "another", tokens(600, seed=9))
-    assert served(replica, "later", asked[1]) == LONG
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
