@@ -6,8 +6,8 @@
 - **Loads.** Where a prompt goes on further on disk than in host memory, the request leaves the queue until its pages
   are in host memory, and comes back at its old place. A load holds slots of host memory and no page of the device.
 - **Deadlines.** A load begins only if it should take less time than computing its tokens would, by what both took
-  lately (`ReadPace`), and with no more pages than come long before the disk counts as failed. A request waits no longer than computing
-  would take. If the disk is late, the request is computed; the load goes on by itself.
+  lately (`ReadPace`), and with no more pages than come long before the disk counts as failed. A request waits no longer
+  than computing would take. If the disk is late, the request is computed; the load goes on by itself.
 - **Failures.** Every page that comes back was compared with its checksum, tokens and keys. What does not agree is
   forgotten, with all that continues it, and erased. If a disk fails, its rank says so, and nothing is copied any more.
 

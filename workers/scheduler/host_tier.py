@@ -53,8 +53,9 @@ class Ticket:
     """Of a load: the pages of the prompt as far as it is loaded, the first ones found on the device."""
     tokens: Tokens | None = None
     """Of the prompt that it loads for."""
-    waiting: dict[Row, None] = field(default_factory=dict)
-    """Requests that wait for it, or wait with its pages for a slot."""
+    waiting: dict[Row, int] = field(default_factory=dict)
+    """Requests that wait for it, or wait with its pages for a slot, and how many pages of their prompts the device had
+    when they began to."""
 
 
 @dataclass(slots=True)
@@ -257,9 +258,13 @@ class HostTier:
 
     def loadable(self, row: Row, found: Sequence[Entry], most: int) -> list[Copy]:
         """Copies of the pages of a prompt behind those `found` on the device, up to its page number `most`; none where
-        they are too few to be worth a load, or where the request waits with loaded pages already."""
+        they are too few to be worth a load. A request that waits with loaded pages may lack more, if it has waited for
+        the load of another one that begins alike; but none waits twice where the first load has brought it nothing."""
         # What is here of a prompt has no gaps: most prompts need no more than this one look.
-        if row in self._ticket_of or len(found) + self._least > most or row.keys[len(found)] not in self._copies:
+        if len(found) + self._least > most or row.keys[len(found)] not in self._copies:
+            return []
+        before = self._ticket_of.get(row)
+        if before is not None and len(found) <= before.waiting[row]:
             return []
         copies = self.chain(row, most)
         if len(copies) < len(found) + self._least:
@@ -274,10 +279,13 @@ class HostTier:
         loads = (ticket for ticket in self._tickets.values() if ticket.row is not None)
         return next((ticket for ticket in loads if copies[0] in ticket.copies), None)
 
-    @property
-    def may_load(self) -> bool:
-        """Whether one more load may begin."""
-        return self._loads + len(self._ready) < MOST_LOADS
+    def may_load(self, row: Row) -> bool:
+        """Whether one more load may begin, for this request."""
+        others = self._loads + len(self._ready)
+        before = self._ticket_of.get(row)
+        if before is not None and len(before.waiting) == 1:
+            others -= 1  # it leaves the one whose pages it waits with
+        return others < MOST_LOADS
 
     def load(self, row: Row, found: Sequence[Entry], copies: list[Copy]) -> None:
         """Have `copies` copied to pages behind `found`, for a request to wait for; as many pages must be available."""
@@ -290,11 +298,13 @@ class HostTier:
         loads = tuple([(copy.page, page) for copy, page in zip(copies, targets, strict=True)])
         ticket = self._begin(copies, Moves(next(self._numbers), loads=loads))
         ticket.row, ticket.tokens = pages, row.tokens
-        self.join(ticket, row)
+        self.join(ticket, row, len(found))
 
-    def join(self, ticket: Ticket, row: Row) -> None:
-        """Let one more request wait for a load."""
-        ticket.waiting[row] = None
+    def join(self, ticket: Ticket, row: Row, found: int) -> None:
+        """Let one more request wait for a load, of whose prompt the device has `found` pages: those that the load has
+        found there, too, or some of them."""
+        self.leave(row)
+        ticket.waiting[row] = found
         self._ticket_of[row] = ticket
 
     def leave(self, row: Row) -> None:
@@ -308,13 +318,14 @@ class HostTier:
             self._cache.close(ticket.row)
 
     def give_up_ready(self, keep: Row | None = None) -> bool:
-        """Let pages be evicted that were loaded and wait for their prompts, but for those of `keep`. Whether there were
-        any."""
-        given_up = [ticket for ticket in self._ready.values() if keep is None or keep not in ticket.waiting]
-        for ticket in given_up:
-            for row in [*ticket.waiting]:
+        """Let pages be evicted that one load has brought and that wait for their prompts, but for those of `keep`: of
+        several loads that whose prompts come last. Whether there was any."""
+        ready = [ticket for ticket in self._ready.values() if keep is None or keep not in ticket.waiting]
+        if ready:
+            last = max(ready, key=lambda ticket: min(row.rank for row in ticket.waiting))
+            for row in [*last.waiting]:
                 self.leave(row)
-        return bool(given_up)
+        return bool(ready)
 
     # The disk behind it
 

@@ -177,7 +177,7 @@ class Rows:
         ticket = self.tier.under_way(copies)
         if ticket is None:
             # Those that were loaded before and wait are behind it in the queue.
-            if not self.tier.may_load and not (self.tier.give_up_ready() and self.tier.may_load):
+            if not self.tier.may_load(sequence) and not self.tier.give_up_ready(keep=sequence):
                 return None
             if not self._there_is_room(sequence, found, len(found) + len(copies)):
                 return None
@@ -186,7 +186,7 @@ class Rows:
         if ticket is None:
             self.tier.load(sequence, found, copies)
         else:
-            self.tier.join(ticket, sequence)
+            self.tier.join(ticket, sequence, len(found))
         if self.disk is not None:
             self.disk.leave(sequence)  # the load pins what was kept for it
         return sequence

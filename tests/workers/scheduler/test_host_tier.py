@@ -105,6 +105,69 @@ def test_askers_of_the_same_pages_wait_for_one_load() -> None:
     assert [replica.outputs[name][0].cached_tokens for name in "cd"] == [9 * PAGE_TOKENS] * 2
 
 
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 2, 3]])
+def test_askers_that_begin_alike_get_all_that_each_of_them_has_in_host_memory(order: list[int]) -> None:
+    """Sessions with a system prompt of four pages in common, and sixteen of their own."""
+    replica = tiered(pages=60, max_context=1500, host_pages=400, slots=8, token_budget=2000)
+    common = tokens(4 * PAGE_TOKENS, seed=99)
+    asked = [[*common, *tokens(16 * PAGE_TOKENS, seed=seed)] for seed in range(4)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"a{number}", prompt)
+    for seed in range(10, 16):
+        served(replica, f"between {seed}", tokens(1300, seed=seed))
+    before = replica.scheduler.stats().host_loaded_pages
+    for number in order:
+        ask(replica, f"b{number}", [*asked[number], 1, 2, 3])
+    for _ in range(20_000):
+        if not replica.step():
+            break
+        replica.check_pages()
+        replica.check_books()
+    replica.check_tokens()
+    replica.check_rest()
+    found = [replica.outputs[f"b{number}"][0].cached_tokens // PAGE_TOKENS for number in order]
+    assert found == [20] * len(order)
+    loaded = replica.scheduler.stats().host_loaded_pages - before
+    assert loaded == 4 + 16 * len(order), "what they have in common is loaded once"
+
+
+def test_where_pages_lack_one_load_is_given_up_and_not_all() -> None:
+    """Three prompts wait with nine loaded pages each when a row takes a page more than is free."""
+    replica = tiered(pages=31, slots=1, width=1, token_budget=700)
+    asked = [tokens(600, seed=seed) for seed in range(3)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"a{number}", prompt)
+    for seed in range(5, 9):
+        served(replica, f"between {seed}", tokens(600, seed=seed))
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    assert replica.add("grows", tokens(100, seed=4), max_tokens=600) is None
+    assert replica.plan() is not None
+    replica.apply()
+    rows = replica.scheduler._rows
+    for number, prompt in enumerate(asked):
+        ask(replica, f"b{number}", prompt)
+    for _ in asked:  # as if there had been a slot for each
+        waiting = rows.queue.head()
+        found = rows.cache.match(waiting.tokens, waiting.keys, 9)
+        copies = tier.loadable(waiting, found, 9)
+        rows.queue.pop()
+        waiting.phase = Phase.LOADING
+        tier.load(waiting, found, copies)
+    replica.channel.extend(replica.scheduler.moves())
+    while replica.answers or replica.channel:
+        replica.move()
+        replica.answer()
+    assert len(tier._ready) == 3
+    while len(tier._ready) == 3:
+        replica.plan()
+        replica.apply()
+        replica.check_pages()
+    assert {row.request.request_id for ticket in tier._ready.values() for row in ticket.waiting} == {"b0", "b1"}
+    replica.run()
+    replica.check_tokens()
+
+
 def loading(replica: Replica) -> list[int]:
     """A prompt that is being loaded for request `c`."""
     first = tokens(600, seed=1)
