@@ -7,7 +7,8 @@
   are in host memory, and comes back at its old place. A load holds slots of host memory and no page of the device.
 - **Deadlines.** A load begins only if it should take less time than computing its tokens would, by what both took
   lately (`ReadPace`), and with no more pages than come long before the disk counts as failed. A request waits no longer
-  than computing would take. If the disk is late, the request is computed; the load goes on by itself.
+  than computing would take, neither for its pages nor for others that are read before. If the disk is late, the request
+  is computed; the load goes on by itself.
 - **Failures.** Every page that comes back was compared with its checksum, tokens and keys. What does not agree is
   forgotten, with all that continues it, and erased. If a disk fails, its rank says so, and nothing is copied any more.
 
@@ -78,8 +79,8 @@ class DiskTicket:
     """Slots whose pages a rank that has given up its disk did not read: they are as good as they were."""
     seconds: float = 0.0
     """That the slowest rank took."""
-    waiting: dict[Row, float] = field(default_factory=dict)
-    """Requests that wait for it, and until when."""
+    waiting: dict[Row, None] = field(default_factory=dict)
+    """Requests that wait for it."""
 
 
 @dataclass(slots=True)
@@ -131,6 +132,10 @@ class DiskTier:
         self._tickets: dict[int, DiskTicket] = {}
         self._writes = 0
         self._ticket_of: dict[Row, DiskTicket] = {}
+        self._queued: dict[Row, None] = {}
+        """Requests that wait for room to read their pages: for the end of any load."""
+        self._changes = 0
+        """Loads that have ended, and requests that left what was kept for them: there may be room since."""
         self._kept: dict[Row, list[Copy]] = {}
         """Pages in host memory that were read for requests which are queued again: pinned until these go on."""
         self._again: deque[Copy] = deque(maxlen=MOST_OFFERED)
@@ -146,8 +151,8 @@ class DiskTier:
 
     @property
     def waiting(self) -> list[Row]:
-        """Requests whose pages are being read."""
-        return [*self._ticket_of]
+        """Requests whose pages are being read, or will be."""
+        return [*self._ticket_of, *self._queued]
 
     @property
     def busy(self) -> bool:
@@ -284,42 +289,59 @@ class DiskTier:
 
     def load(self, row: Row, device: int, most: int) -> bool:
         """Whether the request waits from now on for pages of its prompt, up to page number `most`, to be read into host
-        memory. `device`: pages that it has on the device. Each request is looked at once."""
-        if row.disk_asked or self.failed or device + self._least > most:
+        memory, or for room to read them. `device`: pages that it has on the device.
+
+        It is looked at again when a load has ended: there may be more of its prompt, or room where there was none. But
+        in all it waits no longer than computing would have taken."""
+        if row.disk_asked == self._changes or self.failed or device + self._least > most:
             return False
         if row.keys[device + self._least - 1] not in self.index:  # what is there of a prompt has no gaps
             return False
-        row.disk_asked = True
+        row.disk_asked = self._changes
         now = self._clock()
         here = self._host.chain(row, most)
-        if len(here) < most and (coming := self._coming(row.keys[len(here)])) is not None:
-            until = now + min(LONGEST_S, self._computing_s(most - max(device, len(here))))
-            self._wait(row, coming, until)
-            return True
-        reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
-        under_way = reading + sum(map(len, self._kept.values()))
-        # One load may take all of host memory; several leave half of it to what is saved meanwhile.
-        room = self._host.slots if not under_way else self._host.slots // 2 - under_way
-        room = min(room, self._most_at_once() - reading)
-        slots = self.index.find(row.tokens, row.keys, min(most, len(here) + room))
-        gained = len(slots) - max(device, len(here))
+        there = self.index.find(row.tokens, row.keys, most)
+        gained = len(there) - max(device, len(here))
         if gained < self._least:
             return False
-        computing = self._computing_s(gained)
-        if not self._pays(len(slots) - len(here), under_way, computing):
+        if row.disk_until is None:
+            row.disk_until = now + min(LONGEST_S, self._computing_s(gained))
+        if row.disk_until <= now:
             return False
-        copies = self._host.receive(row, len(here), len(slots))
-        if not copies:
+        if len(here) < most and (coming := self._coming(row.keys[len(here)])) is not None:
+            self._wait(row, coming)
+            return True
+        reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
+        if not self._pays(len(there) - len(here), reading, row.disk_until - now):
             return False
-        slots = slots[len(here) : len(here) + len(copies)]
+        room = min(self._room_beside(row, reading), self._most_at_once() - reading)
+        slots = there[len(here) : len(here) + max(room, 0)]
+        if gained - (len(there) - len(here) - len(slots)) >= self._least:
+            copies = self._host.receive(row, len(here), len(here) + len(slots))
+            if copies:
+                self._begin_load(row, slots[: len(copies)], copies)
+                return True
+        if reading:
+            self._queued[row] = None
+            return True
+        return False
+
+    def _room_beside(self, row: Row, reading: int) -> int:
+        """Slots of host memory that a load for this request may take. One may take all of it; several leave half of it
+        to what is saved meanwhile."""
+        others = (copies for other, copies in self._kept.items() if other is not row)
+        kept = len({copy for copies in others for copy in copies})  # some are kept for several
+        return self._host.slots // 2 - reading - kept if reading or kept else self._host.slots
+
+    def _begin_load(self, row: Row, slots: list[int], copies: list[Copy]) -> None:
+        self.leave(row)  # what was kept for it is continued by what comes, and stays for that
         self.index.pin(slots)
         self.index.use(slots[-1])
         ticket = self._begin(slots, copies)
         ticket.loads = True
         pages = [_page(slot, copy) for slot, copy in zip(slots, copies, strict=True)]
         self._outbox.append(DiskMoves(ticket.number, loads=tuple(pages)))
-        self._wait(row, ticket, now + min(LONGEST_S, computing))
-        return True
+        self._wait(row, ticket)
 
     def _computing_s(self, pages: int) -> float:
         return pages * PAGE_TOKENS * (self._token_s() or TOKEN_S)
@@ -347,24 +369,27 @@ class DiskTier:
         loads = (ticket for ticket in self._tickets.values() if ticket.loads)
         return None if slot == NONE else next((ticket for ticket in loads if slot in ticket.slots), None)
 
-    def _wait(self, row: Row, ticket: DiskTicket, until: float) -> None:
-        ticket.waiting[row] = until
+    def _wait(self, row: Row, ticket: DiskTicket) -> None:
+        ticket.waiting[row] = None
         self._ticket_of[row] = ticket
 
     def leave(self, row: Row) -> None:
         """A request waits no longer, neither for a load nor with its pages: it goes on, or has ended."""
+        self._queued.pop(row, None)
         ticket = self._ticket_of.pop(row, None)
         if ticket is not None:
             del ticket.waiting[row]
-        for copy in self._kept.pop(row, ()):
-            self._host.unpin(copy)
+        if kept := self._kept.pop(row, None):
+            self._changes += 1
+            for copy in kept:
+                self._host.unpin(copy)
 
     def overdue(self) -> list[Row]:
         """Requests that have waited for as long as computing would have taken: they wait no longer."""
         if not self._tickets:
             return []
         now = self._clock()
-        late = [row for row, ticket in self._ticket_of.items() if ticket.waiting[row] <= now]
+        late = [row for row in self.waiting if row.disk_until is not None and row.disk_until <= now]
         for row in late:
             self.leave(row)
         self.counters.late += len(late)
@@ -399,10 +424,8 @@ class DiskTier:
     @property
     def patience_s(self) -> float | None:
         """Seconds until the first request that waits has waited for long enough; None where none waits."""
-        if not self._ticket_of:
-            return None
-        first = min(ticket.waiting[row] for row, ticket in self._ticket_of.items())
-        return max(first - self._clock(), 0.0)
+        until = [row.disk_until for row in self.waiting if row.disk_until is not None]
+        return max(min(until) - self._clock(), 0.0) if until else None
 
     # Both
 
@@ -428,23 +451,20 @@ class DiskTier:
         del self._tickets[ticket.number]
         if not ticket.copies:  # an erasure
             self.index.free(ticket.slots)
-            return []
-        if ticket.loads:
-            self._loaded(ticket)
+        elif ticket.loads:
+            return self._loaded(ticket)
         else:
             self._saved(ticket)
-        waited = [*ticket.waiting]
-        for row in waited:
-            self.leave(row)
-            if ticket.loads:
-                self._keep(row, ticket.copies)
-        return waited
+        return []
 
     def _keep(self, row: Row, copies: list[Copy]) -> None:
-        """Others take no slot of these before the request has come to its turn."""
-        kept = self._kept[row] = [copy for copy in copies if not copy.gone]
-        for copy in kept:
+        """Others take no slot of these before the request has come to its turn. What was kept for it before are pages
+        that these continue, or such as have failed."""
+        for copy in copies:
             copy.pins += 1
+        self.leave(row)
+        if copies:
+            self._kept[row] = copies
 
     def _saved(self, ticket: DiskTicket) -> None:
         self._writes -= 1
@@ -456,7 +476,8 @@ class DiskTier:
         self._drop(ticket.bad)
         self.index.free(ticket.slots)
 
-    def _loaded(self, ticket: DiskTicket) -> None:
+    def _loaded(self, ticket: DiskTicket) -> list[Row]:
+        """Who may go on, or look again."""
         unusable = ticket.bad | ticket.unread
         bad = [copy for slot, copy in zip(ticket.slots, ticket.copies, strict=True) if slot in unusable]
         good = len(ticket.slots) - len(bad)
@@ -468,6 +489,12 @@ class DiskTier:
         if good:
             worthwhile = ticket.seconds < self._computing_s(good)
             self._pace.observe(ticket.seconds / good, worthwhile=worthwhile)
+        self._changes += 1
+        waited, queued = [*ticket.waiting], [*self._queued]
+        self._queued.clear()
+        for row in waited:
+            self._keep(row, [copy for copy in ticket.copies if not copy.gone and _is_of(copy, row)])
+        return waited + queued
 
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and
@@ -517,3 +544,8 @@ class DiskTier:
 def _page(slot: int, copy: Copy, serial: int = 0) -> DiskPage:
     parent = b"" if copy.parent is None else copy.parent.key
     return DiskPage(slot, copy.page, copy.key, parent, copy.number, copy.tokens, serial)
+
+
+def _is_of(copy: Copy, row: Row) -> bool:
+    """Whether a page is one of this request's prompt."""
+    return copy.number <= len(row.keys) and row.keys[copy.number - 1] == copy.key

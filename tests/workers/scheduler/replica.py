@@ -419,4 +419,5 @@ def check_disk(disk: DiskTier) -> None:
             assert (index._used[slot], slot) in ends
         assert index._complete[slot] or pins[slot]
     assert set(disk._ticket_of) == {row for ticket in tickets for row in ticket.waiting}
-    assert all(row.phase is Phase.WAITING for row in disk._kept)
+    assert all(row.phase is Phase.WAITING for row in disk._kept if row not in disk._ticket_of | disk._queued)
+    assert disk._ticket_of.keys().isdisjoint(disk._queued)

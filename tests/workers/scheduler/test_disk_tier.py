@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from replica import Replica
@@ -250,16 +251,24 @@ def test_a_rank_whose_disk_hangs_is_noticed_beside_one_that_answers() -> None:
     assert disk_of(replica).failed
 
 
-@pytest.mark.parametrize("margin", ["FIRST_MARGIN", "MARGIN"])
+@pytest.mark.parametrize(("margin", "read"), [("FIRST_MARGIN", [4, 5]), ("MARGIN", [4, 4, 1])])
 def test_no_more_is_read_at_once_than_comes_long_before_a_disk_counts_as_failed(
-    monkeypatch: pytest.MonkeyPatch, margin: str
+    monkeypatch: pytest.MonkeyPatch, margin: str, read: list[int]
 ) -> None:
     replica = tiered(disk_page_s=1e-4)
+    replica.page_s = 1e-4
     first = filled(replica)[0]
+    begin, sizes = DiskTier._begin_load, []
+
+    def watched(self: DiskTier, row: Any, slots: list[int], copies: Any) -> None:
+        sizes.append(len(slots))
+        begin(self, row, slots, copies)
+
+    monkeypatch.setattr(DiskTier, "_begin_load", watched)
     disk_of(replica)._pace.measured = margin == "MARGIN"
     monkeypatch.setattr(disk_tier, margin, LONGEST_S / 4.5e-4)
-    assert served(replica, "again", first) == 4 * PAGE_TOKENS
-    assert replica.scheduler.stats().disk_loaded_pages == 4
+    assert served(replica, "again", first) == LONG
+    assert sizes == read
 
 
 def offered(replica: Replica) -> int:
@@ -365,6 +374,98 @@ def test_who_leaves_while_pages_are_read_loses_none(ranks: int) -> None:
     replica.check_rest()
     assert served(replica, "d", first) == LONG
     assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def sessions(replica: Replica, count: int, common: int) -> list[list[int]]:
+    """So many prompts of 20 pages served, which begin with the same `common` pages; and a further token."""
+    first = tokens(common * PAGE_TOKENS, seed=99)
+    asked = [[*first, *tokens((20 - common) * PAGE_TOKENS, seed=seed)] for seed in range(count)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"first {number}", prompt)
+        served(replica, f"second {number}", [*prompt, 4])
+    return [[*prompt, 1, 2, 3] for prompt in asked]
+
+
+def asked_together(replica: Replica, prompts: list[list[int]]) -> list[int]:
+    """Pages that these found cached when they came at one time."""
+    for number, prompt in enumerate(prompts):
+        assert replica.add(f"together {number}", prompt, max_tokens=2) is None
+    for _ in range(20_000):
+        if not replica.step():
+            break
+        replica.check_pages()
+        replica.check_books()
+    replica.check_tokens()
+    replica.check_rest()
+    return [replica.outputs[f"together {number}"][0].cached_tokens // PAGE_TOKENS for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_askers_that_begin_alike_get_all_that_each_of_them_has_on_disk(count: int) -> None:
+    replica = tiered(pages=200, max_context=1500, host_pages=200, disk_pages=400, slots=8, token_budget=2000)
+    asked = sessions(replica, count, common=4)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [20] * count
+    assert again.scheduler.stats().disk_loaded_pages == 4 + 16 * count, "what they have in common is read once"
+
+
+@pytest.mark.parametrize("host_pages", [200, 100, 40])
+def test_who_finds_no_room_for_a_load_waits_for_those_under_way(host_pages: int) -> None:
+    replica = tiered(pages=200, max_context=1500, host_pages=host_pages, disk_pages=400, slots=8, token_budget=2000)
+    asked = sessions(replica, 6, common=0)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [20] * 6
+
+
+def test_who_comes_before_a_disk_was_measured_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little is read at once before anything was measured that there is one load at a time."""
+    replica = tiered(host_pages=200, pages=100, slots=8, max_context=1000, disk_page_s=1e-4)
+    asked = filled(replica, prompts=5)
+    monkeypatch.setattr(disk_tier, "FIRST_MARGIN", LONGEST_S / 9.5e-4)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [9] * 5
+
+
+def test_who_waits_for_room_goes_on_when_computing_would_have_ended() -> None:
+    replica = tiered(host_pages=30, pages=100, slots=8, max_context=1000)
+    asked = filled(replica, prompts=5)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    for number, prompt in enumerate(asked[:3]):
+        assert again.add(f"c{number}", prompt, max_tokens=2) is None
+    while again.plan() is not None:
+        pass
+    again.move()
+    disk = disk_of(again)
+    assert (len(disk._ticket_of), len(disk._queued)) == (2, 1)
+    stalled, again.disk_answers = again.disk_answers, []
+    patience = again.scheduler.patience_s(LONGEST_S)
+    assert patience == pytest.approx(LONG * disk_tier.TOKEN_S)
+    again.now += 1.01 * patience
+    again.scheduler.expire()
+    assert not disk.waiting
+    again.check_books()
+    while len(again.finish) < 3:
+        assert again.plan() is not None or again.launched
+        again.apply()
+    assert again.scheduler.stats().disk_late_loads == 3
+    again.disk_answers = stalled
+    again.run()
+    again.check_tokens()
+    again.check_pages()
+
+
+def test_a_load_in_two_parts_keeps_both_until_its_turn() -> None:
+    """Room for eleven pages beside the load of another: the rest comes when that has ended."""
+    replica = tiered(pages=200, max_context=1500, host_pages=62, disk_pages=400, slots=8, token_budget=2000)
+    asked = sessions(replica, 2, common=0)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [20, 20]
+    assert again.scheduler.stats().disk_loaded_pages == 40
 
 
 def test_askers_of_the_same_pages_wait_for_one_load() -> None:
