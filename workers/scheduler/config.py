@@ -78,6 +78,8 @@ class SchedulerConfig:
     """Seconds that a grammar may take to compile."""
     host_pages: int = 0
     """Pages that host memory holds behind those of the device; 0: there is none."""
+    pins_pages: bool = False
+    """Whether these are of use only as far as ranks say that they are pinned (`Pinned`)."""
     cache_shards: int = 1
     """Ranks that share out the pages: each of a row's pages lies on the neighbour of the one before, where it can."""
     in_pieces: bool = False

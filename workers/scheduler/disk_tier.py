@@ -331,7 +331,7 @@ class DiskTier:
         to what is saved meanwhile."""
         others = (copies for other, copies in self._kept.items() if other is not row)
         kept = len({copy for copies in others for copy in copies})  # some are kept for several
-        return self._host.slots // 2 - reading - kept if reading or kept else self._host.slots
+        return self._host.usable // 2 - reading - kept if reading or kept else self._host.usable
 
     def _begin_load(self, row: Row, slots: list[int], copies: list[Copy]) -> None:
         self.leave(row)  # what was kept for it is continued by what comes, and stays for that

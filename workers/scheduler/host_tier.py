@@ -26,7 +26,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
 
-from workers.protocol.tiers import MOST_SAVES, Moved, Moves
+from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned
 from workers.scheduler.page_supply import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
@@ -89,14 +89,30 @@ class HostTier:
     """
 
     def __init__(
-        self, cache: PrefixCache, slots: int, ranks: int, *, reported: int = 0, batch: int = 16, least: int = 4
+        self,
+        cache: PrefixCache,
+        slots: int,
+        ranks: int,
+        *,
+        pins: bool = False,
+        reported: int = 0,
+        batch: int = 16,
+        least: int = 4,
     ) -> None:
-        """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `reported`: keys that
+        """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `pins`: whether slots are of
+        use only as far as all ranks say that they are pinned. `reported`: keys that
         `report` names at the most. `batch`: pages that one ticket saves at the most. `least`: pages that are worth a
         load; fewer are computed sooner."""
         self.slots, self._ranks, self._cache, self._batch, self._least = slots, ranks, cache, batch, least
         self.counters = TierCounters()
         self._free = list(range(slots - 1, -1, -1))
+        self._unpinned: list[int] = []
+        """Slots that are of no use yet, the last ones first."""
+        self._pinned = [slots] * ranks
+        """Of each rank: slots that it can copy to and from, from the first one on."""
+        if pins:
+            self._pinned = [0] * ranks
+            self._free, self._unpinned = self._unpinned, self._free
         self._copies: dict[bytes, Copy] = {}  # by key
         self._summary = PrefixSummary(self._copies, slots, reported)
         self._ends: list[tuple[int, bytes]] = []  # a heap of (used, key), outdated ones among them
@@ -110,6 +126,19 @@ class HostTier:
         self.disk: Disk | None = None
         """Where pages are copied to from here."""
         cache.tier = self
+
+    @property
+    def usable(self) -> int:
+        """Slots that all ranks can copy to and from."""
+        return min(self._pinned)
+
+    def pinned(self, message: Pinned) -> None:
+        """Take in how many slots a rank can copy to and from: never fewer than before."""
+        self._pinned[message.rank] = message.slots
+        more: list[int] = []
+        while self._unpinned and self._unpinned[-1] < self.usable:
+            more.append(self._unpinned.pop())
+        self._free += reversed(more)  # those side by side are taken one after the other, and copied in one go
 
     @property
     def held(self) -> int:

@@ -44,7 +44,12 @@ class Rows:
         if config.host_pages and config.prefix_cache:
             sizes = config.host_pages, config.ranks
             self.tier = HostTier(
-                self.cache, *sizes, reported=config.prefix_sample, batch=config.save_batch, least=config.load_least
+                self.cache,
+                *sizes,
+                pins=config.pins_pages,
+                reported=config.prefix_sample,
+                batch=config.save_batch,
+                least=config.load_least,
             )
         self.disk: DiskTier | None = None
         """The disk behind host memory, where there is one."""

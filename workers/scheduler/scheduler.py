@@ -16,7 +16,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgr
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
-from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
+from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig
@@ -260,6 +260,11 @@ class Scheduler:
         nobody waits for."""
         return self._rows.moved(message)
 
+    def pinned(self, message: Pinned) -> None:
+        """Take in how much of host memory a rank can copy to and from."""
+        if self._rows.tier is not None:
+            self._rows.tier.pinned(message)
+
     def disk_moved(self, message: DiskMoved) -> None:
         """Take in that a rank has copied pages to or from the disk. RuntimeError for an answer that nobody waits
         for."""
@@ -325,7 +330,7 @@ class Scheduler:
             counted = tier.counters
             gauges = replace(
                 gauges,
-                host_pages_total=tier.slots,
+                host_pages_total=tier.usable,
                 host_pages=tier.held,
                 host_saved_pages=counted.saved,
                 host_keys=pack_keys(tier.report()),

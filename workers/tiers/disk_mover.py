@@ -135,6 +135,10 @@ class DiskMover:
                 self._give_up(f"cannot be written to ({error.strerror})")
                 return False
             good = False
+        except Exception as error:  # a defect of ours: without this thread prompts would wait for nothing
+            logger.exception("page %d of %s cannot be copied", one.slot, self.files.folder)
+            self._give_up(f"cannot be used ({type(error).__name__}: {error})")
+            return False
         if not good:
             self._count_bad_read(one.slot)
         return good

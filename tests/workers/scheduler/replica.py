@@ -380,7 +380,9 @@ def check_tier(tier: HostTier, disk: DiskTier | None = None) -> None:
     pins = Counter(copy for ticket in tickets for copy in ticket.copies)
     pins.update(copy for kept in (disk._kept.values() if disk is not None else ()) for copy in kept)
     slots = [copy.page for copy in copies] + [copy.page for copy in pins if copy.gone]
-    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
+    assert sorted([*slots, *tier._free, *tier._unpinned]) == list(range(tier.slots))
+    assert all(slot < tier.usable for slot in [*slots, *tier._free])
+    assert tier._unpinned == list(range(tier.slots - 1, tier.usable - 1, -1))
     for copy in copies:
         assert copy.pins == pins[copy]
         assert not copy.gone

@@ -13,6 +13,7 @@ from workload import config, random_config, random_request, tokens
 from kernels.page import PAGE_TOKENS
 from workers.protocol import prompt as prompts
 from workers.protocol.prompt import unpack_keys
+from workers.protocol.tiers import Pinned
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.sequence import Phase
 
@@ -166,6 +167,45 @@ def test_where_pages_lack_one_load_is_given_up_and_not_all() -> None:
     assert {row.request.request_id for ticket in tier._ready.values() for row in ticket.waiting} == {"b0", "b1"}
     replica.run()
     replica.check_tokens()
+
+
+def pinned(replica: Replica, *slots: int) -> Replica:
+    """The replica when each rank has pinned so many."""
+    for rank, count in enumerate(slots):
+        replica.scheduler.pinned(Pinned(rank, count))
+    replica.check_pages()
+    return replica
+
+
+def test_nothing_is_saved_before_host_memory_is_pinned() -> None:
+    replica = pinned(tiered(pins_pages=True, ranks=2), 100, 0)
+    served(replica, "a", tokens(600, seed=1))
+    stats = replica.scheduler.stats()
+    assert (stats.host_pages_total, stats.host_pages, stats.host_lost_pages) == (0, 0, 0)
+    assert stats.host_dropped_pages > 0
+    pinned(replica, 100, 9)
+    second = tokens(600, seed=2)
+    served(replica, "b", second)
+    served(replica, "c", tokens(640 - 60, seed=3)[:100])
+    assert replica.scheduler.stats().host_pages_total == 9
+    saves = [message.page for message in replica.scheduler._rows.tier._copies.values()]  # type: ignore[union-attr]
+    assert saves == sorted(saves), "slots side by side are copied at once"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_host_memory_of_which_a_part_cannot_be_pinned_works_as_if_it_were_so_small(ranks: int) -> None:
+    """100 slots, and all ranks can use 20 of them: for two prompts of the three that are asked for in turn."""
+    small = tiered(host_pages=20, ranks=ranks)
+    large = pinned(tiered(host_pages=100, ranks=ranks, pins_pages=True), *[100, 20][-ranks:])
+    came: list[list[int]] = [[], []]
+    for replica, found in zip((small, large), came, strict=True):
+        for seed in range(8):
+            served(replica, f"a{seed}", tokens(600, seed=seed))
+            served(replica, f"b{seed}", tokens(600, seed=1000 + seed))
+            found.append(served(replica, f"c{seed}", tokens(600, seed=seed)))
+    assert came[1] == came[0] == [9 * PAGE_TOKENS] * 8
+    stats = large.scheduler.stats()
+    assert (stats.host_pages_total, stats.host_pages, stats.host_lost_pages) == (20, 20, 0)
 
 
 def loading(replica: Replica) -> list[int]:

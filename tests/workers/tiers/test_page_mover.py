@@ -17,10 +17,11 @@ from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, IndexSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.messages import Fault
+from workers.protocol.tiers import Moved, Moves, Pinned
 from workers.tiers import host_memory
 from workers.tiers.host_memory import HostMemory, available_bytes, node_name
-from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout, runs
+from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout, runs, thread_of
 
 CPU = torch.device("cpu")
 SPECS: list[CacheSpec] = [
@@ -125,6 +126,23 @@ def test_pages_and_slots_that_there_are_not_are_refused(moves: Moves) -> None:
     with pytest.raises(MoveError, match="ticket 1"):
         PageMover(caches(1), memory()[0], 0, told.append).move(moves)
     assert not told
+
+
+def test_a_thread_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    told: list[BaseException] = []
+    thread_of(fails, "save pages", told.append).join()
+    assert [str(error) for error in told] == ["CUDA error: an illegal memory access was encountered"]
+    assert "the thread that is to save pages has failed" in caplog.text
+    news: list[Pinned | Fault] = []
+    mover = PageMover(caches(1), memory()[0], 3, lambda moved: None, news=news.append)
+    mover._failed(told[0])
+    (fault,) = news
+    assert isinstance(fault, Fault)
+    assert (fault.rank, fault.secondary) == (3, False)
+    assert fault.cause.startswith("rank 3: pages cannot be copied: RuntimeError: CUDA error")
 
 
 def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
