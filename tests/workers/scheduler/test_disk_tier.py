@@ -645,10 +645,9 @@ def test_what_was_doubted_is_not_found_by_another_start() -> None:
         replica.move()
         if replica.disk_answers:
             replica.answer_of_disk()
-    replica.answer()
-    rows = replica.scheduler._rows
-    page = next(iter(rows.tier._ready.values())).row.pages[3]  # type: ignore[union-attr]
-    replica.worker.broken[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = [True] * PAGE_TOKENS
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    replica.worker.breaks(tier._copies[page_keys(first)[3]].page)
     replica.worker.mishap = 1e-30  # looks for entries that are no numbers
     replica.run()
     replica.check_tokens()
@@ -657,6 +656,9 @@ def test_what_was_doubted_is_not_found_by_another_start() -> None:
     keys = set(page_keys(first))
     known = {page.key: page.serial for page, _ in replica.worker.disk.values() if page.key in keys}
     assert all(serial >= 36 for serial in known.values()), "as computed again"
+    served(replica, "another", tokens(600, seed=9))
+    assert served(replica, "again", first) == LONG, "from host memory, which has forgotten what was doubted"
+    assert replica.scheduler.stats().bad_rows == 1
 
 
 def on_disk(replica: Replica, prompt: list[int]) -> list[int]:
