@@ -141,6 +141,8 @@ class DiskTier:
         self._again: deque[Copy] = deque(maxlen=MOST_OFFERED)
         """Pages in host memory that a second prompt has begun with."""
         self._new: deque[Copy] = deque(maxlen=MOST_OFFERED)
+        self._walk: list[Copy] = []
+        """Of the page that was to be saved last: what `_missing` said of it."""
         self._erase: list[int] = []
         self._found: deque[tuple[bytes, bool]] = deque()
         self._settling = False
@@ -186,6 +188,11 @@ class DiskTier:
     def _offer(self, offered: deque[Copy], copy: Copy) -> None:
         if self.failed or self._budget.none:  # nobody would take it, and it keeps all pages before it in memory
             return
+        if len(offered) > 2 * self._host.held + WRITE_BATCH:  # some twice, or gone, with all pages before them
+            kept = dict.fromkeys(one for one in offered if not one.gone)
+            self.counters.dropped += len({one for one in offered if one.gone})
+            offered.clear()
+            offered.extend(kept)
         self.counters.dropped += len(offered) == MOST_OFFERED
         offered.append(copy)
 
@@ -208,7 +215,7 @@ class DiskTier:
         slots: list[int] = []
         most = min(most, WRITE_BATCH)
         while offered and len(copies) < most:
-            missing = self._missing(offered[0])
+            missing = self._walk = self._still_missing(offered[0])
             if not missing:
                 offered.popleft()
                 continue
@@ -223,6 +230,21 @@ class DiskTier:
                 slots.append(slot)
         self._begin_saves(copies, slots)
         return True
+
+    def _still_missing(self, copy: Copy) -> list[Copy]:
+        """As `_missing` says. What it said last is known, less the pages that have been put on disk since: those of a
+        long prompt are saved some at a time."""
+        walk = self._walk
+        if not walk or walk[0] is not copy or copy.gone:
+            return self._missing(copy)
+        while walk and walk[-1].key in self.index:
+            walk.pop()
+        before = walk[-1].parent if walk else None
+        if before is None and walk:
+            return walk
+        slot = self._slot_of(before)
+        known = isinstance(before, Copy) and slot != NONE and before.on_disk == self.index.born(slot)
+        return walk if known else self._missing(copy)
 
     def _missing(self, copy: Copy) -> list[Copy]:
         """The page and those before it that are not on disk; none where it cannot be saved."""
@@ -420,6 +442,7 @@ class DiskTier:
         self.failed = True
         self._again.clear()
         self._new.clear()
+        self._walk = []
 
     @property
     def patience_s(self) -> float | None:

@@ -53,6 +53,8 @@ class Ticket:
     """Of a load: the pages of the prompt as far as it is loaded, the first ones found on the device."""
     tokens: Tokens | None = None
     """Of the prompt that it loads for."""
+    loaded: frozenset[Copy] = frozenset()
+    """Its copies, where it loads."""
     waiting: dict[Row, int] = field(default_factory=dict)
     """Requests that wait for it, or wait with its pages for a slot, and how many pages of their prompts the device had
     when they began to."""
@@ -120,6 +122,7 @@ class HostTier:
         self._tickets: dict[int, Ticket] = {}  # under way, by number
         self._ready: dict[int, Ticket] = {}  # loads that are done, whose pages wait for their prompts
         self._ticket_of: dict[Row, Ticket] = {}
+        self._chains: dict[Row, list[Copy]] = {}  # with which prompts that wait begin, as far as they were compared
         self._saves = self._loads = 0  # under way
         self._outbox: list[Moves] = []
         self._offered: deque[tuple[Entry, int]] = deque()
@@ -305,8 +308,7 @@ class HostTier:
 
     def under_way(self, copies: Sequence[Copy]) -> Ticket | None:
         """The load under way that has the first of these."""
-        loads = (ticket for ticket in self._tickets.values() if ticket.row is not None)
-        return next((ticket for ticket in loads if copies[0] in ticket.copies), None)
+        return next((ticket for ticket in self._tickets.values() if copies[0] in ticket.loaded), None)
 
     def may_load(self, row: Row) -> bool:
         """Whether one more load may begin, for this request."""
@@ -326,7 +328,7 @@ class HostTier:
         targets = pages.pages[len(found) :]
         loads = tuple([(copy.page, page) for copy, page in zip(copies, targets, strict=True)])
         ticket = self._begin(copies, Moves(next(self._numbers), loads=loads))
-        ticket.row, ticket.tokens = pages, row.tokens
+        ticket.row, ticket.tokens, ticket.loaded = pages, row.tokens, frozenset(copies)
         self.join(ticket, row, len(found))
 
     def join(self, ticket: Ticket, row: Row, found: int) -> None:
@@ -338,6 +340,7 @@ class HostTier:
 
     def leave(self, row: Row) -> None:
         """A request waits no longer, neither for a load nor with its pages: it was admitted, or has ended."""
+        self._chains.pop(row, None)
         ticket = self._ticket_of.pop(row, None)
         if ticket is None:
             return
@@ -359,17 +362,22 @@ class HostTier:
     # The disk behind it
 
     def chain(self, row: Row, most: int) -> list[Copy]:
-        """Copies of the pages with which a prompt begins, `most` at the most, all of them written."""
-        copies: list[Copy] = []
-        parent: Copy | None = None
-        for index in range(most):
+        """Copies of the pages with which a prompt begins, `most` at the most, all of them written. What was compared
+        once is known until the request goes on: the head of the queue may wait for many plans."""
+        copies = self._chains.get(row) or []
+        while copies and copies[-1].gone:  # what others continue is never forgotten before them
+            copies.pop()
+        parent = copies[-1] if copies else None
+        for index in range(len(copies), most):
             copy = self._copies.get(row.keys[index])
             # Compared with the whole prompt, like the entries of the device: a key alone only finds candidates.
             if copy is None or not copy.written or copy.parent is not parent or copy.tokens != row.tokens.page(index):
                 break
             copies.append(copy)
             parent = copy
-        return copies
+        if copies:
+            self._chains[row] = copies
+        return copies[:most]
 
     def receive(self, row: Row, first: int, end: int) -> list[Copy]:
         """Slots for the pages of a prompt from index `first` to `end` (exclusive), as far as there are any, to be

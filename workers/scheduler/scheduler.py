@@ -276,8 +276,11 @@ class Scheduler:
             self._rows.disk.found(message)
 
     def patience_s(self, most: float) -> float:
-        """Seconds after which `expire` or `save_pages` is to be called though nothing came, `most` at the most."""
+        """Seconds after which `expire`, `plan` or `save_pages` is to be called though nothing came, `most` at the
+        most."""
         disk = self._rows.disk
+        if self._rows.put_off and len(self._flights) < self.config.pipeline:
+            return 0.0
         if disk is None:
             return most
         patience = 0.0 if disk.busy else disk.patience_s
@@ -382,6 +385,7 @@ class Scheduler:
         """Chunks of running and newly admitted prompts, by rank, until there is no room. When a row was just
         preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan. Who
         would find room for a few tokens alone is left out, with all behind it, but not for many plans in a row."""
+        self._rows.begin_plan()
         sequences: list[Sequence] = []
         rows: list[PrefillRow] = []
         left_out = False

@@ -283,6 +283,48 @@ def test_pages_do_not_wait_for_a_disk_to_which_nothing_is_ever_written() -> None
     assert offered(replica) == 0
 
 
+def test_what_waits_to_be_saved_is_no_more_than_host_memory_holds() -> None:
+    """Hardly anything is ever written, and each prompt is asked for twice."""
+    replica = tiered(pages=40, host_pages=40, disk_writes_per_s=1e-9, disk_writes_saved_up=2.0)
+    for seed in range(30):
+        for again in range(2):
+            served(replica, f"{seed}.{again}", tokens(600, seed=seed))
+    disk = disk_of(replica)
+    for waiting in (disk._again, disk._new):
+        assert len(waiting) <= 2 * 40 + disk_tier.WRITE_BATCH + 1
+    assert replica.scheduler.stats().disk_dropped_pages > 0
+
+
+def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = {"disk_writes_per_s": 1.0, "disk_writes_saved_up": 16.0}
+    replica = tiered(pages=200, host_pages=200, disk_pages=400, max_context=7000, **budget)
+    prompt = tokens(100 * PAGE_TOKENS, seed=1)
+    served(replica, "first", prompt)
+    disk = disk_of(replica)
+    assert disk.index.held == 8, "the other half is for pages that a second prompt begins with"
+    disk._new.clear()
+    looked: list[int] = []
+    honest = DiskTier._missing
+
+    def missing(self: DiskTier, copy: Any) -> Any:
+        found = honest(self, copy)
+        looked.append(len(found))
+        return found
+
+    monkeypatch.setattr(DiskTier, "_missing", missing)
+    served(replica, "second", [*prompt, 1])
+    while disk.index.held < 100:
+        before = disk.index.held
+        replica.now += 1000.0
+        replica.scheduler.save_pages()
+        replica.channel.extend(replica.scheduler.moves())
+        replica.run()
+        assert before < disk.index.held <= before + 16
+    assert 92 <= sum(looked) <= 2 * 92, "once, and perhaps once more for what came between"
+
+
 def test_pages_do_not_wait_for_a_disk_that_has_failed() -> None:
     replica = tiered(disk_writes_per_s=1.0, disk_writes_saved_up=20.0)
     filled(replica)

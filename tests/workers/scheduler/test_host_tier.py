@@ -16,6 +16,7 @@ from workers.protocol.prompt import unpack_keys
 from workers.protocol.tiers import Pinned
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.sequence import Phase
+from workers.scheduler.tokens import Tokens
 
 
 def tiered(**changes: object) -> Replica:
@@ -206,6 +207,41 @@ def test_host_memory_of_which_a_part_cannot_be_pinned_works_as_if_it_were_so_sma
     assert came[1] == came[0] == [9 * PAGE_TOKENS] * 8
     stats = large.scheduler.stats()
     assert (stats.host_pages_total, stats.host_pages, stats.host_lost_pages) == (20, 20, 0)
+
+
+def test_a_prompt_that_has_to_wait_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five prompts of nine pages, of which four may be loaded at one time, and one in each plan."""
+    replica = tiered(pages=100, slots=8, host_pages=400)
+    asked = [tokens(600, seed=seed) for seed in range(5)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"a{number}", prompt)
+    for seed in range(20, 40):
+        served(replica, f"between {seed}", tokens(600, seed=seed))
+    for number, prompt in enumerate(asked):
+        ask(replica, f"b{number}", prompt)
+    loads = []
+    for _ in range(4):
+        assert replica.scheduler.patience_s(1.0) == (0.0 if 0 < len(loads) < 4 else 1.0)
+        assert replica.plan() is None
+        loads.append(len(replica.scheduler._rows.loading))
+    assert loads == [1, 2, 3, 4]
+    compared = 0
+    honest = Tokens.page
+
+    def page(self: Tokens, index: int) -> bytes:
+        nonlocal compared
+        compared += 1
+        return honest(self, index)
+
+    monkeypatch.setattr(Tokens, "page", page)
+    for _ in range(10):
+        replica.plan()
+    assert replica.scheduler._live["b4"].phase is Phase.WAITING
+    assert compared <= 9 + 2 * 10, "nine pages once, and what ends the chain and is not on the device in each plan"
+    replica.run()
+    replica.check_tokens()
+    assert [replica.outputs[f"b{number}"][0].cached_tokens for number in range(5)] == [9 * PAGE_TOKENS] * 5
+    assert not replica.scheduler._rows.tier._chains  # type: ignore[union-attr]
 
 
 def loading(replica: Replica) -> list[int]:
