@@ -81,6 +81,12 @@ def batch_of(record_bytes: int) -> int:
     return max(1, min(MOST_BATCH, STAGING_BYTES // record_bytes))
 
 
+def staging_bytes(record_bytes: int) -> int:
+    """Bytes of a GPU for pages on their way to host memory and from it (`Staging`)."""
+    batch = batch_of(record_bytes)
+    return (MOST_SAVES * batch + 2 * max(1, batch // 2)) * record_bytes
+
+
 @dataclass
 class Staging:
     """Memory of a GPU for pages on their way, and the streams they take. None of it on a CPU."""

@@ -21,7 +21,17 @@ from workers.protocol.messages import Fault
 from workers.protocol.tiers import Moved, Moves, Pinned
 from workers.tiers import host_memory
 from workers.tiers.host_memory import HostMemory, available_bytes, node_name
-from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout, runs, thread_of
+from workers.tiers.mover import (
+    ALIGNMENT,
+    MoveError,
+    PageMover,
+    Staging,
+    batch_of,
+    record_layout,
+    runs,
+    staging_bytes,
+    thread_of,
+)
 
 CPU = torch.device("cpu")
 SPECS: list[CacheSpec] = [
@@ -152,6 +162,13 @@ def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
     assert all(after - begin >= spec.page_bytes for begin, after, spec in zip(layout, layout[1:], SPECS, strict=False))
     assert batch_of(10**12) == 1
     assert batch_of(1) > 1
+
+
+@pytest.mark.parametrize("record", [4096, 2_605_056, 10**8])
+def test_memory_for_pages_on_their_way_is_counted_as_it_is_taken(record: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    staging = Staging.allocate(record, torch.device("meta"))
+    assert sum(part_NR.nbytes for part_NR in (*staging.save_NR, *staging.load_NR)) == staging_bytes(record)
 
 
 @pytest.mark.parametrize(
