@@ -230,8 +230,8 @@ class Rank:
         if config.selftest:
             times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
-            place = group.mesh.world.rank
-            self.mover = PageMover(self.runner.parts.cache, memory, place, on_moved, staging, on_tier_news)
+            heard = on_moved, staging, on_tier_news
+            self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, *heard)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
         kind = (bool(drafter.cache), drafter.reads_tokens) if drafter else (False, False)
         self.ready = Ready(

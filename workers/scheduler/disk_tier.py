@@ -73,6 +73,8 @@ class DiskTicket:
     copies: list[Copy] = field(default_factory=list)
     """In host memory, slot by slot: read by saves, written by loads."""
     loads: bool = False
+    behind: int = 0
+    """Pages of loads that were under way before."""
     bad: set[int] = field(default_factory=set)
     """Slots on disk whose pages are not to be used."""
     unread: set[int] = field(default_factory=set)
@@ -117,8 +119,7 @@ class DiskTier:
     ) -> None:
         """`slots`: pages that fit. `least`: pages that are worth a load. `page_s`: seconds that a page takes to read,
         as far as nothing was measured. `serial`: of the next page that is saved. `token_s`: seconds that a token takes
-        to be computed, by
-        what it took lately."""
+        to be computed, by what it took lately."""
         self.index = DiskIndex(slots, reported)
         self.counters = DiskCounters()
         self.failed = False
@@ -136,6 +137,8 @@ class DiskTier:
         """Requests that wait for room to read their pages: for the end of any load."""
         self._changes = 0
         """Loads that have ended, and requests that left what was kept for them: there may be room since."""
+        self._load_ended = clock()
+        """When the last load did."""
         self._kept: dict[Row, list[Copy]] = {}
         """Pages in host memory that were read for requests which are queued again: pinned until these go on."""
         self._again: deque[Copy] = deque(maxlen=MOST_OFFERED)
@@ -320,28 +323,28 @@ class DiskTier:
         if row.keys[device + self._least - 1] not in self.index:  # what is there of a prompt has no gaps
             return False
         row.disk_asked = self._changes
-        now = self._clock()
         here = self._host.chain(row, most)
         there = self.index.find(row.tokens, row.keys, most)
         gained = len(there) - max(device, len(here))
         if gained < self._least:
             return False
-        if row.disk_until is None:
-            row.disk_until = now + min(LONGEST_S, self._computing_s(gained))
-        if row.disk_until <= now:
+        if row.disk_left_s is None:
+            row.disk_left_s = min(LONGEST_S, self._computing_s(gained))
+        if row.disk_left_s <= 0:
             return False
+        row.disk_until = self._clock() + row.disk_left_s
         if len(here) < most and (coming := self._coming(row.keys[len(here)])) is not None:
             self._wait(row, coming)
             return True
         reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
-        if not self._pays(len(there) - len(here), reading, row.disk_until - now):
+        if not self._pays(len(there) - len(here), reading, row.disk_left_s):
             return False
         room = min(self._room_beside(row, reading), self._most_at_once() - reading)
         slots = there[len(here) : len(here) + max(room, 0)]
         if gained - (len(there) - len(here) - len(slots)) >= self._least:
             copies = self._host.receive(row, len(here), len(here) + len(slots))
             if copies:
-                self._begin_load(row, slots[: len(copies)], copies)
+                self._begin_load(row, slots[: len(copies)], copies, reading)
                 return True
         if reading:
             self._queued[row] = None
@@ -355,12 +358,12 @@ class DiskTier:
         kept = len({copy for copies in others for copy in copies})  # some are kept for several
         return self._host.usable // 2 - reading - kept if reading or kept else self._host.usable
 
-    def _begin_load(self, row: Row, slots: list[int], copies: list[Copy]) -> None:
+    def _begin_load(self, row: Row, slots: list[int], copies: list[Copy], behind: int) -> None:
         self.leave(row)  # what was kept for it is continued by what comes, and stays for that
         self.index.pin(slots)
         self.index.use(slots[-1])
         ticket = self._begin(slots, copies)
-        ticket.loads = True
+        ticket.loads, ticket.behind = True, behind
         pages = [_page(slot, copy) for slot, copy in zip(slots, copies, strict=True)]
         self._outbox.append(DiskMoves(ticket.number, loads=tuple(pages)))
         self._wait(row, ticket)
@@ -411,8 +414,9 @@ class DiskTier:
         if not self._tickets:
             return []
         now = self._clock()
-        late = [row for row in self.waiting if row.disk_until is not None and row.disk_until <= now]
+        late = [row for row in self.waiting if row.disk_until <= now]
         for row in late:
+            row.disk_left_s = 0.0
             self.leave(row)
         self.counters.late += len(late)
         silent = 0.0 if self.failed else self._silent_s(now)
@@ -447,7 +451,7 @@ class DiskTier:
     @property
     def patience_s(self) -> float | None:
         """Seconds until the first request that waits has waited for long enough; None where none waits."""
-        until = [row.disk_until for row in self.waiting if row.disk_until is not None]
+        until = [row.disk_until for row in self.waiting]
         return max(min(until) - self._clock(), 0.0) if until else None
 
     # Both
@@ -509,15 +513,25 @@ class DiskTier:
         self.index.free(ticket.slots)
         self.counters.loaded += good
         self.counters.load_seconds += ticket.seconds
+        now = self._clock()
         if good:
-            worthwhile = ticket.seconds < self._computing_s(good)
-            self._pace.observe(ticket.seconds / good, worthwhile=worthwhile)
-        self._changes += 1
+            self._measure(ticket, good, now)
+        self._changes, self._load_ended = self._changes + 1, now
         waited, queued = [*ticket.waiting], [*self._queued]
         self._queued.clear()
+        for row in waited + queued:
+            row.disk_left_s = row.disk_until - now
         for row in waited:
             self._keep(row, [copy for copy in ticket.copies if not copy.gone and _is_of(copy, row)])
         return waited + queued
+
+    def _measure(self, ticket: DiskTicket, pages: int, now: float) -> None:
+        """A load has read so many pages. Ranks read loads one behind the other, so those before it are not its own
+        time: it began when the last of them ended, but read no faster than all of them in the time that it took."""
+        seconds = ticket.seconds
+        if self._load_ended > ticket.begun:
+            seconds = max(min(seconds, now - self._load_ended), seconds * pages / (pages + ticket.behind))
+        self._pace.observe(seconds / pages, worthwhile=seconds < self._computing_s(pages))
 
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and

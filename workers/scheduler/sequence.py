@@ -107,8 +107,10 @@ class Sequence:
     """Steps, among these, in which all drafts up to that position were accepted."""
     disk_asked: int = -1
     """When it was last seen what the disk has of its prompt, in changes of what it is busy with."""
-    disk_until: float | None = None
-    """Until when it may wait for the disk; None where it never did."""
+    disk_left_s: float | None = None
+    """Seconds that it may still wait for the disk; None where it never did."""
+    disk_until: float = 0.0
+    """Until when, while it does."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0

@@ -260,9 +260,9 @@ def test_no_more_is_read_at_once_than_comes_long_before_a_disk_counts_as_failed(
     first = filled(replica)[0]
     begin, sizes = DiskTier._begin_load, []
 
-    def watched(self: DiskTier, row: Any, slots: list[int], copies: Any) -> None:
+    def watched(self: DiskTier, row: Any, slots: list[int], *given: Any) -> None:
         sizes.append(len(slots))
-        begin(self, row, slots, copies)
+        begin(self, row, slots, *given)
 
     monkeypatch.setattr(DiskTier, "_begin_load", watched)
     disk_of(replica)._pace.measured = margin == "MARGIN"
@@ -395,6 +395,55 @@ def test_a_disk_that_reads_slower_than_computing_is_tried_once_and_more_and_more
     again.now += 8 * 60
     assert served(again, "faster", asked[0]) == LONG
     assert served(again, "then as well", asked[2]) == LONG
+
+
+def test_loads_beside_each_other_do_not_make_a_disk_seem_slow() -> None:
+    """Each takes 0.4 of what computing takes, and is read behind those before it."""
+    replica = tiered(pages=100, host_pages=200, slots=8)
+    asked = filled(replica, prompts=5)
+    again = of_speed(replica, page_s=0.0)
+    for number, prompt in enumerate(asked):
+        assert again.add(f"c{number}", prompt, max_tokens=2) is None
+    while again.plan() is not None:
+        pass
+    again.move()
+    assert len(again.disk_answers) == 5
+    for number, answer in enumerate(again.disk_answers, 1):
+        again.now += 9 * 0.4e-3
+        again.scheduler.expire()
+        bad = again.worker.moved_on_disk(answer.ticket, again.bad.pop(answer.ticket))
+        again.scheduler.disk_moved(DiskMoved(0, answer.ticket, tuple(bad), number * 9 * 0.4e-3))
+        assert disk_of(again)._pace.page_s() == pytest.approx(0.4e-3)
+    again.disk_answers.clear()
+    again.run()
+    again.check_tokens()
+    assert [again.outputs[f"c{number}"][0].cached_tokens for number in range(5)] == [LONG] * 5
+    assert again.scheduler.stats().disk_late_loads == 3, "they waited as long as computing takes"
+
+
+def test_time_in_the_queue_is_no_wait_for_the_disk() -> None:
+    """A prompt is read in two parts, between which it waits for the only slot for long."""
+    replica = tiered(pages=40, slots=1, disk_page_s=1e-4)
+    first = filled(replica)[0]
+    again = of_speed(replica, page_s=1e-4)
+    disk_of(again)._pace.observe(1e-4, worthwhile=True)
+    assert again.add("c", first, max_tokens=2) is None
+    honest, disk = DiskTier._most_at_once, disk_of(again)
+    disk._most_at_once = lambda: 4  # type: ignore[method-assign]
+    while again.plan() is not None:
+        pass
+    assert again.add("busy", tokens(20, seed=77), max_tokens=30, priority=-1) is None
+    again.plan()
+    again.move()
+    while again.disk_answers:
+        again.answer_of_disk()
+    again.now += 10.0
+    assert again.scheduler._live["c"].phase is Phase.WAITING
+    disk._most_at_once = lambda: honest(disk)  # type: ignore[method-assign]
+    again.run()
+    again.check_tokens()
+    assert again.outputs["c"][0].cached_tokens == LONG
+    assert again.scheduler.stats().disk_late_loads == 0
 
 
 def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
