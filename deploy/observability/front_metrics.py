@@ -30,7 +30,7 @@ GAUGES: dict[str, str] = {
     "pages_total": "Pages of latent cache.",
     "cache_shards": "Ranks that share out the pages of the latent cache; 1: each has all of them.",
     "pages_free": "Free pages, those that only the prefix cache holds included.",
-    "host_pages_total": "Pages that host memory holds behind the latent cache.",
+    "host_pages_total": "Pages that host memory holds behind the latent cache; on a GPU as far as it is pinned.",
     "host_pages": "Of these, pages in use.",
     "disk_pages_total": "Pages that the disk holds behind host memory; 0 where it has failed.",
     "disk_pages": "Of these, pages in use.",

@@ -14,10 +14,10 @@ from workers.parallel.group import Group
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.captures import CapturePortion
 from workers.protocol.grammar import CompileGrammar, GrammarReady
-from workers.protocol.messages import Request, RequestOutput
+from workers.protocol.messages import Fault, Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
 from workers.protocol.report import SelfTestReport
-from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
+from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.rank.rank import Rank
 from workers.rank.role import Role
 from workers.scheduler import Scheduler
@@ -46,6 +46,7 @@ class InlineEngine:
         `keeper` and `role`: see `Rank`."""
         self._compiled: queue.Queue[tuple[int, str]] = queue.Queue()
         self._moved: queue.Queue[Moved | DiskMoved] = queue.Queue()
+        self._news: queue.Queue[Pinned | Fault] = queue.Queue()
         self._moving = 0
         self.reports: list[SelfTestReport] = []
         self.replica = Rank(
@@ -55,6 +56,7 @@ class InlineEngine:
             on_grammar=lambda *news: self._compiled.put(news),
             on_selftest=self.reports.append,
             on_moved=self._moved.put,
+            on_tier_news=self._news.put,
             keeper=keeper,
             waiting=waiting,
             role=role,
@@ -105,6 +107,11 @@ class InlineEngine:
 
     def plan(self) -> StepPlan | None:
         """The next plan, behind what is to be copied before it; both are queued."""
+        while not self._news.empty():
+            news = self._news.get()
+            assert isinstance(news, Pinned), news
+            for rank in range(self.scheduler.config.ranks):
+                self.scheduler.pinned(Pinned(rank, news.slots))
         if (capture := self.scheduler.capture()) is not None:
             self._queue.append(capture)
         plan = self.scheduler.plan()

@@ -60,8 +60,8 @@ def refuse_rings(config: EngineConfig, *, rings: bool) -> None:
         )
     if config.host_cache_bytes and rings:
         raise ValueError(
-            f"host_cache_bytes = {config.host_cache_bytes}, but prompts of this model cannot begin with pages that "
-            "others have computed: give 0"
+            f"host_cache_bytes = {config.host_cache_bytes}, but prompts of this model can begin with pages that others "
+            "have computed only where a snapshot of its sliding windows is kept, and host memory keeps none: give 0"
         )
 
 

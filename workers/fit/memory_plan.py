@@ -43,7 +43,7 @@ from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
 from workers.tiers.disk_files import slots_within
-from workers.tiers.mover import record_layout
+from workers.tiers.mover import record_layout, staging_bytes
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.source import DryRun
 
@@ -174,6 +174,9 @@ def memory_plan(
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
     if graphs and config.graphs_at_start == "few" and config.selftest and not config.host_cache_bytes:
         rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
+    record_bytes = record_layout(model.caches)[-1]
+    if config.host_cache_bytes:
+        rest += staging_bytes(record_bytes)
     page_bytes = bytes_of_page(model.caches, shards)
     second = 0
     if standby:
@@ -205,8 +208,8 @@ def memory_plan(
         asked_context=context,
         wanted_pages=wanted_pages(context, config.max_rows, width, **placed),
         rows=rows_at(pages, config.max_rows, context, width),
-        host_pages=config.host_cache_bytes // record_layout(model.caches)[-1],
-        disk_pages=slots_within(config.disk_cache_bytes, record_layout(model.caches)[-1]),
+        host_pages=config.host_cache_bytes // record_bytes,
+        disk_pages=slots_within(config.disk_cache_bytes, record_bytes),
     )
 
 

@@ -41,7 +41,7 @@ from workers.protocol.messages import (
 )
 from workers.protocol.plan import StepPlan, StepResult
 from workers.protocol.report import SelfTestReport
-from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves
+from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves, Pinned
 from workers.recording.file import Recorder
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound
 from workers.step.buckets import token_buckets
@@ -54,7 +54,7 @@ DAY_S, HOUR_S = 86400.0, 3600.0
 SAVED_UP_BYTES = 1 << 30
 """May be written to a disk at once, however few of a day."""
 DISK_BYTES_PER_S = 1e9
-"""That a disk is taken to read where nothing was read yet: less than most can."""
+"""That a disk is taken to read where nothing was read yet, for how many pages are read at once: less than most can."""
 _NEVER = 2**31 - 1
 """As the collector's third threshold: the largest that it takes."""
 FIRST_CAUSE_WAIT_S = 0.2
@@ -142,7 +142,7 @@ class SchedulerProcess:
         steps, and is dropped."""
         config = self._config
         ready: dict[int, Ready] = {}
-        found: list[DiskFound] = []
+        early: list[DiskFound | Pinned] = []
         deadline = time.monotonic() + limit_s
         while len(ready) < self._ranks:
             pulse.begin_iteration()
@@ -151,8 +151,8 @@ class SchedulerProcess:
                 case Ready():
                     ready[message.rank] = message
                     self._heard[message.rank] = time.monotonic()
-                case DiskFound():
-                    found.append(message)
+                case DiskFound() | Pinned():
+                    early.append(message)
                 case Fault():
                     raise EngineFailed(self._first_cause(message))
                 case Progress() | SelfTestReport():
@@ -186,8 +186,8 @@ class SchedulerProcess:
             )
         )
         scheduler = Scheduler(scheduler_config(config, first))
-        for message in found:
-            scheduler.disk_found(message)
+        for message in early:
+            self._from_worker(scheduler, message)
         return scheduler
 
     def _record(self, ready: Ready) -> None:
@@ -293,6 +293,9 @@ class SchedulerProcess:
                 self._heard[message.rank] = time.monotonic()
                 if scheduler.moved(message):
                     del self._moving[message.ticket]
+            case Pinned():
+                self._heard[message.rank] = time.monotonic()
+                scheduler.pinned(message)
             case DiskMoved():
                 self._heard[message.rank] = time.monotonic()
                 scheduler.disk_moved(message)
@@ -369,6 +372,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         draft_cache=ready.draft_cache,
         reads_tokens=ready.reads_tokens,
         host_pages=ready.host_pages,
+        pins_pages=ready.pins_pages,
         save_batch=ready.save_batch,
         cache_shards=ready.cache_shards,
         in_pieces=config.invariant,

@@ -23,7 +23,7 @@ from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogpr
 from workers.protocol.prompt import NO_ROOT, Prompt
 from workers.protocol.report import SelfTestReport, StepTime
 from workers.protocol.scores import Scores
-from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
+from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -242,7 +242,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     key_root: bytes = b""
     """What both are rooted in (`workers.protocol.prompt`)."""
     host_pages_total: int = 0
-    """Pages that host memory holds behind those of the device."""
+    """Pages that host memory holds behind those of the device; on a GPU as far as it is pinned."""
     host_pages: int = 0
     """Of these, pages in use."""
     host_saved_pages: int = 0
@@ -310,6 +310,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Whether the drafter reads rows' tokens on the device."""
     host_pages: int = 0
     """Pages of host memory behind those of the device; all ranks agree on it."""
+    pins_pages: bool = False
+    """Whether these are of use only as far as ranks say that they are pinned (`workers.protocol.tiers.Pinned`)."""
     save_batch: int = 1
     """Pages that this rank copies to host memory at once."""
     disk_pages: int = 0
@@ -378,6 +380,7 @@ ToWorker = StepPlan | Moves | DiskMoves | CapturePortion | CompileGrammar | Forg
 FromWorker = (
     StepResult
     | Moved
+    | Pinned
     | DiskMoved
     | DiskFound
     | PortionCaptured

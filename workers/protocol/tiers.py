@@ -38,6 +38,14 @@ class Moved(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """That the copies took."""
 
 
+class Pinned(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How far a rank of a GPU has come with pinning host memory. What is not pinned yet, or cannot be, is not used."""
+
+    rank: int
+    slots: int
+    """The first so many slots can be copied to and from; more and more of them."""
+
+
 class DiskPage(msgspec.Struct, frozen=True, array_like=True):
     """A page on disk, as its header there names it, and the slot of host memory that it is copied from or to."""
 

@@ -36,9 +36,9 @@ from workers.models.model import Model
 from workers.models.selecting import pages_to_select
 from workers.parallel.group import Group
 from workers.proof.prove import GraphProof, prove
-from workers.protocol.messages import Ready
+from workers.protocol.messages import Fault, Ready
 from workers.protocol.report import SelfTestReport
-from workers.protocol.tiers import DiskMoved, Moved
+from workers.protocol.tiers import DiskMoved, Moved, Pinned
 from workers.rank.cache_size import check_standby, own_pages, words_of_standby
 from workers.rank.captures import Captures, bytes_of_copies, step_times, tell
 from workers.rank.device import captures_steps, pick_dtype
@@ -81,6 +81,7 @@ class Rank:
         on_grammar: Callable[[int, str], None] = lambda grammar_id, error: None,
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
         on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
+        on_tier_news: Callable[[Pinned | Fault], None] = lambda news: None,
         keeper: Path | None = None,
         waiting: int | None = None,
         times: StartTimes | None = None,
@@ -90,7 +91,8 @@ class Rank:
 
         `on_selftest` hears on rank 0 what the self-test found, before a failed one raises RuntimeError. `on_grammar`
         and `on_grammar_progress` hear there of every grammar that was asked for, see `Compiler`. `on_moved` hears of
-        pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`. `keeper`: of weights, if
+        pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`, and `on_tier_news` of
+        memory that was pinned for that, and of a thread of theirs that has failed. `keeper`: of weights, if
         the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
         as soon as possible; then `captures` has graphs that are still to be captured. None: all are captured at once.
         `times`: of the start so far; None: it begins here. `role`: with another one than alone a `keeper` is given. A
@@ -228,7 +230,8 @@ class Rank:
         if config.selftest:
             times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
-            self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, on_moved, staging)
+            heard = on_moved, staging, on_tier_news
+            self.mover = PageMover(self.runner.parts.cache, memory, group.mesh.world.rank, *heard)
         eos_ids, vocab, drafter = model.config.eos_ids, model.config.vocab_size, model.drafter
         kind = (bool(drafter.cache), drafter.reads_tokens) if drafter else (False, False)
         self.ready = Ready(
@@ -246,7 +249,7 @@ class Rank:
         """Where there is a disk behind host memory."""
         if memory is not None:
             sizes = {"save_batch": batch_of(record_bytes), "record_bytes": record_bytes}
-            self.ready = replace(self.ready, host_pages=memory.slots, **sizes)
+            self.ready = replace(self.ready, host_pages=memory.slots, pins_pages=staging is not None, **sizes)
         if memory is not None and config.disk_cache_dir is not None:
             base, size = Path(config.disk_cache_dir), config.disk_cache_bytes
             try:

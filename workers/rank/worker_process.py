@@ -30,7 +30,7 @@ from workers.parallel.group import Group, PeerLost
 from workers.protocol.captures import CapturePortion
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Ready, Shutdown, TakeOver, ToWorker
-from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves
+from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.rank.captures import CaptureFailedError, Captures, SelfTestFailedError
 from workers.rank.device import passed_over, pick_device
 from workers.rank.rank import Rank
@@ -127,7 +127,11 @@ class _News:
         """Pages are copied."""
         self._send(message)
 
-    def _send(self, message: GrammarReady | GrammarProgress | Moved | DiskMoved) -> None:
+    def of_tiers(self, message: Pinned | Fault) -> None:
+        """Host memory is pinned, or a thread that copies pages has failed."""
+        self._send(message)
+
+    def _send(self, message: GrammarReady | GrammarProgress | Moved | DiskMoved | Pinned | Fault) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -232,7 +236,7 @@ def run_worker(
         group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress, standby=role != "alone")
         if config.cache_shards == "auto":
             times.end("choice of shards")
-        heard = results.send, news, news.progress, news.moved
+        heard = results.send, news, news.progress, news.moved, news.of_tiers
         built = Rank(config, group, device, progress, *heard, keeper, waiting, times, role)
         loading = False
         runner = built.runner

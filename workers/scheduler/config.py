@@ -78,6 +78,8 @@ class SchedulerConfig:
     """Seconds that a grammar may take to compile."""
     host_pages: int = 0
     """Pages that host memory holds behind those of the device; 0: there is none."""
+    pins_pages: bool = False
+    """Whether these are of use only as far as ranks say that they are pinned (`Pinned`)."""
     cache_shards: int = 1
     """Ranks that share out the pages: each of a row's pages lies on the neighbour of the one before, where it can."""
     in_pieces: bool = False
@@ -97,7 +99,7 @@ class SchedulerConfig:
     disk_writes_saved_up: float = math.inf
     """Pages that may be written at once where none were for long."""
     disk_page_s: float = 0.003
-    """Seconds that reading a page from the disk takes, as far as nothing was measured."""
+    """Seconds that reading a page from the disk takes, for how many are read at once before any was measured."""
     disk_serial: int = 0
     """Serial number of the next page that is saved to disk."""
     portions: tuple[tuple[int, int], ...] = ()

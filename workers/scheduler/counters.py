@@ -24,10 +24,6 @@ class Histogram:
         self._counts[kind][bisect_left(self._bounds, value)] += 1
         self._totals[kind] += value
 
-    def total_of(self, *kinds: str) -> float:
-        """Sum of the values of these kinds."""
-        return sum(self._totals[kind] for kind in kinds)
-
     def distributions(self) -> dict[str, Distribution]:
         """Return the counts so far, by kind."""
         return {kind: Distribution(tuple(counts), self._totals[kind]) for kind, counts in self._counts.items()}
@@ -59,11 +55,6 @@ class Counters:
             self.step_decode_rows.add(kind, decode_rows)
         if prefill_tokens:
             self.step_prefill_tokens.add(kind, prefill_tokens)
-
-    def token_seconds(self) -> float | None:
-        """Return the seconds that a prompt token took so far in steps that have any; None before the first."""
-        tokens = self.step_prefill_tokens.total_of("prefill", "mixed")
-        return self.step_seconds.total_of("prefill", "mixed") / tokens if tokens else None
 
     def into(self, gauges: EngineStats) -> EngineStats:
         """`gauges` with these counters."""

@@ -5,9 +5,10 @@
   `WriteBudget` leaves.
 - **Loads.** Where a prompt goes on further on disk than in host memory, the request leaves the queue until its pages
   are in host memory, and comes back at its old place. A load holds slots of host memory and no page of the device.
-- **Deadlines.** A load begins only if it will take less time than computing its tokens would, by what both took so
-  far, and with no more pages than come long before the disk counts as failed. A request waits no longer than computing
-  would take. If the disk is late, the request is computed; the load goes on by itself.
+- **Deadlines.** A load begins only if it should take less time than computing its tokens would, by what both took
+  lately (`ReadPace`), and with no more pages than come long before the disk counts as failed. A request waits no longer
+  than computing would take, neither for its pages nor for others that are read before. If the disk is late, the request
+  is computed; the load goes on by itself.
 - **Failures.** Every page that comes back was compared with its checksum, tokens and keys. What does not agree is
   forgotten, with all that continues it, and erased. If a disk fails, its rank says so, and nothing is copied any more.
 
@@ -18,7 +19,6 @@ answered costs its slots.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskP
 from workers.scheduler.disk_index import NONE, DiskIndex
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.prefix_summary import Copy, Entry
+from workers.scheduler.read_pace import ReadPace
 from workers.scheduler.sequence import Sequence as Row
 from workers.scheduler.write_budget import WriteBudget
 
@@ -57,9 +58,6 @@ MARGIN: Final = 2.0
 of its pages, and a disk that is a little slower than thought has not failed."""
 FIRST_MARGIN: Final = 16.0
 """The same as long as nothing was measured. A disk that is many times slower than it is taken for is found out so."""
-FORGETS_S: Final = 60.0
-"""After so many seconds without a load half of what is known of their pace is forgotten: a disk that was slow once is
-tried again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +73,16 @@ class DiskTicket:
     copies: list[Copy] = field(default_factory=list)
     """In host memory, slot by slot: read by saves, written by loads."""
     loads: bool = False
+    behind: int = 0
+    """Pages of loads that were under way before."""
     bad: set[int] = field(default_factory=set)
     """Slots on disk whose pages are not to be used."""
     unread: set[int] = field(default_factory=set)
     """Slots whose pages a rank that has given up its disk did not read: they are as good as they were."""
     seconds: float = 0.0
     """That the slowest rank took."""
-    waiting: dict[Row, float] = field(default_factory=dict)
-    """Requests that wait for it, and until when."""
+    waiting: dict[Row, None] = field(default_factory=dict)
+    """Requests that wait for it."""
 
 
 @dataclass(slots=True)
@@ -119,25 +119,33 @@ class DiskTier:
     ) -> None:
         """`slots`: pages that fit. `least`: pages that are worth a load. `page_s`: seconds that a page takes to read,
         as far as nothing was measured. `serial`: of the next page that is saved. `token_s`: seconds that a token takes
-        to be computed, by now."""
+        to be computed, by what it took lately."""
         self.index = DiskIndex(slots, reported)
         self.counters = DiskCounters()
         self.failed = False
         """Nothing is copied any more."""
         self._host, self._ranks, self._budget, self._clock = host, ranks, budget, clock
-        self._least, self._page_s, self._token_s = least, page_s, token_s
-        self._prior_s, self._measured_at, self._measured = page_s, clock(), False
+        self._least, self._token_s = least, token_s
+        self._pace = ReadPace(page_s, clock)
         self._heard: dict[tuple[int, bool], float] = {}
         """When a rank last answered, by its number and whether that was a load."""
         self._numbers, self._serials = count(1), count(serial)
         self._tickets: dict[int, DiskTicket] = {}
         self._writes = 0
         self._ticket_of: dict[Row, DiskTicket] = {}
+        self._queued: dict[Row, None] = {}
+        """Requests that wait for room to read their pages: for the end of any load."""
+        self._changes = 0
+        """Loads that have ended, and requests that left what was kept for them: there may be room since."""
+        self._load_ended = clock()
+        """When the last load did."""
         self._kept: dict[Row, list[Copy]] = {}
         """Pages in host memory that were read for requests which are queued again: pinned until these go on."""
         self._again: deque[Copy] = deque(maxlen=MOST_OFFERED)
         """Pages in host memory that a second prompt has begun with."""
         self._new: deque[Copy] = deque(maxlen=MOST_OFFERED)
+        self._walk: list[Copy] = []
+        """Of the page that was to be saved last: what `_missing` said of it."""
         self._erase: list[int] = []
         self._found: deque[tuple[bytes, bool]] = deque()
         self._settling = False
@@ -148,8 +156,8 @@ class DiskTier:
 
     @property
     def waiting(self) -> list[Row]:
-        """Requests whose pages are being read."""
-        return [*self._ticket_of]
+        """Requests whose pages are being read, or will be."""
+        return [*self._ticket_of, *self._queued]
 
     @property
     def busy(self) -> bool:
@@ -183,6 +191,11 @@ class DiskTier:
     def _offer(self, offered: deque[Copy], copy: Copy) -> None:
         if self.failed or self._budget.none:  # nobody would take it, and it keeps all pages before it in memory
             return
+        if len(offered) > 2 * self._host.held + WRITE_BATCH:  # some twice, or gone, with all pages before them
+            kept = dict.fromkeys(one for one in offered if not one.gone)
+            self.counters.dropped += len({one for one in offered if one.gone})
+            offered.clear()
+            offered.extend(kept)
         self.counters.dropped += len(offered) == MOST_OFFERED
         offered.append(copy)
 
@@ -205,7 +218,7 @@ class DiskTier:
         slots: list[int] = []
         most = min(most, WRITE_BATCH)
         while offered and len(copies) < most:
-            missing = self._missing(offered[0])
+            missing = self._walk = self._still_missing(offered[0])
             if not missing:
                 offered.popleft()
                 continue
@@ -220,6 +233,21 @@ class DiskTier:
                 slots.append(slot)
         self._begin_saves(copies, slots)
         return True
+
+    def _still_missing(self, copy: Copy) -> list[Copy]:
+        """As `_missing` says. What it said last is known, less the pages that have been put on disk since: those of a
+        long prompt are saved some at a time."""
+        walk = self._walk
+        if not walk or walk[0] is not copy or copy.gone:
+            return self._missing(copy)
+        while walk and walk[-1].key in self.index:
+            walk.pop()
+        before = walk[-1].parent if walk else None
+        if before is None and walk:
+            return walk
+        slot = self._slot_of(before)
+        known = isinstance(before, Copy) and slot != NONE and before.on_disk == self.index.born(slot)
+        return walk if known else self._missing(copy)
 
     def _missing(self, copy: Copy) -> list[Copy]:
         """The page and those before it that are not on disk; none where it cannot be saved."""
@@ -286,58 +314,78 @@ class DiskTier:
 
     def load(self, row: Row, device: int, most: int) -> bool:
         """Whether the request waits from now on for pages of its prompt, up to page number `most`, to be read into host
-        memory. `device`: pages that it has on the device. Each request is looked at once."""
-        if row.disk_asked or self.failed or device + self._least > most:
+        memory, or for room to read them. `device`: pages that it has on the device.
+
+        It is looked at again when a load has ended: there may be more of its prompt, or room where there was none. But
+        in all it waits no longer than computing would have taken."""
+        if row.disk_asked == self._changes or self.failed or device + self._least > most:
             return False
         if row.keys[device + self._least - 1] not in self.index:  # what is there of a prompt has no gaps
             return False
-        row.disk_asked = True
-        now = self._clock()
+        row.disk_asked = self._changes
         here = self._host.chain(row, most)
-        if len(here) < most and (coming := self._coming(row.keys[len(here)])) is not None:
-            until = now + min(LONGEST_S, self._computing_s(most - max(device, len(here))))
-            self._wait(row, coming, until)
-            return True
-        reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
-        under_way = reading + sum(map(len, self._kept.values()))
-        # One load may take all of host memory; several leave half of it to what is saved meanwhile.
-        room = self._host.slots if not under_way else self._host.slots // 2 - under_way
-        room = min(room, self._most_at_once(now) - reading)
-        slots = self.index.find(row.tokens, row.keys, min(most, len(here) + room))
-        gained = len(slots) - max(device, len(here))
+        there = self.index.find(row.tokens, row.keys, most)
+        gained = len(there) - max(device, len(here))
         if gained < self._least:
             return False
-        computing = self._computing_s(gained)
-        if FIRST_S + (under_way + len(slots) - len(here)) * self._pace(now) >= computing:
+        if row.disk_left_s is None:
+            row.disk_left_s = min(LONGEST_S, self._computing_s(gained))
+        if row.disk_left_s <= 0:
             return False
-        copies = self._host.receive(row, len(here), len(slots))
-        if not copies:
+        row.disk_until = self._clock() + row.disk_left_s
+        if len(here) < most and (coming := self._coming(row.keys[len(here)])) is not None:
+            self._wait(row, coming)
+            return True
+        reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
+        if not self._pays(len(there) - len(here), reading, row.disk_left_s):
             return False
-        slots = slots[len(here) : len(here) + len(copies)]
+        room = min(self._room_beside(row, reading), self._most_at_once() - reading)
+        slots = there[len(here) : len(here) + max(room, 0)]
+        if gained - (len(there) - len(here) - len(slots)) >= self._least:
+            copies = self._host.receive(row, len(here), len(here) + len(slots))
+            if copies:
+                self._begin_load(row, slots[: len(copies)], copies, reading)
+                return True
+        if reading:
+            self._queued[row] = None
+            return True
+        return False
+
+    def _room_beside(self, row: Row, reading: int) -> int:
+        """Slots of host memory that a load for this request may take. One may take all of it; several leave half of it
+        to what is saved meanwhile."""
+        others = (copies for other, copies in self._kept.items() if other is not row)
+        kept = len({copy for copies in others for copy in copies})  # some are kept for several
+        return self._host.usable // 2 - reading - kept if reading or kept else self._host.usable
+
+    def _begin_load(self, row: Row, slots: list[int], copies: list[Copy], behind: int) -> None:
+        self.leave(row)  # what was kept for it is continued by what comes, and stays for that
         self.index.pin(slots)
         self.index.use(slots[-1])
         ticket = self._begin(slots, copies)
-        ticket.loads = True
+        ticket.loads, ticket.behind = True, behind
         pages = [_page(slot, copy) for slot, copy in zip(slots, copies, strict=True)]
         self._outbox.append(DiskMoves(ticket.number, loads=tuple(pages)))
-        self._wait(row, ticket, now + min(LONGEST_S, computing))
-        return True
+        self._wait(row, ticket)
 
     def _computing_s(self, pages: int) -> float:
         return pages * PAGE_TOKENS * (self._token_s() or TOKEN_S)
 
-    def _pace(self, now: float) -> float:
-        """Seconds that a page takes, as far as is known."""
-        kept = math.exp2((self._measured_at - now) / FORGETS_S)
-        return kept * self._page_s + (1 - kept) * self._prior_s
+    def _pays(self, pages: int, before: int, computing_s: float) -> bool:
+        """Whether so many pages should be read sooner than computing takes, behind those of loads `before`. Where
+        nobody knows, it is tried: at first with every request, and later with one at a time."""
+        pace = self._pace
+        if pace.due and not (pace.measured and before):
+            return True
+        return FIRST_S + (before + pages) * pace.page_s() < computing_s
 
-    def _most_at_once(self, now: float) -> int:
+    def _most_at_once(self) -> int:
         """Pages of all loads under way that come long before the disk counts as failed, also if it is as slow as it
         was last."""
-        page_s = max(self._pace(now), self._page_s)
+        page_s = self._pace.page_s()
         if page_s <= 0:
             return self.index.slots
-        within = LONGEST_S / (MARGIN if self._measured else FIRST_MARGIN)
+        within = LONGEST_S / (MARGIN if self._pace.measured else FIRST_MARGIN)
         return max(int((within - FIRST_S) / page_s), self._least)
 
     def _coming(self, key: bytes) -> DiskTicket | None:
@@ -346,25 +394,29 @@ class DiskTier:
         loads = (ticket for ticket in self._tickets.values() if ticket.loads)
         return None if slot == NONE else next((ticket for ticket in loads if slot in ticket.slots), None)
 
-    def _wait(self, row: Row, ticket: DiskTicket, until: float) -> None:
-        ticket.waiting[row] = until
+    def _wait(self, row: Row, ticket: DiskTicket) -> None:
+        ticket.waiting[row] = None
         self._ticket_of[row] = ticket
 
     def leave(self, row: Row) -> None:
         """A request waits no longer, neither for a load nor with its pages: it goes on, or has ended."""
+        self._queued.pop(row, None)
         ticket = self._ticket_of.pop(row, None)
         if ticket is not None:
             del ticket.waiting[row]
-        for copy in self._kept.pop(row, ()):
-            self._host.unpin(copy)
+        if kept := self._kept.pop(row, None):
+            self._changes += 1
+            for copy in kept:
+                self._host.unpin(copy)
 
     def overdue(self) -> list[Row]:
         """Requests that have waited for as long as computing would have taken: they wait no longer."""
         if not self._tickets:
             return []
         now = self._clock()
-        late = [row for row, ticket in self._ticket_of.items() if ticket.waiting[row] <= now]
+        late = [row for row in self.waiting if row.disk_until <= now]
         for row in late:
+            row.disk_left_s = 0.0
             self.leave(row)
         self.counters.late += len(late)
         silent = 0.0 if self.failed else self._silent_s(now)
@@ -394,14 +446,13 @@ class DiskTier:
         self.failed = True
         self._again.clear()
         self._new.clear()
+        self._walk = []
 
     @property
     def patience_s(self) -> float | None:
         """Seconds until the first request that waits has waited for long enough; None where none waits."""
-        if not self._ticket_of:
-            return None
-        first = min(ticket.waiting[row] for row, ticket in self._ticket_of.items())
-        return max(first - self._clock(), 0.0)
+        until = [row.disk_until for row in self.waiting]
+        return max(min(until) - self._clock(), 0.0) if until else None
 
     # Both
 
@@ -427,23 +478,20 @@ class DiskTier:
         del self._tickets[ticket.number]
         if not ticket.copies:  # an erasure
             self.index.free(ticket.slots)
-            return []
-        if ticket.loads:
-            self._loaded(ticket)
+        elif ticket.loads:
+            return self._loaded(ticket)
         else:
             self._saved(ticket)
-        waited = [*ticket.waiting]
-        for row in waited:
-            self.leave(row)
-            if ticket.loads:
-                self._keep(row, ticket.copies)
-        return waited
+        return []
 
     def _keep(self, row: Row, copies: list[Copy]) -> None:
-        """Others take no slot of these before the request has come to its turn."""
-        kept = self._kept[row] = [copy for copy in copies if not copy.gone]
-        for copy in kept:
+        """Others take no slot of these before the request has come to its turn. What was kept for it before are pages
+        that these continue, or such as have failed."""
+        for copy in copies:
             copy.pins += 1
+        self.leave(row)
+        if copies:
+            self._kept[row] = copies
 
     def _saved(self, ticket: DiskTicket) -> None:
         self._writes -= 1
@@ -455,7 +503,8 @@ class DiskTier:
         self._drop(ticket.bad)
         self.index.free(ticket.slots)
 
-    def _loaded(self, ticket: DiskTicket) -> None:
+    def _loaded(self, ticket: DiskTicket) -> list[Row]:
+        """Who may go on, or look again."""
         unusable = ticket.bad | ticket.unread
         bad = [copy for slot, copy in zip(ticket.slots, ticket.copies, strict=True) if slot in unusable]
         good = len(ticket.slots) - len(bad)
@@ -464,9 +513,25 @@ class DiskTier:
         self.index.free(ticket.slots)
         self.counters.loaded += good
         self.counters.load_seconds += ticket.seconds
+        now = self._clock()
         if good:
-            self._page_s = (self._pace(self._clock()) + ticket.seconds / good) / 2
-            self._measured_at, self._measured = self._clock(), True
+            self._measure(ticket, good, now)
+        self._changes, self._load_ended = self._changes + 1, now
+        waited, queued = [*ticket.waiting], [*self._queued]
+        self._queued.clear()
+        for row in waited + queued:
+            row.disk_left_s = row.disk_until - now
+        for row in waited:
+            self._keep(row, [copy for copy in ticket.copies if not copy.gone and _is_of(copy, row)])
+        return waited + queued
+
+    def _measure(self, ticket: DiskTicket, pages: int, now: float) -> None:
+        """A load has read so many pages. Ranks read loads one behind the other, so those before it are not its own
+        time: it began when the last of them ended, but read no faster than all of them in the time that it took."""
+        seconds = ticket.seconds
+        if self._load_ended > ticket.begun:
+            seconds = max(min(seconds, now - self._load_ended), seconds * pages / (pages + ticket.behind))
+        self._pace.observe(seconds / pages, worthwhile=seconds < self._computing_s(pages))
 
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and
@@ -516,3 +581,8 @@ class DiskTier:
 def _page(slot: int, copy: Copy, serial: int = 0) -> DiskPage:
     parent = b"" if copy.parent is None else copy.parent.key
     return DiskPage(slot, copy.page, copy.key, parent, copy.number, copy.tokens, serial)
+
+
+def _is_of(copy: Copy, row: Row) -> bool:
+    """Whether a page is one of this request's prompt."""
+    return copy.number <= len(row.keys) and row.keys[copy.number - 1] == copy.key

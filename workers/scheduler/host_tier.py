@@ -26,7 +26,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
 
-from workers.protocol.tiers import MOST_SAVES, Moved, Moves
+from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned
 from workers.scheduler.page_supply import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
@@ -53,8 +53,11 @@ class Ticket:
     """Of a load: the pages of the prompt as far as it is loaded, the first ones found on the device."""
     tokens: Tokens | None = None
     """Of the prompt that it loads for."""
-    waiting: dict[Row, None] = field(default_factory=dict)
-    """Requests that wait for it, or wait with its pages for a slot."""
+    loaded: frozenset[Copy] = frozenset()
+    """Its copies, where it loads."""
+    waiting: dict[Row, int] = field(default_factory=dict)
+    """Requests that wait for it, or wait with its pages for a slot, and how many pages of their prompts the device had
+    when they began to."""
 
 
 @dataclass(slots=True)
@@ -88,14 +91,30 @@ class HostTier:
     """
 
     def __init__(
-        self, cache: PrefixCache, slots: int, ranks: int, *, reported: int = 0, batch: int = 16, least: int = 4
+        self,
+        cache: PrefixCache,
+        slots: int,
+        ranks: int,
+        *,
+        pins: bool = False,
+        reported: int = 0,
+        batch: int = 16,
+        least: int = 4,
     ) -> None:
-        """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `reported`: keys that
+        """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `pins`: whether slots are of
+        use only as far as all ranks say that they are pinned. `reported`: keys that
         `report` names at the most. `batch`: pages that one ticket saves at the most. `least`: pages that are worth a
         load; fewer are computed sooner."""
         self.slots, self._ranks, self._cache, self._batch, self._least = slots, ranks, cache, batch, least
         self.counters = TierCounters()
         self._free = list(range(slots - 1, -1, -1))
+        self._unpinned: list[int] = []
+        """Slots that are of no use yet, the last ones first."""
+        self._pinned = [slots] * ranks
+        """Of each rank: slots that it can copy to and from, from the first one on."""
+        if pins:
+            self._pinned = [0] * ranks
+            self._free, self._unpinned = self._unpinned, self._free
         self._copies: dict[bytes, Copy] = {}  # by key
         self._summary = PrefixSummary(self._copies, slots, reported)
         self._ends: list[tuple[int, bytes]] = []  # a heap of (used, key), outdated ones among them
@@ -103,12 +122,26 @@ class HostTier:
         self._tickets: dict[int, Ticket] = {}  # under way, by number
         self._ready: dict[int, Ticket] = {}  # loads that are done, whose pages wait for their prompts
         self._ticket_of: dict[Row, Ticket] = {}
+        self._chains: dict[Row, list[Copy]] = {}  # with which prompts that wait begin, as far as they were compared
         self._saves = self._loads = 0  # under way
         self._outbox: list[Moves] = []
         self._offered: deque[tuple[Entry, int]] = deque()
         self.disk: Disk | None = None
         """Where pages are copied to from here."""
         cache.tier = self
+
+    @property
+    def usable(self) -> int:
+        """Slots that all ranks can copy to and from."""
+        return min(self._pinned)
+
+    def pinned(self, message: Pinned) -> None:
+        """Take in how many slots a rank can copy to and from: never fewer than before."""
+        self._pinned[message.rank] = message.slots
+        more: list[int] = []
+        while self._unpinned and self._unpinned[-1] < self.usable:
+            more.append(self._unpinned.pop())
+        self._free += reversed(more)  # those side by side are taken one after the other, and copied in one go
 
     @property
     def held(self) -> int:
@@ -257,9 +290,13 @@ class HostTier:
 
     def loadable(self, row: Row, found: Sequence[Entry], most: int) -> list[Copy]:
         """Copies of the pages of a prompt behind those `found` on the device, up to its page number `most`; none where
-        they are too few to be worth a load, or where the request waits with loaded pages already."""
+        they are too few to be worth a load. A request that waits with loaded pages may lack more, if it has waited for
+        the load of another one that begins alike; but none waits twice where the first load has brought it nothing."""
         # What is here of a prompt has no gaps: most prompts need no more than this one look.
-        if row in self._ticket_of or len(found) + self._least > most or row.keys[len(found)] not in self._copies:
+        if len(found) + self._least > most or row.keys[len(found)] not in self._copies:
+            return []
+        before = self._ticket_of.get(row)
+        if before is not None and len(found) <= before.waiting[row]:
             return []
         copies = self.chain(row, most)
         if len(copies) < len(found) + self._least:
@@ -271,13 +308,15 @@ class HostTier:
 
     def under_way(self, copies: Sequence[Copy]) -> Ticket | None:
         """The load under way that has the first of these."""
-        loads = (ticket for ticket in self._tickets.values() if ticket.row is not None)
-        return next((ticket for ticket in loads if copies[0] in ticket.copies), None)
+        return next((ticket for ticket in self._tickets.values() if copies[0] in ticket.loaded), None)
 
-    @property
-    def may_load(self) -> bool:
-        """Whether one more load may begin."""
-        return self._loads + len(self._ready) < MOST_LOADS
+    def may_load(self, row: Row) -> bool:
+        """Whether one more load may begin, for this request."""
+        others = self._loads + len(self._ready)
+        before = self._ticket_of.get(row)
+        if before is not None and len(before.waiting) == 1:
+            others -= 1  # it leaves the one whose pages it waits with
+        return others < MOST_LOADS
 
     def load(self, row: Row, found: Sequence[Entry], copies: list[Copy]) -> None:
         """Have `copies` copied to pages behind `found`, for a request to wait for; as many pages must be available."""
@@ -289,16 +328,19 @@ class HostTier:
         targets = pages.pages[len(found) :]
         loads = tuple([(copy.page, page) for copy, page in zip(copies, targets, strict=True)])
         ticket = self._begin(copies, Moves(next(self._numbers), loads=loads))
-        ticket.row, ticket.tokens = pages, row.tokens
-        self.join(ticket, row)
+        ticket.row, ticket.tokens, ticket.loaded = pages, row.tokens, frozenset(copies)
+        self.join(ticket, row, len(found))
 
-    def join(self, ticket: Ticket, row: Row) -> None:
-        """Let one more request wait for a load."""
-        ticket.waiting[row] = None
+    def join(self, ticket: Ticket, row: Row, found: int) -> None:
+        """Let one more request wait for a load, of whose prompt the device has `found` pages: those that the load has
+        found there, too, or some of them."""
+        self.leave(row)
+        ticket.waiting[row] = found
         self._ticket_of[row] = ticket
 
     def leave(self, row: Row) -> None:
         """A request waits no longer, neither for a load nor with its pages: it was admitted, or has ended."""
+        self._chains.pop(row, None)
         ticket = self._ticket_of.pop(row, None)
         if ticket is None:
             return
@@ -308,28 +350,34 @@ class HostTier:
             self._cache.close(ticket.row)
 
     def give_up_ready(self, keep: Row | None = None) -> bool:
-        """Let pages be evicted that were loaded and wait for their prompts, but for those of `keep`. Whether there were
-        any."""
-        given_up = [ticket for ticket in self._ready.values() if keep is None or keep not in ticket.waiting]
-        for ticket in given_up:
-            for row in [*ticket.waiting]:
+        """Let pages be evicted that one load has brought and that wait for their prompts, but for those of `keep`: of
+        several loads that whose prompts come last. Whether there was any."""
+        ready = [ticket for ticket in self._ready.values() if keep is None or keep not in ticket.waiting]
+        if ready:
+            last = max(ready, key=lambda ticket: min(row.rank for row in ticket.waiting))
+            for row in [*last.waiting]:
                 self.leave(row)
-        return bool(given_up)
+        return bool(ready)
 
     # The disk behind it
 
     def chain(self, row: Row, most: int) -> list[Copy]:
-        """Copies of the pages with which a prompt begins, `most` at the most, all of them written."""
-        copies: list[Copy] = []
-        parent: Copy | None = None
-        for index in range(most):
+        """Copies of the pages with which a prompt begins, `most` at the most, all of them written. What was compared
+        once is known until the request goes on: the head of the queue may wait for many plans."""
+        copies = self._chains.get(row) or []
+        while copies and copies[-1].gone:  # what others continue is never forgotten before them
+            copies.pop()
+        parent = copies[-1] if copies else None
+        for index in range(len(copies), most):
             copy = self._copies.get(row.keys[index])
             # Compared with the whole prompt, like the entries of the device: a key alone only finds candidates.
             if copy is None or not copy.written or copy.parent is not parent or copy.tokens != row.tokens.page(index):
                 break
             copies.append(copy)
             parent = copy
-        return copies
+        if copies:
+            self._chains[row] = copies
+        return copies[:most]
 
     def receive(self, row: Row, first: int, end: int) -> list[Copy]:
         """Slots for the pages of a prompt from index `first` to `end` (exclusive), as far as there are any, to be

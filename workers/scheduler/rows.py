@@ -44,7 +44,12 @@ class Rows:
         if config.host_pages and config.prefix_cache:
             sizes = config.host_pages, config.ranks
             self.tier = HostTier(
-                self.cache, *sizes, reported=config.prefix_sample, batch=config.save_batch, least=config.load_least
+                self.cache,
+                *sizes,
+                pins=config.pins_pages,
+                reported=config.prefix_sample,
+                batch=config.save_batch,
+                least=config.load_least,
             )
         self.disk: DiskTier | None = None
         """The disk behind host memory, where there is one."""
@@ -77,6 +82,9 @@ class Rows:
         self._aside: list[Sequence] = []  # who waits for one of them
         self._kept = 0  # pages that those will need besides
         self._saved: list[tuple[Sequence, Snapshot]] = []  # snapshots that its chunks make
+        self._loads = 0  # that it begins
+        self.put_off = False
+        """Whether the plan that was made last left a load to the next one."""
         self._config = config
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -176,17 +184,21 @@ class Rows:
         assert self.tier is not None
         ticket = self.tier.under_way(copies)
         if ticket is None:
+            if self._loads:  # of a long prompt it takes milliseconds to begin one
+                self.put_off = True
+                return None
             # Those that were loaded before and wait are behind it in the queue.
-            if not self.tier.may_load and not (self.tier.give_up_ready() and self.tier.may_load):
+            if not self.tier.may_load(sequence) and not self.tier.give_up_ready(keep=sequence):
                 return None
             if not self._there_is_room(sequence, found, len(found) + len(copies)):
                 return None
         self.queue.pop()
         sequence.phase = Phase.LOADING
         if ticket is None:
+            self._loads += 1
             self.tier.load(sequence, found, copies)
         else:
-            self.tier.join(ticket, sequence)
+            self.tier.join(ticket, sequence, len(found))
         if self.disk is not None:
             self.disk.leave(sequence)  # the load pins what was kept for it
         return sequence
@@ -238,6 +250,10 @@ class Rows:
         ends = [(sequence, end) for sequence in self.prefilling for end in sequence.saves]
         ends += [(sequence, sequence.cursor) for sequence, _ in self._saved]
         return {sequence.keys[end // PAGE_TOKENS - 1] for sequence, end in ends}
+
+    def begin_plan(self) -> None:
+        """A plan is made now. It begins one load at the most."""
+        self._loads, self.put_off = 0, False
 
     def planned(self, prefilled: list[Sequence]) -> None:
         """The plan, with these prompts, is complete: from the next one on the pages that it fills are there to read."""

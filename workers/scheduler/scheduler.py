@@ -16,7 +16,7 @@ from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgr
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
-from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
+from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig
@@ -26,6 +26,7 @@ from workers.scheduler.intake import why_impossible
 from workers.scheduler.live import Live
 from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.prompt_budget import PromptBudget
+from workers.scheduler.prompt_speed import PromptSpeed
 from workers.scheduler.queue import NOT_SERVED, turn, urgency
 from workers.scheduler.results import Results, check
 from workers.scheduler.rows import Rows, by_rank
@@ -64,7 +65,8 @@ class Scheduler:
         self.config = config
         self._clock = clock
         self._counters = Counters()
-        self._rows = Rows(config, clock, self._counters.token_seconds)
+        self._prompt_speed = PromptSpeed()
+        self._rows = Rows(config, clock, self._prompt_speed.token_s)
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
         self._captures = Captures(config.portions, self._rows.cache, config.slots, config.ranks, clock)
@@ -258,6 +260,11 @@ class Scheduler:
         nobody waits for."""
         return self._rows.moved(message)
 
+    def pinned(self, message: Pinned) -> None:
+        """Take in how much of host memory a rank can copy to and from."""
+        if self._rows.tier is not None:
+            self._rows.tier.pinned(message)
+
     def disk_moved(self, message: DiskMoved) -> None:
         """Take in that a rank has copied pages to or from the disk. RuntimeError for an answer that nobody waits
         for."""
@@ -269,8 +276,11 @@ class Scheduler:
             self._rows.disk.found(message)
 
     def patience_s(self, most: float) -> float:
-        """Seconds after which `expire` or `save_pages` is to be called though nothing came, `most` at the most."""
+        """Seconds after which `expire`, `plan` or `save_pages` is to be called though nothing came, `most` at the
+        most."""
         disk = self._rows.disk
+        if self._rows.put_off and len(self._flights) < self.config.pipeline:
+            return 0.0
         if disk is None:
             return most
         patience = 0.0 if disk.busy else disk.patience_s
@@ -291,7 +301,9 @@ class Scheduler:
         chunks = [(row.start, len(row.tokens)) for row in plan.prefill]
         self._speculation.observe(plan.width, accepted_drafts, result.duration, alone=not plan.prefill)
         self._mixed.observe(len(flight.decode), plan.width, chunks, result.duration)
-        self._counters.count_step(len(flight.decode), sum(count for _, count in chunks), result.duration)
+        prompt_tokens = sum(count for _, count in chunks)
+        self._counters.count_step(len(flight.decode), prompt_tokens, result.duration)
+        self._prompt_speed.observe(prompt_tokens, result.duration)
         return tuple(outputs)
 
     def stats(self) -> EngineStats:
@@ -321,7 +333,7 @@ class Scheduler:
             counted = tier.counters
             gauges = replace(
                 gauges,
-                host_pages_total=tier.slots,
+                host_pages_total=tier.usable,
                 host_pages=tier.held,
                 host_saved_pages=counted.saved,
                 host_keys=pack_keys(tier.report()),
@@ -373,6 +385,7 @@ class Scheduler:
         """Chunks of running and newly admitted prompts, by rank, until there is no room. When a row was just
         preempted nobody is admitted, lest the pages go round in circles. Nor when enough was admitted for one plan. Who
         would find room for a few tokens alone is left out, with all behind it, but not for many plans in a row."""
+        self._rows.begin_plan()
         sequences: list[Sequence] = []
         rows: list[PrefillRow] = []
         left_out = False

@@ -105,8 +105,12 @@ class Sequence:
     """Steps that had a draft at each position, older ones for less; empty before the first."""
     drafts_accepted_at: list[float] = field(default_factory=list)
     """Steps, among these, in which all drafts up to that position were accepted."""
-    disk_asked: bool = False
-    """Whether it was seen what the disk has of its prompt."""
+    disk_asked: int = -1
+    """When it was last seen what the disk has of its prompt, in changes of what it is busy with."""
+    disk_left_s: float | None = None
+    """Seconds that it may still wait for the disk; None where it never did."""
+    disk_until: float = 0.0
+    """Until when, while it does."""
     reported: bool = False
     """Whether an output went out, and with it the number of cached tokens."""
     grammar: int = 0

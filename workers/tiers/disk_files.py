@@ -29,8 +29,9 @@ import re
 import struct
 import time
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -171,16 +172,12 @@ class DiskFiles:
 
     def write(self, page: DiskPage, record_B: NDArray[np.uint8]) -> None:
         """Write a page's contents, and then its header. OSError."""
-        descriptor, begin = self._open(page.slot, record_B)
-        try:
-            _whole(os.pwritev, descriptor, record_B, begin)
-        finally:
-            os.close(descriptor)
         header = self._named(page)
-        header += _digest(header, record_B)
-        _whole(
-            os.pwritev, self._headers, np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), np.uint8), self._at(page.slot)
-        )
+        header_B = np.frombuffer((header + _digest(header, record_B)).ljust(HEADER_BYTES, b"\0"), np.uint8)
+        if not self._copy(os.pwritev, page.slot, record_B) or not _whole(
+            os.pwritev, self._headers, header_B, self._at(page.slot)
+        ):
+            raise OSError(errno.EIO, "nothing is written, and no error told", str(self.folder))
 
     def read(self, page: DiskPage, record_B: NDArray[np.uint8]) -> bool:
         """Read a page's contents, and return whether they are those of this very page. OSError."""
@@ -189,14 +186,8 @@ class DiskFiles:
         # All but the serial number, of which who asks knows nothing.
         if header[:64] != named[:64] or header[72 : len(named)] != named[72:]:
             return False
-        descriptor, begin = self._open(page.slot, record_B)
-        try:
-            if not _whole(os.preadv, descriptor, record_B, begin):
-                return False
-            if not self.direct:
-                os.posix_fadvise(descriptor, begin, self.record_bytes, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        if not self._copy(os.preadv, page.slot, record_B):
+            return False
         end = _NAMED.size + _DIGEST_BYTES
         return _digest(header[: _NAMED.size], record_B) == header[_NAMED.size : end]
 
@@ -218,21 +209,26 @@ class DiskFiles:
         check = check_of(page.tokens)
         return _NAMED.pack(_MAGIC, self.root, page.key, page.parent, page.number, check, page.serial, page.tokens)
 
-    def _open(self, slot: int, record_B: NDArray[np.uint8]) -> tuple[int, int]:
-        """A descriptor of the segment that has a slot, and where in it the slot begins. Segments are opened anew each
-        time, which takes microseconds: there may be more of them than a process may have open."""
+    def _copy(self, copy: Any, slot: int, record_B: NDArray[np.uint8]) -> bool:
+        """Read or write the contents of a slot; whether there was all of them. The segment is opened anew each time,
+        which takes microseconds: there may be more of them than a process may have open."""
         if record_B.nbytes != self.record_bytes:
             raise ValueError(f"{record_B.nbytes} bytes for a slot of {self.record_bytes}")
         path = self.folder / segment_name(slot // self._per_segment)
         begin = slot % self._per_segment * self.record_bytes
         if self.direct and record_B.ctypes.data % mmap.PAGESIZE == 0:
             try:
-                return os.open(path, os.O_RDWR | os.O_DIRECT | _PRIVATE), begin
+                with _opened(path, os.O_DIRECT) as descriptor:
+                    return _whole(copy, descriptor, record_B, begin)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.direct = False  # this file system has no such thing
-        return os.open(path, os.O_RDWR | _PRIVATE), begin
+                self.direct = False  # this file system has no such thing: some say so here, and others at the copy
+        with _opened(path) as descriptor:
+            whole = _whole(copy, descriptor, record_B, begin)
+            if whole and copy is os.preadv:
+                os.posix_fadvise(descriptor, begin, self.record_bytes, os.POSIX_FADV_DONTNEED)
+            return whole
 
     def _scan(self) -> NDArray[np.void]:
         """Pages that are there under the root, in the order in which they were written."""
@@ -273,11 +269,26 @@ def _digest(named: bytes, record_B: NDArray[np.uint8]) -> bytes:
     return blake2b(named + struct.pack(f"<{len(parts)}I", *parts), digest_size=_DIGEST_BYTES).digest()
 
 
+@contextmanager
+def _opened(path: Path, how: int = 0) -> Iterator[int]:
+    """A descriptor of a segment."""
+    descriptor = os.open(path, os.O_RDWR | how | _PRIVATE)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _whole(copy: Any, descriptor: int, record_B: NDArray[np.uint8], begin: int) -> bool:
     """Read or write all of a record; whether there was all of it."""
     view, done = record_B.data, 0
     while done < len(view):
-        count = copy(descriptor, [view[done:]], begin + done)
+        try:
+            count = copy(descriptor, [view[done:]], begin + done)
+        except OSError as error:
+            if done and error.errno == errno.EINVAL:
+                return False  # past the cache of files nothing goes on in the middle of a block, as where a file ends
+            raise
         if count == 0:
             return False
         done += count

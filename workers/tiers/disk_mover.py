@@ -3,8 +3,10 @@
 Threads of their own do it, a page at a time each: disks answer many requests at once faster than one after the other,
 and nobody waits for them. Reads have threads of their own, as prompts wait for them and for writes nobody does.
 
-A disk that cannot be written to is given up, and so is one that gives back much that is not what was written: nothing
-is copied any more, one line in the log says so, and the scheduler is told with every answer.
+A disk that cannot be written to is given up, and so is one that gives back much that is not what this process has
+written: nothing is copied any more, one line of each rank in the log says so, and the scheduler is told with every
+answer. Pages that an earlier process has left half written, as in a power cut, say nothing of the disk: they cost no
+more than themselves.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import numpy as np
 
 from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskPage
 from workers.tiers.disk_files import DiskFiles
@@ -27,7 +32,9 @@ READERS: Final = 8
 """Threads of a rank that read. All ranks of a node share a disk."""
 WRITERS: Final = 2
 MOST_BAD_READS: Final = 64
-"""Pages that were not read as they had been written, after which a disk is given up."""
+"""Of `RECENT_READS`, reads that fail, or of pages that this process wrote and which are not as they were written, after
+which a disk is given up."""
+RECENT_READS: Final = 1000
 FOUND_PAGES: Final = 16384
 """Of one message at the start."""
 CLOSING_S: Final = 1.0
@@ -62,7 +69,11 @@ class DiskMover:
         self._records = memory.slot_SB.numpy()
         self._lock = threading.Lock()
         self.failed = False
-        self._bad_reads = 0
+        self._bad_reads: deque[bool] = deque(maxlen=RECENT_READS)
+        """Of the last reads, whether they speak against the disk."""
+        self._warned = False
+        self._own_S = np.zeros(files.slots, dtype=bool)
+        """Whether this process has written a slot."""
         self._reads: queue.SimpleQueue[_Page | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_Page | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -128,29 +139,36 @@ class DiskMover:
             record_B = self._records[one.page.host]
             if one.kind == "save":
                 self.files.write(one.page, record_B)
+                self._own_S[one.slot] = True
                 return True
             good = self.files.read(one.page, record_B)
+            fails = not good and bool(self._own_S[one.slot])
         except OSError as error:
             if one.kind != "load":
                 self._give_up(f"cannot be written to ({error.strerror})")
                 return False
-            good = False
-        if not good:
-            self._count_bad_read(one.slot)
+            good, fails = False, True
+        except Exception as error:  # a defect of ours: without this thread prompts would wait for nothing
+            logger.exception("page %d of %s cannot be copied", one.slot, self.files.folder)
+            self._give_up(f"cannot be used ({type(error).__name__}: {error})")
+            return False
+        self._count_read(one.slot, good, fails)
         return good
 
-    def _count_bad_read(self, slot: int) -> None:
+    def _count_read(self, slot: int, good: bool, fails: bool) -> None:
+        """`fails`: whether a read speaks against the disk."""
         with self._lock:
-            self._bad_reads += 1
-            count = self._bad_reads
-        if count == 1:
+            self._bad_reads.append(fails)
+            count = sum(self._bad_reads) if fails else 0
+            first, self._warned = not good and not self._warned, self._warned or not good
+        if first:
             logger.warning(
                 "page %d of %s is not as it was written: it is computed again; more of them are only counted",
                 slot,
                 self.files.folder,
             )
         if count >= MOST_BAD_READS:
-            self._give_up(f"gave back {count} pages that are not as they were written")
+            self._give_up(f"did not give back {count} of the last {RECENT_READS} pages as they were written")
 
     def _give_up(self, why: str) -> None:
         with self._lock:

@@ -37,7 +37,8 @@ from kernels.page_records import PagedRecords, gather_pages, scatter_pages
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
 from workers.memory.pinned import on_device
-from workers.protocol.tiers import MOST_SAVES, Moved, Moves
+from workers.protocol.messages import Fault
+from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned
 from workers.tiers.host_memory import HostMemory
 
 logger = logging.getLogger("latentserve.tiers")
@@ -78,6 +79,12 @@ def record_layout(specs: Sequence[CacheSpec]) -> tuple[int, ...]:
 def batch_of(record_bytes: int) -> int:
     """Pages that are saved at once."""
     return max(1, min(MOST_BATCH, STAGING_BYTES // record_bytes))
+
+
+def staging_bytes(record_bytes: int) -> int:
+    """Bytes of a GPU for pages on their way to host memory and from it (`Staging`)."""
+    batch = batch_of(record_bytes)
+    return (MOST_SAVES * batch + 2 * max(1, batch // 2)) * record_bytes
 
 
 @dataclass
@@ -139,9 +146,11 @@ class PageMover:
         rank: int,
         tell: Callable[[Moved], None],
         staging: Staging | None = None,
+        news: Callable[[Pinned | Fault], None] = lambda message: None,
     ) -> None:
-        """`rank`: of the replica. `tell` is called from other threads where there is `staging`, which a GPU needs."""
-        self.memory, self._rank, self._tell, self._staging = memory, rank, tell, staging
+        """`rank`: of the replica. `tell` is called from other threads where there is `staging`, which a GPU needs; and
+        then `news` hears how many slots are pinned, and of a thread that has failed."""
+        self.memory, self._rank, self._tell, self._staging, self._news = memory, rank, tell, staging, news
         self._shards, self._pages = cache.shards, cache.shards.pages(cache.pages)
         self._device = cache.layers[0].device
         begins = record_layout(cache.specs)
@@ -160,9 +169,7 @@ class PageMover:
             saving = partial(self._follow, self._saves, self._save, staging)
             loading = partial(self._follow, self._loads, self._load, staging)
             for name, work in (("pin", self._pin), ("save", saving), ("load", loading)):
-                thread = threading.Thread(target=work, name=f"{name} pages", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(thread_of(work, f"{name} pages", self._failed))
 
     def move(self, moves: Moves) -> None:
         """Begin these copies, behind all steps that were launched so far and before all later ones. MoveError."""
@@ -174,7 +181,7 @@ class PageMover:
         if not saves and not loads:
             self._tell(Moved(self._rank, moves.ticket))
         elif max(slot for _, slot in [*saves, *((page, slot) for slot, page in loads)]) >= self._pinned.slots:
-            self._tell(Moved(self._rank, moves.ticket, lost=True))  # not yet
+            self._tell(Moved(self._rank, moves.ticket, lost=True))  # the scheduler names none that is not pinned
         elif self._staging is None:
             begin = time.perf_counter()
             self._move_at_once(saves, loads)
@@ -183,6 +190,10 @@ class PageMover:
             self._gather(self._staging, moves.ticket, saves)
         else:
             self._loads.put(_Copies(moves.ticket, loads, self._now()))
+
+    def _failed(self, error: BaseException) -> None:
+        cause = f"rank {self._rank}: pages cannot be copied: {type(error).__name__}: {error}"
+        self._news(Fault(cause, self._rank, in_step=True))  # errors of a device come up wherever it is asked next
 
     @property
     def all_pinned(self) -> bool:
@@ -298,7 +309,7 @@ class PageMover:
 
     def _pin(self) -> None:
         """Pin host memory piece by piece, from the first slot on; in a thread of its own, as a terabyte takes minutes.
-        Copies of slots that are not pinned yet count as lost."""
+        The scheduler hears of each, and uses no others."""
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with ThreadPoolExecutor(FINDERS) as finders:
@@ -318,6 +329,22 @@ class PageMover:
                     )
                     return
                 self._pinned.slots += len(piece)
+                self._news(Pinned(self._rank, self._pinned.slots))
+
+
+def thread_of(work: Callable[[], object], name: str, failed: Callable[[BaseException], None]) -> threading.Thread:
+    """A thread of this name, which is running. What `work` raises `failed` is told, and the log."""
+
+    def watched() -> None:
+        try:
+            work()
+        except BaseException as error:
+            logger.exception("the thread that is to %s has failed", name)
+            failed(error)
+
+    thread = threading.Thread(target=watched, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _find(memory: Tensor) -> None:

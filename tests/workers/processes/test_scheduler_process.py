@@ -30,6 +30,7 @@ from workers.protocol.messages import (
 )
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.protocol.prompt import Prompt
+from workers.protocol.tiers import Pinned
 from workers.scheduler import Scheduler
 
 
@@ -365,3 +366,26 @@ def test_a_capture_that_never_ends_is_noticed() -> None:
         assert isinstance(world.hears(Ready), Ready)
         assert isinstance(world.plans[0].receive(timeout_ms=5000), CapturePortion)
         assert re.fullmatch(r"a capture of graphs has not ended for \d+ s", world.fault())
+
+
+def test_host_memory_is_used_as_far_as_all_ranks_have_pinned_it() -> None:
+    with played(ranks=2, serving=False) as world:
+
+        def usable() -> int:
+            found = world.hears(EngineStats)
+            assert isinstance(found, EngineStats), found
+            return found.host_pages_total
+
+        world.results.send(Pinned(1, 5))  # before it is ready
+        for rank in range(2):
+            world.results.send(Ready(rank, 9, 200, 50, host_pages=20, pins_pages=True))
+        assert usable() == 0
+        world.results.send(Pinned(0, 10))
+        deadline = time.monotonic() + 5
+        while (held := usable()) == 0:
+            assert time.monotonic() < deadline
+        assert held == 5
+        world.results.send(Pinned(1, 20))
+        while (held := usable()) == 5:
+            assert time.monotonic() < deadline
+        assert held == 10

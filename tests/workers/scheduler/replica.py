@@ -56,6 +56,8 @@ class Replica:
         self.losses = 0.0
         """How often a copy fails."""
         self.lost: dict[int, bool] = {}
+        self.page_s: float | None = None
+        """Seconds that a page takes to be read from disk or written; none: a ticket takes a millisecond."""
         self.chance = random.Random(seed)
         self.plans: list[StepPlan] = []
         self.overtaken = 0
@@ -156,8 +158,10 @@ class Replica:
         """Let one rank say that it is done, whichever. The last one names what is bad."""
         answer = self.disk_answers.pop(self.chance.randrange(len(self.disk_answers)))
         if all(other.ticket != answer.ticket for other in self.disk_answers):
+            pages = len(slots_of(self.worker.on_disk[answer.ticket][0]))
             bad = self.worker.moved_on_disk(answer.ticket, self.bad.pop(answer.ticket))
-            answer = replace(answer, bad=tuple(bad), seconds=0.001)
+            seconds = 0.001 if self.page_s is None else self.page_s * pages
+            answer = replace(answer, bad=tuple(bad), seconds=seconds)
         self.scheduler.disk_moved(answer)
 
     def start_again(self) -> Replica:
@@ -376,7 +380,9 @@ def check_tier(tier: HostTier, disk: DiskTier | None = None) -> None:
     pins = Counter(copy for ticket in tickets for copy in ticket.copies)
     pins.update(copy for kept in (disk._kept.values() if disk is not None else ()) for copy in kept)
     slots = [copy.page for copy in copies] + [copy.page for copy in pins if copy.gone]
-    assert sorted([*slots, *tier._free]) == list(range(tier.slots))
+    assert sorted([*slots, *tier._free, *tier._unpinned]) == list(range(tier.slots))
+    assert all(slot < tier.usable for slot in [*slots, *tier._free])
+    assert tier._unpinned == list(range(tier.slots - 1, tier.usable - 1, -1))
     for copy in copies:
         assert copy.pins == pins[copy]
         assert not copy.gone
@@ -415,4 +421,5 @@ def check_disk(disk: DiskTier) -> None:
             assert (index._used[slot], slot) in ends
         assert index._complete[slot] or pins[slot]
     assert set(disk._ticket_of) == {row for ticket in tickets for row in ticket.waiting}
-    assert all(row.phase is Phase.WAITING for row in disk._kept)
+    assert all(row.phase is Phase.WAITING for row in disk._kept if row not in disk._ticket_of | disk._queued)
+    assert disk._ticket_of.keys().isdisjoint(disk._queued)

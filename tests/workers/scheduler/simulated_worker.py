@@ -229,6 +229,11 @@ class SimulatedWorker:
             else:
                 self.target[entries], self.draft[entries], self.broken[entries] = self.host[slot]
 
+    def breaks(self, slot: int) -> None:
+        """What is in a slot of host memory is no numbers from now on."""
+        target, draft, _ = self.host[slot]
+        self.host[slot] = target, draft, [True] * PAGE_TOKENS
+
     # Disk
 
     def move_on_disk(self, moves: DiskMoves) -> None:

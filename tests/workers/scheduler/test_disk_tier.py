@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from replica import Replica
@@ -164,7 +165,7 @@ def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes() -> None:
     """Steps of the simulated worker take a millisecond each."""
     replica = tiered()
     first = waiting(replica)
-    token_s = replica.scheduler._counters.token_seconds()
+    token_s = replica.scheduler._prompt_speed.token_s()
     assert token_s is not None
     computing = LONG * token_s
     assert replica.scheduler.patience_s(9.0) == pytest.approx(computing)
@@ -250,16 +251,24 @@ def test_a_rank_whose_disk_hangs_is_noticed_beside_one_that_answers() -> None:
     assert disk_of(replica).failed
 
 
-@pytest.mark.parametrize("margin", ["FIRST_MARGIN", "MARGIN"])
+@pytest.mark.parametrize(("margin", "read"), [("FIRST_MARGIN", [4, 5]), ("MARGIN", [4, 4, 1])])
 def test_no_more_is_read_at_once_than_comes_long_before_a_disk_counts_as_failed(
-    monkeypatch: pytest.MonkeyPatch, margin: str
+    monkeypatch: pytest.MonkeyPatch, margin: str, read: list[int]
 ) -> None:
     replica = tiered(disk_page_s=1e-4)
+    replica.page_s = 1e-4
     first = filled(replica)[0]
-    disk_of(replica)._measured = margin == "MARGIN"
+    begin, sizes = DiskTier._begin_load, []
+
+    def watched(self: DiskTier, row: Any, slots: list[int], *given: Any) -> None:
+        sizes.append(len(slots))
+        begin(self, row, slots, *given)
+
+    monkeypatch.setattr(DiskTier, "_begin_load", watched)
+    disk_of(replica)._pace.measured = margin == "MARGIN"
     monkeypatch.setattr(disk_tier, margin, LONGEST_S / 4.5e-4)
-    assert served(replica, "again", first) == 4 * PAGE_TOKENS
-    assert replica.scheduler.stats().disk_loaded_pages == 4
+    assert served(replica, "again", first) == LONG
+    assert sizes == read
 
 
 def offered(replica: Replica) -> int:
@@ -272,6 +281,48 @@ def test_pages_do_not_wait_for_a_disk_to_which_nothing_is_ever_written() -> None
     asked = filled(replica)
     served(replica, "again", asked[3])
     assert offered(replica) == 0
+
+
+def test_what_waits_to_be_saved_is_no_more_than_host_memory_holds() -> None:
+    """Hardly anything is ever written, and each prompt is asked for twice."""
+    replica = tiered(pages=40, host_pages=40, disk_writes_per_s=1e-9, disk_writes_saved_up=2.0)
+    for seed in range(30):
+        for again in range(2):
+            served(replica, f"{seed}.{again}", tokens(600, seed=seed))
+    disk = disk_of(replica)
+    for waiting in (disk._again, disk._new):
+        assert len(waiting) <= 2 * 40 + disk_tier.WRITE_BATCH + 1
+    assert replica.scheduler.stats().disk_dropped_pages > 0
+
+
+def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = {"disk_writes_per_s": 1.0, "disk_writes_saved_up": 16.0}
+    replica = tiered(pages=200, host_pages=200, disk_pages=400, max_context=7000, **budget)
+    prompt = tokens(100 * PAGE_TOKENS, seed=1)
+    served(replica, "first", prompt)
+    disk = disk_of(replica)
+    assert disk.index.held == 8, "the other half is for pages that a second prompt begins with"
+    disk._new.clear()
+    looked: list[int] = []
+    honest = DiskTier._missing
+
+    def missing(self: DiskTier, copy: Any) -> Any:
+        found = honest(self, copy)
+        looked.append(len(found))
+        return found
+
+    monkeypatch.setattr(DiskTier, "_missing", missing)
+    served(replica, "second", [*prompt, 1])
+    while disk.index.held < 100:
+        before = disk.index.held
+        replica.now += 1000.0
+        replica.scheduler.save_pages()
+        replica.channel.extend(replica.scheduler.moves())
+        replica.run()
+        assert before < disk.index.held <= before + 16
+    assert 92 <= sum(looked) <= 2 * 92, "once, and perhaps once more for what came between"
 
 
 def test_pages_do_not_wait_for_a_disk_that_has_failed() -> None:
@@ -306,22 +357,101 @@ def test_pages_that_a_rank_did_not_look_at_are_found_by_another_start() -> None:
     assert served(again, "again", first) == 7 * PAGE_TOKENS, "the eighth was not as it was written"
 
 
-def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
-    replica = tiered(disk_page_s=1.0)
+def of_speed(replica: Replica, page_s: float) -> Replica:
+    """The replica after another start, with so slow a disk. Computing a page takes it a millisecond."""
+    again = replica.start_again()
+    again.page_s = page_s
+    again.scheduler.save_pages()
+    disk_of(again)._token_s = lambda: 1e-3 / PAGE_TOKENS
+    return again
+
+
+def test_a_disk_that_reads_faster_than_computing_is_read_whatever_was_guessed_of_it() -> None:
+    replica = tiered(host_pages=20, disk_page_s=0.002)  # twice what computing takes
+    asked = filled(replica, prompts=8)
+    again = of_speed(replica, page_s=1e-4)
+    served(again, "computed", tokens(600, seed=99))
+    for number, pause in enumerate((0.0, 0.0, 120.0, 3600.0)):
+        again.now += pause
+        assert served(again, f"again {number}", asked[number]) == LONG, f"after {pause} s"
+    assert again.scheduler.stats().disk_loaded_pages == 36
+
+
+def test_a_disk_that_reads_slower_than_computing_is_tried_once_and_more_and_more_seldom() -> None:
+    replica = tiered(disk_pages=400)
+    asked = filled(replica, prompts=10)
+    again = of_speed(replica, page_s=0.01)
+    assert served(again, "first", asked[0]) == LONG
+    assert served(again, "second", asked[1]) == 0
+    tried = []
+    for minute in range(1, 9):
+        again.now += disk_tier.LONGEST_S * 2
+        served(again, f"minute {minute}", asked[minute + 1])
+        tried.append(again.scheduler.stats().disk_loaded_pages)
+        served(again, f"beside that {minute}", tokens(600, seed=100 + minute))
+        served(again, f"and that {minute}", tokens(600, seed=200 + minute))
+    assert [count // 9 for count in tried] == [2, 2, 3, 3, 3, 3, 4, 4]
+    again.page_s = 1e-4
+    again.now += 8 * 60
+    assert served(again, "faster", asked[0]) == LONG
+    assert served(again, "then as well", asked[2]) == LONG
+
+
+def test_loads_beside_each_other_do_not_make_a_disk_seem_slow() -> None:
+    """Each takes 0.4 of what computing takes, and is read behind those before it."""
+    replica = tiered(pages=100, host_pages=200, slots=8)
+    asked = filled(replica, prompts=5)
+    again = of_speed(replica, page_s=0.0)
+    for number, prompt in enumerate(asked):
+        assert again.add(f"c{number}", prompt, max_tokens=2) is None
+    while again.plan() is not None:
+        pass
+    again.move()
+    assert len(again.disk_answers) == 5
+    for number, answer in enumerate(again.disk_answers, 1):
+        again.now += 9 * 0.4e-3
+        again.scheduler.expire()
+        bad = again.worker.moved_on_disk(answer.ticket, again.bad.pop(answer.ticket))
+        again.scheduler.disk_moved(DiskMoved(0, answer.ticket, tuple(bad), number * 9 * 0.4e-3))
+        assert disk_of(again)._pace.page_s() == pytest.approx(0.4e-3)
+    again.disk_answers.clear()
+    again.run()
+    again.check_tokens()
+    assert [again.outputs[f"c{number}"][0].cached_tokens for number in range(5)] == [LONG] * 5
+    assert again.scheduler.stats().disk_late_loads == 3, "they waited as long as computing takes"
+
+
+def test_time_in_the_queue_is_no_wait_for_the_disk() -> None:
+    """A prompt is read in two parts, between which it waits for the only slot for long."""
+    replica = tiered(pages=40, slots=1, disk_page_s=1e-4)
     first = filled(replica)[0]
+    again = of_speed(replica, page_s=1e-4)
+    disk_of(again)._pace.observe(1e-4, worthwhile=True)
+    assert again.add("c", first, max_tokens=2) is None
+    honest, disk = DiskTier._most_at_once, disk_of(again)
+    disk._most_at_once = lambda: 4  # type: ignore[method-assign]
+    while again.plan() is not None:
+        pass
+    assert again.add("busy", tokens(20, seed=77), max_tokens=30, priority=-1) is None
+    again.plan()
+    again.move()
+    while again.disk_answers:
+        again.answer_of_disk()
+    again.now += 10.0
+    assert again.scheduler._live["c"].phase is Phase.WAITING
+    disk._most_at_once = lambda: honest(disk)  # type: ignore[method-assign]
+    again.run()
+    again.check_tokens()
+    assert again.outputs["c"][0].cached_tokens == LONG
+    assert again.scheduler.stats().disk_late_loads == 0
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
+    replica = tiered()
+    first = filled(replica)[0]
+    disk_of(replica)._pace.observe(1.0, worthwhile=False)
     assert served(replica, "again", first) == 0
     assert replica.scheduler.stats().disk_loaded_pages == 0
-
-
-def test_a_disk_that_was_slow_is_tried_again_later() -> None:
-    replica = tiered()
-    asked = filled(replica)
-    disk = disk_of(replica)
-    disk._page_s, disk._measured_at, disk._measured = 1.0, replica.now, True
-    assert served(replica, "again", asked[0]) == 0
-    replica.now += 30 * disk_tier.FORGETS_S
-    served(replica, "another", tokens(600, seed=9))
-    assert served(replica, "later", asked[1]) == LONG
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -335,6 +465,98 @@ def test_who_leaves_while_pages_are_read_loses_none(ranks: int) -> None:
     replica.check_rest()
     assert served(replica, "d", first) == LONG
     assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def sessions(replica: Replica, count: int, common: int) -> list[list[int]]:
+    """So many prompts of 20 pages served, which begin with the same `common` pages; and a further token."""
+    first = tokens(common * PAGE_TOKENS, seed=99)
+    asked = [[*first, *tokens((20 - common) * PAGE_TOKENS, seed=seed)] for seed in range(count)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"first {number}", prompt)
+        served(replica, f"second {number}", [*prompt, 4])
+    return [[*prompt, 1, 2, 3] for prompt in asked]
+
+
+def asked_together(replica: Replica, prompts: list[list[int]]) -> list[int]:
+    """Pages that these found cached when they came at one time."""
+    for number, prompt in enumerate(prompts):
+        assert replica.add(f"together {number}", prompt, max_tokens=2) is None
+    for _ in range(20_000):
+        if not replica.step():
+            break
+        replica.check_pages()
+        replica.check_books()
+    replica.check_tokens()
+    replica.check_rest()
+    return [replica.outputs[f"together {number}"][0].cached_tokens // PAGE_TOKENS for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_askers_that_begin_alike_get_all_that_each_of_them_has_on_disk(count: int) -> None:
+    replica = tiered(pages=200, max_context=1500, host_pages=200, disk_pages=400, slots=8, token_budget=2000)
+    asked = sessions(replica, count, common=4)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [20] * count
+    assert again.scheduler.stats().disk_loaded_pages == 4 + 16 * count, "what they have in common is read once"
+
+
+@pytest.mark.parametrize("host_pages", [200, 100, 40])
+def test_who_finds_no_room_for_a_load_waits_for_those_under_way(host_pages: int) -> None:
+    replica = tiered(pages=200, max_context=1500, host_pages=host_pages, disk_pages=400, slots=8, token_budget=2000)
+    asked = sessions(replica, 6, common=0)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [20] * 6
+
+
+def test_who_comes_before_a_disk_was_measured_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little is read at once before anything was measured that there is one load at a time."""
+    replica = tiered(host_pages=200, pages=100, slots=8, max_context=1000, disk_page_s=1e-4)
+    asked = filled(replica, prompts=5)
+    monkeypatch.setattr(disk_tier, "FIRST_MARGIN", LONGEST_S / 9.5e-4)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [9] * 5
+
+
+def test_who_waits_for_room_goes_on_when_computing_would_have_ended() -> None:
+    replica = tiered(host_pages=30, pages=100, slots=8, max_context=1000)
+    asked = filled(replica, prompts=5)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    for number, prompt in enumerate(asked[:3]):
+        assert again.add(f"c{number}", prompt, max_tokens=2) is None
+    while again.plan() is not None:
+        pass
+    again.move()
+    disk = disk_of(again)
+    assert (len(disk._ticket_of), len(disk._queued)) == (2, 1)
+    stalled, again.disk_answers = again.disk_answers, []
+    patience = again.scheduler.patience_s(LONGEST_S)
+    assert patience == pytest.approx(LONG * disk_tier.TOKEN_S)
+    again.now += 1.01 * patience
+    again.scheduler.expire()
+    assert not disk.waiting
+    again.check_books()
+    while len(again.finish) < 3:
+        assert again.plan() is not None or again.launched
+        again.apply()
+    assert again.scheduler.stats().disk_late_loads == 3
+    again.disk_answers = stalled
+    again.run()
+    again.check_tokens()
+    again.check_pages()
+
+
+def test_a_load_in_two_parts_keeps_both_until_its_turn() -> None:
+    """Room for eleven pages beside the load of another: the rest comes when that has ended."""
+    replica = tiered(pages=200, max_context=1500, host_pages=62, disk_pages=400, slots=8, token_budget=2000)
+    asked = sessions(replica, 2, common=0)
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert asked_together(again, asked) == [20, 20]
+    assert again.scheduler.stats().disk_loaded_pages == 40
 
 
 def test_askers_of_the_same_pages_wait_for_one_load() -> None:
@@ -514,10 +736,9 @@ def test_what_was_doubted_is_not_found_by_another_start() -> None:
         replica.move()
         if replica.disk_answers:
             replica.answer_of_disk()
-    replica.answer()
-    rows = replica.scheduler._rows
-    page = next(iter(rows.tier._ready.values())).row.pages[3]  # type: ignore[union-attr]
-    replica.worker.broken[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = [True] * PAGE_TOKENS
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    replica.worker.breaks(tier._copies[page_keys(first)[3]].page)
     replica.worker.mishap = 1e-30  # looks for entries that are no numbers
     replica.run()
     replica.check_tokens()
@@ -526,6 +747,9 @@ def test_what_was_doubted_is_not_found_by_another_start() -> None:
     keys = set(page_keys(first))
     known = {page.key: page.serial for page, _ in replica.worker.disk.values() if page.key in keys}
     assert all(serial >= 36 for serial in known.values()), "as computed again"
+    served(replica, "another", tokens(600, seed=9))
+    assert served(replica, "again", first) == LONG, "from host memory, which has forgotten what was doubted"
+    assert replica.scheduler.stats().bad_rows == 1
 
 
 def on_disk(replica: Replica, prompt: list[int]) -> list[int]:

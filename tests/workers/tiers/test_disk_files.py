@@ -498,6 +498,101 @@ def test_reads_that_fail_cost_their_pages_and_many_of_them_the_disk(
     moves.close()
 
 
+def test_pages_that_an_earlier_run_left_half_written_do_not_cost_the_disk(tmp_path: Path) -> None:
+    files, told = written(tmp_path), Told()
+    flip(files.folder / segment_name(0), 0)
+    moves = mover(files, memory(), told)
+    for number in range(MOST_BAD_READS + 5):
+        moves.move(DiskMoves(number, loads=(page(1),)))
+        (bad, off) = (told.wait(number + 1)[-1].bad, told[-1].off)
+        assert (bad, off) == ((0,), False)
+    moves.close()
+
+
+def test_a_disk_is_given_up_for_what_it_did_lately_and_not_for_all_its_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.tiers.disk_mover.RECENT_READS", MOST_BAD_READS + 6)
+    files, told = opened(tmp_path), Told()
+    moves = mover(files, memory(), told)
+    moves.move(DiskMoves(0, saves=(page(1), page(2, host=1))))
+    told.wait(1)
+    flip(files.folder / segment_name(0), 0)
+
+    def reads(number: int, count: int) -> bool:
+        """Whether the disk is given up when a page was read so often."""
+        for _ in range(count):
+            moves.move(DiskMoves(len(told), loads=(page(number),)))
+            told.wait(len(told) + 1)
+        return told[-1].off
+
+    assert not reads(1, MOST_BAD_READS - 1)
+    assert not reads(2, MOST_BAD_READS + 6)
+    assert not reads(1, MOST_BAD_READS - 1)
+    assert reads(1, 1)
+    moves.close()
+
+
+def test_a_defect_of_ours_costs_the_disk_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, told = written(tmp_path), Told()
+    moves = mover(files, memory(), told)
+    for number in range(20):  # more than there are threads
+        moves.move(DiskMoves(number, loads=(page(1, slot=SLOTS + 1),)))
+    assert [moved.bad for moved in told.wait(20)] == [(SLOTS + 1,)] * 20
+    assert told[-1].off
+    assert "scheduler and rank disagree" in caplog.text
+    moves.close()
+
+
+@pytest.mark.parametrize("where", ["open", "copy"])
+def test_a_file_system_that_knows_no_direct_access_is_read_and_written_through_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Some say so when a file is opened, and others when it is read or written."""
+    files, record_B = opened(tmp_path), memory().slot_SB.numpy()[1]
+    honest_open = os.open
+
+    def refuses(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT and where == "open":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return honest_open(path, flags, *mode)
+
+    def copies(honest: Any) -> Any:
+        def copy(descriptor: int, *given: Any) -> Any:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and where == "copy":
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return honest(descriptor, *given)
+
+        return copy
+
+    monkeypatch.setattr(disk_files.os, "open", refuses)
+    for name in ("pwritev", "preadv"):
+        monkeypatch.setattr(disk_files.os, name, copies(getattr(os, name)))
+    record_B[:] = contents(1)
+    files.write(page(1), record_B)
+    assert not files.direct
+    files.direct = True
+    record_B[:] = 0
+    assert files.read(page(1), record_B)
+    np.testing.assert_array_equal(record_B, contents(1))
+    assert not files.direct
+
+
+def test_a_disk_that_writes_nothing_and_tells_no_error_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, told = written(tmp_path), Told()
+    moves = mover(files, memory(), told)
+    monkeypatch.setattr(disk_files.os, "pwritev", lambda *given: 0)
+    moves.move(DiskMoves(1, saves=(page(6),)))
+    (moved,) = told.wait(1)
+    assert (moved.bad, moved.off) == ((5,), True)
+    assert os.pread(files._headers, HEADER_BYTES, 5 * HEADER_BYTES) == bytes(HEADER_BYTES), "no header follows"
+    moves.close()
+
+
 def test_a_read_that_never_ends_holds_up_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, host, told = written(tmp_path), memory(), Told()
     honest, release = os.preadv, threading.Event()

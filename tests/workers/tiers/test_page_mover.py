@@ -17,10 +17,21 @@ from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, IndexSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.protocol.tiers import Moved, Moves
+from workers.protocol.messages import Fault
+from workers.protocol.tiers import Moved, Moves, Pinned
 from workers.tiers import host_memory
 from workers.tiers.host_memory import HostMemory, available_bytes, node_name
-from workers.tiers.mover import ALIGNMENT, MoveError, PageMover, batch_of, record_layout, runs
+from workers.tiers.mover import (
+    ALIGNMENT,
+    MoveError,
+    PageMover,
+    Staging,
+    batch_of,
+    record_layout,
+    runs,
+    staging_bytes,
+    thread_of,
+)
 
 CPU = torch.device("cpu")
 SPECS: list[CacheSpec] = [
@@ -127,6 +138,23 @@ def test_pages_and_slots_that_there_are_not_are_refused(moves: Moves) -> None:
     assert not told
 
 
+def test_a_thread_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    told: list[BaseException] = []
+    thread_of(fails, "save pages", told.append).join()
+    assert [str(error) for error in told] == ["CUDA error: an illegal memory access was encountered"]
+    assert "the thread that is to save pages has failed" in caplog.text
+    news: list[Pinned | Fault] = []
+    mover = PageMover(caches(1), memory()[0], 3, lambda moved: None, news=news.append)
+    mover._failed(told[0])
+    (fault,) = news
+    assert isinstance(fault, Fault)
+    assert (fault.rank, fault.secondary) == (3, False)
+    assert fault.cause.startswith("rank 3: pages cannot be copied: RuntimeError: CUDA error")
+
+
 def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
     layout = record_layout(SPECS)
     assert all(begin % ALIGNMENT == 0 for begin in layout)
@@ -134,6 +162,13 @@ def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
     assert all(after - begin >= spec.page_bytes for begin, after, spec in zip(layout, layout[1:], SPECS, strict=False))
     assert batch_of(10**12) == 1
     assert batch_of(1) > 1
+
+
+@pytest.mark.parametrize("record", [4096, 2_605_056, 10**8])
+def test_memory_for_pages_on_their_way_is_counted_as_it_is_taken(record: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    staging = Staging.allocate(record, torch.device("meta"))
+    assert sum(part_NR.nbytes for part_NR in (*staging.save_NR, *staging.load_NR)) == staging_bytes(record)
 
 
 @pytest.mark.parametrize(
