@@ -120,8 +120,10 @@ def test_reads_hy4(tmp_path: Path) -> None:
     assert not config.indexing.is_shared(78)  # the layer that drafts has an indexer
     own = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps", "swiglu_limit")
     own += ("index_head_dim", "index_topk", "hc_mult", "hc_magnitude", "hc_eps", "norm_topk_prob")
-    own += ("num_nextn_predict_layers",)
+    own += ("num_nextn_predict_layers", "indexer_types", "mlp_layer_types", "layer_types")
     assert parse_config({name: value for name, value in HY4.items() if name not in own}) == config
+    for keys in (None, 8, 32, 64):  # says nothing where every head has keys of its own
+        assert parse_config({**HY4, "num_key_value_heads": keys}) == config
     HYV4Config(**HY4).save_pretrained(tmp_path)
     assert load_config(tmp_path) == config
     sees = {"model_type": "hy_v4_vl", "text_config": {**HY4, "model_type": "hy_v4_vl_text"}, "vision_config": {}}
@@ -139,7 +141,6 @@ def test_reads_hy4(tmp_path: Path) -> None:
         (HY4, {"swiglu_limit": "10"}, ["swiglu_limit", "a number"]),
         (HY4, {"hc_mult": 0}, ["hc_mult", "at least 1"]),
         (HY4, {"q_lora_rank": None}, ["q_lora_rank = None", "hy_v4", "latent"]),
-        (HY4, {"num_key_value_heads": 8}, ["num_key_value_heads = 8", "64"]),
         (HY4, {"num_local_experts": 64}, ["num_local_experts = 64", "n_routed_experts = 256"]),
         (HY4, {"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers = 2"]),
         (HY4, {"index_share_for_mtp_iteration": True}, ["index_share_for_mtp_iteration = True"]),
