@@ -61,6 +61,11 @@ MXFP8_CONFIG: dict[str, Any] = {
     "group_size": 32,
     "ignore": ["lm_head"],
 }
+MXFP8_NESTED: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quantization": {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
+}
+"""The form that Hy4-preview-FP8 has."""
 
 
 def e4m3(byte: np.ndarray) -> np.ndarray:

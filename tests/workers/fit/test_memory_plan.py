@@ -11,7 +11,7 @@ import torch
 from paged import CPU
 from planned_starts import STARTS
 from published_configs import GLM52, HY4, K25, V3, V32
-from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_CONFIG, quantize
+from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_NESTED, quantize
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
 
@@ -101,7 +101,7 @@ def test_published_models_take_what_the_documentation_says(name: str, gib: float
     in_fp8 = {"DeepSeek-V3": V3, "DeepSeek-V3.2": V32, "GLM-5.2": GLM52}
     values = {**in_fp8[name], "quantization_config": FP8_CONFIG} if name in in_fp8 else kimi
     if name == "Hy4-preview-FP8":
-        values = {**HY4, "quantization_config": MXFP8_CONFIG}
+        values = {**HY4, "quantization_config": MXFP8_NESTED}
     (tmp_path / "config.json").write_text(json.dumps(values))
     plan = plan_of(tmp_path, int(139.8 * GIB), tensor_parallel=8, max_context=32768)
     assert plan.weights / GIB == pytest.approx(gib, abs=0.05)

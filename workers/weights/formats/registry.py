@@ -22,11 +22,20 @@ def stored_format(name: str, dtype_of: Callable[[str], str | None]) -> Format:
     return next((format for format in FORMATS if format.stores(name, dtype_of)), PLAIN)
 
 
+def stated(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a quantization_config, those included that modelopt has in an object `quantization` within it, as
+    in its hf_quant_config.json."""
+    inner = given.get("quantization")
+    if given.get("quant_method") != "modelopt" or not isinstance(inner, dict):
+        return given
+    return {**{name: value for name, value in given.items() if name != "quantization"}, **inner}
+
+
 def difference(given: Mapping[str, Any]) -> str:
     """Return what in a quantization_config is not supported, as the first format of its method has it; "" if one of the
     formats is the checkpoint's."""
-    method = given.get("quant_method")
-    found = [format.difference(given) for format in FORMATS if format.method == method]
+    told, method = stated(given), given.get("quant_method")
+    found = [format.difference(told) for format in FORMATS if format.method == method]
     if not found:
         return f"quant_method = {method!r}"
     return "" if "" in found else found[0]
@@ -35,7 +44,7 @@ def difference(given: Mapping[str, Any]) -> str:
 def assumed_dtypes(given: Mapping[str, Any] | None) -> Callable[[str], str | None]:
     """The dtype of a tensor by its name, in safetensors' words, in checkpoints with this quantization_config: as far as
     a config.json tells, for those who do not have the files yet. None: there is no such tensor."""
-    told = given or {}
+    told = stated(given or {})
     alike = [format for format in FORMATS if format.method == told.get("quant_method")]
     own = next((format for format in alike if not format.difference(told)), alike[0] if alike else None)
     endings = {suffix for format in FORMATS for suffix in format.suffixes if suffix}
