@@ -31,8 +31,10 @@ _SEES: Final = r"^(vision_tower|multi_modal_projector|vision_encoder|vision_lang
 class Mistral4(DeepseekV3):
     """No bias of the router, no layer that drafts, one group of experts.
 
-    The softmax scale has YaRN's correction where config.json has `mscale_all_dim`, as transformers computes it, and not
-    where the rope has `apply_scale: false`, as the makers' params.json says it and vLLM and SGLang read that.
+    YaRN's corrections of the softmax scale and of cosines are left out unless the rope has `apply_scale: true`. The
+    makers' params.json says that, and vLLM and SGLang read it there; their config.json has no word for it, but an
+    `mscale` and an `mscale_all_dim` of 1, which leave cosines as they are, and for which transformers corrects the
+    softmax scale all the same.
     """
 
     bias = False
@@ -75,8 +77,6 @@ class Mistral4(DeepseekV3):
         if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) != "yarn":
             raise fields.unsupported(f"{where} (mistral4)", given, ({"rope_type": "yarn"},))
         rope = Fields(given, f"{fields.prefix}{where}.")
-        if rope.flag("apply_scale", False):
-            raise rope.unsupported("apply_scale", True, (False,))
         roped = fields.count("qk_rope_head_dim")
         part = roped / (fields.count("qk_nope_head_dim") + roped)
         if (asked := rope.number("partial_rotary_factor", part)) != part:  # says the same once more
@@ -86,7 +86,10 @@ class Mistral4(DeepseekV3):
         read = read_rope(Fields({**fields.values, where: plain}, fields.prefix), interleaved=self.interleaved(fields))
         assert read.yarn is not None
         yarn = read.yarn
-        if "apply_scale" in given:
+        if rope.flag("apply_scale", False):
+            known = {name: rope.number(name, 1.0) for name in ("mscale", "mscale_all_dim")}
+            yarn = replace(yarn, **known)
+        else:
             factor = 1.0 if yarn.attention_factor is None else yarn.attention_factor
             yarn = replace(yarn, attention_factor=factor, mscale=0.0, mscale_all_dim=0.0)
         return replace(read, yarn=yarn), self._scaling(fields, rope, yarn)

@@ -351,9 +351,12 @@ def test_reads_mistral_small_4(tmp_path: Path) -> None:
     assert config.routing is not None
     assert (config.routing.rule.scoring, config.routing.rule.normalize, config.routing.bias) == ("softmax", True, False)
     assert config.query_scaling == QueryScaling(0.1, 8192)
-    assert softmax_scale(config) == pytest.approx(Mistral4Attention(Mistral4Config(), 0).scaling, rel=1e-12)
+    assert softmax_scale(config) == pytest.approx(128**-0.5, rel=1e-12)
     assert frequencies(config.rope, 64)[1] == 1.0
     text = SMALL4["text_config"]
+    scaled = parse_config({**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": True}})
+    assert softmax_scale(scaled) == pytest.approx(Mistral4Attention(Mistral4Config(), 0).scaling, rel=1e-12)
+    assert frequencies(scaled.rope, 64)[1] == 1.0
     assert replace(parse_config({**text, "tie_word_embeddings": False}), model_type="mistral3") == config
     bare = {
         name: value for name, value in text.items() if name not in ("n_group", "norm_topk_prob", "n_shared_experts")
@@ -369,14 +372,18 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text(json.dumps(SMALL4_PARAMS))
     own = load_config(tmp_path)
     assert softmax_scale(own) == pytest.approx(128**-0.5, rel=1e-12)
-    text = SMALL4["text_config"]
-    said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": False}}
-    assert own == parse_config({**said, "tie_word_embeddings": False})
+    text = {**SMALL4["text_config"], "tie_word_embeddings": False}
+    for apply_scale in (False, True):
+        yarn = {**SMALL4_PARAMS["yarn"], "apply_scale": apply_scale}
+        (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "yarn": yarn}))
+        said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": apply_scale}}
+        assert load_config(tmp_path) == parse_config(said)
     scaling = {"beta": 0.2, "original_max_position_embeddings": 4096}
     (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "llama_4_scaling": scaling}))
     assert load_config(tmp_path).query_scaling == QueryScaling(0.2, 4096)
     for changes, word in (
-        ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": True}}, "apply_scale"),
+        ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": "no"}}, "apply_scale must be true or false"),
+        ({"yarn": {"factor": 128, "original_max_position_embeddings": 8192}}, "yarn lacks apply_scale, true or false"),
         ({"yarn": None}, "rope_type"),
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"moe": {**SMALL4_PARAMS["moe"], "use_load_balancing_bias": True}}, "use_load_balancing_bias"),
@@ -388,8 +395,22 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
         (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, **changes}))
         with pytest.raises(ConfigError, match=word):
             load_config(tmp_path)
+    (tmp_path / "params.json").write_text("[")
     (tmp_path / "config.json").write_text(json.dumps(V3))  # counts where both are there
     assert load_config(tmp_path) == parse_config(V3)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL4))
+    with pytest.raises(ConfigError, match=r"params\.json beside it is no JSON"):
+        load_config(tmp_path)
+    for apply_scale in (False, True):
+        yarn = {**SMALL4_PARAMS["yarn"], "apply_scale": apply_scale}
+        (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "yarn": yarn}))
+        said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": apply_scale}}
+        assert load_config(tmp_path) == parse_config({**SMALL4, "text_config": said})
+    said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": False}}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL4, "text_config": said}))
+    assert load_config(tmp_path) == parse_config(SMALL4)
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 4096}))
+    assert load_config(tmp_path) == parse_config(SMALL4)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +437,10 @@ def test_errors_of_mistral_name_the_field(changes: dict[str, Any], words: list[s
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"partial_rotary_factor": 1.0}, "partial_rotary_factor"), ({"apply_scale": True}, "apply_scale")],
+    [
+        ({"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        ({"apply_scale": 1}, "apply_scale must be true or false"),
+    ],
 )
 def test_errors_of_the_rope_of_mistral_name_the_field(changes: dict[str, Any], word: str) -> None:
     text = SMALL4["text_config"]
