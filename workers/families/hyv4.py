@@ -4,10 +4,11 @@ activations are clamped, and several residual streams."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
+from workers.families.deepseek import refuse_others
 from workers.families.glm import dense_layers
 from workers.families.sparse import GlmMoeDsa
 from workers.models.config import ConfigError, ModelConfig, ResidualStreams
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 _TEXT_TYPES = ("hy_v4_vl_text", "hy_v4")
 """Types of the text part of a model that sees; both mean the same."""
+_SERVED: Final[dict[str, object]] = {
+    "enable_ihc": True,
+    "gated_mla": True,
+    "gating_type": "elementwise",
+    "learnable_sink": True,
+    "use_dsa": True,
+    "use_mla": True,
+}
+"""Switches by which a Hy4 would lack something of its layers, or have it otherwise (vLLM)."""
 
 
 class HYV4(GlmMoeDsa):
@@ -45,6 +55,7 @@ class HYV4(GlmMoeDsa):
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
+        refuse_others(fields, _SERVED)
         # `num_key_value_heads` is not read: the published files say 8, and every head has keys of its own.
         given = {name: value for name, value in fields.values.items() if value is not None}
         if (ours := given.get("num_local_experts")) is not None and given.setdefault("n_routed_experts", ours) != ours:
@@ -74,7 +85,7 @@ class HYV4(GlmMoeDsa):
                 eps=fields.number("hc_eps", 1e-6),
             ),
             latent_norm_eps=eps,
-            wide_head=True,
+            wide_head=fields.flag("enable_lm_head_fp32", True),
         )
 
     @override

@@ -9,7 +9,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from kernels.routing_rule import RoutingRule
-from workers.families.deepseek import DeepseekV3, refuse_grouped_keys
+from workers.families.deepseek import DeepseekV3, refuse_grouped_keys, refuse_others
 from workers.models.config import ConfigError, ModelConfig, QueryScaling, Rope, Yarn
 from workers.models.fields import Fields, all_ids, read_rope
 from workers.quantization import unsupported_quantization
@@ -22,6 +22,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "norm_topk_prob": True,
 }
 """Defaults of fields that a config.json may omit: those of transformers."""
+_SERVED: Final[dict[str, object]] = {"use_biases": False, "causal": True}
+"""Switches of a params.json."""
 _BY_POSITION: Final = ("llama_4_scaling_beta", "llama_4_original_positions")
 _SCALES_OF_ACTIVATIONS: Final = r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$"
 """Activations are rounded, if at all, with scales of their own."""
@@ -42,6 +44,7 @@ class Mistral4(DeepseekV3):
     @override
     def read(self, fields: Fields) -> ModelConfig:
         refuse_grouped_keys(fields)
+        refuse_others(fields, _SERVED)
         kind = fields.text("model_type")
         given = {name: value for name, value in fields.values.items() if value is not None}
         if given.get("q_lora_rank") is None:

@@ -390,6 +390,8 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
         ({"moe": {**SMALL4_PARAMS["moe"], "renorm_strategy": "LOGITS"}}, "renorm_strategy"),
         ({"moe": {**SMALL4_PARAMS["moe"], "num_expert_groups": 8}}, "n_group"),
         ({"sliding_window": 4096}, "sliding_window"),
+        ({"use_biases": True}, "use_biases"),
+        ({"causal": False}, "causal"),
         ({"quantization": {"qformat_weight": "int8"}}, "quant_method"),
     ):
         (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, **changes}))
