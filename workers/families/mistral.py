@@ -25,8 +25,6 @@ _DEFAULTS: Final[dict[str, Any]] = {
 _SERVED: Final[dict[str, object]] = {"use_biases": False, "causal": True}
 """Switches of a params.json."""
 _BY_POSITION: Final = ("llama_4_scaling_beta", "llama_4_original_positions")
-_SCALES_OF_ACTIVATIONS: Final = r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$"
-"""Activations are rounded, if at all, with scales of their own."""
 _SEES: Final = r"^(vision_tower|multi_modal_projector|vision_encoder|vision_language_adapter|patch_merger)\."
 
 
@@ -115,7 +113,7 @@ class Mistral4(DeepseekV3):
 
     @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), _SCALES_OF_ACTIVATIONS, _SEES, r"^pre_mm_projector_norm\."]
+        return [*super().ignored(config), _SEES, r"^pre_mm_projector_norm\."]
 
 
 class Mistral3(Mistral4):
