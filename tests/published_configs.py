@@ -308,6 +308,58 @@ SMALL4_PARAMS: dict[str, Any] = {
     "yarn": {"alpha": 1, "apply_scale": False, "beta": 32, "factor": 128, "original_max_position_embeddings": 8192},
 }
 """The same model's params.json, as engines' loaders read it."""
+LARGE3_PARAMS: dict[str, Any] = {
+    "dim": 7168,
+    "head_dim": 192,
+    "hidden_dim": 16384,
+    "kv_lora_rank": 512,
+    "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192},
+    "max_position_embeddings": 294912,
+    "moe": {
+        "expert_hidden_dim": 4096,
+        "expert_model_parallel": 1,
+        "expert_parallel": 1,
+        "first_k_dense_replace": 3,
+        "num_expert_groups": 1,
+        "num_expert_groups_per_tok": 1,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "route_every_n": 1,
+        "routed_scale": 1.0,
+    },
+    "n_heads": 128,
+    "n_kv_heads": 128,
+    "n_layers": 61,
+    "norm_eps": 1e-06,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "config_groups": {
+            "FP8_BLOCK": {
+                "format": "float-quantized",
+                "input_activations": {"dynamic": True, "group_size": 128, "num_bits": 8, "strategy": "group"}
+                | {"symmetric": True, "type": "float"},
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {"block_structure": [128, 128], "dynamic": False, "num_bits": 8, "strategy": "block"}
+                | {"symmetric": True, "type": "float"},
+            }
+        },
+        "format": "float-quantized",
+        "ignore": ["model.embed_tokens", "re:.*kv_a_proj_with_mqa$", "re:.*q_a_proj$", "re:.*gate$", "lm_head"],
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    },
+    "rope_theta": 10000.0,
+    "tied_embeddings": False,
+    "v_head_dim": 128,
+    "vision_encoder": {"hidden_size": 1664},
+    "vocab_size": 131072,
+    "yarn": {"alpha": 1, "apply_scale": False, "beta": 32, "factor": 36, "original_max_position_embeddings": 8192},
+}
+"""params.json of Mistral Large 3, as other engines' tests quote it, without most of what sees."""
 
 V32: dict[str, Any] = {
     **V3,

@@ -37,8 +37,9 @@ class HYV4(GlmMoeDsa):
     selected. The layer that drafts has an indexer, too, and one residual stream; it is called `mtp_layers.0` in the
     files, and shown behind the others (`workers.weights.published`).
 
-    Roped features are in pairs, the indexer's, too, and norms of latents and of index keys have the epsilon of all
-    others (vLLM, and transformers' `HYV4VLTextModel`; transformers' `HYV4Model` rotates halves).
+    Roped features are in pairs, the indexer's, too, and norms of latents have the epsilon of all others (vLLM, and
+    transformers' `HYV4VLTextModel`; transformers' `HYV4Model` rotates halves), and so have those of index keys
+    (transformers).
     """
 
     defaults: ClassVar[dict[str, Any]] = {

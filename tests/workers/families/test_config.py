@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from published_configs import AXK1, GLM, K2, K25, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
+from published_configs import AXK1, GLM, K2, K25, LARGE3_PARAMS, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
 from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention, get_llama_4_attn_scale
 
+from kernels.routing_rule import RoutingRule
 from workers.families.registry import FAMILIES, load_config, parse_config
-from workers.models.config import ConfigError, QueryScaling, Rope
+from workers.models.config import ConfigError, QueryScaling, Rope, Routing
 from workers.models.rope import frequencies, query_scale_table, rotation_table, softmax_scale
 
 
@@ -366,6 +367,20 @@ def test_reads_mistral_small_4(tmp_path: Path) -> None:
     assert parse_config(without).query_scaling is None
     Mistral4Config().save_pretrained(tmp_path)
     assert replace(load_config(tmp_path), model_type="mistral3") == config
+
+
+def test_reads_mistral_large_3(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(LARGE3_PARAMS))
+    config = load_config(tmp_path)
+    sizes = (config.num_layers, config.num_dense_layers, config.hidden_size, config.num_heads, config.cache_width)
+    assert sizes == (61, 3, 7168, 128, 576)
+    assert (config.intermediate_size, config.moe_intermediate_size, config.max_positions) == (16384, 4096, 294912)
+    rule = RoutingRule("softmax", 1, 1, True, 1.0)
+    assert config.routing == Routing(experts=128, experts_per_token=4, shared_experts=1, bias=False, rule=rule)
+    assert config.query_scaling == QueryScaling(0.1, 8192)
+    assert softmax_scale(config) == pytest.approx(192**-0.5, rel=1e-12)
+    assert frequencies(config.rope, 64)[1] == 1.0
+    assert config.eos_ids == (2,)
 
 
 def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
