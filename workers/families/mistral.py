@@ -88,8 +88,7 @@ class Mistral4(DeepseekV3):
         assert read.yarn is not None
         yarn = read.yarn
         if rope.flag("apply_scale", False):
-            known = {name: rope.number(name, 1.0) for name in ("mscale", "mscale_all_dim")}
-            yarn = replace(yarn, **known)
+            yarn = replace(yarn, mscale=rope.number("mscale", 1.0), mscale_all_dim=rope.number("mscale_all_dim", 1.0))
         else:
             factor = 1.0 if yarn.attention_factor is None else yarn.attention_factor
             yarn = replace(yarn, attention_factor=factor, mscale=0.0, mscale_all_dim=0.0)
