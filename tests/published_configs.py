@@ -308,6 +308,58 @@ SMALL4_PARAMS: dict[str, Any] = {
     "yarn": {"alpha": 1, "apply_scale": False, "beta": 32, "factor": 128, "original_max_position_embeddings": 8192},
 }
 """The same model's params.json, as engines' loaders read it."""
+LARGE3_PARAMS: dict[str, Any] = {
+    "dim": 7168,
+    "head_dim": 192,
+    "hidden_dim": 16384,
+    "kv_lora_rank": 512,
+    "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192},
+    "max_position_embeddings": 294912,
+    "moe": {
+        "expert_hidden_dim": 4096,
+        "expert_model_parallel": 1,
+        "expert_parallel": 1,
+        "first_k_dense_replace": 3,
+        "num_expert_groups": 1,
+        "num_expert_groups_per_tok": 1,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "route_every_n": 1,
+        "routed_scale": 1.0,
+    },
+    "n_heads": 128,
+    "n_kv_heads": 128,
+    "n_layers": 61,
+    "norm_eps": 1e-06,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "config_groups": {
+            "FP8_BLOCK": {
+                "format": "float-quantized",
+                "input_activations": {"dynamic": True, "group_size": 128, "num_bits": 8, "strategy": "group"}
+                | {"symmetric": True, "type": "float"},
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {"block_structure": [128, 128], "dynamic": False, "num_bits": 8, "strategy": "block"}
+                | {"symmetric": True, "type": "float"},
+            }
+        },
+        "format": "float-quantized",
+        "ignore": ["model.embed_tokens", "re:.*kv_a_proj_with_mqa$", "re:.*q_a_proj$", "re:.*gate$", "lm_head"],
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    },
+    "rope_theta": 10000.0,
+    "tied_embeddings": False,
+    "v_head_dim": 128,
+    "vision_encoder": {"hidden_size": 1664},
+    "vocab_size": 131072,
+    "yarn": {"alpha": 1, "apply_scale": False, "beta": 32, "factor": 36, "original_max_position_embeddings": 8192},
+}
+"""params.json of Mistral Large 3, as other engines' tests quote it, without most of what sees."""
 
 V32: dict[str, Any] = {
     **V3,
@@ -357,20 +409,30 @@ AXK2: dict[str, Any] = {
 HY4: dict[str, Any] = {
     "architectures": ["HYV4ForCausalLM"],
     "attention_bias": False,
+    "attention_dropout": 0.0,
     "bos_token_id": 120000,
+    "dtype": "bfloat16",
+    "enable_ihc": True,
+    "enable_lm_head_fp32": True,
     "eos_token_id": 120025,
+    "gated_mla": True,
+    "gating_type": "elementwise",
     "hc_eps": 1e-6,
     "hc_magnitude": 2.0,
     "hc_mult": 4,
-    "head_dim": 256,
+    "head_dim": 64,
     "hidden_act": "silu",
     "hidden_size": 6144,
     "index_head_dim": 128,
     "index_n_heads": 32,
     "index_topk": 2048,
+    "indexer_types": ["full", *(["full"] + ["shared"] * 3) * 19, "full"],
     "intermediate_size": 18432,
     "kv_lora_rank": 512,
+    "layer_types": ["deepseek_sparse_attention"] * 78,
+    "learnable_sink": True,
     "max_position_embeddings": 1048576,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 77,
     "model_type": "hy_v4",
     "moe_intermediate_size": 2048,
     "n_group": 1,
@@ -380,9 +442,11 @@ HY4: dict[str, Any] = {
     "num_attention_heads": 64,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 78,
-    "num_key_value_heads": 64,
+    "num_key_value_heads": 8,
     "num_nextn_predict_layers": 1,
+    "pad_token_id": 120002,
     "q_lora_rank": 2048,
+    "qk_head_dim": 256,
     "qk_nope_head_dim": 192,
     "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-5,
@@ -391,10 +455,12 @@ HY4: dict[str, Any] = {
     "swiglu_limit": 10.0,
     "tie_word_embeddings": False,
     "topk_group": 1,
+    "use_dsa": True,
+    "use_mla": True,
     "v_head_dim": 256,
     "vocab_size": 120832,
 }
-"""Config of Hy4-preview as those who load it and transformers' defaults have it; the file itself was not seen."""
+"""Config of Hy4-preview as those who pin the published file quote it, field by field."""
 GLM52: dict[str, Any] = {
     **GLM,
     "architectures": ["GlmMoeDsaForCausalLM"],

@@ -61,6 +61,31 @@ MXFP8_CONFIG: dict[str, Any] = {
     "group_size": 32,
     "ignore": ["lm_head"],
 }
+MXFP8_NESTED: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quantization": {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
+}
+"""The form that Hy4-preview-FP8 has."""
+
+FP8_MODELOPT_CONFIG: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.42.0"},
+}
+"""The form that Sarvam-105B has in FP8."""
+FP8_MODELOPT_NESTED: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+}
 
 
 def e4m3(byte: np.ndarray) -> np.ndarray:

@@ -75,8 +75,10 @@ SCALED: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
     "partial_rotary_factor": 8 / 24,
+    "apply_scale": True,
 }
-"""Rope of a Mistral 4, with borders of the query's scale at multiples of 16."""
+"""Rope of a Mistral 4, with borders of the query's scale at multiples of 16. transformers does not read `apply_scale`,
+and answers as if it were true: only so is it the reference of what has an `mscale_all_dim`."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "v2": {"topk_method": "greedy", "n_shared_experts": 2, "routed_scaling_factor": 1.0},

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from workers.model_folder import config_file
+from workers.model_folder import PARAMS, config_file
 from workers.parallel.mesh import CACHE_SHARDS, INVARIANT_RANKS, Mesh
 
 AUTO_WIDTH: Final = 4
@@ -291,6 +291,12 @@ class EngineConfig(BaseModel):
             return None
         path = DEMO_DRAFT_MODEL if self.draft_model == "demo-eagle3" else Path(self.draft_model).expanduser()
         if not (path / "config.json").is_file():
+            if (path / PARAMS).is_file():
+                raise FileNotFoundError(
+                    f"{path} has {PARAMS} and no config.json: it is a draft model in Mistral's own layout, EAGLE with "
+                    "layers behind eagle_linear, which is not supported. Give an EAGLE-3 draft model with a "
+                    "config.json, or --drafter ngram, which needs none"
+                )
             raise FileNotFoundError(f"{path} is not the folder of a draft model: it has no config.json")
         return path
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 CONFIG: Final = "config.json"
 PARAMS: Final = "params.json"
 """File of Mistral's own layout, beside consolidated*.safetensors. A folder that holds both layouts is read as Hugging
-Face's."""
+Face's, but for what config.json has no word for (`_with_apply_scale`)."""
 
 _NAMES: Final = {
     "dim": "hidden_size",
@@ -57,12 +57,34 @@ def config_values(folder: Path) -> dict[str, Any]:
     values = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"{file} does not hold a JSON object")
-    return of_params(values) if file.name == PARAMS else values
+    return of_params(values) if file.name == PARAMS else _with_apply_scale(values, folder / PARAMS)
+
+
+def _with_apply_scale(values: dict[str, Any], params: Path) -> dict[str, Any]:
+    """The values of a config.json, whose rope has `apply_scale` if it is that of a `mistral4` and the params.json
+    beside it says so. What config.json itself says counts."""
+    seen = isinstance(values.get("text_config"), dict)
+    text = values["text_config"] if seen else values
+    where = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
+    rope = text.get(where)
+    if text.get("model_type") != "mistral4" or not isinstance(rope, dict) or "apply_scale" in rope:
+        return values
+    if not params.is_file():
+        return values
+    try:
+        yarn = json.loads(params.read_text(encoding="utf-8"))["yarn"]
+        text = {**text, where: {**rope, "apply_scale": yarn["apply_scale"]}}
+    except (KeyError, TypeError):
+        return values
+    except ValueError as error:
+        raise ValueError(f"{params.name} beside it is no JSON: {error}") from error
+    return {**values, "text_config": text} if seen else text
 
 
 def of_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json that says what a params.json does, of model_type `mistral4`. What that model_type does not have
-    keeps its name, under which it is refused: `params.json` is not told from `config.json` behind this."""
+    keeps its name, under which it is refused: `params.json` is not told from `config.json` behind this. ValueError
+    where it says too little."""
     given = dict(params)
     values: dict[str, Any] = {"model_type": "mistral4", "eos_token_id": _ENDS}
     moe, yarn, scaling = (given.pop(name, None) or {} for name in ("moe", "yarn", "llama_4_scaling"))
@@ -71,6 +93,9 @@ def of_params(params: Mapping[str, Any]) -> dict[str, Any]:
     values |= {_NAMES.get(name, name): value for name, value in given.items()}
     rope = {_OF_YARN.get(name, name): value for name, value in dict(yarn).items()}
     if yarn:
+        if "apply_scale" not in yarn:
+            # Engines take it for true, and converters for false.
+            raise ValueError("yarn lacks apply_scale, true or false, which says whether the softmax scale is corrected")
         rope["rope_type"] = "yarn"
     if "rope_theta" in values:
         rope["rope_theta"] = values["rope_theta"]

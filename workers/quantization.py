@@ -6,9 +6,10 @@ before anything is started, and says so in the words of those who publish it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
-from workers.weights.formats.registry import FORMATS, difference
+from workers.weights.formats.registry import FORMATS, difference, stated
 
 _NAMES: Final = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 """Names of formats that are recognized by the beginning of `format`, `quant_method` or `quant_algo`."""
@@ -20,7 +21,7 @@ def unsupported_quantization(values: dict[str, Any]) -> str:
     for prefix, place in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
         if place.get("quantization_config") is None:
             continue
-        given = place["quantization_config"] if isinstance(place["quantization_config"], dict) else {}
+        given = stated(place["quantization_config"] if isinstance(place["quantization_config"], dict) else {})
         if why := difference(given):
             return (
                 f"{prefix}quantization_config: quantized weights of this kind ({_kind(given)}) are not supported: "
@@ -34,7 +35,7 @@ def _supported() -> str:
     return f"{formats}; and bfloat16, float16 and float32 without a quantization_config"
 
 
-def _kind(given: dict[str, Any]) -> str:
+def _kind(given: Mapping[str, Any]) -> str:
     """A name that people know."""
     method = str(given.get("quant_method", "of unknown method"))
     for name in (given.get("format"), given.get("quant_algo"), method):
@@ -50,6 +51,6 @@ def _kind(given: dict[str, Any]) -> str:
     return "FP8" if method == "fp8" else method
 
 
-def _groups(given: dict[str, Any]) -> list[dict[str, Any]]:
+def _groups(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = given.get("config_groups")
     return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []

@@ -17,6 +17,8 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "a
 """Values of the field `reasoning_effort` of OpenAI's clients and others."""
 RANKED: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Those that say how hard, the hardest last."""
+_NO_THINK: Final = "no_think"
+"""What templates of Hy4 are told in place of `none`."""
 _USUAL: Final = "high"
 """What a template is told that knows efforts alone and is to have its model think."""
 _MILD: Final = ("auto", "default", "minimal", "low", "medium")
@@ -47,6 +49,8 @@ class KnownThinking:
     """Those of `RANKED` that it takes as `EFFORT`; none where it does not read that."""
     effort_switches: bool = False
     """Whether the effort `none` is its only switch, and makes another prompt than all other efforts do."""
+    off: str = "none"
+    """What it calls the effort `none`."""
     off_by_default: bool = False
     """Whether without an effort it writes what it writes for `none`."""
     keepers: frozenset[str] = frozenset()
@@ -74,16 +78,26 @@ def tried(render: Callable[[Mapping[str, Any]], str | None], read: frozenset[str
     without = render({})
     if without is None:  # it refuses the chat that is tried, whatever it is told
         return KnownThinking(switches, RANKED, keepers=keepers)
-    written = {effort: render({EFFORT: effort}) for effort in RANKED}
+    written = {effort: render({EFFORT: effort}) for effort in (*RANKED, _NO_THINK)}
+    off = _NO_THINK if _knows_no_think(written) else "none"
+    written["none"] = written[off]
     taken = tuple(effort for effort in RANKED if written[effort] is not None)
     apart = len(taken) > 1 and all(written[effort] != written["none"] for effort in taken if effort != "none")
     return KnownThinking(
         switches,
         taken,
         effort_switches=not switches and "none" in taken and apart,
+        off=off,
         off_by_default=without == written["none"],
         keepers=keepers,
     )
+
+
+def _knows_no_think(written: Mapping[str, str | None]) -> bool:
+    """Whether a template that writes this for each effort takes `no_think` for one of its own, and for no other: what
+    it writes then differs by more than the word, which others write as it is."""
+    plain = {effort: None if text is None else text.replace(effort, "") for effort, text in written.items()}
+    return plain[_NO_THINK] is not None and all(plain[effort] != plain[_NO_THINK] for effort in RANKED)
 
 
 @dataclass(frozen=True)
@@ -116,7 +130,7 @@ class Thinking:
         elif known.effort_switches and self.thinks and (effort == "none" or (effort is None and known.off_by_default)):
             effort = _USUAL
         if effort is not None and (nearest := known.nearest(effort)) is not None:
-            told[EFFORT] = nearest
+            told[EFFORT] = known.off if nearest == "none" else nearest
         if self.keeps is not None:
             told |= {name: KEEPERS[name] is self.keeps for name in known.keepers}
         return told

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
 from kernels.routing_rule import RoutingRule
-from workers.families.deepseek import refuse_grouped_keys
+from workers.families.deepseek import refuse_grouped_keys, refuse_others
 from workers.families.glm import dense_layers
 from workers.families.sparse import DeepseekV32
 from workers.models.config import ConfigError, ModelConfig
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from workers.models.layer import DecoderLayer
     from workers.models.layer_ops import NormGate
     from workers.weights.source import WeightSource
+
+
+_SERVED: Final[dict[str, object]] = {"attention_output_gate": True, "attn_gate_fused": True, "gated_norm": True}
+"""Switches by which an A.X K2 would have no gates, or gates with a matrix of their own (vLLM, and its makers' code)."""
 
 
 class AXK2(DeepseekV32):
@@ -43,6 +47,7 @@ class AXK2(DeepseekV32):
     @override
     def read(self, fields: Fields) -> ModelConfig:
         refuse_grouped_keys(fields)
+        refuse_others(fields, _SERVED)
         given = {name: value for name, value in fields.values.items() if value is not None}
         if ("n_group" in given) != ("topk_group" in given):
             raise ConfigError(

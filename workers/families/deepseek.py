@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 from typing_extensions import override
 
@@ -141,6 +142,15 @@ def refuse_grouped_keys(fields: Fields) -> None:
     heads = fields.count("num_attention_heads")
     if (keys := fields.count("num_key_value_heads", heads)) != heads:
         raise fields.unsupported("num_key_value_heads", keys, (heads,))
+
+
+def refuse_others(fields: Fields, served: Mapping[str, object]) -> None:
+    """`ConfigError` for the first of these switches of a family that has another value than the one that is served,
+    which it also has where it is missing or null."""
+    for name, known in served.items():
+        value = fields.values.get(name)
+        if value is not None and (value != known or type(value) is not type(known)):
+            raise fields.unsupported(f"{name} ({fields.text('model_type')})", value, (known,))
 
 
 def _only(fields: Fields, name: str, *supported: str) -> str:

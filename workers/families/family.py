@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from workers.models.config import ModelConfig
 from workers.models.fields import Fields
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from workers.models.model import Model
     from workers.parallel.group import Group
     from workers.weights.source import WeightSource
+
+_SCALES: Final = (r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$", r"\.(k|v|kv)_scale$")
+"""Activations are rounded, if at all, with scales of their own, and so are cached latents."""
 
 
 class Family(ABC):
@@ -72,7 +75,7 @@ class Family(ABC):
 
     def ignored(self, config: ModelConfig) -> list[str]:
         """Patterns (`re.search`) of tensors that the checkpoint may have and the model does not read."""
-        return [r"rotary_emb\.inv_freq$"]
+        return [r"rotary_emb\.inv_freq$", *_SCALES]
 
     def model(
         self,

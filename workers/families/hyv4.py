@@ -4,11 +4,11 @@ activations are clamped, and several residual streams."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
-from workers.families.deepseek import refuse_grouped_keys
+from workers.families.deepseek import refuse_others
 from workers.families.glm import dense_layers
 from workers.families.sparse import GlmMoeDsa
 from workers.models.config import ConfigError, ModelConfig, ResidualStreams
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 _TEXT_TYPES = ("hy_v4_vl_text", "hy_v4")
 """Types of the text part of a model that sees; both mean the same."""
+_SERVED: Final[dict[str, object]] = {
+    "enable_ihc": True,
+    "gated_mla": True,
+    "gating_type": "elementwise",
+    "learnable_sink": True,
+    "use_dsa": True,
+    "use_mla": True,
+}
+"""Switches by which a Hy4 would lack something of its layers, or have it otherwise (vLLM)."""
 
 
 class HYV4(GlmMoeDsa):
@@ -28,8 +37,9 @@ class HYV4(GlmMoeDsa):
     selected. The layer that drafts has an indexer, too, and one residual stream; it is called `mtp_layers.0` in the
     files, and shown behind the others (`workers.weights.published`).
 
-    Roped features are in pairs, the indexer's, too, and norms of latents and of index keys have the epsilon of all
-    others (vLLM, and transformers' `HYV4VLTextModel`; transformers' `HYV4Model` rotates halves).
+    Roped features are in pairs, the indexer's, too, and norms of latents have the epsilon of all others (vLLM, and
+    transformers' `HYV4VLTextModel`; transformers' `HYV4Model` rotates halves), and so have those of index keys
+    (transformers).
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -46,7 +56,8 @@ class HYV4(GlmMoeDsa):
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
-        refuse_grouped_keys(fields)
+        refuse_others(fields, _SERVED)
+        # `num_key_value_heads` is not read: the published files say 8, and every head has keys of its own.
         given = {name: value for name, value in fields.values.items() if value is not None}
         if (ours := given.get("num_local_experts")) is not None and given.setdefault("n_routed_experts", ours) != ours:
             raise ConfigError(
@@ -75,7 +86,7 @@ class HYV4(GlmMoeDsa):
                 eps=fields.number("hc_eps", 1e-6),
             ),
             latent_norm_eps=eps,
-            wide_head=True,
+            wide_head=fields.flag("enable_lm_head_fp32", True),
         )
 
     @override

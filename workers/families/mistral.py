@@ -9,7 +9,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from kernels.routing_rule import RoutingRule
-from workers.families.deepseek import DeepseekV3, refuse_grouped_keys
+from workers.families.deepseek import DeepseekV3, refuse_grouped_keys, refuse_others
 from workers.models.config import ConfigError, ModelConfig, QueryScaling, Rope, Yarn
 from workers.models.fields import Fields, all_ids, read_rope
 from workers.quantization import unsupported_quantization
@@ -22,17 +22,19 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "norm_topk_prob": True,
 }
 """Defaults of fields that a config.json may omit: those of transformers."""
+_SERVED: Final[dict[str, object]] = {"use_biases": False, "causal": True}
+"""Switches of a params.json."""
 _BY_POSITION: Final = ("llama_4_scaling_beta", "llama_4_original_positions")
-_SCALES_OF_ACTIVATIONS: Final = r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$"
-"""Activations are rounded, if at all, with scales of their own."""
 _SEES: Final = r"^(vision_tower|multi_modal_projector|vision_encoder|vision_language_adapter|patch_merger)\."
 
 
 class Mistral4(DeepseekV3):
     """No bias of the router, no layer that drafts, one group of experts.
 
-    The softmax scale has YaRN's correction where config.json has `mscale_all_dim`, as transformers computes it, and not
-    where the rope has `apply_scale: false`, as the makers' params.json says it and vLLM and SGLang read that.
+    YaRN's corrections of the softmax scale and of cosines are left out unless the rope has `apply_scale: true`. The
+    makers' params.json says that, and vLLM and SGLang read it there; their config.json has no word for it, but an
+    `mscale` and an `mscale_all_dim` of 1, which leave cosines as they are, and for which transformers corrects the
+    softmax scale all the same.
     """
 
     bias = False
@@ -40,6 +42,7 @@ class Mistral4(DeepseekV3):
     @override
     def read(self, fields: Fields) -> ModelConfig:
         refuse_grouped_keys(fields)
+        refuse_others(fields, _SERVED)
         kind = fields.text("model_type")
         given = {name: value for name, value in fields.values.items() if value is not None}
         if given.get("q_lora_rank") is None:
@@ -75,8 +78,6 @@ class Mistral4(DeepseekV3):
         if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) != "yarn":
             raise fields.unsupported(f"{where} (mistral4)", given, ({"rope_type": "yarn"},))
         rope = Fields(given, f"{fields.prefix}{where}.")
-        if rope.flag("apply_scale", False):
-            raise rope.unsupported("apply_scale", True, (False,))
         roped = fields.count("qk_rope_head_dim")
         part = roped / (fields.count("qk_nope_head_dim") + roped)
         if (asked := rope.number("partial_rotary_factor", part)) != part:  # says the same once more
@@ -86,7 +87,9 @@ class Mistral4(DeepseekV3):
         read = read_rope(Fields({**fields.values, where: plain}, fields.prefix), interleaved=self.interleaved(fields))
         assert read.yarn is not None
         yarn = read.yarn
-        if "apply_scale" in given:
+        if rope.flag("apply_scale", False):
+            yarn = replace(yarn, mscale=rope.number("mscale", 1.0), mscale_all_dim=rope.number("mscale_all_dim", 1.0))
+        else:
             factor = 1.0 if yarn.attention_factor is None else yarn.attention_factor
             yarn = replace(yarn, attention_factor=factor, mscale=0.0, mscale_all_dim=0.0)
         return replace(read, yarn=yarn), self._scaling(fields, rope, yarn)
@@ -109,7 +112,7 @@ class Mistral4(DeepseekV3):
 
     @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), _SCALES_OF_ACTIVATIONS, _SEES, r"^pre_mm_projector_norm\."]
+        return [*super().ignored(config), _SEES, r"^pre_mm_projector_norm\."]
 
 
 class Mistral3(Mistral4):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import INFO, FakeEngine, say, serving
 from tiny_tokenizer import with_special
-from tool_templates import DEEPSEEK_R1, DEEPSEEK_V31, GLM, KIMI, MISTRAL_STRICT
+from tool_templates import DEEPSEEK_R1, DEEPSEEK_V31, GLM, HY4, KIMI, MISTRAL_STRICT
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
@@ -22,6 +22,11 @@ from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 TOKENIZER = with_special("<think>", "</think>", "[THINK]", "[/THINK]")
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+HY4_STRICT = (
+    "{%- set effort = reasoning_effort or 'high' -%}{%- if effort not in ['no_think', 'low', 'high'] -%}"
+    "{{ raise_exception('no such effort') }}{%- endif -%}reasoning_effort:{{ effort }};" + HY4
+)
+HY4_LAX = "reasoning_effort:{{ reasoning_effort or 'high' }};" + HY4
 GRADED = "{{ reasoning_effort }}<think></think>" + GLM
 LONG = "the quick brown fox jumps over the lazy dog. " * 30
 
@@ -100,7 +105,7 @@ def test_a_template_s_switch_is_set(template: str) -> None:
         assert counted.json()["tokens"] == on
 
 
-@pytest.mark.parametrize("template", [DEEPSEEK_V31, GRADED, PLAIN, DEEPSEEK_R1, MISTRAL_STRICT])
+@pytest.mark.parametrize("template", [DEEPSEEK_V31, GRADED, PLAIN, DEEPSEEK_R1, MISTRAL_STRICT, HY4_STRICT])
 @pytest.mark.parametrize("fields", [*ON[3:8], *OFF[:4], *OPEN])
 async def test_routers_make_the_same_prompt(template: str, fields: dict[str, Any]) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": LONG}], **fields}
@@ -310,3 +315,23 @@ def test_every_bound_of_the_reasoning_is_one(fields: dict[str, Any]) -> None:
         assert expected is not None
         assert chat(client, **fields).is_success
         assert engine.requests[-1].sampling.grammar == expected
+
+
+@pytest.mark.parametrize("template", [HY4, HY4_LAX, HY4_STRICT])
+def test_hy4_is_switched_off_by_its_own_word(template: str) -> None:
+    """Its template has the effort `no_think` where others have `none`, and no other switch."""
+    with served(template) as (client, engine):
+
+        def prompt(**fields: Any) -> str:
+            answer = chat(client, **fields)
+            assert answer.is_success, (fields, answer.text)
+            return TOKENIZER.decode(engine.requests[-1].prompt, skip_special_tokens=False)
+
+        for fields in OFF[:-1]:
+            text = prompt(**fields)
+            assert text.endswith("<think></think>"), fields
+            assert text.startswith("reasoning_effort:no_think;") == (template != HY4), fields
+        for fields in (*ON[:-1], *OPEN):
+            assert prompt(**fields).endswith("<think>"), fields
+        own = prompt(chat_template_kwargs={"reasoning_effort": "no_think"})
+        assert own == prompt(reasoning_effort="none")

@@ -272,6 +272,15 @@ def test_a_model_with_several_residual_streams_is_refused(drafts_of: dict[str, P
         engine(folder, drafts_of["gqa"])
 
 
+def test_draft_models_in_the_layout_of_mistral_are_refused(folder: Path, tmp_path: Path) -> None:
+    """They have no config.json, and are of another kind."""
+    with pytest.raises(FileNotFoundError, match=r"is not the folder of a draft model: it has no config\.json"):
+        check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 48, "n_layers": 2}))
+    with pytest.raises(FileNotFoundError, match=r"has params\.json and no config\.json: .*eagle_linear.*EAGLE-3"):
+        check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
+
+
 def test_ranks_that_cannot_share_the_layer_are_refused(folder: Path, drafts_of: dict[str, Path]) -> None:
     with pytest.raises(Unfit, match="num_key_value_heads = 4 of the draft model cannot be divided by 8 ranks"):
         check_fit(EngineConfig(model=str(folder), draft_model=str(drafts_of["gqa"]), tensor_parallel=8))

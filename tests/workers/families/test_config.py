@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from published_configs import AXK1, GLM, K2, K25, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
+from published_configs import AXK1, GLM, K2, K25, LARGE3_PARAMS, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
 from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention, get_llama_4_attn_scale
 
+from kernels.routing_rule import RoutingRule
 from workers.families.registry import FAMILIES, load_config, parse_config
-from workers.models.config import ConfigError, QueryScaling, Rope
+from workers.models.config import ConfigError, QueryScaling, Rope, Routing
 from workers.models.rope import frequencies, query_scale_table, rotation_table, softmax_scale
 
 
@@ -351,9 +352,12 @@ def test_reads_mistral_small_4(tmp_path: Path) -> None:
     assert config.routing is not None
     assert (config.routing.rule.scoring, config.routing.rule.normalize, config.routing.bias) == ("softmax", True, False)
     assert config.query_scaling == QueryScaling(0.1, 8192)
-    assert softmax_scale(config) == pytest.approx(Mistral4Attention(Mistral4Config(), 0).scaling, rel=1e-12)
+    assert softmax_scale(config) == pytest.approx(128**-0.5, rel=1e-12)
     assert frequencies(config.rope, 64)[1] == 1.0
     text = SMALL4["text_config"]
+    scaled = parse_config({**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": True}})
+    assert softmax_scale(scaled) == pytest.approx(Mistral4Attention(Mistral4Config(), 0).scaling, rel=1e-12)
+    assert frequencies(scaled.rope, 64)[1] == 1.0
     assert replace(parse_config({**text, "tie_word_embeddings": False}), model_type="mistral3") == config
     bare = {
         name: value for name, value in text.items() if name not in ("n_group", "norm_topk_prob", "n_shared_experts")
@@ -365,31 +369,65 @@ def test_reads_mistral_small_4(tmp_path: Path) -> None:
     assert replace(load_config(tmp_path), model_type="mistral3") == config
 
 
+def test_reads_mistral_large_3(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(LARGE3_PARAMS))
+    config = load_config(tmp_path)
+    sizes = (config.num_layers, config.num_dense_layers, config.hidden_size, config.num_heads, config.cache_width)
+    assert sizes == (61, 3, 7168, 128, 576)
+    assert (config.intermediate_size, config.moe_intermediate_size, config.max_positions) == (16384, 4096, 294912)
+    rule = RoutingRule("softmax", 1, 1, True, 1.0)
+    assert config.routing == Routing(experts=128, experts_per_token=4, shared_experts=1, bias=False, rule=rule)
+    assert config.query_scaling == QueryScaling(0.1, 8192)
+    assert softmax_scale(config) == pytest.approx(192**-0.5, rel=1e-12)
+    assert frequencies(config.rope, 64)[1] == 1.0
+    assert config.eos_ids == (2,)
+
+
 def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text(json.dumps(SMALL4_PARAMS))
     own = load_config(tmp_path)
     assert softmax_scale(own) == pytest.approx(128**-0.5, rel=1e-12)
-    text = SMALL4["text_config"]
-    said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": False}}
-    assert own == parse_config({**said, "tie_word_embeddings": False})
+    text = {**SMALL4["text_config"], "tie_word_embeddings": False}
+    for apply_scale in (False, True):
+        yarn = {**SMALL4_PARAMS["yarn"], "apply_scale": apply_scale}
+        (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "yarn": yarn}))
+        said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": apply_scale}}
+        assert load_config(tmp_path) == parse_config(said)
     scaling = {"beta": 0.2, "original_max_position_embeddings": 4096}
     (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "llama_4_scaling": scaling}))
     assert load_config(tmp_path).query_scaling == QueryScaling(0.2, 4096)
     for changes, word in (
-        ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": True}}, "apply_scale"),
+        ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": "no"}}, "apply_scale must be true or false"),
+        ({"yarn": {"factor": 128, "original_max_position_embeddings": 8192}}, "yarn lacks apply_scale, true or false"),
         ({"yarn": None}, "rope_type"),
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"moe": {**SMALL4_PARAMS["moe"], "use_load_balancing_bias": True}}, "use_load_balancing_bias"),
         ({"moe": {**SMALL4_PARAMS["moe"], "renorm_strategy": "LOGITS"}}, "renorm_strategy"),
         ({"moe": {**SMALL4_PARAMS["moe"], "num_expert_groups": 8}}, "n_group"),
         ({"sliding_window": 4096}, "sliding_window"),
+        ({"use_biases": True}, "use_biases"),
+        ({"causal": False}, "causal"),
         ({"quantization": {"qformat_weight": "int8"}}, "quant_method"),
     ):
         (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, **changes}))
         with pytest.raises(ConfigError, match=word):
             load_config(tmp_path)
+    (tmp_path / "params.json").write_text("[")
     (tmp_path / "config.json").write_text(json.dumps(V3))  # counts where both are there
     assert load_config(tmp_path) == parse_config(V3)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL4))
+    with pytest.raises(ConfigError, match=r"params\.json beside it is no JSON"):
+        load_config(tmp_path)
+    for apply_scale in (False, True):
+        yarn = {**SMALL4_PARAMS["yarn"], "apply_scale": apply_scale}
+        (tmp_path / "params.json").write_text(json.dumps({**SMALL4_PARAMS, "yarn": yarn}))
+        said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": apply_scale}}
+        assert load_config(tmp_path) == parse_config({**SMALL4, "text_config": said})
+    said = {**text, "rope_parameters": {**text["rope_parameters"], "apply_scale": False}}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL4, "text_config": said}))
+    assert load_config(tmp_path) == parse_config(SMALL4)
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 4096}))
+    assert load_config(tmp_path) == parse_config(SMALL4)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +454,10 @@ def test_errors_of_mistral_name_the_field(changes: dict[str, Any], words: list[s
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"partial_rotary_factor": 1.0}, "partial_rotary_factor"), ({"apply_scale": True}, "apply_scale")],
+    [
+        ({"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        ({"apply_scale": 1}, "apply_scale must be true or false"),
+    ],
 )
 def test_errors_of_the_rope_of_mistral_name_the_field(changes: dict[str, Any], word: str) -> None:
     text = SMALL4["text_config"]

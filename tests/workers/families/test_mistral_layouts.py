@@ -83,7 +83,7 @@ def as_mistral(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed
 
 
-def params(config: dict[str, Any], *, fp8: bool) -> dict[str, Any]:
+def params(config: dict[str, Any], *, fp8: bool = False, apply_scale: bool = False) -> dict[str, Any]:
     rope = config["rope_parameters"]
     original = rope["original_max_position_embeddings"]
     names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "vocab_size")
@@ -101,7 +101,7 @@ def params(config: dict[str, Any], *, fp8: bool) -> dict[str, Any]:
             "num_shared_experts": config["n_shared_experts"],
             "first_k_dense_replace": config["first_k_dense_replace"],
         },
-        "yarn": {"factor": rope["factor"], "original_max_position_embeddings": original, "apply_scale": False}
+        "yarn": {"factor": rope["factor"], "original_max_position_embeddings": original, "apply_scale": apply_scale}
         | {"beta": 32, "alpha": 1},
         "llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": original},
         **({"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}} if fp8 else {}),
@@ -114,14 +114,38 @@ def logits(folder: Path) -> torch.Tensor:
     return model.logits(paged.forward(paged.plan([], 1, [(0, len(TOKENS))]))[0])
 
 
+def uncorrected(folder: Path) -> None:
+    """Have config.json say what `apply_scale: false` means in words that transformers has."""
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_the_makers_say_whether_the_softmax_scale_is_corrected(tmp_path: Path) -> None:
+    """By their params.json, also where it lies beside a config.json, which has no word for it and an `mscale_all_dim`
+    of 1 in either case. For that transformers corrects, and does not where it is 0."""
+    write_tiny(tmp_path, "mistral4", seed=6)
+    as_written = json.loads((tmp_path / "config.json").read_text())
+    corrected = oracle_logits(load_oracle(tmp_path), TOKENS)
+    uncorrected(tmp_path)
+    plain = oracle_logits(load_oracle(tmp_path), TOKENS)
+    assert (plain - corrected).abs().max() > 0.1
+    del as_written["rope_parameters"]["apply_scale"]
+    assert as_written["rope_parameters"]["mscale_all_dim"] == 1.0
+    (tmp_path / "config.json").write_text(json.dumps(as_written))
+    for apply_scale, wanted in ((None, plain), (False, plain), (True, corrected)):
+        if apply_scale is not None:
+            (tmp_path / "params.json").write_text(json.dumps(params(as_written, apply_scale=apply_scale)))
+        torch.testing.assert_close(logits(tmp_path), wanted, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_both_layouts_are_one_model(fp8: bool, tmp_path: Path) -> None:
     theirs, ours, plain = (tmp_path / name for name in ("hugging face", "mistral", "plain"))
     write_tiny(plain, "mistral4", seed=6, first_k_dense_replace=1)
     config, tensors = json.loads((plain / "config.json").read_text()), load_file(plain / "model.safetensors")
-    # As `apply_scale: false` has it, in words of transformers.
-    config["rope_parameters"] |= {"mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0}
-    (plain / "config.json").write_text(json.dumps(config))
+    uncorrected(plain)
+    del config["rope_parameters"]["apply_scale"]  # as published: params.json alone has it
     if fp8:
         tensors, meant = quantized(tensors)
         save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})

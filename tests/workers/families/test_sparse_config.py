@@ -120,8 +120,13 @@ def test_reads_hy4(tmp_path: Path) -> None:
     assert not config.indexing.is_shared(78)  # the layer that drafts has an indexer
     own = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps", "swiglu_limit")
     own += ("index_head_dim", "index_topk", "hc_mult", "hc_magnitude", "hc_eps", "norm_topk_prob")
-    own += ("num_nextn_predict_layers",)
+    own += ("num_nextn_predict_layers", "indexer_types", "mlp_layer_types", "layer_types")
     assert parse_config({name: value for name, value in HY4.items() if name not in own}) == config
+    for keys in (None, 8, 32, 64):  # says nothing where every head has keys of its own
+        assert parse_config({**HY4, "num_key_value_heads": keys}) == config
+    assert not parse_config({**HY4, "enable_lm_head_fp32": False}).wide_head
+    switches = ("enable_ihc", "gated_mla", "gating_type", "learnable_sink", "use_dsa", "use_mla", "enable_lm_head_fp32")
+    assert parse_config({name: value for name, value in HY4.items() if name not in switches}) == config
     HYV4Config(**HY4).save_pretrained(tmp_path)
     assert load_config(tmp_path) == config
     sees = {"model_type": "hy_v4_vl", "text_config": {**HY4, "model_type": "hy_v4_vl_text"}, "vision_config": {}}
@@ -139,12 +144,23 @@ def test_reads_hy4(tmp_path: Path) -> None:
         (HY4, {"swiglu_limit": "10"}, ["swiglu_limit", "a number"]),
         (HY4, {"hc_mult": 0}, ["hc_mult", "at least 1"]),
         (HY4, {"q_lora_rank": None}, ["q_lora_rank = None", "hy_v4", "latent"]),
-        (HY4, {"num_key_value_heads": 8}, ["num_key_value_heads = 8", "64"]),
         (HY4, {"num_local_experts": 64}, ["num_local_experts = 64", "n_routed_experts = 256"]),
         (HY4, {"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers = 2"]),
         (HY4, {"index_share_for_mtp_iteration": True}, ["index_share_for_mtp_iteration = True"]),
         (HY4, {"indexer_types": ["shared"] * 78}, ["indexer_types", "first layer"]),
         (HY4, {"attention_bias": True}, ["attention_bias"]),
+        (HY4, {"gating_type": "headwise"}, ["gating_type (hy_v4) = 'headwise'", "supported: 'elementwise'"]),
+        (HY4, {"gated_mla": False}, ["gated_mla (hy_v4) = False"]),
+        (HY4, {"learnable_sink": False}, ["learnable_sink (hy_v4) = False"]),
+        (HY4, {"enable_ihc": False}, ["enable_ihc (hy_v4) = False"]),
+        (HY4, {"use_dsa": False}, ["use_dsa (hy_v4) = False"]),
+        (HY4, {"use_mla": 1}, ["use_mla (hy_v4) = 1", "True"]),
+        (HY4, {"enable_lm_head_fp32": 0}, ["enable_lm_head_fp32", "true or false"]),
+        (
+            HY4,
+            {"model_type": "hy_v4_vl", "text_config": {**HY4, "learnable_sink": False}},
+            ["text_config.learnable_sink (hy_v4) = False"],
+        ),
         (HY4, {"rope_interleave": False}, ["rope_interleave (hy_v4) = False"]),
         (HY4, {"mlp_layer_types": ["sparse", "dense"] * 39}, ["mlp_layer_types must have 78 entries"]),
         (HY4, {"model_type": "hy_v4_vl"}, ["text_config must be an object"]),
@@ -158,6 +174,9 @@ def test_reads_hy4(tmp_path: Path) -> None:
         (AXK2, {"topk_group": 2}, ["n_group = None", "topk_group = 2", "give both"]),
         (AXK2, {"n_group": 3, "topk_group": 1}, ["n_routed_experts = 128", "n_group = 3"]),
         (AXK2, {"n_group": 2, "topk_group": 3}, ["topk_group = 3", "n_group = 2"]),
+        (AXK2, {"attention_output_gate": False}, ["attention_output_gate (axk2) = False", "supported: True"]),
+        (AXK2, {"attn_gate_fused": False}, ["attn_gate_fused (axk2) = False"]),
+        (AXK2, {"gated_norm": False}, ["gated_norm (axk2) = False"]),
         (AXK2, {"gated_norm_rank": 0}, ["gated_norm_rank", "at least 1"]),
         (AXK2, {"num_local_experts": 64}, ["num_local_experts = 64", "n_routed_experts = 128"]),
         (AXK2, {"num_key_value_heads": 8}, ["num_key_value_heads = 8", "32"]),

@@ -12,7 +12,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG, MXFP8_CONFIG
+from quantized_checkpoints import (
+    FP8_CONFIG,
+    FP8_MODELOPT_CONFIG,
+    FP8_MODELOPT_NESTED,
+    INT4_CONFIG,
+    MXFP8_CONFIG,
+    MXFP8_NESTED,
+)
 
 from workers.config import EngineConfig
 from workers.families.registry import load_config
@@ -30,6 +37,18 @@ def compressed(**changes: Any) -> dict[str, Any]:
     for name, value in changes.items():
         place = group["weights"] if name in group["weights"] else group if name in group else given
         place[name] = value
+    return given
+
+
+def nested(**changes: Any) -> dict[str, Any]:
+    """A quantization_config of modelopt with these fields in its object `quantization`."""
+    return {**MXFP8_NESTED, "quantization": {**MXFP8_NESTED["quantization"], **changes}}
+
+
+def of_modelopt(**changes: Any) -> dict[str, Any]:
+    """A quantization_config of modelopt's FP8 with these fields of its weights."""
+    given = copy.deepcopy(FP8_MODELOPT_CONFIG)
+    given["config_groups"]["group_0"]["weights"] |= changes
     return given
 
 
@@ -99,7 +118,8 @@ def test_a_cache_in_another_type_than_the_model_has_without_a_gpu(gpus: int | No
 
 @pytest.mark.parametrize("place", ["", "text_config"])
 def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> None:
-    for given in (FP8_CONFIG, {**FP8_CONFIG, "scale_fmt": "ue8m0"}, INT4_CONFIG, MXFP8_CONFIG):
+    fp8 = (FP8_CONFIG, {**FP8_CONFIG, "scale_fmt": "ue8m0"}, FP8_MODELOPT_CONFIG, FP8_MODELOPT_NESTED)
+    for given in (*fp8, INT4_CONFIG, MXFP8_CONFIG, MXFP8_NESTED):
         changes = {"quantization_config": given}
         assert not fit(model=model(tmp_path, **({place: changes} if place else changes)))
 
@@ -118,9 +138,17 @@ def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> N
         ({"quant_method": "bitsandbytes"}, "bitsandbytes", "quant_method"),
         ({"quant_method": "mxfp4"}, "MXFP4", "quant_method"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4, modelopt", "quant_algo = 'NVFP4'"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8, modelopt", "quant_algo = 'FP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "FP8_PB_WO, modelopt", "'FP8', 'MXFP8'"),
+        (of_modelopt(strategy="channel"), "FP8, modelopt", "weights.strategy = 'channel'"),
+        (of_modelopt(dynamic=True), "FP8, modelopt", "weights.dynamic = True"),
+        (of_modelopt(num_bits=4), "FP8, modelopt", "weights.num_bits = 4"),
+        (of_modelopt(group_size=128), "FP8, modelopt", "weights.group_size = 128"),
         ({**MXFP8_CONFIG, "group_size": 16}, "MXFP8, modelopt", "group_size = 16"),
         ({**MXFP8_CONFIG, "kv_cache_quant_algo": "FP8"}, "MXFP8, modelopt", "kv_cache_quant_algo"),
+        (nested(kv_cache_quant_algo="FP8"), "MXFP8, modelopt", "kv_cache_quant_algo = 'FP8'"),
+        (nested(quant_algo="NVFP4"), "NVFP4, modelopt", "quant_algo = 'NVFP4'"),
+        (nested(quant_algo=None), "modelopt", "quant_algo = None"),
+        ({**MXFP8_NESTED, "quantization": "MXFP8"}, "modelopt", "quant_algo = None"),
         (compressed(format="nvfp4-pack-quantized"), "NVFP4, compressed-tensors", "format"),
         (compressed(num_bits=8, type="float"), "FP8, compressed-tensors", "weights.num_bits = 8"),
         (compressed(num_bits=8), "INT8, compressed-tensors", "weights.num_bits = 8"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from paged import CPU
 from planned_starts import STARTS
-from published_configs import GLM52, HY4, K25, V3, V32
-from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_CONFIG, quantize
+from published_configs import GLM52, HY4, K25, LARGE3_PARAMS, V3, V32
+from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_NESTED, quantize
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
 
@@ -94,6 +94,7 @@ def test_weights_are_what_a_start_asks_for(
         pytest.param("DeepSeek-V3.2", 83.4, marks=pytest.mark.long),
         pytest.param("GLM-5.2", 91.2, marks=pytest.mark.long),
         pytest.param("Hy4-preview-FP8", 97.9, marks=pytest.mark.long),
+        pytest.param("Mistral Large 3", 81.1, marks=pytest.mark.long),
     ],
 )
 def test_published_models_take_what_the_documentation_says(name: str, gib: float, tmp_path: Path) -> None:
@@ -102,8 +103,11 @@ def test_published_models_take_what_the_documentation_says(name: str, gib: float
     in_fp8 = {"DeepSeek-V3": V3, "DeepSeek-V3.2": V32, "GLM-5.2": GLM52}
     values = {**in_fp8[name], "quantization_config": FP8_CONFIG} if name in in_fp8 else kimi
     if name == "Hy4-preview-FP8":
-        values = {**HY4, "quantization_config": MXFP8_CONFIG}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+        values = {**HY4, "quantization_config": MXFP8_NESTED}
+    file = "config.json"
+    if name == "Mistral Large 3":
+        values, file = LARGE3_PARAMS, "params.json"
+    (tmp_path / file).write_text(json.dumps(values))
     plan = plan_of(tmp_path, int(139.8 * GIB), tensor_parallel=8, max_context=32768)
     assert plan.weights / GIB == pytest.approx(gib, abs=0.05)
     assert plan.fits

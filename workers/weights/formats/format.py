@@ -87,6 +87,8 @@ class Format(ABC):
     # The config.json of a checkpoint.
     method: ClassVar[str] = ""
     """`quant_method` of its quantization_config."""
+    algorithm: ClassVar[str | None] = None
+    """`quant_algo` of its quantization_config, where its method has that."""
     published: ClassVar[str] = ""
     """Part of this method that is supported, for an error message."""
 

@@ -227,5 +227,36 @@ class Fp8CompressedTensors(Fp8Blocks):
         return False
 
 
+class Fp8ModelOpt(Fp8Blocks):
+    """Matrices that modelopt stores with one scale each, `X.weight_scale`, shown as those of compressed-tensors are.
+    What it says of the cache is left to who serves."""
+
+    method: ClassVar = "modelopt"
+    algorithm: ClassVar = "FP8"
+    published: ClassVar = "FP8 (e4m3) with one scale for a matrix, as modelopt stores it"
+
+    @override
+    def difference(self, given: Mapping[str, Any]) -> str:
+        groups = given.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            wanted = {
+                "num_bits": (8,),
+                "type": ("float",),
+                "strategy": (None, "tensor"),
+                "group_size": (None,),
+                "block_structure": (None,),
+                "dynamic": (None, False),
+            }
+            if found := differences(weights if isinstance(weights, dict) else {}, "weights.", wanted):
+                return found
+        return differences(given, "", {"group_size": (None,)})
+
+    @override
+    def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:
+        return False
+
+
 FP8_BLOCKS: Final = Fp8Blocks()
 FP8_COMPRESSED_TENSORS: Final = Fp8CompressedTensors()
+FP8_MODELOPT: Final = Fp8ModelOpt()

@@ -32,6 +32,7 @@ class Mxfp8(MicroScaling):
 
     name: ClassVar = "MXFP8"
     method: ClassVar = "modelopt"
+    algorithm: ClassVar = "MXFP8"
     published: ClassVar = "MXFP8 (e4m3 in groups of 32 with scales in E8M0), as modelopt stores it"
     suffixes: ClassVar = {"": FP8_DTYPE, MX_SCALES: "U8"}
 
@@ -45,8 +46,8 @@ class Mxfp8(MicroScaling):
     def difference(self, given: Mapping[str, Any]) -> str:
         nothing: tuple[Any, ...] = (None, {}, [])
         return differences(
-            given, "", {"quant_algo": ("MXFP8",), "group_size": (None, GROUP), "kv_cache_quant_algo": nothing}
-        ) or differences(given, "", {"kv_cache_scheme": nothing})
+            given, "", {"group_size": (None, GROUP), "kv_cache_quant_algo": nothing, "kv_cache_scheme": nothing}
+        )
 
     @override
     def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from workers.weights.formats.format import Format
-from workers.weights.formats.fp8_blocks import FP8_BLOCKS, FP8_COMPRESSED_TENSORS
+from workers.weights.formats.fp8_blocks import FP8_BLOCKS, FP8_COMPRESSED_TENSORS, FP8_MODELOPT
 from workers.weights.formats.int4_groups import INT4_GROUPS
 from workers.weights.formats.mxfp4 import MXFP4
 from workers.weights.formats.mxfp8 import MXFP8
 from workers.weights.formats.plain import PLAIN
 
-FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS, MXFP8, MXFP4]
+FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS, FP8_MODELOPT, MXFP8, MXFP4]
 """Formats of checkpoints. At most one of them says of a matrix that it is stored so."""
 
 
@@ -22,21 +22,37 @@ def stored_format(name: str, dtype_of: Callable[[str], str | None]) -> Format:
     return next((format for format in FORMATS if format.stores(name, dtype_of)), PLAIN)
 
 
+def stated(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a quantization_config, those included that modelopt has in an object `quantization` within it, as
+    in its hf_quant_config.json."""
+    inner = given.get("quantization")
+    if given.get("quant_method") != "modelopt" or not isinstance(inner, dict):
+        return given
+    return {**{name: value for name, value in given.items() if name != "quantization"}, **inner}
+
+
 def difference(given: Mapping[str, Any]) -> str:
-    """Return what in a quantization_config is not supported, as the first format of its method has it; "" if one of the
-    formats is the checkpoint's."""
-    method = given.get("quant_method")
-    found = [format.difference(given) for format in FORMATS if format.method == method]
-    if not found:
+    """Return what in a quantization_config is not supported, as the first format of its method and algorithm has it; ""
+    if one of the formats is the checkpoint's."""
+    told, method = stated(given), given.get("quant_method")
+    if not (alike := [format for format in FORMATS if format.method == method]):
         return f"quant_method = {method!r}"
+    algorithm = told.get("quant_algo")
+    if not (named := [format for format in alike if format.algorithm in (None, algorithm)]):
+        return f"quant_algo = {algorithm!r}, supported: {', '.join(repr(format.algorithm) for format in alike)}"
+    found = [format.difference(told) for format in named]
     return "" if "" in found else found[0]
 
 
 def assumed_dtypes(given: Mapping[str, Any] | None) -> Callable[[str], str | None]:
     """The dtype of a tensor by its name, in safetensors' words, in checkpoints with this quantization_config: as far as
     a config.json tells, for those who do not have the files yet. None: there is no such tensor."""
-    told = given or {}
-    alike = [format for format in FORMATS if format.method == told.get("quant_method")]
+    told = stated(given or {})
+    alike = [
+        format
+        for format in FORMATS
+        if format.method == told.get("quant_method") and format.algorithm in (None, told.get("quant_algo"))
+    ]
     own = next((format for format in alike if not format.difference(told)), alike[0] if alike else None)
     endings = {suffix for format in FORMATS for suffix in format.suffixes if suffix}
 
