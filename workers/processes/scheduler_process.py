@@ -370,6 +370,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         reads_tokens=ready.reads_tokens,
         host_pages=ready.host_pages,
         save_batch=ready.save_batch,
+        savers=ready.savers,
         cache_shards=ready.cache_shards,
         in_pieces=config.invariant,
         ranks=config.mesh().world.size,

@@ -311,7 +311,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     host_pages: int = 0
     """Pages of host memory behind those of the device; all ranks agree on it."""
     save_batch: int = 1
-    """Pages that this rank copies to host memory at once."""
+    """Pages that a rank copies to host memory at once; all ranks agree on it."""
     disk_pages: int = 0
     """Pages on disk behind host memory; all ranks agree on it."""
     record_bytes: int = 0
@@ -332,6 +332,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Snapshots of rings that the ranks have memory for; 0 where there are no rings."""
     snapshot_tokens: int = 0
     """Multiples of so many tokens at which they may be made."""
+    savers: int = 1
+    """Ranks that share the copying of a page to host memory (`saver_of`); all ranks agree on it."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

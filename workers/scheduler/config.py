@@ -85,7 +85,9 @@ class SchedulerConfig:
     ranks: int = 1
     """Ranks that copy pages to host memory and back."""
     save_batch: int = 16
-    """Pages that ranks copy to host memory at once: as many as their staging memory holds."""
+    """Pages that each rank copies to host memory at once: as many as its staging memory holds."""
+    savers: int = 1
+    """Ranks among which the pages of a shard are shared out to be copied (`workers.protocol.tiers.saver_of`)."""
     load_least: int = 4
     """Pages that are worth a load from host memory: fewer are computed sooner."""
     disk_pages: int = 0
@@ -113,6 +115,7 @@ class SchedulerConfig:
             "cache_shards",
             "ranks",
             "save_batch",
+            "savers",
             "load_least",
             "disk_least",
         ):

@@ -42,9 +42,15 @@ class Rows:
         self.tier: HostTier | None = None
         """Host memory behind the pages, where there is any."""
         if config.host_pages and config.prefix_cache:
-            sizes = config.host_pages, config.ranks
             self.tier = HostTier(
-                self.cache, *sizes, reported=config.prefix_sample, batch=config.save_batch, least=config.load_least
+                self.cache,
+                config.host_pages,
+                config.ranks,
+                reported=config.prefix_sample,
+                batch=config.save_batch,
+                savers=config.savers,
+                shards=config.cache_shards,
+                least=config.load_least,
             )
         self.disk: DiskTier | None = None
         """The disk behind host memory, where there is one."""

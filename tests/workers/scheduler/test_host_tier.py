@@ -354,6 +354,7 @@ def soak(seed: int, requests: int = 25, losses: float = 0.0, mishaps: float = 0.
         load_least=rng.choice([1, 1, 2]),
         prefix_cache=True,
     )
+    settings = replace(settings, savers=settings.ranks)
     replica = Replica(settings, agree=rng.choice([0.0, 0.5, 1.0]), seed=seed)
     replica.losses, replica.worker.mishap = losses, mishaps
     for number in range(requests):
