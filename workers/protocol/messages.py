@@ -238,7 +238,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Keys of pages in the prefix cache, for routing, as `pack_keys` packs them: a bounded choice
     (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
     host_keys: bytes = b""
-    """So many keys of pages in host memory."""
+    """Keys of pages in host memory, as many as `SchedulerConfig.tier_sample` says."""
     key_root: bytes = b""
     """What both are rooted in (`workers.protocol.prompt`)."""
     host_pages_total: int = 0
@@ -256,7 +256,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     host_lost_pages: int = 0
     """Forgotten because a copy of them failed."""
     disk_keys: bytes = b""
-    """So many keys of pages on disk."""
+    """Keys of pages on disk, likewise."""
     disk_pages_total: int = 0
     """Pages that the disk holds behind host memory; 0 where there is none, or where it has failed."""
     disk_pages: int = 0

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol
+from typing import Final, Protocol
 
 from kernels.page import Shards
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves, saver_of
@@ -36,6 +36,9 @@ from workers.scheduler.tokens import Tokens
 
 MOST_LOADS = 4
 """Loads under way, or done and not yet used."""
+REPORTED_ENDS: Final = 0.75
+"""Share of what routers are told that is for where prompts end: a session has one such place, or two with that where
+its last turn left the turn before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +112,7 @@ class HostTier:
         self.counters = TierCounters()
         self._free = list(range(slots - 1, -1, -1))
         self._copies: dict[bytes, Copy] = {}  # by key
-        self._summary = PrefixSummary(self._copies, slots, reported)
+        self._summary = PrefixSummary(self._copies, slots, reported, REPORTED_ENDS)
         self._ends: list[tuple[int, bytes]] = []  # a heap of (used, key), outdated ones among them
         self._clock, self._numbers = count(1), count(1)
         self._tickets: dict[int, Ticket] = {}  # under way, by number
@@ -242,6 +245,7 @@ class HostTier:
 
     def _use(self, copy: Copy) -> None:
         copy.used = next(self._clock)
+        self._summary.use([copy])
         if not copy.children:
             self._is_end(copy)
 
