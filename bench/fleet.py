@@ -112,6 +112,8 @@ class Replica:
         self.tier = HostTier(self.cache, host_pages, 1, reported=SchedulerConfig.tier_sample, batch=max(host_pages, 1))
         self.free_at = 0.0
         self.rows = 0
+        self.waiting = 0
+        """Tokens of prompts that wait for room, as far as the router counted on computing them."""
 
     def cached(self, tokens: Tokens) -> int:
         """Tokens of a prompt that are cached, in host memory or before it."""
@@ -201,22 +203,32 @@ class Fleet:
         features = RequestFeatures(tokens.length, tokens.prompt)
         self._listen(now)
         chosen = choose(self._book, self._loads, features, now)[0]
-        self._book.record(chosen, self._loads[chosen], features, now)
-        replica, cached = self._replicas[chosen], [one.cached(tokens) for one in self._replicas]
-        if (begun := replica.begin(tokens, now)) is None:
-            self._at(now + RETRY_S, partial(self._ask, session))
-            return
+        _, computed = self._book.record(chosen, self._loads[chosen], features, now)
         credited = [
             max(cached_tokens(features, keys, NO_ROOT) for keys in (load.keys, load.host_keys))
             for _, load in sorted(self._loads.items())
         ]
+        cached = [replica.cached(tokens) for replica in self._replicas]
         self.credit_errors += [abs(one - other) for one, other in zip(cached, credited, strict=True)]
+        replica = self._replicas[chosen]
+        replica.waiting += computed
+        self._begin(session, replica, tokens, computed, now, now)
+
+    def _begin(
+        self, session: Session, replica: Replica, tokens: Tokens, computed: int, asked_at: float, now: float
+    ) -> None:
+        """Let a prompt begin where it was sent, as soon as there is room for it."""
+        begun = replica.begin(tokens, now)
+        if begun is None:
+            self._at(now + RETRY_S, partial(self._begin, session, replica, tokens, computed, asked_at))
+            return
+        replica.waiting -= computed
         row, hit, loaded = begun
         self.prompt_tokens += tokens.length
         self.reused += hit
         self.loaded += loaded
         self.known += session.known // PAGE_TOKENS * PAGE_TOKENS
-        self.ttft_s.append(replica.free_at - now)
+        self.ttft_s.append(replica.free_at - asked_at)
         answer = draw(session.random, session.random.randint(300, 1000))
         done = partial(self._answered, session, replica, row, tokens, answer)
         self._at(replica.free_at + len(answer) / TOKENS_PER_S, done)
@@ -240,11 +252,12 @@ class Fleet:
             return
         self._reported = now
         for name, replica in enumerate(self._replicas):
-            backlog = int(max(replica.free_at - now, 0) / 40e-6)
+            backlog = int(max(replica.free_at - now, 0) / 40e-6) + replica.waiting
             of_device, of_host = REPORTS[self.kind]
             self._loads[name] = Load(
                 backlog,
                 replica.rows,
+                pages_free=replica.cache.available,
                 keys=told(of_device(replica.cache)),
                 host_keys=told(of_host(replica.tier)),
                 host_token_cost=HOST_TOKEN_COST,
