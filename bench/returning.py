@@ -6,7 +6,7 @@
     python bench/returning.py --url http://host:8000 --sessions 80 --json returning.json
     python bench/returning.py --seconds 120                  # where it would take too long: of the turns until then
     python bench/returning.py --sessions 12 --turns 4 --first 300 --last 1200 --think 0.2 1.0    # the demo model
-    latentserve serve --model demo --replicas 2 --cache-pages 200 --host-cache-bytes 100000000
+    latentserve serve --model demo --tensor-parallel 1 --replicas 2 --cache-pages 200 --host-cache-bytes 100000000
     python bench/returning.py --sessions 60 --turns 5 --system 256 --first 500 --last 1900 --output 16    # to both
 
 A session begins with a prompt of its own, of which the first `--system` tokens are those of all sessions, and takes
