@@ -2,18 +2,22 @@
 
     python bench/fleet.py
     python bench/fleet.py --sessions 24 --replicas 4 --drop 100000 --kinds newest,report
+    python bench/fleet.py --sessions 160 --host-pages 78000 --kinds report --bound 0.95
 
-A simulation without a model: prefix caches, reports and the routers' policy are the project's own, and the time that
-prompts take is that of DeepSeek-V3 in FP8 on eight H200, 21 us a token and 1 ns for each token that it attends to, one
-prompt after another. Sessions share a system prompt of 6,000 tokens and begin at 26,000 to 96,000. Each of their turns
-answers in 300 to 1,000 tokens, 50 a second, then the user thinks for 5 to 120 s and adds 500 to 4,000 tokens.
+A simulation without a model: prefix caches, host memory behind them, reports and the routers' policy are the project's
+own, and the time that prompts take is that of DeepSeek-V3 in FP8 on eight H200, 21 us a token and 1 ns for each token
+that it attends to, one prompt after another. Pages come back from host memory at 50 GB/s, beside what is computed, and
+are saved as soon as their prompt is answered. Sessions share a system prompt of 6,000 tokens and begin at 26,000 to
+96,000. Each of their turns answers in 300 to 1,000 tokens, 50 a second, then the user thinks for 5 to 120 s and adds
+500 to 4,000 tokens.
 `--drop N`: what comes next leaves out the first N tokens of the answer before it, as chat templates leave out
 reasoning.
 
 Routers are told, every 0.2 s, of the 512 newest keys (`newest`), of the 1,024 newest ends and branch points of
-chains (`ends`), what replicas report (`report`), or of every key (`all`). Printed are the part of the prompts' tokens
-that was reused, those that were computed, the time to the first token, and how far the tokens that a router credits a
-replica with are from those that it has cached.
+chains (`ends`), what replicas report (`report`), or of every key (`all`); the first two say nothing of host memory.
+Printed are the part of the prompts' tokens that was reused, of that what came from host memory, and what a single cache
+without bounds would have given; the tokens that were computed, the time to the first token, and how far the tokens that
+a router credits a replica with are from those that it has. Exit status 1 where less is reused than `--bound`.
 """
 
 from __future__ import annotations
@@ -33,11 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, cached_tokens, choose
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import NO_ROOT, Prompt
+from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, unpack_keys
+from workers.protocol.tiers import Moved
 from workers.scheduler import SchedulerConfig
+from workers.scheduler.host_tier import HostTier
 from workers.scheduler.page_supply import RowPages
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
+from workers.scheduler.prefix_summary import Entry
 from workers.scheduler.tokens import Tokens
 
 TOKEN_S, ATTENDED_S = 21e-6, 1e-9
@@ -48,12 +55,18 @@ ANSWER_PAGES = 20
 ROUTER, ROW_TOKENS = "router", 32.0
 VOCABULARY = 100_000
 
-REPORTS: dict[str, Callable[[PrefixCache], Iterable[int]]] = {
-    "newest": lambda cache: islice(reversed(cache._entries), 512),
-    "ends": lambda cache: islice(reversed(cache._summary._ends), SchedulerConfig.prefix_sample),
-    "report": PrefixCache.report,
-    "all": lambda cache: cache._entries.keys(),
+LOAD_S, LOADED_TOKEN_S = 5e-3, 40_672 / 50e9
+"""Seconds of a load from host memory, and of each of its tokens beside that."""
+HOST_TOKEN_COST = LOADED_TOKEN_S / 40e-6
+"""Of a token that comes from host memory, in tokens that are computed."""
+
+REPORTS: dict[str, tuple[Callable[[PrefixCache], Iterable[bytes]], Callable[[HostTier], Iterable[bytes]]]] = {
+    "newest": (lambda cache: islice(reversed(cache._entries), 512), lambda tier: ()),
+    "ends": (lambda cache: islice(reversed(cache._summary._ends), SchedulerConfig.prefix_sample), lambda tier: ()),
+    "report": (PrefixCache.report, HostTier.report),
+    "all": (lambda cache: cache._entries.keys(), lambda tier: tier._copies.keys()),
 }
+"""What routers are told of the pages of the device, and of those in host memory."""
 
 
 def prefill_s(begin: int, end: int) -> float:
@@ -74,40 +87,79 @@ class Session:
     """Ids of its next prompt."""
     turns: int
     """Turns that are left."""
+    known: int
+    """Tokens of its next prompt that are not new."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A prompt, as `HostTier` reads one of a row."""
+
+    tokens: Tokens
+    keys: list[bytes]
+
+    @property
+    def most(self) -> int:
+        """Pages that may be cached: the last token is computed in any case."""
+        return (self.tokens.length - 1) // PAGE_TOKENS
 
 
 class Replica:
-    """A prefix cache, and a queue in front of one prompt at a time."""
+    """A prefix cache, host memory behind it, and a queue in front of one prompt at a time."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, host_pages: int) -> None:
         self.cache = PrefixCache(PagePool(pages + 1), reported=SchedulerConfig.prefix_sample)
+        self.tier = HostTier(self.cache, host_pages, 1, reported=SchedulerConfig.tier_sample, batch=max(host_pages, 1))
         self.free_at = 0.0
         self.rows = 0
+        self.waiting = 0
+        """Tokens of prompts that wait for room, as far as the router counted on computing them."""
 
     def cached(self, tokens: Tokens) -> int:
-        """Tokens of a prompt that are cached."""
-        return len(self._found(tokens)) * PAGE_TOKENS
+        """Tokens of a prompt that are cached, in host memory or before it."""
+        asked = Asked(tokens, tokens.keys())
+        return max(len(self._found(asked)), len(self.tier.chain(asked, asked.most))) * PAGE_TOKENS
 
-    def begin(self, tokens: Tokens, now: float) -> tuple[RowPages, int] | None:
-        """Admit a prompt: its pages and how many of its tokens were cached; None where there is no room."""
-        found, pages = self._found(tokens), tokens.length // PAGE_TOKENS + ANSWER_PAGES
+    def begin(self, tokens: Tokens, now: float) -> tuple[RowPages, int, int] | None:
+        """Admit a prompt: its pages, how many of its tokens were cached, and how many of these came from host memory;
+        None where there is no room."""
+        asked = Asked(tokens, tokens.keys())
+        found, pages = self._found(asked), tokens.length // PAGE_TOKENS + ANSWER_PAGES
         if self.cache.needed(found, pages) > self.cache.available:
             return None
+        loaded, ready_at = 0, now
+        if copies := self.tier.loadable(asked, found, asked.most):
+            loaded = len(copies) * PAGE_TOKENS
+            self.tier.load(asked, found, copies)
+            self._move()
+            found = self._found(asked)
+            ready_at += LOAD_S + loaded * LOADED_TOKEN_S
         row = self.cache.open(found, pages)
+        self.tier.leave(asked)
+        self.tier.used(found)
         self.cache.register(row, tokens, tokens.length // PAGE_TOKENS)
         hit = len(found) * PAGE_TOKENS
-        self.free_at = max(now, self.free_at) + prefill_s(hit, tokens.length)
+        self.free_at = max(ready_at, self.free_at) + prefill_s(hit, tokens.length)
         self.rows += 1
-        return row, hit
+        return row, hit, loaded
 
     def end(self, row: RowPages, tokens: Tokens) -> None:
         """A prompt was answered; `tokens` has the answer."""
         self.cache.register(row, tokens, min(tokens.length // PAGE_TOKENS, len(row.pages)))
+        if self.tier.slots:
+            self.cache.vouch(row)
+            self.tier.save()
+            self._move()
         self.cache.close(row)
         self.rows -= 1
 
-    def _found(self, tokens: Tokens) -> list:
-        return self.cache.match(tokens, tokens.keys(), (tokens.length - 1) // PAGE_TOKENS)
+    def _move(self) -> None:
+        """Let what is to be copied be copied at once."""
+        for moves in self.tier.take_moves():
+            self.tier.moved(Moved(0, moves.ticket))
+
+    def _found(self, asked: Asked) -> list[Entry]:
+        return self.cache.match(asked.tokens, asked.keys, asked.most)
 
 
 @dataclass
@@ -118,13 +170,17 @@ class Fleet:
     options: argparse.Namespace
     prompt_tokens: int = 0
     reused: int = 0
+    loaded: int = 0
+    """Of these, from host memory."""
+    known: int = 0
+    """Tokens in whole pages that their session has sent or got before, or that all sessions begin with."""
     ttft_s: list[float] = field(default_factory=list)
     credit_errors: list[int] = field(default_factory=list)
 
     def run(self) -> None:
         """Let every session have all its turns."""
         options = self.options
-        self._replicas = [Replica(options.pages) for _ in range(options.replicas)]
+        self._replicas = [Replica(options.pages, options.host_pages) for _ in range(options.replicas)]
         self._book: InFlightAccounting[int] = InFlightAccounting(ROUTER, ROW_TOKENS)
         self._loads: dict[int, Load] = {}
         self._reported = -math.inf
@@ -132,7 +188,8 @@ class Fleet:
         system = draw(random.Random(0), 6000)
         for number in range(options.sessions):
             source = random.Random(options.seed * 1000 + number)
-            session = Session(source, system + draw(source, source.randint(20_000, 90_000)), options.turns)
+            ids = system + draw(source, source.randint(20_000, 90_000))
+            session = Session(source, ids, options.turns, len(system))
             self._at(source.uniform(0, 120), partial(self._ask, session))
         while self._events:
             now, _, act = heapq.heappop(self._events)
@@ -146,17 +203,32 @@ class Fleet:
         features = RequestFeatures(tokens.length, tokens.prompt)
         self._listen(now)
         chosen = choose(self._book, self._loads, features, now)[0]
-        self._book.record(chosen, self._loads[chosen], features, now)
-        replica, cached = self._replicas[chosen], [one.cached(tokens) for one in self._replicas]
-        if (begun := replica.begin(tokens, now)) is None:
-            self._at(now + RETRY_S, partial(self._ask, session))
-            return
-        credited = [cached_tokens(features, self._loads[name].keys, NO_ROOT) for name in range(len(cached))]
+        _, computed = self._book.record(chosen, self._loads[chosen], features, now)
+        credited = [
+            max(cached_tokens(features, keys, NO_ROOT) for keys in (load.keys, load.host_keys))
+            for _, load in sorted(self._loads.items())
+        ]
+        cached = [replica.cached(tokens) for replica in self._replicas]
         self.credit_errors += [abs(one - other) for one, other in zip(cached, credited, strict=True)]
-        row, hit = begun
+        replica = self._replicas[chosen]
+        replica.waiting += computed
+        self._begin(session, replica, tokens, computed, now, now)
+
+    def _begin(
+        self, session: Session, replica: Replica, tokens: Tokens, computed: int, asked_at: float, now: float
+    ) -> None:
+        """Let a prompt begin where it was sent, as soon as there is room for it."""
+        begun = replica.begin(tokens, now)
+        if begun is None:
+            self._at(now + RETRY_S, partial(self._begin, session, replica, tokens, computed, asked_at))
+            return
+        replica.waiting -= computed
+        row, hit, loaded = begun
         self.prompt_tokens += tokens.length
         self.reused += hit
-        self.ttft_s.append(replica.free_at - now)
+        self.loaded += loaded
+        self.known += session.known // PAGE_TOKENS * PAGE_TOKENS
+        self.ttft_s.append(replica.free_at - asked_at)
         answer = draw(session.random, session.random.randint(300, 1000))
         done = partial(self._answered, session, replica, row, tokens, answer)
         self._at(replica.free_at + len(answer) / TOKENS_PER_S, done)
@@ -168,6 +240,7 @@ class Fleet:
         tokens.length += len(answer)
         replica.end(row, tokens)
         source = session.random
+        session.known = len(session.ids) + (0 if self.options.drop else len(answer))
         session.ids = session.ids + answer[self.options.drop :] + draw(source, source.randint(500, 4000))
         session.turns -= 1
         if session.turns:
@@ -179,20 +252,40 @@ class Fleet:
             return
         self._reported = now
         for name, replica in enumerate(self._replicas):
-            backlog = int(max(replica.free_at - now, 0) / 40e-6)
-            keys = frozenset(REPORTS[self.kind](replica.cache))
-            self._loads[name] = Load(backlog, replica.rows, keys=keys, seen={ROUTER: self._book.sent}, at=now)
+            backlog = int(max(replica.free_at - now, 0) / 40e-6) + replica.waiting
+            of_device, of_host = REPORTS[self.kind]
+            self._loads[name] = Load(
+                backlog,
+                replica.rows,
+                pages_free=replica.cache.available,
+                keys=told(of_device(replica.cache)),
+                host_keys=told(of_host(replica.tier)),
+                host_token_cost=HOST_TOKEN_COST,
+                seen={ROUTER: self._book.sent},
+                at=now,
+            )
+
+    @property
+    def share(self) -> float:
+        """Of the prompts' tokens, what was reused."""
+        return self.reused / self.prompt_tokens
 
     def show(self) -> None:
         """Print its figures in a line."""
         ttft, error = sorted(self.ttft_s), sorted(self.credit_errors)
-        computed = (self.prompt_tokens - self.reused) / 1e6
+        prompt, computed = self.prompt_tokens, (self.prompt_tokens - self.reused) / 1e6
         print(
-            f"{self.kind:7} reused {self.reused / self.prompt_tokens:.3f}, computed {computed:.2f} M tokens, first "
-            f"token p50 {at(ttft, 0.5):.2f} s, p99 {at(ttft, 0.99):.2f} s, credit wrong by "
-            f"{sum(error) / len(error):.0f} tokens in the mean, p50 {at(error, 0.5)}, p99 {at(error, 0.99)}",
+            f"{self.kind:7} reused {self.share:.3f} ({self.loaded / prompt:.3f} from host memory) of "
+            f"{self.known / prompt:.3f}, computed {computed:.2f} M tokens, first token p50 {at(ttft, 0.5):.2f} s, p99 "
+            f"{at(ttft, 0.99):.2f} s, credit wrong by {sum(error) / len(error):.0f} tokens in the mean, p50 "
+            f"{at(error, 0.5)}, p99 {at(error, 0.99)}",
             flush=True,
         )
+
+
+def told(keys: Iterable[bytes]) -> frozenset[bytes]:
+    """Keys as routers have them."""
+    return frozenset(unpack_keys(pack_keys(keys)))
 
 
 def at(ordered: list, part: float) -> float:
@@ -200,16 +293,20 @@ def at(ordered: list, part: float) -> float:
     return ordered[int(part * (len(ordered) - 1))]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--turns", type=int, default=10, help="of each session")
     parser.add_argument("--pages", type=int, default=12_500, help="of 64 tokens in each replica's cache")
+    parser.add_argument("--host-pages", type=int, default=0, help="the same in its host memory; 0: there is none")
     parser.add_argument("--drop", type=int, default=0, help="tokens of an answer that the next prompt leaves out")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(REPORTS), help="which reports to compare")
+    parser.add_argument("--bound", type=float, help="least share of prompt tokens that is to be reused")
     options = parser.parse_args()
+    if options.host_pages < 0:
+        parser.error("--host-pages must not be negative")
     print(f"{options.sessions} sessions of {options.turns} turns, {options.replicas} replicas, drop {options.drop}")
     for kind in options.kinds.split(","):
         if kind not in REPORTS:
@@ -217,7 +314,11 @@ def main() -> None:
         fleet = Fleet(kind, options)
         fleet.run()
         fleet.show()
+        if options.bound is not None and fleet.share < options.bound:
+            print(f"less than {options.bound:g} is reused")
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -103,7 +103,7 @@ def measure_disk(pages: int) -> None:
     gc.freeze()
     host = HostTier(PrefixCache(PagePool(2)), 4 * PAGES, ranks=1)
     budget = WriteBudget(math.inf, math.inf, time.monotonic)
-    disk = DiskTier(host, pages, 1, budget, time.monotonic, reported=SchedulerConfig.prefix_sample, token_s=lambda: 1.0)
+    disk = DiskTier(host, pages, 1, budget, time.monotonic, reported=SchedulerConfig.tier_sample, token_s=lambda: 1.0)
     gc.disable()
     packed, slot = bytearray(), 0
     for number in range(pages // PAGES):

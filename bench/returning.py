@@ -6,8 +6,11 @@
     python bench/returning.py --url http://host:8000 --sessions 80 --json returning.json
     python bench/returning.py --seconds 120                  # where it would take too long: of the turns until then
     python bench/returning.py --sessions 12 --turns 4 --first 300 --last 1200 --think 0.2 1.0    # the demo model
+    latentserve serve --model demo --tensor-parallel 1 --replicas 2 --cache-pages 200 --host-cache-bytes 100000000
+    python bench/returning.py --sessions 60 --turns 5 --system 256 --first 500 --last 1900 --output 16    # to both
 
-A session begins with a prompt of its own and takes `--turns` turns. Each sends all that was said before, the answers
+A session begins with a prompt of its own, of which the first `--system` tokens are those of all sessions, and takes
+`--turns` turns. Each sends all that was said before, the answers
 that the endpoint gave among it, and some tokens more, so that the context grows evenly from about `--first` to about
 `--last` tokens. Between an answer and the next turn the agent works for a time that is drawn evenly in the logarithm.
 Sessions begin spread over the longest such time. Prompts are random token ids, answers greedy, and none ends by itself.
@@ -56,7 +59,7 @@ class Turn:
     """Tokens, like the next two."""
     cached: int
     known: int
-    """Whole pages of the prompt that the session has sent, or been sent, before."""
+    """Whole pages of the prompt that the session has sent, or been sent, before, or that another has begun with."""
     waited_s: float
     """For the first token."""
 
@@ -67,6 +70,8 @@ class Sessions:
     def __init__(self, http: httpx.AsyncClient, model: str, given: argparse.Namespace) -> None:
         self._http, self._model, self._given = http, model, given
         self.turns: list[Turn] = []
+        self._system = random.Random(f"{given.seed} system").choices(range(LEAST_ID, given.vocab), k=given.system)
+        self._system_sent = False
         self._begin = time.perf_counter()
 
     def _over(self) -> bool:
@@ -79,15 +84,19 @@ class Sessions:
         least, most = given.think
         await asyncio.sleep(chance.random() * most)
         grows = max(1, (given.last - given.first) // max(1, given.turns - 1) - given.output)
-        history: list[int] = []
+        history = [*self._system]
         for turn in range(given.turns):
             if self._over():
                 return
-            known = len(history) - (turn > 0)  # the last token of an answer was never fed
-            fresh = given.first if turn == 0 else grows
+            if turn == 0:
+                known = len(history) if self._system_sent else 0
+                self._system_sent = True
+            else:
+                known = len(history) - 1  # the last token of an answer was never fed
+            fresh = given.first - len(history) if turn == 0 else grows
             history += [chance.randrange(LEAST_ID, given.vocab) for _ in range(fresh)]
             cached, waited, answer = await self._ask(history)
-            self.turns.append(Turn(turn, len(history), cached, max(known, 0) // PAGE_TOKENS * PAGE_TOKENS, waited))
+            self.turns.append(Turn(turn, len(history), cached, known // PAGE_TOKENS * PAGE_TOKENS, waited))
             history += answer
             if turn + 1 < given.turns:
                 await asyncio.sleep(math.exp(chance.uniform(math.log(least), math.log(most))))
@@ -164,6 +173,7 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--turns", type=int, default=12, help="of each session")
+    parser.add_argument("--system", type=int, default=0, help="tokens with which all sessions begin")
     parser.add_argument("--first", type=int, default=8000, help="tokens of the first prompt")
     parser.add_argument("--last", type=int, default=60000, help="tokens of the last prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of every answer")
@@ -175,6 +185,8 @@ def main() -> int:
     parser.add_argument("--bound", type=float, help="least share of prompt tokens that is to be reused")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     given = parser.parse_args()
+    if not 0 <= given.system < given.first:
+        parser.error(f"--system {given.system}: the first prompt has --first {given.first} tokens, and some of its own")
     try:
         found = asyncio.run(measured(given))
     except (Failed, httpx.HTTPError) as error:

@@ -3,8 +3,10 @@
 The unit of cost is the prompt token: cost = tokens queued for prefill before the request + tokens of its own prompt
 that the replica has not cached + a small part of those that it has in host memory or on disk alone + `row_tokens` for
 every request that decodes or waits. A shared prefix therefore draws a request to where its pages are exactly until that
-replica is the busier by more than the prefill it saves. Where a replica takes several times as long as another for
-equal steps (`deploy.routing.pace`), all of that and the request's own `row_tokens` count so many times.
+replica is the busier by more than the prefill it saves. A replica that lacks pages for a request comes last, but for
+one that has most of its prompt: there it waits for others to end, and elsewhere all of it would be computed. Where a
+replica takes several times as long as another for equal steps (`deploy.routing.pace`), all of that and the request's
+own `row_tokens` count so many times.
 """
 
 from __future__ import annotations
@@ -139,7 +141,8 @@ class Cost:
     """Compared field by field."""
 
     crowded: bool
-    """The replica lacks the pages for the request, which would wait for others to finish or preempt them."""
+    """The replica lacks the pages for the request, which would wait for others to finish or preempt them, and would
+    have to compute most of its prompt."""
     tokens: float
 
 
@@ -170,11 +173,11 @@ class InFlightAccounting(Generic[R]):
         cached, copied, read = self._cached(account, load, features, now)
         queued = load.backlog + sum(sent.tokens for sent in account.sent)
         rows = load.rows + sum(sent.rows for sent in account.sent)
+        computed = features.tokens - cached - copied - read
         crowded = False
-        if load.pages_free is not None:
+        if load.pages_free is not None and computed > features.tokens / 2:
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
-        computed = features.tokens - cached - copied - read
         moved = copied * load.host_token_cost + read * load.disk_token_cost
         tokens = queued + computed + moved + self.row_tokens * rows
         return Cost(crowded, pace * tokens + (pace - 1) * self.row_tokens * features.rows)

@@ -6,6 +6,7 @@ that was cut off at the router's limit, the head gives the page hashes, its toke
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,8 +65,11 @@ class FeatureReader:
         without a tokenizer."""
         self._tokenizer, self._salts = tokenizer, salts
         self._chats = ChatPrompts(tokenizer, chat_template, control_tokens_in_text) if tokenizer else None
-        self._recent: OrderedDict[bytes, RequestFeatures] = OrderedDict()
+        self._recent: OrderedDict[bytes, tuple[RequestFeatures, EncodedPrompt | None]] = OrderedDict()
         self._held = 0
+        """Bytes of the prompts in `_recent`."""
+        self._reading: dict[bytes, asyncio.Task[tuple[RequestFeatures, EncodedPrompt | None]]] = {}
+        """By digest: bodies that are being read."""
 
     async def read(self, body: bytes, full_length: int | None = None, key: str = "") -> RequestFeatures:
         """`full_length`: bytes of the whole body when `body` is only its head. `key`: name of the request's API key;
@@ -77,27 +81,33 @@ class FeatureReader:
         self, body: bytes, full_length: int | None = None, key: str = ""
     ) -> tuple[RequestFeatures, EncodedPrompt | None]:
         """`read`, and the prompt where it is worth handing over: a long one, the only one of its request, all of which
-        is here and was encoded now."""
+        is here. Equal bodies that come at one time are read once, also where the one that came first is given up."""
         whole = full_length or len(body)
         of = whole.to_bytes(8, "little") + self._salts.salt(key, None)
         digest = blake2b(body, digest_size=16, key=of).digest()
         if (known := self._recent.get(digest)) is not None:
             self._recent.move_to_end(digest)
-            return known, None
-        prompt = None
-        try:
-            features, prompt = await self._read(body, whole, key)
-        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
-            features = RequestFeatures(whole // BYTES_PER_TOKEN)
-        self._remember(digest, features)
-        return features, prompt
+            return known
+        if (reading := self._reading.get(digest)) is None:
+            reading = self._reading[digest] = asyncio.create_task(self._read_once(digest, body, whole, key))
+        return await asyncio.shield(reading)
 
-    def _remember(self, digest: bytes, features: RequestFeatures) -> None:
-        self._recent[digest] = features
-        self._held += len(features.prompt.packed)
+    async def _read_once(
+        self, digest: bytes, body: bytes, whole: int, key: str
+    ) -> tuple[RequestFeatures, EncodedPrompt | None]:
+        """Read a body that is neither remembered nor being read, and remember it."""
+        try:
+            read = await self._read(body, whole, key)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ChatTemplateError):
+            read = RequestFeatures(whole // BYTES_PER_TOKEN), None
+        finally:
+            del self._reading[digest]
+        self._recent[digest] = read
+        self._held += len(read[0].prompt.packed)
         while len(self._recent) > REMEMBERED or self._held > REMEMBERED_BYTES:
-            _, oldest = self._recent.popitem(last=False)
+            _, (oldest, _) = self._recent.popitem(last=False)
             self._held -= len(oldest.prompt.packed)
+        return read
 
     async def _read(self, body: bytes, whole: int, key: str) -> tuple[RequestFeatures, EncodedPrompt | None]:
         cut = whole > len(body)

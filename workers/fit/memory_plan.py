@@ -43,7 +43,7 @@ from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState
 from workers.tiers.disk_files import slots_within
-from workers.tiers.mover import record_layout, staging_bytes
+from workers.tiers.mover import batch_of, record_layout, staging_bytes
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.source import DryRun
 
@@ -176,7 +176,9 @@ def memory_plan(
         rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
     record_bytes = record_layout(model.caches)[-1]
     if config.host_cache_bytes:
-        rest += staging_bytes(record_bytes)
+        # As on one node, where all ranks share what is saved.
+        batch = batch_of(record_bytes, config.token_budget, group.mesh.world.count)
+        rest += staging_bytes(record_bytes, batch)
     page_bytes = bytes_of_page(model.caches, shards)
     second = 0
     if standby:

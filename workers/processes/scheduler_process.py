@@ -374,6 +374,7 @@ def scheduler_config(config: EngineConfig, ready: Ready) -> SchedulerConfig:
         host_pages=ready.host_pages,
         pins_pages=ready.pins_pages,
         save_batch=ready.save_batch,
+        savers=ready.savers,
         cache_shards=ready.cache_shards,
         in_pieces=config.invariant,
         ranks=config.mesh().world.size,

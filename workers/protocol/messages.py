@@ -238,7 +238,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Keys of pages in the prefix cache, for routing, as `pack_keys` packs them: a bounded choice
     (`SchedulerConfig.prefix_sample`), of which each vouches for all pages before it."""
     host_keys: bytes = b""
-    """So many keys of pages in host memory."""
+    """Keys of pages in host memory, as many as `SchedulerConfig.tier_sample` says."""
     key_root: bytes = b""
     """What both are rooted in (`workers.protocol.prompt`)."""
     host_pages_total: int = 0
@@ -256,7 +256,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     host_lost_pages: int = 0
     """Forgotten because a copy of them failed."""
     disk_keys: bytes = b""
-    """So many keys of pages on disk."""
+    """Keys of pages on disk, likewise."""
     disk_pages_total: int = 0
     """Pages that the disk holds behind host memory; 0 where there is none, or where it has failed."""
     disk_pages: int = 0
@@ -313,7 +313,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pins_pages: bool = False
     """Whether these are of use only as far as ranks say that they are pinned (`workers.protocol.tiers.Pinned`)."""
     save_batch: int = 1
-    """Pages that this rank copies to host memory at once."""
+    """Pages that a rank copies to host memory at once; all ranks agree on it."""
     disk_pages: int = 0
     """Pages on disk behind host memory; all ranks agree on it."""
     record_bytes: int = 0
@@ -334,6 +334,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Snapshots of rings that the ranks have memory for; 0 where there are no rings."""
     snapshot_tokens: int = 0
     """Multiples of so many tokens at which they may be made."""
+    savers: int = 1
+    """Ranks that share the copying of a page to host memory (`saver_of`); all ranks agree on it."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -12,6 +12,15 @@ MOST_SAVES: Final = 2
 """Saves under way at once: ranks have staging memory for as many."""
 
 
+def saver_of(slot: int, shards: int, savers: int) -> int:
+    """Return which of the `savers` ranks that have a page copies it to this slot of host memory.
+
+    Both slots and shards mostly go up by one from a page to the next. So slots are counted in rounds of `shards`:
+    otherwise some of the ranks with a shard would copy all of its pages, where one number divides the other.
+    """
+    return slot // shards % savers
+
+
 class Moves(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Copies of whole pages, of all caches of a rank, between the device and host memory: saves or loads, never both.
 

@@ -178,10 +178,11 @@ class Rank:
             )
 
         record_bytes = record_layout(model.caches)[-1]
-        memory = staging = None
+        memory, staging, batch = None, None, 1
         if config.host_cache_bytes:
             memory = HostMemory.shared(config.host_cache_bytes, record_bytes, group, device)
-            staging = Staging.allocate(record_bytes, device) if device.type == "cuda" else None
+            batch = batch_of(record_bytes, config.token_budget, shards.count * memory.savers)
+            staging = Staging.allocate(record_bytes, device, batch) if device.type == "cuda" else None
         graph_bytes, beside = 0, ring_bytes + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
@@ -248,8 +249,8 @@ class Rank:
         self.disk: DiskMover | None = None
         """Where there is a disk behind host memory."""
         if memory is not None:
-            sizes = {"save_batch": batch_of(record_bytes), "record_bytes": record_bytes}
-            self.ready = replace(self.ready, host_pages=memory.slots, pins_pages=staging is not None, **sizes)
+            saving = {"save_batch": batch, "savers": memory.savers, "record_bytes": record_bytes}
+            self.ready = replace(self.ready, host_pages=memory.slots, pins_pages=staging is not None, **saving)
         if memory is not None and config.disk_cache_dir is not None:
             base, size = Path(config.disk_cache_dir), config.disk_cache_bytes
             try:

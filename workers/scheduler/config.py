@@ -68,6 +68,8 @@ class SchedulerConfig:
     """Whether the drafter reads rows' tokens on the device: a newcomer brings all that it has."""
     prefix_sample: int = 1024
     """Most prefix-cache keys that the statistics name, of 8 bytes each."""
+    tier_sample: int = 4096
+    """The same of pages in host memory, and of those on disk, which hold more sessions."""
     snapshots: int = 0
     """Snapshots of rings that the ranks have memory for; without any pages alone are shared (`Ready`)."""
     snapshot_tokens: int = PAGE_TOKENS
@@ -87,7 +89,9 @@ class SchedulerConfig:
     ranks: int = 1
     """Ranks that copy pages to host memory and back."""
     save_batch: int = 16
-    """Pages that ranks copy to host memory at once: as many as their staging memory holds."""
+    """Pages that each rank copies to host memory at once: as many as its staging memory holds."""
+    savers: int = 1
+    """Ranks among which the pages of a shard are shared out to be copied (`workers.protocol.tiers.saver_of`)."""
     load_least: int = 4
     """Pages that are worth a load from host memory: fewer are computed sooner."""
     disk_pages: int = 0
@@ -115,12 +119,13 @@ class SchedulerConfig:
             "cache_shards",
             "ranks",
             "save_batch",
+            "savers",
             "load_least",
             "disk_least",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("queue_limit", "prefix_sample", "host_pages", "disk_pages", "snapshots"):
+        for name in ("queue_limit", "prefix_sample", "tier_sample", "host_pages", "disk_pages", "snapshots"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.pages < 2:

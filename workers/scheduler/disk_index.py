@@ -14,7 +14,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Final
 
 from workers.protocol.tiers import check_of
@@ -189,14 +189,12 @@ class DiskIndex:
         return begin == 0
 
     def report(self) -> list[bytes]:
-        """Keys that tell routers what is here, those where prompts ended most recently first, up to half of them."""
-        recent = [*reversed(self._recent)]
-        slots = dict.fromkeys(islice(recent, self._most - self._most // 2))
-        for slot in (*reversed(self._grid), *recent):
-            if len(slots) >= self._most:
-                break
-            slots[slot] = None
-        return [self._key[slot] for slot in slots]
+        """Keys that tell routers what is here: those where prompts ended, the most recent ones first, and of the grid
+        as many as these leave room for. A prompt that leaves one on disk in its middle is rare, and costs little: where
+        host memory or the device have it, they report more of its middle. But who is not told where a session ended
+        sends it to where none of it is."""
+        slots = dict.fromkeys(chain(reversed(self._recent), reversed(self._grid)))
+        return [self._key[slot] for slot in islice(slots, self._most)]
 
     def _after(self, slot: int) -> Iterator[int]:
         at = self._child[slot]

@@ -19,14 +19,15 @@ Eviction: among the entries that nothing continues, the one whose last use is lo
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol
+from typing import Final, Protocol
 
-from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned
+from kernels.page import Shards
+from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned, saver_of
 from workers.scheduler.page_supply import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
@@ -35,6 +36,9 @@ from workers.scheduler.tokens import Tokens
 
 MOST_LOADS = 4
 """Loads under way, or done and not yet used."""
+REPORTED_ENDS: Final = 0.75
+"""Share of what routers are told that is for where prompts end: a session has one such place, or two with that where
+its last turn left the turn before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,13 +103,16 @@ class HostTier:
         pins: bool = False,
         reported: int = 0,
         batch: int = 16,
+        savers: int = 1,
+        shards: int = 1,
         least: int = 4,
     ) -> None:
         """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `pins`: whether slots are of
-        use only as far as all ranks say that they are pinned. `reported`: keys that
-        `report` names at the most. `batch`: pages that one ticket saves at the most. `least`: pages that are worth a
-        load; fewer are computed sooner."""
+        use only as far as all ranks say that they are pinned. `reported`: keys that `report` names at the most.
+        `batch`: pages that one ticket has any rank save at the most; the pages of each of `shards` are shared out among
+        `savers` ranks. `least`: pages that are worth a load; fewer are computed sooner."""
         self.slots, self._ranks, self._cache, self._batch, self._least = slots, ranks, cache, batch, least
+        self._savers, self._shards = savers, Shards(shards)
         self.counters = TierCounters()
         self._free = list(range(slots - 1, -1, -1))
         self._unpinned: list[int] = []
@@ -116,7 +123,7 @@ class HostTier:
             self._pinned = [0] * ranks
             self._free, self._unpinned = self._unpinned, self._free
         self._copies: dict[bytes, Copy] = {}  # by key
-        self._summary = PrefixSummary(self._copies, slots, reported)
+        self._summary = PrefixSummary(self._copies, slots, reported, REPORTED_ENDS)
         self._ends: list[tuple[int, bytes]] = []  # a heap of (used, key), outdated ones among them
         self._clock, self._numbers = count(1), count(1)
         self._tickets: dict[int, Ticket] = {}  # under way, by number
@@ -177,8 +184,9 @@ class HostTier:
         while self._offered and self._saves < MOST_SAVES:
             copies: list[Copy] = []
             pages: list[tuple[int, int]] = []
-            room = True
-            while self._offered and len(copies) < self._batch and room:
+            shares: Counter[tuple[int, int]] = Counter()  # by shard and saver
+            room, largest = True, 0
+            while self._offered and largest < self._batch and room:
                 entry, number = self._offered.popleft()
                 missing = self._missing(entry)
                 if len(missing) > 1:  # what it continues was not saved, or not for long: that comes first
@@ -190,11 +198,18 @@ class HostTier:
                     else:
                         copies.append(copy)
                         pages.append((entry.page, copy.page))
+                        share = self._share(entry.page, copy.page)
+                        shares[share] += 1
+                        largest = max(largest, shares[share])
             if copies:
                 self._saves += 1
                 self._begin(copies, Moves(next(self._numbers), saves=tuple(pages)))
             if not room:
                 return
+
+    def _share(self, page: int, slot: int) -> tuple[int, int]:
+        """Shard and saver, which name the rank of each node that copies this page to this slot."""
+        return self._shards.owner(page), saver_of(slot, self._shards.count, self._savers)
 
     def _missing(self, entry: Entry) -> list[Entry]:
         """The entry, and those before it that are to be saved first, the first of them last. None where it has a copy,
@@ -255,6 +270,7 @@ class HostTier:
 
     def _use(self, copy: Copy) -> None:
         copy.used = next(self._clock)
+        self._summary.use([copy])
         if not copy.children:
             self._is_end(copy)
 

@@ -12,15 +12,16 @@ keys of its pages, and the deepest of them that is reported vouches for all page
   a message that was edited, a prompt of which the router knows the beginning only. It is credited up to the last
   multiple of the stride. Long prompts are cached in one piece, so a stride of a thousand tokens loses little.
 
-Ends and branch points are kept in the order of their last use. The most recent of them fill up to half of the report;
-the grid fills the rest, from coarse strides to fine ones, the newest entries of the finest first; what is left is for
-older ends. A cache of fewer entries than the bound is reported whole.
+Ends and branch points are kept in the order of their last use. The most recent of them fill up to half of the report,
+or another share where that is asked for; the grid fills the rest, from coarse strides to fine ones, the newest entries
+of the finest first; what is left is for older ends. A cache of fewer entries than the bound is reported whole.
 
 All of it is kept up to date entry by entry: no report looks at more keys than it names.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,11 +79,13 @@ class PrefixSummary:
     collector of cyclic garbage.
     """
 
-    def __init__(self, entries: Mapping[bytes, Entry], pages: int, most: int) -> None:
+    def __init__(self, entries: Mapping[bytes, Entry], pages: int, most: int, ends: float = 0.5) -> None:
         """`entries`: those of the cache, by key, which it keeps up to date itself. `pages`: as many as there can be.
-        `most`: keys in a report."""
+        `most`: keys in a report. `ends`: the share of them that is for ends and branch points before any of the
+        grid."""
         self._entries = entries
         self._most = most
+        self._most_ends = math.ceil(ends * most)
         self._stride = 1 << max((pages // max(most, 1)).bit_length() - 1, 0)
         """The finest: it puts no more than two times `most` of `pages` entries on the grid."""
         self._ends: OrderedDict[bytes, None] = OrderedDict()  # and branch points; most recently used last
@@ -165,7 +168,7 @@ class PrefixSummary:
         if len(self._entries) <= self._most:
             return list(self._entries)
         recent = reversed(self._ends)
-        keys = dict.fromkeys(islice(recent, self._most - self._most // 2))
+        keys = dict.fromkeys(islice(recent, self._most_ends))
         grid = chain.from_iterable(map(reversed, reversed(self._grid)))
         for key in chain(grid, recent):
             if len(keys) >= self._most:

@@ -42,13 +42,15 @@ class Rows:
         self.tier: HostTier | None = None
         """Host memory behind the pages, where there is any."""
         if config.host_pages and config.prefix_cache:
-            sizes = config.host_pages, config.ranks
             self.tier = HostTier(
                 self.cache,
-                *sizes,
+                config.host_pages,
+                config.ranks,
                 pins=config.pins_pages,
-                reported=config.prefix_sample,
+                reported=config.tier_sample,
                 batch=config.save_batch,
+                savers=config.savers,
+                shards=config.cache_shards,
                 least=config.load_least,
             )
         self.disk: DiskTier | None = None
@@ -60,7 +62,7 @@ class Rows:
                 config.ranks,
                 WriteBudget(config.disk_writes_per_s, config.disk_writes_saved_up, clock),
                 clock,
-                reported=config.prefix_sample,
+                reported=config.tier_sample,
                 least=config.disk_least,
                 page_s=config.disk_page_s,
                 serial=config.disk_serial,

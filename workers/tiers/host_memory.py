@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from workers.parallel.group import Group
+from workers.protocol.tiers import saver_of
 
 LEFT_FREE: Final = 0.05
 """Share of the machine's memory that is left to everybody else."""
@@ -36,6 +39,9 @@ class HostMemory:
     rank: int = 0
     shard_N: tuple[int, ...] = (0,)
     """Of every rank that shares it, this one among them, the number of its shard of the cache."""
+    savers: int = 1
+    """Ranks that share the copying of a shard's pages, on each node: the largest number that divides how many there
+    are on any node, so that what is dealt out evenly to as many is even everywhere."""
 
     @property
     def slots(self) -> int:
@@ -45,7 +51,7 @@ class HostMemory:
     def writes(self, slot: int) -> bool:
         """Whether this rank, of those that share the memory and have its page, is the one to write this slot."""
         alike = [rank for rank, shard in enumerate(self.shard_N) if shard == self.shard_N[self.rank]]
-        return alike[slot % len(alike)] == self.rank
+        return alike[saver_of(slot, len(set(self.shard_N)), len(alike))] == self.rank
 
     @staticmethod
     def shared(size: int, record_bytes: int, group: Group, device: torch.device) -> HostMemory:
@@ -91,7 +97,8 @@ class HostMemory:
         group.gather_bytes(b"mapped", device)  # whoever made the file keeps it open until all have it
         os.close(descriptor)
         slot_SB = torch.frombuffer(mapped, dtype=torch.uint8).view(slots, record_bytes)
-        return HostMemory(slot_SB, peers.index(own), tuple(rank % shards for rank in peers))
+        savers = gcd(*Counter((node, rank % shards) for rank, node in enumerate(nodes)).values())
+        return HostMemory(slot_SB, peers.index(own), tuple(rank % shards for rank in peers), savers)
 
 
 def available_bytes() -> int:

@@ -18,6 +18,7 @@ Shape legend: P pages, B bytes of a page of one cache, N pages of one message, R
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import queue
 import threading
@@ -32,7 +33,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.page import NULL_PAGE
+from kernels.page import NULL_PAGE, pages_for
 from kernels.page_records import PagedRecords, gather_pages, scatter_pages
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
@@ -46,9 +47,13 @@ logger = logging.getLogger("latentserve.tiers")
 ALIGNMENT: Final = 256
 """Of a cache's part of a record, in bytes."""
 STAGING_BYTES: Final = 64 * 1024 * 1024
-"""Of pages on their way to the host, and from it, each."""
+"""Of pages on their way to the host, and from it, each, where a step's pages take no more."""
+MOST_STAGING_BYTES: Final = 256 * 1024 * 1024
+"""The same of pages on their way to the host, where those of a step take more."""
 MOST_BATCH: Final = 64
-"""Pages that are saved at once, however small."""
+"""Pages that are saved at once, however small, where a step has no more."""
+UNEVEN: Final = 1.25
+"""Of a step's pages a rank may get so many times its even share."""
 PIECE_BYTES: Final = 256 * 1024 * 1024
 """Of host memory that is pinned at once: launches may have to wait for it."""
 FINDERS: Final = 4
@@ -76,15 +81,21 @@ def record_layout(specs: Sequence[CacheSpec]) -> tuple[int, ...]:
     return (*begins, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
-def batch_of(record_bytes: int) -> int:
-    """Pages that are saved at once."""
-    return max(1, min(MOST_BATCH, STAGING_BYTES // record_bytes))
+def batch_of(record_bytes: int, tokens: int = 0, ranks: int = 1) -> int:
+    """Pages that a rank saves at once: all that a step of `tokens` prompt tokens completes, shared out over `ranks`.
+
+    A message goes with each step. With fewer pages in it than a step completes, prompts would fill the cache faster
+    than it is saved, and pages would leave it unsaved.
+    """
+    share = math.ceil(UNEVEN * pages_for(tokens) / ranks)
+    usual = min(MOST_BATCH, STAGING_BYTES // record_bytes)
+    return max(1, min(max(usual, share), MOST_STAGING_BYTES // record_bytes))
 
 
-def staging_bytes(record_bytes: int) -> int:
-    """Bytes of a GPU for pages on their way to host memory and from it (`Staging`)."""
-    batch = batch_of(record_bytes)
-    return (MOST_SAVES * batch + 2 * max(1, batch // 2)) * record_bytes
+def staging_bytes(record_bytes: int, batch: int | None = None) -> int:
+    """Bytes of a GPU for pages on their way to host memory and from it, as `Staging.allocate` takes them."""
+    usual = batch_of(record_bytes)
+    return (MOST_SAVES * (usual if batch is None else batch) + 2 * max(1, usual // 2)) * record_bytes
 
 
 @dataclass
@@ -102,16 +113,17 @@ class Staging:
     """Messages that saved anything so far."""
 
     @staticmethod
-    def allocate(record_bytes: int, device: torch.device) -> Staging:
-        """To be called before the cache takes what is left of the GPU."""
-        batch = batch_of(record_bytes)
+    def allocate(record_bytes: int, device: torch.device, batch: int | None = None) -> Staging:
+        """To be called before the cache takes what is left of the GPU. `batch`: pages that are saved at once; None: as
+        many as `batch_of` says of no steps in particular."""
+        usual = batch_of(record_bytes)
 
         def records(count: int) -> Tensor:
             return torch.empty(count, record_bytes, dtype=torch.uint8, device=device)
 
         # As many saves as the scheduler lets be under way: none overwrites what another has not sent yet.
-        saves = tuple(records(batch) for _ in range(MOST_SAVES))
-        half = max(1, batch // 2)
+        saves = tuple(records(usual if batch is None else batch) for _ in range(MOST_SAVES))
+        half = max(1, usual // 2)
         to_host, from_host, pages = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
         return Staging(saves, (records(half), records(half)), to_host, from_host, pages)
 
@@ -258,7 +270,10 @@ class PageMover:
     @torch.inference_mode()
     def _gather(self, staging: Staging, ticket: int, saves: Sequence[tuple[int, int]]) -> None:
         """Copy pages into staging memory, in order with the steps."""
-        record_NR = staging.save_NR[staging.saved % len(staging.save_NR)][: len(saves)]
+        batch_NR = staging.save_NR[staging.saved % len(staging.save_NR)]
+        if len(saves) > len(batch_NR):
+            raise MoveError(f"ticket {ticket} saves {len(saves)} pages of this rank, which takes {len(batch_NR)}")
+        record_NR = batch_NR[: len(saves)]
         staging.saved += 1
         gather_pages(self._records, on_device([page for page, _ in saves], torch.int64, self._device), record_NR)
         self._saves.put(_Copies(ticket, saves, self._now(), record_NR))

@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from deploy.routing.request_features import MOST_ROWS, FeatureReader
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
-from workers.protocol.prompt import NO_ROOT, page_keys
+from workers.protocol.prompt import NO_ROOT, pack_tokens, page_keys
 
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
 
@@ -20,6 +21,10 @@ def tokenizer() -> Tokenizer:
 def told(ids: list[int], root: bytes = NO_ROOT) -> list[bytes]:
     """The keys that a replica with these pages reports."""
     return [key[:8] for key in page_keys(ids, root)]
+
+
+def remembered_bytes(reader: FeatureReader) -> int:
+    return sum(len(features.prompt.packed) for features, _ in reader._recent.values())
 
 
 def body(**fields: object) -> bytes:
@@ -116,7 +121,61 @@ async def test_remembered_prompts_take_no_more_memory_than_the_bound_says(monkey
     for number in range(9):
         first = await reader.read(body(prompt=[number] * 300))
         assert await reader.read(body(prompt=[number] * 300)) is first
-        assert reader._held == sum(len(known.prompt.packed) for known in reader._recent.values()) <= 4 * 1000
+        assert reader._held == remembered_bytes(reader) <= 4 * 1000
     assert len(reader._recent) == 3
     long = await reader.read(body(prompt=[1] * 1001))
     assert (len(long.keys(NO_ROOT)), reader._held, len(reader._recent)) == (15, 0, 0)
+
+
+async def test_equal_bodies_that_come_at_one_time_are_read_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of one prompt by single requests: their prompt counts once against the bound, and each is handed over."""
+    encoded: list[str] = []
+    encode = tokenizer.encode_async
+
+    async def counted(text: str, special: bool) -> list[int]:
+        encoded.append(text)
+        await asyncio.sleep(0)  # as where a long text is encoded aside
+        return await encode(text, special)
+
+    monkeypatch.setattr(tokenizer, "encode_async", counted)
+    reader, long = FeatureReader(tokenizer), TEXT + TEXT
+    read = await asyncio.gather(*(reader.read_prompt(body(prompt=long)) for _ in range(8)))
+    assert len(encoded) == 1
+    features, prompt = read[0]
+    assert prompt is not None
+    assert prompt.packed == pack_tokens(tokenizer.encode(long))
+    assert all(one is read[0] for one in [*read, await reader.read_prompt(body(prompt=long))])
+    assert reader._held == remembered_bytes(reader) == len(features.prompt.packed)
+    assert not reader._reading
+
+
+async def test_equal_bodies_beyond_the_bound_leave_the_reader_able_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round of them once added to what seemed to be held, until nothing could be read any more."""
+    monkeypatch.setattr("deploy.routing.request_features.REMEMBERED_BYTES", 4 * 1000)
+    reader = FeatureReader(Slow())  # type: ignore[arg-type]
+    for number in range(20):
+        read = await asyncio.gather(*(reader.read(body(prompt=f"{number}{TEXT}"[:300])) for _ in range(8)))
+        assert {features.tokens for features in read} == {300}
+    assert reader._held == remembered_bytes(reader) == 3 * 1200
+
+
+async def test_who_is_given_up_does_not_take_the_reading_from_the_others() -> None:
+    reader = FeatureReader(Slow())  # type: ignore[arg-type]
+    first, second = (asyncio.create_task(reader.read(body(prompt="abc"))) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).tokens == 3
+    assert first.cancelled()
+
+
+class Slow:
+    """A tokenizer that is always awaited, with a token for each character."""
+
+    chat_template = None
+
+    async def encode_async(self, text: str, special: bool) -> list[int]:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return [ord(char) for char in text]

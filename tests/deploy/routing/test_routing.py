@@ -111,13 +111,26 @@ def test_pages_on_disk_draw_a_request_less_than_those_in_host_memory() -> None:
 
 def test_pages_in_host_memory_need_pages_of_the_device() -> None:
     features = RequestFeatures(640, Prompt.of(range(640)))
-    ninth = frozenset({features.keys(NO_ROOT)[8]})
-    host = Load(host_keys=ninth, pages_free=9)
-    assert accounting().cost("a", host, features, 0.0).crowded
-    assert not accounting().cost("a", Load(keys=ninth, pages_free=9), features, 0.0).crowded
+    fourth, tenth = (frozenset({features.keys(NO_ROOT)[page]}) for page in (3, 9))
+    assert accounting().cost("a", Load(host_keys=fourth, pages_free=9), features, 0.0).crowded
+    assert not accounting().cost("a", Load(keys=fourth, pages_free=9), features, 0.0).crowded
     book = accounting()
-    book.record("a", replace(host, pages_free=15), features, 0.0)
-    assert book.cost("a", replace(host, pages_free=15), RequestFeatures(384), 0.0).crowded
+    host = Load(host_keys=tenth, pages_free=15)
+    book.record("a", host, features, 0.0)
+    assert book.cost("a", host, RequestFeatures(384), 0.0).crowded
+
+
+@pytest.mark.parametrize("where", ["keys", "host_keys", "disk_keys"])
+def test_who_has_most_of_a_prompt_is_not_passed_over_for_want_of_pages(where: str) -> None:
+    """Sessions that return once left the replica that had them whenever its rows held all pages for a moment, and were
+    computed as a whole elsewhere."""
+    features = RequestFeatures(640, Prompt.of(range(640)))
+    ninth, fourth = (frozenset({features.keys(NO_ROOT)[page]}) for page in (8, 3))
+    free = Load(pages_free=100)
+    assert choose(accounting(), {"a": free, "b": Load(**{where: ninth}, pages_free=0)}, features, 0.0) == ["b", "a"]
+    assert choose(accounting(), {"a": free, "b": Load(**{where: fourth}, pages_free=0)}, features, 0.0) == ["a", "b"]
+    busy = Load(**{where: ninth}, pages_free=0, backlog=1000)
+    assert choose(accounting(), {"a": free, "b": busy}, features, 0.0) == ["a", "b"]
 
 
 def test_pages_of_what_was_sent_are_taken_off() -> None:

@@ -822,7 +822,7 @@ def test_prompts_whose_keys_are_equal_never_get_each_others_pages(monkeypatch: p
 
 
 def test_the_report_names_what_is_on_disk() -> None:
-    replica = tiered(prefix_sample=4, host_pages=10)
+    replica = tiered(tier_sample=4, host_pages=10)
     asked = filled(replica)
     keys = set(unpack_keys(replica.scheduler.stats().disk_keys))
     assert {page_keys(prompt)[8][:8] for prompt in asked[2:]} <= keys
@@ -844,6 +844,24 @@ def test_an_index_reports_ends_and_a_grid_and_no_more_than_it_may() -> None:
     assert len(report) == len(set(report)) == 8
     assert {keys[-1] for keys in chains} <= set(report)
     assert {keys[number - 1] for keys in chains[2:] for number in (16, 32)} <= set(report)
+
+
+def test_sessions_on_disk_are_all_reported_before_any_of_the_grid() -> None:
+    """Where a session has ended matters most: half of a report was for the grid, however many sessions there were."""
+    index = DiskIndex(1000, reported=8)
+    assert index.settle()
+    ends = []
+    for number in range(10):
+        parent = -1
+        for page, key in enumerate(page_keys(tokens(20 * PAGE_TOKENS, seed=number)), 1):
+            slot = index.take()
+            index.put(slot, key, parent, page, 0, complete=True)
+            parent = slot
+        index.use_ends([parent])
+        ends.append(key)
+    assert index.report() == ends[:1:-1]
+    index.use(index.slot(ends[0]))
+    assert index.report() == [ends[0], *ends[:2:-1]]
 
 
 def soak(seed: int, requests: int = 40, losses: float = 0.0, mishaps: float = 0.0, starts: bool = False) -> Replica:

@@ -12,7 +12,7 @@ from workload import config, random_config, random_request, tokens
 
 from kernels.page import PAGE_TOKENS
 from workers.protocol import prompt as prompts
-from workers.protocol.prompt import unpack_keys
+from workers.protocol.prompt import page_keys, unpack_keys
 from workers.protocol.tiers import Pinned
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.sequence import Phase
@@ -242,6 +242,25 @@ def test_a_prompt_that_has_to_wait_is_compared_once(monkeypatch: pytest.MonkeyPa
     replica.check_tokens()
     assert [replica.outputs[f"b{number}"][0].cached_tokens for number in range(5)] == [9 * PAGE_TOKENS] * 5
     assert not replica.scheduler._rows.tier._chains  # type: ignore[union-attr]
+
+
+def test_routers_are_told_of_sessions_in_host_memory_by_their_last_use() -> None:
+    """Not by when they were saved: the oldest session may be the busiest."""
+    replica = tiered(tier_sample=8)
+    sessions = [tokens(600, seed=seed) for seed in range(10)]
+    for number, session in enumerate(sessions):
+        served(replica, f"first {number}", session)
+    ends = [page_keys(session)[8][:8] for session in sessions]
+
+    def reported() -> set[int]:
+        keys = unpack_keys(replica.scheduler.stats().host_keys)
+        assert len(keys) == len(set(keys)) == 8
+        return {number for number, end in enumerate(ends) if end in keys}
+
+    assert reported() == set(range(4, 10))
+    for number in (0, 2):
+        assert served(replica, f"again {number}", sessions[number]) == 9 * PAGE_TOKENS
+    assert reported() == {0, 2, 6, 7, 8, 9}
 
 
 def loading(replica: Replica) -> list[int]:
@@ -494,6 +513,7 @@ def soak(seed: int, requests: int = 25, losses: float = 0.0, mishaps: float = 0.
         load_least=rng.choice([1, 1, 2]),
         prefix_cache=True,
     )
+    settings = replace(settings, savers=settings.ranks)
     replica = Replica(settings, agree=rng.choice([0.0, 0.5, 1.0]), seed=seed)
     replica.losses, replica.worker.mishap = losses, mishaps
     for number in range(requests):

@@ -325,6 +325,7 @@ def test_cancelled_between_preemption_and_resumption() -> None:
         {"queue_limit": -1},
         {"pipeline": 0},
         {"prefix_sample": -1},
+        {"tier_sample": -1},
         {"token_budget": 12},
     ],
 )

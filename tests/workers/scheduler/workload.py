@@ -47,6 +47,7 @@ def random_config(rng: random.Random, tight: bool = False) -> SchedulerConfig:
         disk_pages=host.choice([0, 8, 100]) if host_pages else 0,
         disk_least=1,
         disk_page_s=0.0,
+        tier_sample=host.choice([0, 3, 100]),
     )
 
 

@@ -164,11 +164,22 @@ def test_records_are_aligned_and_a_batch_is_never_empty() -> None:
     assert batch_of(1) > 1
 
 
+@pytest.mark.parametrize("batch", [None, 1, 40])
 @pytest.mark.parametrize("record", [4096, 2_605_056, 10**8])
-def test_memory_for_pages_on_their_way_is_counted_as_it_is_taken(record: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_pages_on_their_way_is_counted_as_it_is_taken(
+    record: int, batch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    staging = Staging.allocate(record, torch.device("meta"))
-    assert sum(part_NR.nbytes for part_NR in (*staging.save_NR, *staging.load_NR)) == staging_bytes(record)
+    staging = Staging.allocate(record, torch.device("meta"), batch)
+    assert sum(part_NR.nbytes for part_NR in (*staging.save_NR, *staging.load_NR)) == staging_bytes(record, batch)
+
+
+def test_a_rank_has_room_for_its_share_of_what_a_step_completes() -> None:
+    record = 4 << 20
+    assert batch_of(record) == batch_of(record, tokens=8 * PAGE_TOKENS) == 16
+    assert batch_of(record, tokens=128 * PAGE_TOKENS, ranks=8) == 20
+    assert batch_of(record, tokens=1000 * PAGE_TOKENS) == 64, "more would take too much of the device's memory"
+    assert batch_of(1, tokens=128 * PAGE_TOKENS) == 160
 
 
 @pytest.mark.parametrize(
@@ -198,20 +209,25 @@ def test_host_memory_says_what_is_too_much_and_what_too_little(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("nodes", "shards", "lacking"),
+    ("nodes", "shards", "expected"),
     [
         ("ab", 2, r"a node of rank 0 has no rank with shard 1 of the cache"),
         ("aaab", 2, r"a node of rank 3 has no rank with shard 0 of the cache"),
         ("aabb", 4, r"a node of rank 0 has no rank with shard 2 of the cache"),
-        ("aabb", 2, ""),
-        ("ab", 1, ""),
+        ("aabb", 2, 1),
+        ("ab", 1, 1),
+        ("aabb", 1, 2),
+        ("aaaabbbb", 2, 2),
+        ("aaaaaabb", 1, 2),
+        ("aaaaabbb", 1, 1),
     ],
 )
 def test_a_node_has_all_shards_or_no_host_memory(
-    monkeypatch: pytest.MonkeyPatch, nodes: str, shards: int, lacking: str
+    monkeypatch: pytest.MonkeyPatch, nodes: str, shards: int, expected: str | int
 ) -> None:
     """Pages of a shard that no rank of a node has would be loaded, and nobody would have written them. All ranks find
-    it, though on some nodes there are all shards: none waits for the others."""
+    it, though on some nodes there are all shards: none waits for the others. `expected`: what is lacking, or the number
+    of ranks among which pages are evenly shared out on every node."""
 
     def gather_bytes(group: Group, payload: bytes, device: torch.device) -> list[bytes]:
         return [node.encode() for node in nodes] if payload == node_name().encode() else [payload] * len(nodes)
@@ -219,11 +235,12 @@ def test_a_node_has_all_shards_or_no_host_memory(
     monkeypatch.setattr(Group, "gather_bytes", gather_bytes)
     for rank in range(len(nodes)):
         group = Group(Mesh.of(rank, len(nodes), cache=shards))
-        if lacking:
-            with pytest.raises(RuntimeError, match=lacking):
+        if isinstance(expected, str):
+            with pytest.raises(RuntimeError, match=expected):
                 HostMemory.shared(4096, 1024, group, CPU)
         elif nodes.index(nodes[rank]) == rank:  # the others open the file of this one
-            assert HostMemory.shared(4096, 1024, group, CPU).slots == 4
+            memory = HostMemory.shared(4096, 1024, group, CPU)
+            assert (memory.slots, memory.savers) == (4, expected)
 
 
 def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
