@@ -2,7 +2,7 @@
 
     python bench/fleet.py
     python bench/fleet.py --sessions 24 --replicas 4 --drop 100000 --kinds newest,report
-    python bench/fleet.py --sessions 160 --host-pages 78000 --kinds report --bound 0.95
+    python bench/fleet.py --sessions 160 --host-pages 78000 --kinds report --bound 0.88
 
 A simulation without a model: prefix caches, host memory behind them, reports and the routers' policy are the project's
 own, and the time that prompts take is that of DeepSeek-V3 in FP8 on eight H200, 21 us a token and 1 ns for each token

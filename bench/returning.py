@@ -6,14 +6,15 @@
     python bench/returning.py --url http://host:8000 --sessions 80 --json returning.json
     python bench/returning.py --seconds 120                  # where it would take too long: of the turns until then
     python bench/returning.py --sessions 12 --turns 4 --first 300 --last 1200 --think 0.2 1.0    # the demo model
-    latentserve serve --model demo --tensor-parallel 1 --replicas 2 --cache-pages 200 --host-cache-bytes 100000000
+    latentserve serve --model demo --tensor-parallel 1 --drafter none --replicas 2 --cache-pages 200 \\
+        --host-cache-bytes 100000000
     python bench/returning.py --sessions 60 --turns 5 --system 256 --first 500 --last 1900 --output 16    # to both
 
 A session begins with a prompt of its own, of which the first `--system` tokens are those of all sessions, and takes
-`--turns` turns. Each sends all that was said before, the answers
-that the endpoint gave among it, and some tokens more, so that the context grows evenly from about `--first` to about
-`--last` tokens. Between an answer and the next turn the agent works for a time that is drawn evenly in the logarithm.
-Sessions begin spread over the longest such time. Prompts are random token ids, answers greedy, and none ends by itself.
+`--turns` turns. Each sends all that was said before, the answers that the endpoint gave among it, and some tokens more,
+so that the context grows evenly from about `--first` to about `--last` tokens. Between an answer and the next turn the
+agent works for a time that is drawn evenly in the logarithm. Sessions begin spread over the longest such time. Prompts
+are random token ids, answers greedy, and none ends by itself.
 
 Printed are the share of prompt tokens that the endpoint took from a cache, by its own account (`cached_tokens`), beside
 the share that any cache could give; and the time to the first token of the turns that return. Exit status 1 where a
