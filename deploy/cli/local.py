@@ -32,13 +32,13 @@ STATS_TIMEOUT_S = 1.0
 
 def engine_config(*, served: bool = True, **given: Any) -> EngineConfig:
     """Settings that a command line or a command gives (None: not given); of the demo model where there is no other.
-    `served`: whether the model is to be served, see `check_fit`. UsageMistake naming the wrong flag, the folder that is
+    `served`: whether the model is to be served, and on this machine; else it is only counted. UsageMistake naming the wrong flag, the folder that is
     no model, or what the model cannot be served with."""
     values = {"model": "demo", **{name: value for name, value in given.items() if value is not None}}
     flags = {setting.name: setting.option for setting in settings_of(EngineConfig)}
     try:
         config = EngineConfig(**values)
-        check_fit(config, gpus=visible_gpus(), served=served)
+        check_fit(config, gpus=visible_gpus() if served else None, served=served)
     except ValidationError as error:
         raise UsageMistake(explain(error, lambda name: flags.get(name, name))) from None
     except (FileNotFoundError, Unfit) as error:

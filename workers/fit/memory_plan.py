@@ -177,7 +177,7 @@ def memory_plan(
     record_bytes = record_layout(model.caches)[-1]
     if config.host_cache_bytes:
         # As on one node, where all ranks share what is saved.
-        batch = batch_of(record_bytes, config.token_budget, group.mesh.world.count)
+        batch = batch_of(record_bytes, config.token_budget, group.mesh.world.size)
         rest += staging_bytes(record_bytes, batch)
     page_bytes = bytes_of_page(model.caches, shards)
     second = 0

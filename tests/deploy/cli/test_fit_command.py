@@ -40,6 +40,8 @@ def test_host_memory_behind_the_cache_is_counted(command):
     assert line
     assert int(line[1].replace(",", "")) == said["host_tokens"]
     assert command("fit", "--gpu", "16 GiB", "--json").json["host_tokens"] == 0
+    # The machine that is asked about is another one.
+    assert command("fit", "--gpu", "16 GiB", "--host-cache-bytes", str(10**15), "--json").json["host_tokens"] > 10**12
 
 
 def test_an_engine_that_stands_by_is_counted(command):
