@@ -87,9 +87,9 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
 
 def attending(tokens: int, width: int, ratio: int, selected: int, heads: int, first: int = 0) -> list[Any]:
     """Compile a call of attention."""
-    dtype = torch.bfloat16
+    dtype, entries = torch.bfloat16, max(1, PAGE_TOKENS // ratio) if ratio else 0
     q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
-    ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, 16, ENTRY, dtype=dtype)
+    ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, entries, ENTRY, dtype=dtype)
     listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
     sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio))
     workspace = AttendWorkspace.allocate(*sizes, torch.empty)
@@ -121,12 +121,15 @@ def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: in
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
 
 
-@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
 def test_attention_of_the_layer_that_drafts(tokens: int, width: int, heads: int) -> None:
-    """It looks at every entry before it takes it."""
-    for kernel in attending(tokens, width, 0, 0, heads, first=1):
+    """It looks at every entry before it takes it, and copies them asynchronously all the same."""
+    compiled = attending(tokens, width, 0, 0, heads, first=1)
+    for kernel in compiled:
         resources(kernel).check()
+    assert not serialized(compiled[0])
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
 
 
 def test_numbers_of_rows_compile_nothing_new() -> None:
