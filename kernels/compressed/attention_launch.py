@@ -132,7 +132,7 @@ def attend(
         ring_XLD,
         ring_XLD if entry_TD is None else entry_TD,
         ring_XLD if entry_PKD is None else entry_PKD,
-        rows.row_T if selected_TS is None else selected_TS,
+        workspace.listed_BTN if selected_TS is None else selected_TS,
         sink_H,
         rotation_TO,
         out_THD,
