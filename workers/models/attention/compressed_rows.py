@@ -209,7 +209,7 @@ def rows_of_pass(
 
 def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
     """Of a pass of decode rows alone integers [R], or [T] where some of a row's tokens are left out: those of rows, or
-    tokens, with 0 are padding. None of another pass."""
+    tokens, with 0 are padding. None of another pass: experts of a mixed step compute tokens that are left out, too."""
     if batch.decode is None or batch.prefill is not None:
         return None
     length_R, left_out_T = batch.decode.length_R, _left_out(batch, scratch)
