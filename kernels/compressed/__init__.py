@@ -187,7 +187,8 @@ def attend(
       missing: what a layer that drafts has not made (`workers.cache.rings`).
 
     Computed in fp32 from what is stored, but for weights that are rounded to the queries' dtype before they are
-    multiplied with entries. One launch, or two where several programs share a token.
+    multiplied with entries. One launch, or two where several programs share a token. ValueError for tensors that do not
+    fit, and on a GPU for a rope of more than 128 features, where D is a larger multiple of 128.
     """
     rows.check(len(q_THD))
     (tokens, heads, features), dtype = q_THD.shape, q_THD.dtype

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.compressed.entries import place_of, turn
+from kernels.compressed.entries import UNALIGNED, place_of, turn
 from kernels.page import PAGE_TOKENS
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
@@ -129,7 +129,7 @@ def drop_odd(listed, begin, end, ring, step, paged, SIZES: tl.constexpr, TILE: t
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=["table", "row", "fault"])
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=UNALIGNED)
 def attend(
     q,
     ring,
@@ -266,7 +266,7 @@ def attend(
             tl.store(at, sums[piece] / divisor[:, None], mask=wanted)
 
 
-@triton.jit(do_not_specialize=["vectors", "heads", "rows", "places"])
+@triton.jit(do_not_specialize=["vectors", "heads", "rows", "places"], do_not_specialize_on_alignment=UNALIGNED)
 def merge(
     partial,
     partial_lse,

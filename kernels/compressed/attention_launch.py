@@ -111,11 +111,13 @@ def attend(
     if not fits or tiling != Tiling.of(heads, q_THD.itemsize):
         raise ValueError(f"a workspace of {tuple(partial.shape)} serves no call of {tuple(q_THD.shape)} {q_THD.dtype}")
     pieces = features // _PIECE if features % _PIECE == 0 else 1
+    if (roped := rotation_TO.shape[1]) > features // pieces:
+        raise ValueError(f"{roped} roped features of {features}: the last {features // pieces} are turned back at most")
     sizes = Sizes(
         features=features,
         pieces=pieces,
         lanes=max(16, triton.next_power_of_2(features // pieces)),
-        rope=rotation_TO.shape[1],
+        rope=roped,
         rotation=rotation_TO.stride(0),
         window=window,
         first=first,
@@ -132,7 +134,7 @@ def attend(
         ring_XLD,
         ring_XLD if entry_TD is None else entry_TD,
         ring_XLD if entry_PKD is None else entry_PKD,
-        rows.row_T if selected_TS is None else selected_TS,
+        workspace.listed_BTN if selected_TS is None else selected_TS,
         sink_H,
         rotation_TO,
         out_THD,

@@ -12,6 +12,9 @@ import triton.language as tl
 from kernels.page import PAGE_TOKENS
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
+UNALIGNED = ["position", "row", "slot", "table", "fault"]
+"""Tensors of which a program reads single numbers. A chunk's lie behind those of decode rows, of whatever number these
+are: kernels should not be compiled anew where a pointer is less aligned."""
 
 
 @triton.jit
@@ -44,7 +47,7 @@ def angles(rotation, FEATURES: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.const
     return cos[None, :], sin[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "places"])
+@triton.jit(do_not_specialize=["rows", "places"], do_not_specialize_on_alignment=UNALIGNED)
 def rope_store_kernel(
     q,
     kv,
@@ -102,7 +105,7 @@ def rope_store_kernel(
         tl.store(at, turn(query, cos, sin, GROUP, BLOCK).to(q.dtype.element_ty), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "places"])
+@triton.jit(do_not_specialize=["tokens", "rows", "places"], do_not_specialize_on_alignment=UNALIGNED)
 def keep_entries_kernel(
     entry,
     ring,
@@ -133,7 +136,7 @@ def keep_entries_kernel(
 _INTS = ["tokens", "rows", "places", "positions", "columns", "pages", "table_stride"]
 
 
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=["table", "row", "fault"])
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=UNALIGNED)
 def compress_kernel(
     made,
     bias,

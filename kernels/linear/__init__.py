@@ -116,7 +116,7 @@ def grouped_linear(
 
 def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
     """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows (F = G U): one
-    launch for any number of tokens. Sums are in fp32 and rounded once.
+    launch for any number of tokens. Sums are in fp32, on a CPU of fp64 in fp64, and rounded once.
 
     `x_TGE`: the last dimension is contiguous, the others may be strided (heads of a group side by side:
     `x_THD.view(T, G, -1)`). A plain `weight_FE` has its dtype; `BlockScaled` is multiplied as it is stored, where the
@@ -132,10 +132,11 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
         )
     if x_TGE.stride(2) != 1 or out_TGU.stride(2) != 1:
         raise ValueError("the features of a token and group lie side by side")
+    compute = torch.promote_types(x_TGE.dtype, torch.float32)
     if isinstance(weight_FE, Tensor):
         weight_GUE = weight_FE.view(groups, rows, features)
         if not x_TGE.is_cuda:
-            out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.float(), weight_GUE.float()))
+            out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.to(compute), weight_GUE.to(compute)))
         elif tokens and launch.streamable(x_TGE, weight_GUE):
             launch.stream_heads(x_TGE, weight_GUE, out_TGU)
         else:
@@ -146,8 +147,8 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
     if x_TGE.is_cuda:
         launch_group_linear(x_TGE, weight_FE, out_TGU)
     else:
-        weight_GUE = weight_FE.float().view(groups, rows, features)
-        out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.float(), weight_GUE))
+        weight_GUE = weight_FE.float().to(compute).view(groups, rows, features)
+        out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.to(compute), weight_GUE))
 
 
 def parts_of(tokens: int, weight_FE: Tensor) -> int:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.page import PAGE_TOKENS
 from kernels.sparse import attention_launch, checks, launch, reference
 from kernels.sparse.workspace import InvariantWorkspace, SelectWorkspace, SparseWorkspace, widens_selected
 
@@ -136,13 +135,12 @@ def sparse_decode(
     invariant: bool = False,
     dependent: bool = False,
 ) -> None:
-    """out = softmax(scale * q · entries) · entries[..., :L], over the selected entries of a paged cache.
+    """out = softmax(scale * q · entries) · entries[..., :L], over the selected entries of the latent cache.
 
     - `q_THC`: query with W_UK absorbed into its first L features, the roped part after them.
     - `cache_PKC`: one layer's cache, in the dtype of the query, or FP8 entries as bytes (`kernels.latent_entry`), whose
-      numbers Hopper's own kernel does not round to the query's dtype. Pages may have any number K of entries outside of
-      invariant mode, if the workspace leaves Hopper's own kernels out: a ring of a slot's newest tokens is one page.
-    - `page_RP`, `row_T`, `selected_TS`: int32. Entry s of a row lies at [page_RP[row, s // K], s % K]. Absent entries
+      numbers Hopper's own kernel does not round to the query's dtype.
+    - `page_RP`, `row_T`, `selected_TS`: int32. Entry s of a row lies at [page_RP[row, s // 64], s % 64]. Absent entries
       are -1 and may stand anywhere. A row, a position behind the table, or a page that is outside is counted in
       `fault_1`, and its entries are absent.
     - `out_THL`: dtype of the caller's choice; `lse_TH`: fp32, natural logarithm of the sum of exp(scale * q · k).
@@ -153,8 +151,6 @@ def sparse_decode(
 
     A token without entries gets output 0 and LSE -inf. Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
     """
-    if invariant and cache_PKC.shape[1] != PAGE_TOKENS:
-        raise ValueError(f"invariant mode takes pages of {PAGE_TOKENS} entries, not of {cache_PKC.shape[1]}")
     checks.sparse_decode(q_THC, cache_PKC, page_RP, row_T, selected_TS, out_THL, lse_TH, fault_1)
     tensors = (q_THC, cache_PKC, page_RP, row_T, selected_TS, out_THL, lse_TH, fault_1)
     if q_THC.is_cuda:

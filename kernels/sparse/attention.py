@@ -53,8 +53,6 @@ class Shared(NamedTuple):
     part_lanes: int
     """Entries of a program, padded to a power of two."""
     parts: int
-    page: int
-    """Entries of a page."""
 
 
 @triton.jit
@@ -81,17 +79,17 @@ def load_piece(at, mask, dtype: tl.constexpr, piece: tl.constexpr, FEATURES: tl.
 
 
 @triton.jit
-def places_of(position, table, own, rows, columns, pages, table_stride, fault, counting, PAGE: tl.constexpr = _PAGE):
+def places_of(position, table, own, rows, columns, pages, table_stride, fault, counting):
     """Return the indices in the flattened cache of the entries at some positions of row `own`, -1 for absent ones.
-    Positions outside are absent, and counted if `counting`. PAGE: entries of a page."""
+    Positions outside are absent, and counted if `counting`."""
     known = (own >= 0) & (own < rows)
-    there = (position >= 0) & (position < columns * PAGE) & known
-    at_page = table + tl.where(known, own, 0).to(tl.int64) * table_stride + position // PAGE
+    there = (position >= 0) & (position < columns * _PAGE) & known
+    at_page = table + tl.where(known, own, 0).to(tl.int64) * table_stride + position // _PAGE
     page = tl.load(at_page, mask=there, other=0)
     out_of_bounds = (page < 0) | (page >= pages)
     outside = (position != -1) & (out_of_bounds | (there == 0))
     tl.atomic_add(fault + position * 0, 1, mask=outside & counting, sem="relaxed")
-    return tl.where(there & (out_of_bounds == 0), page * PAGE + position % PAGE, -1)
+    return tl.where(there & (out_of_bounds == 0), page * _PAGE + position % _PAGE, -1)
 
 
 @triton.jit
@@ -101,8 +99,7 @@ def find_entries(
     """Write where a part's entries lie. Returns the end of those that are there: absent ones mostly stand last."""
     slot = begin + tl.arange(0, SHARED.part_lanes)
     position = tl.load(mine + slot, mask=slot < stop, other=-1, cache_modifier=".cg")
-    counting = block == 0
-    found = places_of(position, table, own, rows, columns, pages, table_stride, fault, counting, SHARED.page)
+    found = places_of(position, table, own, rows, columns, pages, table_stride, fault, block == 0)
     tl.store(places + slot, found, mask=slot < stop)
     tl.debug_barrier()
     return tl.max(tl.where(found >= 0, slot + 1, 0), 0)
@@ -185,9 +182,8 @@ def attend(
             latent = load_piece(base, there, q.dtype.element_ty, piece, FEATURES, ENTRY)
             score = tl.dot(queries[piece], tl.trans(latent), score, input_precision=FEATURES.precision)
             latents = latents + (latent,)  # noqa: RUF005
-        if FEATURES.rope:
-            rope = load_keys(base, there, q.dtype.element_ty, LATENT, FEATURES.rope, FEATURES.rope_lanes, ENTRY)
-            score = tl.dot(q_rope, tl.trans(rope), score, input_precision=FEATURES.precision)
+        rope = load_keys(base, there, q.dtype.element_ty, LATENT, FEATURES.rope, FEATURES.rope_lanes, ENTRY)
+        score = tl.dot(q_rope, tl.trans(rope), score, input_precision=FEATURES.precision)
         score = score * scale + tl.where(there, 0.0, _MASKED)[None, :]
         new_top = tl.maximum(top, tl.max(score, 1))
         shrink = tl.exp2(top - new_top)

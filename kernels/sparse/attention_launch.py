@@ -84,7 +84,7 @@ def sparse_decode(
         FEATURES=_features(latent, features - latent, q_THC.dtype),
         ENTRY=entry_of(cache_PKC, latent, features - latent, q_THC.dtype),
         TILE=Tile(queries=tiling.block, tokens=tiling.tile),
-        SHARED=Shared(selected, tiling.part, triton.next_power_of_2(tiling.part), parts, cache_PKC.shape[1]),
+        SHARED=Shared(selected=selected, part=tiling.part, part_lanes=triton.next_power_of_2(tiling.part), parts=parts),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **options,
@@ -135,11 +135,6 @@ def _attend_on_hopper(
     parts = triton.cdiv(selected, tiling.part)
     if features - out_THL.shape[2] != _HOPPER_ROPE or out_THL.dtype != torch.bfloat16:
         raise ValueError("on Hopper, attention over 512 latent features takes 64 roped ones, and results in bfloat16")
-    if cache_PKC.shape[1] != PAGE_TOKENS:
-        raise ValueError(
-            f"Hopper's own kernels take pages of {PAGE_TOKENS} entries, not of {cache_PKC.shape[1]}: leave them out "
-            "where the workspace is allocated"
-        )
     places.find_places[(tokens,)](
         selected_TS,
         page_RP,

@@ -82,8 +82,8 @@ def sparse_decode(
     if cache_PKC.dtype not in (q_THC.dtype, torch.uint8):
         raise ValueError(f"cache_PKC must be {q_THC.dtype}, or FP8 entries as bytes, not {cache_PKC.dtype}")
     entry_of(cache_PKC, latent, features - latent, q_THC.dtype)
-    if cache_PKC.dim() != 3 or not cache_PKC.is_contiguous():
-        raise ValueError(f"cache_PKC must be contiguous pages of entries, not {_told(cache_PKC)}")
+    if cache_PKC.shape[1] != PAGE_TOKENS or not cache_PKC.is_contiguous():
+        raise ValueError(f"cache_PKC must be contiguous pages of {PAGE_TOKENS} entries, not {_told(cache_PKC)}")
     _contiguous("q_THC", q_THC, (tokens, heads, features), q_THC.dtype)
     _contiguous("out_THL", out_THL, (tokens, heads, latent), out_THL.dtype)
     _contiguous("lse_TH", lse_TH, (tokens, heads), torch.float32)

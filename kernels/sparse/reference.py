@@ -177,13 +177,13 @@ def _rows(
 def _places(cache_PKC: Tensor, page_RP: Tensor, row_T: Tensor, selected_TS: Tensor, fault_1: Tensor) -> Tensor:
     """Return the indices of the selected entries in the flattened cache, int64 [T, S]; -1 for absent ones."""
     rows, columns = page_RP.shape
-    position_TS, size = selected_TS.long(), cache_PKC.shape[1]
+    position_TS = selected_TS.long()
     outside_T1 = ((row_T < 0) | (row_T >= rows)).unsqueeze(1)
-    wrong_TS = (position_TS < -1) | (position_TS >= columns * size)
+    wrong_TS = (position_TS < -1) | (position_TS >= columns * PAGE_TOKENS)
     wrong_TS |= outside_T1 & (position_TS >= 0)
     there_TS = (position_TS >= 0) & ~wrong_TS
     row_T1 = row_T.long().unsqueeze(1).masked_fill(outside_T1, 0)
-    page_TS = page_RP[row_T1, (position_TS // size).where(there_TS, 0)].long()
+    page_TS = page_RP[row_T1, (position_TS // PAGE_TOKENS).where(there_TS, 0)].long()
     out_of_bounds_TS = there_TS & ((page_TS < 0) | (page_TS >= len(cache_PKC)))
     fault_1 += wrong_TS.sum() + out_of_bounds_TS.sum()
-    return (page_TS * size + position_TS % size).where(there_TS & ~out_of_bounds_TS, -1)
+    return (page_TS * PAGE_TOKENS + position_TS % PAGE_TOKENS).where(there_TS & ~out_of_bounds_TS, -1)

@@ -38,8 +38,9 @@ from workers.models.step_pass import StepPass
 class CompressedPass(StepPass):
     """The segments of a pass over the layers of a model, or over some of them."""
 
-    short_chunks = (2, 4, 8)
-    """Attention lets more programs share a token the fewer tokens there are, twice as many at a time."""
+    short_chunks = (2, 3, 4, 8)
+    """Attention lets more programs share a token the fewer tokens there are, twice as many at a time. The indexer
+    scores tokens in equal tiles of up to four: of three where a chunk has 3, 5, 6 or 9 tokens."""
 
     def __init__(self, model: CompressedModel, own: CompressedOps, indices: Sequence[int] | None = None) -> None:
         """`own`: operations that other models do not have. `indices`: of the layers; all without them."""

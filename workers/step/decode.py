@@ -94,7 +94,7 @@ class DecodeStep:
         It reads nothing of a mask, so it runs while masks are filled."""
         parts, scratch, fed = self.parts, self._scratch, self._feed()
         batch = fed.batch(self.layout, first=0, dense=self.key.dense)
-        if (wanted_R := parts.wanted(self.slot_R, self.key.width)) is not None and batch.decode is not None:
+        if (wanted_R := parts.wanted(self.slot_R, self.key.width, scratch)) is not None and batch.decode is not None:
             batch = replace(batch, decode=replace(batch.decode, wanted_R=wanted_R))
         aux_hidden_TF = parts.aux_hidden(self.layout.tokens, scratch)
         tokens, aux_hidden = fed.token_RW.flatten(), parts.model.aux_hidden(aux_hidden_TF)
@@ -188,7 +188,7 @@ class DecodeStep:
                 decided_N[-1:],
                 dependent=parts.sampling.dependent,
             )
-            if (verified_R := parts.verified(self.slot_R)) is not None:
+            if (verified_R := parts.verified(self.slot_R, self._scratch)) is not None:
                 torch.minimum(accepted_R, verified_R, out=accepted_R)
             parts.sampling.commit(self.slot_R, target_RW, accepted_R, more=1)
         parts.group.broadcast(decided_N)

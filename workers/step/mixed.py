@@ -153,7 +153,7 @@ class MixedStep:
         decode = None
         if layout.decode_rows:
             slot_D = rows.slot_R[: layout.decode_rows]
-            wanted_D = None if first else self._parts.wanted(slot_D, layout.width)
+            wanted_D = None if first else self._parts.wanted(slot_D, layout.width, stage.scratch)
             decode = DecodeBatch(rows.length_D, rows.page_DP, slot_R=slot_D, wanted_R=wanted_D)
         start = tuple(position + first for position in rows.start)
         prefill = PrefillBatch(start, layout.prefill_tokens, rows.page_BP, rows.prefill_slot)
@@ -190,7 +190,7 @@ class MixedStep:
             fault_1, vocab = parts.sampling.fault_1, parts.model.config.vocab_size
             if layout.decode_rows:
                 accept_drafts(target_DW, rows.token_DW[:, 1:], accepted_D, vocab, fault_1)
-                if (verified_D := parts.verified(rows.slot_R[: layout.decode_rows])) is not None:
+                if (verified_D := parts.verified(rows.slot_R[: layout.decode_rows], scratch)) is not None:
                     torch.minimum(accepted_D, verified_D, out=accepted_D)
             self._commit(rows, target_DW, accepted_D, decided_N[layout.final_slice])
             decided_N[-1:].copy_(fault_1)

@@ -109,18 +109,22 @@ class StepParts:
             return None
         return scratch.empty(tokens, self.drafter.keeps, dtype=torch.int32)
 
-    def verified(self, slot_R: torch.Tensor) -> torch.Tensor | None:
+    def verified(self, slot_R: torch.Tensor, scratch: Scratch) -> torch.Tensor | None:
         """int64 [R]: the most drafts of each row that are verified, because those behind them are unlikely to stand.
-        None where all are."""
+        None where all are. Memory comes from `scratch`: decode steps are captured."""
         drafter, state = self.model.drafter, self.state.tensors
         if self.width == 1 or drafter is None or not drafter.least_confidence:
             return None
-        return state.draft_SK.shape[1] - state.unlikely_S[slot_R]
+        verified_R = scratch.empty(len(slot_R), dtype=torch.int64)
+        with scratch.scope():
+            place_R = _places(slot_R, state.unlikely_S, scratch)
+            torch.index_select(state.unlikely_S, 0, place_R, out=verified_R)
+        return verified_R.neg_().add_(state.draft_SK.shape[1])
 
-    def wanted(self, slot_R: torch.Tensor, width: int) -> torch.Tensor | None:
-        """See `DecodeBatch.wanted_R`, of rows that feed `width` tokens."""
-        verified_R = self.verified(slot_R)
-        return None if verified_R is None else (verified_R + 1).clamp_(max=width)
+    def wanted(self, slot_R: torch.Tensor, width: int, scratch: Scratch) -> torch.Tensor | None:
+        """See `DecodeBatch.wanted_R`, of rows that feed `width` tokens. Memory comes from `scratch`."""
+        verified_R = self.verified(slot_R, scratch)
+        return None if verified_R is None else verified_R.add_(1).clamp_(max=width)
 
     def draft(
         self,
@@ -195,11 +199,20 @@ class _Drafted:
 
     def verify(self, likely_R: torch.Tensor, drafts: int) -> None:
         """See `DraftedRows`."""
-        unlikely_S, most = self.state.unlikely_S, self.state.draft_SK.shape[1]
-        # Of nobody's row nothing changes.
-        unlikely_R = torch.where(self.slot_R >= 0, most - likely_R.clamp(max=drafts), unlikely_S[-1])
-        place_R = torch.where(self.slot_R >= 0, self.slot_R, len(unlikely_S) - 1)
-        unlikely_S.index_copy_(0, place_R, self.parts.group.broadcast(unlikely_R))
+        unlikely_S, most, scratch = self.state.unlikely_S, self.state.draft_SK.shape[1], self.scratch
+        with scratch.scope():
+            unlikely_R = scratch.empty(len(self.slot_R), dtype=torch.int64)
+            torch.clamp(likely_R, max=drafts, out=unlikely_R).neg_().add_(most)
+            # Of nobody's row nothing changes.
+            nobody_R = torch.lt(self.slot_R, 0, out=scratch.empty(len(self.slot_R), dtype=torch.bool))
+            torch.where(nobody_R, unlikely_S[-1], unlikely_R, out=unlikely_R)
+            place_R = _places(self.slot_R, unlikely_S, scratch)
+            unlikely_S.index_copy_(0, place_R, self.parts.group.broadcast(unlikely_R))
+
+
+def _places(slot_R: torch.Tensor, state_S: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Where in a tensor of all slots those of rows are, int64: the last place is nobody's, whose slot is -1."""
+    return torch.remainder(slot_R, len(state_S), out=scratch.empty(len(slot_R), dtype=torch.int64))
 
 
 @dataclass(frozen=True)

@@ -133,3 +133,13 @@ def test_a_workspace_of_another_call_is_refused() -> None:
         workspace = AttendWorkspace.allocate(*sizes, FEATURES, 11, torch.empty, dtype=dtype)
         with pytest.raises(ValueError, match="serves no call"):
             attention_launch.attend(**given, workspace=workspace)
+
+
+def test_more_roped_features_than_are_turned_back_are_refused() -> None:
+    roped, features = 130, 256
+    drawn = {name: torch.empty(TOKENS, HEADS, features) for name in ("q_THD", "out_THD")}
+    ring_XLD, entry_PKD = torch.empty(3, WINDOW + 1, features), torch.empty(2, 16, features)
+    given = attended(**drawn, ring_XLD=ring_XLD, entry_PKD=entry_PKD, rotation_TO=rotations(TOKENS, roped), first=0)
+    workspace = AttendWorkspace.allocate(TOKENS, HEADS, features, 11, torch.empty, dtype=torch.float32)
+    with pytest.raises(ValueError, match="130 roped features of 256: the last 128"):
+        attention_launch.attend(**given, workspace=workspace)

@@ -64,13 +64,14 @@ def test_attention(heads: int, ratio: int, selected: int, programs: int, width: 
         case.run([width or 1, width or 2], width)
 
 
-@pytest.mark.parametrize("programs", [1, 8])
-def test_entries_that_a_layer_that_drafts_has_not_made(programs: int) -> None:
-    sizes = {"heads": 8, "features": 512, "rope": 64, "window": 70, "first": 1, "width": 2, "programs": programs}
+@pytest.mark.parametrize(("heads", "programs", "width"), [(8, 1, 2), (8, 8, 2), (20, 1, 2), (20, 8, 0)])
+def test_entries_that_a_layer_that_drafts_has_not_made(heads: int, programs: int, width: int) -> None:
+    """Of decode rows, and of chunks, which see each other's entries as well; in one block of heads, and in two."""
+    sizes = {"heads": heads, "features": 512, "rope": 64, "window": 70, "first": 1, "width": 2, "programs": programs}
     case = Attending(2, 90, dtype=torch.bfloat16, **sizes)  # type: ignore[arg-type]
     case.length, case.missing = [64, 1], {(0, 64 - 20)}
     with emulated(programs, fences=False):
-        case.run([2, 2], 2)
+        case.run([2, 2], width)
 
 
 @pytest.mark.parametrize("tokens", [3, 20])

@@ -72,6 +72,20 @@ def test_attention(ratio: int, selected: int, heads: int, programs: int) -> None
         case.run(counts, width)
 
 
+@pytest.mark.parametrize(("heads", "programs"), [(8, 132), (16, 1), (32, 132), (64, 132)])
+def test_attention_of_the_layer_that_drafts(heads: int, programs: int) -> None:
+    """It has no entry of the first position, and passes over entries that are not finite."""
+    sizes = {"heads": heads, "features": 512, "rope": 64, "window": 128, "width": 8, "programs": programs}
+    case = Attending(3, 4000, first=1, dtype=BF16, device="cuda", **sizes)  # type: ignore[arg-type]
+    for length, missing, counts, width in (
+        ([3990, 1, 13], {(0, 3968), (2, 3)}, [8, 8, 8], 8),
+        ([2555, 19, 127], {(1, 18), (2, 126)}, [1, 1, 1], 1),
+        ([130, 1, 9], {(0, 128), (2, 8)}, [5, 200, 1], 0),
+    ):
+        case.length, case.missing = length, missing
+        case.run(counts, width)
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 64, 700])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_products_of_groups(fp8: bool, tokens: int) -> None:

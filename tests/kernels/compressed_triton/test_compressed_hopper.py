@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,11 +86,13 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
     assert wide_loads(found[0]) >= 4
 
 
-def attending(tokens: int, width: int, ratio: int, selected: int, heads: int, first: int = 0) -> list[Any]:
-    """Compile a call of attention."""
-    dtype = torch.bfloat16
+def attending(
+    tokens: int, width: int, ratio: int, selected: int, heads: int, first: int = 0, rows: TokenRows | None = None
+) -> list[Any]:
+    """Compile a call of attention, of `token_rows` without `rows`."""
+    dtype, entries = torch.bfloat16, max(1, PAGE_TOKENS // ratio) if ratio else 0
     q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
-    ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, 16, ENTRY, dtype=dtype)
+    ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, entries, ENTRY, dtype=dtype)
     listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
     sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio))
     workspace = AttendWorkspace.allocate(*sizes, torch.empty)
@@ -97,7 +100,7 @@ def attending(tokens: int, width: int, ratio: int, selected: int, heads: int, fi
         attention_launch.attend(
             *(q, ring, None if width else own, paged if ratio else None, listed),
             *(torch.empty(heads), torch.empty(tokens, ROPE), torch.empty_like(q)),
-            token_rows(tokens, width),
+            rows or token_rows(tokens, width),
             workspace,
             window=WINDOW,
             ratio=ratio,
@@ -121,14 +124,42 @@ def test_attention(tokens: int, width: int, ratio: int, selected: int, heads: in
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
 
 
-@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2048, 0)])
 def test_attention_of_the_layer_that_drafts(tokens: int, width: int, heads: int) -> None:
-    """It looks at every entry before it takes it."""
-    for kernel in attending(tokens, width, 0, 0, heads, first=1):
+    """It looks at every entry before it takes it, and copies them asynchronously all the same."""
+    compiled = attending(tokens, width, 0, 0, heads, first=1)
+    for kernel in compiled:
         resources(kernel).check()
+    assert not serialized(compiled[0])
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
 
 
 def test_numbers_of_rows_compile_nothing_new() -> None:
     for tokens in ((2, 2), (500, 2048)):
         assert len({kernel.hash for count in tokens for kernel in attending(count, 0, 4, 512, 32)}) <= 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_chunks_behind_an_odd_number_of_decode_tokens_compile_nothing_new(first: int) -> None:
+    """Their positions then begin 8 bytes behind a multiple of 16."""
+    tokens = 16
+    even, longer = token_rows(tokens, 0), token_rows(tokens + 1, 0)
+    odd = replace(
+        even, position_T=longer.position_T[1:], row_T=longer.row_T[1:], slot_R=torch.zeros(4, dtype=torch.int64)[1:]
+    )
+    q, kv = (torch.empty(*shape, ENTRY, dtype=torch.bfloat16) for shape in ((tokens, 8), (tokens,)))
+    norm, turn = torch.empty(ENTRY, dtype=torch.bfloat16), torch.empty(tokens, ROPE)
+    ring, state = torch.empty(5, WINDOW + 7, ENTRY, dtype=torch.bfloat16), torch.empty(5, 15, 4 * ENTRY)
+    paged = torch.empty(9, 16, ENTRY, dtype=torch.bfloat16)
+    hashes = []
+    for rows in (even, odd):
+        with compile_only() as compiled:
+            launch.rope_store(q, kv, norm, turn, torch.empty_like(kv), ring, rows, 1e-6)
+            launch.keep_entries(kv, ring, rows)
+            made = torch.empty(tokens, 4 * ENTRY), torch.empty(4, 2 * ENTRY)
+            launch.compress(*made, norm, torch.empty(100, ROPE), state, paged, rows, 1e-6)
+        compiled += attending(tokens, 0, 0, 0, 8, first, rows)
+        hashes.append([kernel.hash for kernel in compiled])
+    assert len(hashes[0]) == 6
+    assert hashes[0] == hashes[1]

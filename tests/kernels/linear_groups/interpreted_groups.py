@@ -66,6 +66,18 @@ def test_plain(dtype: torch.dtype, path: str) -> None:
     check(x, weight, out)
 
 
+@pytest.mark.parametrize("stored", ["plain", "fp8"])
+def test_a_cpu_sums_fp64_in_fp64(stored: str) -> None:
+    torch.manual_seed(5)
+    x, weight = torch.randn(5, 2, 256, dtype=torch.float64), torch.randn(256, 256, dtype=torch.float64)
+    matrix = weight if stored == "plain" else BlockScaled(weight.to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5)
+    out = torch.empty(5, 2, 128, dtype=torch.float64)
+    group_linear(x, matrix, out)
+    wide_FE = weight if isinstance(matrix, torch.Tensor) else matrix.float().double()
+    want = torch.stack([x[:, group] @ wide_FE[128 * group : 128 * (group + 1)].t() for group in range(2)], 1)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
 def test_refuses_what_is_no_such_product() -> None:
     x, out = torch.empty(2, 3, 64), torch.empty(2, 3, 16)
     with pytest.raises(ValueError, match="does not make"):

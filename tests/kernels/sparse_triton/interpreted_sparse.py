@@ -11,10 +11,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from sparse_case import VALUES, Sparse, drawn_scores  # noqa: E402
 
-from kernels import sparse  # noqa: E402
 from kernels.mla_decode import launch as dense  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling  # noqa: E402
-from kernels.sparse import SparseWorkspace, attention_launch  # noqa: E402
 from tests.support.bounds import check_bounds  # noqa: E402
 
 check_bounds()
@@ -181,44 +179,6 @@ def test_attention_of_any_rows(
     case = Sparse(rows, heads=heads, latent=32, rope=8, selected=selected, seed=seed, kernels=True, programs=programs)
     chosen(case, seed).attend()
     case.check_attention()
-
-
-@pytest.mark.parametrize(("size", "latent", "rope"), [(16, 64, 0), (1, 40, 0), (133, 256, 0), (7, 32, 16)])
-def test_pages_of_any_number_of_entries(size: int, latent: int, rope: int) -> None:
-    """Entries that are keys and values whole, as DeepSeek V4 has them: several to a page, one, and a ring's. What
-    nobody selects is NaN."""
-    pages, columns, tokens, heads, selected = 9, 4, 5, 3, 24
-    random = torch.Generator().manual_seed(size)
-    cache = torch.full((pages, size, latent + rope), torch.nan)
-    page = torch.stack([torch.randperm(pages, generator=random)[:columns] for _ in range(2)]).int()
-    row = torch.tensor([0, 0, 1, 1, 1], dtype=torch.int32)
-    position = torch.rand(tokens, columns * size, generator=random).argsort(1)[:, :selected].int()
-    position = torch.nn.functional.pad(position, (0, selected - position.shape[1]), value=-1)
-    position[torch.rand(position.shape, generator=random) < 0.3] = -1
-    place = page[row.long()[:, None], position.clamp(min=0) // size].long() * size + position.clamp(min=0) % size
-    cache.view(-1, latent + rope)[place[position >= 0]] = torch.randn(
-        int((position >= 0).sum()), latent + rope, generator=random
-    )
-    q = torch.randn(tokens, heads, latent + rope, generator=random)
-    found, want = [], []
-    for kernels in (True, False):
-        out, lse = torch.full((tokens, heads, latent), torch.nan), torch.full((tokens, heads), torch.nan)
-        tensors = q, cache, page, row, position, out, lse, torch.zeros(1, dtype=torch.int64)
-        sizes = tokens, heads, latent, selected, torch.float32
-        workspace = SparseWorkspace.allocate(*sizes, torch.empty, multiprocessors=40, hopper=False)
-        if kernels:
-            attention_launch.sparse_decode(*tensors, workspace, scale=0.2)
-        else:
-            sparse.sparse_decode(*tensors, scale=0.2, workspace=workspace)
-        assert int(tensors[-1]) == 0
-        found.append((out, lse))
-    for token in range(tokens):
-        entry = cache.view(-1, latent + rope)[place[token][position[token] >= 0]].double()
-        score = 0.2 * q[token].double() @ entry.t()
-        want.append((score.softmax(-1) @ entry[:, :latent], score.logsumexp(-1)))
-    for out, lse in found:
-        torch.testing.assert_close(out.double(), torch.stack([one for one, _ in want]), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse.double(), torch.stack([one for _, one in want]), atol=1e-5, rtol=1e-5)
 
 
 def test_positions_and_pages_outside_are_counted_and_not_followed() -> None:

@@ -91,6 +91,20 @@ def test_widened_entries_give_the_bits_of_fp8_entries(heads: int) -> None:
     assert int(t["fault"]) == 0
 
 
+@pytest.mark.parametrize("keys", [1, 16])
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 4, 8])
+def test_scores_of_keys_on_small_pages(width: int, keys: int) -> None:
+    """Keys that stand for several tokens each, as those of DeepSeek V4; the last 64 of a row end in the midst of a
+    page. A page that there is not is counted, and not followed."""
+    rows = [(length, width or 60) for length in (130, 0, 65, 1024, 4097)]
+    case = Sparse(rows, width=width, keys=keys, **V32)
+    case.tensors["page"][2, 3 if keys == 16 else 1] = case.pages
+    case.score()
+    case.check_scores()
+    # Each tile of a chunk's or a row's tokens meets it.
+    assert int(case.tensors["fault"]) >= 1
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_models(dtype: torch.dtype, fp8: bool) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sparse_case import Sparse
 
-from kernels.sparse import SparseWorkspace, attention_launch
 from kernels.sparse.workspace import SelectWorkspace, sparse_tiling
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
@@ -156,22 +155,6 @@ def test_attention_on_hopper(heads: int, fp8: bool) -> None:
     used = instructions(compiled[1])
     assert used["HGMMA"] + used["QGMMA"] >= 36
     assert ("CCTL.E.PF2" in code) == (heads == 128 and fp8)  # the L2 cache is told of entries
-
-
-@pytest.mark.parametrize(("tokens", "selected", "size"), [(1, 512, 16), (64, 512, 16), (64, 128, 133)])
-def test_attention_of_deepseek_v4(tokens: int, selected: int, size: int) -> None:
-    """64 heads on two ranks, to selected compressed entries or to the newest tokens' ring, whole keys and values."""
-    heads, latent = 32, 512
-    q, cache = (torch.empty(*shape, latent, dtype=torch.bfloat16) for shape in ((tokens, heads), (9, size)))
-    table, row = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
-    listed, lse = torch.zeros(tokens, selected, dtype=torch.int32), torch.empty(tokens, heads)
-    sizes = tokens, heads, latent, selected, torch.bfloat16
-    workspace = SparseWorkspace.allocate(*sizes, torch.empty, hopper=False)
-    with compile_only() as compiled:
-        tensors = q, cache, table, row, listed, torch.empty_like(q), lse, torch.zeros(1, dtype=torch.int64)
-        attention_launch.sparse_decode(*tensors, workspace, scale=0.1, dependent=True)
-    for kernel in compiled:
-        resources(kernel).check()
 
 
 @pytest.mark.parametrize("fp8", [False, True])

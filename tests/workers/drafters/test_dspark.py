@@ -21,6 +21,7 @@ from workers.cache.snapshots import RingSnapshots
 from workers.config import EngineConfig
 from workers.drafters import dspark
 from workers.drafters.dspark import DsparkDrafter, _Window
+from workers.graphs.guard import capture_guard
 from workers.memory.scratch import Scratch
 from workers.models import compressed_pass
 from workers.models.attention.compressed_rows import CompressedRows
@@ -355,6 +356,31 @@ def found(folder: Path, *keys: GraphKey) -> list[str]:
     steps = [DecodeStep(parts, key, Scratch(parts.device)) for key in keys]
     reports = SelfTest(parts).run([Candidate(step, step.run) for step in steps])
     return [problem for report in reports for problem in report.problems]
+
+
+def test_which_drafts_are_left_out_is_found_in_memory_of_the_step(folder: Path) -> None:
+    """So a decode step can be captured; a row of padding is nobody's."""
+    parts = engine(folder).runner.parts
+    state, scratch = parts.state.tensors, Scratch(parts.device, torch.empty(4096, dtype=torch.uint8))
+    drafter, slot_R = parts.drafter, torch.tensor([1, -1, 0])
+    state.unlikely_S.copy_(torch.arange(len(state.unlikely_S)) % BLOCK)
+    unlikely = state.unlikely_S.tolist()
+    of_rows = [unlikely[1], unlikely[-1], unlikely[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "least_confidence", 0.5)
+        empty = torch.empty(0, dtype=torch.int64)
+        drafted = _Drafted(parts, slot_R, empty, empty, empty, None, scratch, dense=False)
+        likely_R = torch.tensor([2, 0, 9])
+        with capture_guard(parts.device):
+            verified_R, wanted_R = parts.verified(slot_R, scratch), parts.wanted(slot_R, 3, scratch)
+            drafted.verify(likely_R, 3)
+    assert verified_R is not None
+    assert wanted_R is not None
+    most = state.draft_SK.shape[1]
+    assert verified_R.tolist() == [most - each for each in of_rows]
+    assert wanted_R.tolist() == [min(most - each + 1, 3) for each in of_rows]
+    unlikely[1], unlikely[0] = most - 2, most - 3
+    assert state.unlikely_S.tolist() == unlikely
 
 
 def test_the_self_test_proves_it(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The pass of DeepSeek V4 on kernels that a GPU launches, interpreted: what stands between its products, its streams,
-its router and its gates. Run with TRITON_INTERPRET=1, see test_compressed_pass.py."""
+its router and its gates. Products, also those of groups, are torch's. Run with TRITON_INTERPRET=1, see
+test_compressed_pass.py."""
 
 from tests.support import bounds, interpreter
 
@@ -20,6 +21,7 @@ from kernels.moe import launch as moe_launch  # noqa: E402
 from kernels.sparse import SelectWorkspace  # noqa: E402
 from kernels.sparse import launch as sparse_launch  # noqa: E402
 from workers.models import compressed_kernels, general  # noqa: E402
+from workers.models.attention import compressed_rows  # noqa: E402
 from workers.models.compressed_kernels import KernelOps  # noqa: E402
 from workers.models.compressed_pass import CompressedPass  # noqa: E402
 
@@ -84,8 +86,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows in chunks, then decode rows with rejected drafts and a row of padding, across borders of all entries."""
+    """Two rows in chunks whose tokens attend seven at a time, then decode rows with rejected drafts and a row of
+    padding, across borders of all entries."""
     given = case("plain")
+    monkeypatch.setattr(compressed_rows, "ATTENDING", 7)
     monkeypatch.setattr(given.model, "segments", CompressedPass(given.model, KernelOps()))
     rows, worst = Steps(given, poisoned(given.model)), 0.0
     for counts, rejected in [((37, 9), 0), ((WIDTH, WIDTH), 3), ((WIDTH, WIDTH), 0), ((10, 1), 0)]:

@@ -3,7 +3,9 @@ padding beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typing_extensions import override
 
 from tests.support.interpreter import interpreted_pytest
 from workers.graphs.guard import capture_guard
+from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import rows_of_pass
@@ -85,6 +88,30 @@ def test_decode_rows_are_laid_out_in_memory_of_the_step() -> None:
         (rows,) = rows_of_pass(batch, model.compression, 1e-6, TorchOps(), None, fault_1, scratch)
     assert rows._rows.row_T.tolist() == [0, 0, 1, 1]
     assert {ratio: bound_T.tolist() for ratio, bound_T in rows._bounds.items()} == {4: [2, 2, 0, 0]}
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+def test_as_much_is_uploaded_of_chunks_of_any_length(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for it. Chunks of nobody, as warm-up has them, see no entry."""
+    model, uploaded = case("plain").model, []
+
+    def noted(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = on_device(values, dtype, device)
+        uploaded.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(compressed_rows, "on_device", noted)
+    counts, start = (count, 1, 5), (8, 0, 2)
+    prefill = PrefillBatch(start, counts, torch.zeros(3, 50, dtype=torch.int32), (2, 0, -1))
+    position_T = torch.cat([begin + torch.arange(own) for begin, own in zip(start, counts, strict=True)])
+    layout = BatchLayout(1, 0, counts, (True,) * 3)
+    batch = Batch(layout, position_T, torch.zeros_like(position_T), None, prefill)
+    scratch, fault_1 = Scratch(CPU, torch.empty(1 << 18, dtype=torch.uint8)), torch.zeros(1, dtype=torch.int64)
+    (rows,) = rows_of_pass(batch, model.compression, 1e-6, TorchOps(), None, fault_1, scratch)
+    assert uploaded == [6]
+    assert rows._rows.slot_R.tolist() == [2, 0, -1]
+    assert rows._rows.row_T.tolist() == [0] * count + [1] + [2] * 5
+    assert rows._bounds[4].tolist() == [(8 + place + 1) // 4 for place in range(count)] + [0] * 6
 
 
 @pytest.mark.parametrize(

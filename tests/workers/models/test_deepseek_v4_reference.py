@@ -30,6 +30,7 @@ from workers.models.deepseek_v4_parts import (
 from workers.parallel.group import Group
 from workers.weights.formats import FP8_BLOCKS, MXFP4
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 LENGTHS = (200, 90)
 WIDTH = 4
@@ -54,7 +55,7 @@ class Case:
 
 
 @cache
-def case(kind: str) -> Case:
+def case(kind: str, device: torch.device = CPU) -> Case:
     config, oracle = tiny_v4(seed=1, **KINDS[kind])
     with tempfile.TemporaryDirectory() as folder:
         tensors = published_v4(oracle)
@@ -65,7 +66,7 @@ def case(kind: str) -> Case:
                 write_v4(Path(folder) / "plain", plain, meant), dtype=torch.float32, attn_implementation="eager"
             ).eval()
         write_v4(Path(folder), config, tensors)
-        model = load_model(folder, group=Group(), dtype=torch.float32, device=torch.device("cpu"), max_positions=256)
+        model = load_model(folder, group=Group(), dtype=torch.float32, device=device, max_positions=256)
     assert isinstance(model, CompressedModel)
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
@@ -75,7 +76,7 @@ def case(kind: str) -> Case:
 
 def poisoned(model: CompressedModel, width: int = WIDTH) -> PagedCache:
     """Caches full of NaN: what is read before it is written shows."""
-    cache = PagedCache.allocate(model.caches, 12, torch.device("cpu"), rings=model.rings(width), slots=SLOTS)
+    cache = PagedCache.allocate(model.caches, 12, model.norm_E.device, rings=model.rings(width), slots=SLOTS)
     for tensor in [*cache.layers, *cache.rings]:
         tensor.fill_(torch.nan)
     return cache

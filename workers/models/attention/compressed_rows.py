@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -173,8 +174,9 @@ def rows_of_pass(
     fault_1: Tensor,
     scratch: Scratch,
 ) -> list[CompressedRows]:
-    """The rows of a pass as its layers' attention takes them: decode rows, then chunks. Memory comes from `scratch`;
-    nothing of a decode row is read on the host. `fault_1`: see `TokenRows`."""
+    """The rows of a pass as its layers' attention takes them: decode rows, then chunks. Memory of decode rows
+    and what tokens may see come from `scratch`, all else of chunks, which are never captured, from torch. Nothing of a
+    decode row is read on the host. `fault_1`: see `TokenRows`."""
     found: list[CompressedRows] = []
     ratios = sorted({layer.ratio for layer in compression.layers if layer.indexed})
     split, end = batch.layout.decode_tokens, batch.layout.tokens
@@ -195,21 +197,21 @@ def rows_of_pass(
         found.append(CompressedRows(rows, slice(0, split), batch.first, compression, eps, ops, choices, bounds))
     if (prefill := batch.prefill) is not None and end > split:
         assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
-        device = batch.position_T.device
-        of_tokens = [index for index, tokens in enumerate(prefill.count) for _ in range(tokens)]
-        live = [int(prefill.slot[index] >= 0) for index in of_tokens]
-        told_2T = on_device([of_tokens, live], torch.int32, device)
-        slot_R = on_device(prefill.slot, torch.int64, device)
+        # Few numbers, whatever number of tokens there are: the device waits for the first segment meanwhile.
+        slot_R, end_R = on_device([prefill.slot, tuple(accumulate(prefill.count))], torch.int64, fault_1.device)
+        place_T = torch.arange(end - split, device=end_R.device)
+        row_T = torch.searchsorted(end_R, place_T, right=True, out_int32=True)
         position_T = batch.position_T[split:end]
-        rows = TokenRows(position_T, told_2T[0], slot_R, prefill.page_NP, fault_1)
-        bounds = {ratio: _bound(position_T, told_2T[1], ratio, scratch) for ratio in ratios}
+        rows = TokenRows(position_T, row_T, slot_R, prefill.page_NP, fault_1)
+        live_T = (slot_R >= 0)[row_T]
+        bounds = {ratio: _bound(position_T, live_T, ratio, scratch) for ratio in ratios}
         found.append(CompressedRows(rows, slice(split, end), batch.first, compression, eps, ops, choices, bounds))
     return found
 
 
 def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
     """Of a pass of decode rows alone integers [R], or [T] where some of a row's tokens are left out: those of rows, or
-    tokens, with 0 are padding. None of another pass."""
+    tokens, with 0 are padding. None of another pass: experts of a mixed step compute tokens that are left out, too."""
     if batch.decode is None or batch.prefill is not None:
         return None
     length_R, left_out_T = batch.decode.length_R, _left_out(batch, scratch)
