@@ -73,11 +73,11 @@ class Held:
 
     @property
     def streams(self) -> bool:
-        """Whether the client has begun to get a stream."""
+        """Whether the client has begun to get a stream, and no front is done with it."""
         if self.journal is None:
             return True
-        given_before, begun = struct.unpack("QQ", os.pread(self.journal, 16, 8))
-        return bool(begun) and given_to(self.connection) > given_before
+        valid, given_before, begun = struct.unpack("QQQ", os.pread(self.journal, 24, 0))
+        return bool(valid and begun) and given_to(self.connection) > given_before
 
 
 def given_to(connection: socket.socket) -> int:

@@ -3,6 +3,7 @@ next."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -22,10 +23,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from typing_extensions import override
 
+from deploy.routing.arrivals import Arrivals
 from deploy.serve import watchdog_process
+from deploy.serve.heir import Heir
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
+from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, end, given_to, hand_over, keep
 from workers.channel.ports import socket_folder
 from workers.protocol.messages import RequestOutput
@@ -432,6 +437,49 @@ def test_last_words_are_written_by_the_owner_of_the_journal_only_and_nobody_goes
             late.read()
         late.close()
         os.close(journal)
+
+
+def test_an_answer_that_a_front_completed_gets_no_last_words() -> None:
+    """A front that took it without a word in time may be done before the watchdog gives up."""
+    with connected() as (front, client):
+        journal, held = begun(front)
+        journal.end()
+        front.close()
+        end([held], [b"words"])
+        assert client.makefile("rb").read() == HEAD
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_front_that_looks_late_does_not_own_a_completed_answer_or_keep_its_connection_open(loop: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def run() -> None:
+        watchdog = StreamWatchdog([b"words"])
+        quick, late = (Heir(app, watchdog, lambda: "same", (b"x-replica", b"b"), Arrivals()) for _ in range(2))
+        with connected() as (front, client):
+            client.setblocking(False)
+            journal, memory = Journal.begin(BEGAN, 0)
+            journal.close()
+            unread = os.dup(front.fileno()), os.dup(memory)
+            assert quick._take_over(0, front.detach(), memory)
+            data = b""
+            async with asyncio.timeout(20):
+                while part := await asyncio.get_running_loop().sock_recv(client, 1000):
+                    data += part
+                while quick.answers:
+                    await asyncio.sleep(0.005)
+            assert data.endswith(b"\r\n\r\ndone")
+            assert os.pread(unread[1], 8, 0) == bytes(8)
+            assert not late._take_over(0, *unread)
+            assert not late.answers
+        for heir in (quick, late):
+            heir.close()
+        watchdog.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
+        runner.run(run())
 
 
 def test_a_connection_whose_journal_did_not_arrive_is_not_guarded() -> None:
