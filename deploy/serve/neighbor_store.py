@@ -25,6 +25,7 @@ import msgspec
 from deploy.config.application import ServeConfig
 from deploy.serve.progress import others, store
 from deploy.serve.report_ages import ReportAges
+from deploy.serve.stream_watchdog import StreamWatchdog
 from workers.channel.sockets import Addresses
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine
@@ -104,9 +105,13 @@ class NeighborStore:
         self._heir = path
         self._news.set()
 
-    def open(self, engine: FailoverEngine) -> None:
-        """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop."""
+    def open(self, engine: FailoverEngine, watchdog: StreamWatchdog | None) -> None:
+        """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop. `watchdog`: of
+        this front's streams, which hears of folders and heirs at once; None where streams are guarded by none."""
         self._engine = engine
+        if watchdog is not None:
+            self.on_folder.append(watchdog.remove_at_end)
+            self.on_heirs.append(watchdog.beat)
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
     def fingerprint(self) -> str:
