@@ -361,6 +361,27 @@ def test_the_self_test_proves_it(folder: Path) -> None:
     assert found(folder, *(key for key in DecodeBuckets(3, BLOCK + 1, adaptive=True) if key.rows == 3)) == []
 
 
+def test_drafts_without_numbers_are_those_of_the_runs_that_are_compared(folder: Path) -> None:
+    parts = engine(folder).runner.parts
+    step = DecodeStep(parts, GraphKey(4, BLOCK + 1, BLOCK), Scratch(parts.device))
+    assert parts.sampling is not None
+    invalid_1 = parts.sampling.invalid_drafts_1
+    with torch.inference_mode():
+        fixture = SelfTest(parts).fixture(step.key)
+        step.slot_R.fill_(-1)
+        step.slot_R[: len(fixture.rows)] = fixture.slot_R
+        eager = fixture.outcome(step.run())
+        invalid_1 += 1  # by a replay that is timed
+        fixture.restore()
+        assert fixture.problems(eager, fixture.outcome(step.run())) == []
+        fixture.restore()
+        output = step.run()
+        invalid_1 += 1
+        replay = fixture.outcome(output)
+        fixture.restore()
+        assert fixture.problems(eager, replay) == ["logits of drafts were no numbers"]
+
+
 def no_room_for_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     honest = DsparkDrafter.rings
     patch.setattr(DsparkDrafter, "rings", lambda drafter, width: honest(drafter, 1))
