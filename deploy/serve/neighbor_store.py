@@ -64,7 +64,8 @@ class Offer(msgspec.Struct):
 def fingerprint(config: ServeConfig, root: bytes) -> str:
     """Hash of everything that decides which tokens follow. It is equal where one replica may continue what another one
     began. `root`: that of the engine's page keys, which names its weights (`ModelInfo.root`)."""
-    numerics = config.engine.model_dump_json(exclude={"record_plans", "record_prompts"})
+    no_token = {"record_plans", "record_prompts", "least_draft_confidence"}
+    numerics = config.engine.model_dump_json(exclude=no_token)
     parts = (config.model_name, numerics, version("latentserve"), version("torch"), root.hex())
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 

@@ -108,6 +108,8 @@ async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
     """Such a replica has another model, or numbers that are computed otherwise: the next token might be another one."""
     changed = ServeConfig.model_validate({"engine": {"model": "demo", "invariant": True}, "replicas": 3})
     port = CONFIG.model_copy(update={"port": 1})
+    verifying = ServeConfig.model_validate({"engine": {"model": "demo", "least_draft_confidence": 0.3}, "replicas": 3})
+    assert fingerprint(verifying, ROOT) == fingerprint(CONFIG, ROOT)
     assert fingerprint(changed, ROOT) != fingerprint(CONFIG, ROOT) == fingerprint(port, ROOT)
     stores = [opened("a"), opened("b"), opened("c", config=changed), opened("d", root=b"of other weights")]
     await until(lambda: all(one.neighbors() for one in stores[:2]))
