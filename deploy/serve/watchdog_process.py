@@ -195,6 +195,11 @@ class _Answer:
         """Whether a front may still take it, or has to release it."""
         return not self.taken and bool(self.locked or self.asked or self.unasked)
 
+    @property
+    def due(self) -> bool:
+        """Whether the next front is to be asked now."""
+        return bool(self.unasked) and not self.locked and time.monotonic() >= self._next_at
+
     def offer(self) -> None:
         """Ask the next front, once it is time."""
         now = time.monotonic()
@@ -208,7 +213,7 @@ class _Answer:
             elif now < self._locked_until:
                 return
             self._locked_until = None
-        if self.asked and now < self._next_at:
+        if not self.due:
             return
         for front in [front for front in self.unasked if not front.silent][:1] or self.unasked[:]:
             self.unasked.remove(front)
@@ -220,10 +225,11 @@ class _Answer:
         """A front said whether it, or another one, goes on with it."""
         self.asked.discard(front)
         self.taken |= goes_on
+        self._next_at = 0.0
 
     def died_with(self, front: _Front) -> None:
         """A front that was handed it died. It may have owned it; so may another one that was, and has not died."""
-        self.asked.discard(front)
+        self.said(front, goes_on=False)
         if not self.asked:
             self._locked_until = time.monotonic() + RELEASED_S
 
@@ -332,7 +338,7 @@ def _wait_for_a_word(fronts: Iterable[_Front], answers: Iterable[_Answer]) -> No
     for answer in answers:
         if answer.locked:
             wait_ms = min(wait_ms, 1)
-        elif answer.unasked and not answer.asked:
+        elif answer.due:
             wait_ms = 0
     said.poll(wait_ms)
 
