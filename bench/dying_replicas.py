@@ -118,8 +118,7 @@ def replica(name: str, folder: Path) -> None:
         words = [engine_down("the replica's front died").event(path) for path in FAILURES]
         watchdog, arrivals = StreamWatchdog(words, silence_s=10.0), Arrivals()
         app = create_app(engine, Tokenizer.load(config.engine.folder), config.api)
-        neighbors.on_heirs.append(watchdog.beat)
-        neighbors.open(engine)
+        neighbors.open(engine, watchdog)
         heir = Heir(app, watchdog, neighbors.answers_as, (b"x-latentserve-replica", name.encode()), arrivals)
         neighbors.heir = heir.path
         layer = UnderServe(

@@ -1,5 +1,6 @@
 """The formulas of DSpark in float64, of a whole sequence at once, without caches: what drafts, their logits and their
-confidences are compared with. Written from what is published, and not from the code under test.
+confidences are compared with. Transformers has no DSpark. They are written from what is published, not from the code
+under test, and were compared with DeepSeek's published inference program.
 
 Shape legend: N tokens of context, K tokens of a block, T tokens, E hidden features, Z residual streams, H heads, D
 features of an entry, G groups of heads, S entries, V vocabulary.
@@ -22,7 +23,7 @@ class Block:
     tokens: list[int]
     logits_KV: Tensor
     confidence_K: Tensor
-    """Probability that a draft is accepted if those before it are."""
+    """Estimate that a draft is accepted if those before it are."""
 
 
 class DsparkReference:

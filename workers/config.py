@@ -80,10 +80,10 @@ class EngineConfig(BaseModel):
     without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where they stood
     before in the prompt or the output. none: nothing, which is width 1."""
     least_draft_confidence: Annotated[float, Field(ge=0, le=1), Flag()] = 0.1
-    """Least probability that a draft stands, as the drafter tells it, for it to be verified. 0: all are.
+    """Least probability that a draft stands, as the drafter estimates it, for it to be verified. 0: all are.
 
-    Meant is that it and those before it in its row are accepted. Only the layers of DSpark tell that. Never changes the
-    output."""
+    The estimate is that it and those before it in its row are accepted, and is not calibrated. Only the layers of
+    DSpark make one; with other drafters the number has no effect. Never changes the output."""
     draft_model: Annotated[str | None, Flag(metavar="PATH|demo-eagle3", default="none", everywhere=True)] = None
     """Folder of a draft model (EAGLE-3) for this model, or demo-eagle3: that of the demo model.
 

@@ -57,7 +57,7 @@ COUNTERS: dict[str, str] = {
     "disk_late_loads": "Prompts computed because the disk took longer than that.",
     "drafts_offered": "Draft tokens verified, or left out as unlikely.",
     "drafts_accepted": "Draft tokens that were accepted.",
-    "decode_fed": "Tokens that steps of decode rows alone fed, drafts included.",
+    "decode_fed": "Tokens that steps of decode rows alone fed, with drafts, also those left out as unlikely.",
     "decode_context": "Tokens that their rows had before them, summed over steps.",
     "preemptions": "Requests put back to the queue because pages ran out.",
     "acceptance_falls": "How often half as many first drafts were accepted as before.",

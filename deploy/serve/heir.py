@@ -160,13 +160,14 @@ class Heir:
         finally:
             self._arrivals.leave(arrival)
             self._watchdog.release(held)
-            answer.journal.close()
+            answer.journal.end()
 
 
 class _Connection(asyncio.Protocol):
     """The connection of a client; nothing more is expected of it than that it stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: socket.socket) -> None:
+        self._client = client
         self.writable = asyncio.Event()
         self.writable.set()
         self.lost = asyncio.Event()
@@ -181,6 +182,10 @@ class _Connection(asyncio.Protocol):
 
     @override
     def connection_lost(self, error: Exception | None) -> None:
+        # A front that was passed by may have the connection in a message that it has not read: to close this end of it
+        # would leave the client waiting.
+        with contextlib.suppress(OSError):
+            self._client.shutdown(socket.SHUT_RDWR)
         self.writable.set()
         self.lost.set()
 
@@ -198,7 +203,7 @@ class _Answer:
     ) -> None:
         self.journal = journal
         self._client, self._recorded, self._splice, self._replica = client, recorded, splice, replica
-        self._connection = _Connection()
+        self._connection = _Connection(client)
         self._transport: asyncio.Transport
         self._chunked = recorded.head is not None and is_chunked(recorded.head)
         self._begun, self._complete, self._asked = recorded.head is not None, False, False

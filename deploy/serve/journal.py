@@ -5,7 +5,7 @@ everything that was written to the client. What is taken down is there once the 
 front may be killed at any instruction. The front that owns an answer holds a lock on its journal, which the kernel
 releases when the front has ended and gives to one other front only.
 
-    word 0     bytes that are valid
+    word 0     bytes that are valid; 0 once the answer is over
     word 1     bytes that the connection had been given before this answer
     word 2     1 once the head of a stream was written
     word 3     fronts that have owned it
@@ -270,6 +270,11 @@ class Journal:
         if found is None:
             raise msgspec.ValidationError("the journal has no request")
         return found
+
+    def end(self) -> None:
+        """The answer is over: empty it and give it up. Whoever owns it from now on finds nothing to go on with."""
+        self._words[0] = 0
+        self.close()
 
     def close(self) -> None:
         """Give it up; whoever has its memory may own it then."""

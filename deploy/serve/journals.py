@@ -117,7 +117,7 @@ class Journals:
         held, transport = self._held.pop(journal)
         self._lingering.pop(transport, None)
         self._watchdog.release(held)
-        journal.close()
+        journal.end()
 
 
 def _piece_writer(cycle: Any) -> WritePiece | None:

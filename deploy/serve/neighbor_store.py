@@ -25,6 +25,7 @@ import msgspec
 from deploy.config.application import ServeConfig
 from deploy.serve.progress import others, store
 from deploy.serve.report_ages import ReportAges
+from deploy.serve.stream_watchdog import StreamWatchdog
 from workers.channel.sockets import Addresses
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine
@@ -63,7 +64,8 @@ class Offer(msgspec.Struct):
 def fingerprint(config: ServeConfig, root: bytes) -> str:
     """Hash of everything that decides which tokens follow. It is equal where one replica may continue what another one
     began. `root`: that of the engine's page keys, which names its weights (`ModelInfo.root`)."""
-    numerics = config.engine.model_dump_json(exclude={"record_plans", "record_prompts"})
+    no_token = {"record_plans", "record_prompts", "least_draft_confidence"}
+    numerics = config.engine.model_dump_json(exclude=no_token)
     parts = (config.model_name, numerics, version("latentserve"), version("torch"), root.hex())
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -104,9 +106,13 @@ class NeighborStore:
         self._heir = path
         self._news.set()
 
-    def open(self, engine: FailoverEngine) -> None:
-        """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop."""
+    def open(self, engine: FailoverEngine, watchdog: StreamWatchdog | None) -> None:
+        """Let streams of neighbors go on at `engine` from now on. Call this in the running event loop. `watchdog`: of
+        this front's streams, which hears of folders and heirs at once; None where streams are guarded by none."""
         self._engine = engine
+        if watchdog is not None:
+            self.on_folder.append(watchdog.remove_at_end)
+            self.on_heirs.append(watchdog.beat)
         self._exchanging = asyncio.ensure_future(self._keep_exchanging())
 
     def fingerprint(self) -> str:

@@ -178,9 +178,7 @@ class EngineReplica:
         if self.key_status_store is not None:
             self.key_status_store.serving(self.engine)
         if self.neighbor_store is not None:
-            self.neighbor_store.on_folder.append(self.watchdog.remove_at_end)
-            self.neighbor_store.on_heirs.append(self.watchdog.beat)
-            self.neighbor_store.open(self.engine)
+            self.neighbor_store.open(self.engine, self.watchdog)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
         self.status_store.say("serving")

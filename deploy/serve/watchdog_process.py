@@ -6,6 +6,7 @@ It must outlive the front and weigh nothing: no imports but the standard library
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import os
@@ -33,15 +34,19 @@ MOST_BYTES = 64 * 1024
 ANSWER = struct.Struct("<QB")
 """Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
 WORD_S = 1.0
-"""Seconds in which a front that is handed answers says whether it takes the next one, before others are asked."""
+"""Seconds in which a front that is handed an answer says whether it takes it, before the next one is asked as well."""
 HEIR_S = 10.0
-"""The same once all others were asked: about as long as a front may be silent before its own watchdog ends it. A stream
-that waits for a busy front is better than one that ends."""
+"""Seconds until all answers have a front or end: about as long as a front may be silent before its own watchdog ends
+it. A stream that waits for a busy front is better than one that ends."""
 RELEASED_S = 5.0
 """Seconds in which the kernel releases the locks of a front that died, at the most. It takes some milliseconds, and
 longer where others need the processors."""
 _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
+LOOK_MS = 20
+"""Milliseconds between two looks at fronts that could not be handed an answer, and at those that say nothing."""
+SPARE = 8
+"""Descriptors that stay free for handing over and for last words, however many connections are held."""
 _ACKNOWLEDGED = 120
 """Place of `tcpi_bytes_acked` in Linux's `struct tcp_info`."""
 _TCP_INFO_BYTES = 128
@@ -68,11 +73,11 @@ class Held:
 
     @property
     def streams(self) -> bool:
-        """Whether the client has begun to get a stream."""
+        """Whether the client has begun to get a stream, and no front is done with it."""
         if self.journal is None:
             return True
-        given_before, begun = struct.unpack("QQ", os.pread(self.journal, 16, 8))
-        return bool(begun) and given_to(self.connection) > given_before
+        valid, given_before, begun = struct.unpack("QQQ", os.pread(self.journal, 24, 0))
+        return bool(valid and begun) and given_to(self.connection) > given_before
 
 
 def given_to(connection: socket.socket) -> int:
@@ -107,7 +112,7 @@ def keep(
         if not select.select([channel], [], [], BEAT_S)[0]:
             quiet += BEAT_S
             if beats and quiet >= max(silence_s, LEAST_SILENCE_S) and os.getppid() == front:
-                print(f"guardian: the front was silent for {quiet:g} s and is killed", file=sys.stderr, flush=True)
+                say(f"guardian: the front was silent for {quiet:g} s and is killed")
                 os.kill(front, signal.SIGKILL)
             continue
         quiet = 0.0
@@ -136,116 +141,206 @@ def keep(
 def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
     """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with.
 
-    Every answer is offered to every front until one takes it. They begin at different ones, so that the fronts share
-    them. Fronts that said nothing for `WORD_S` are asked once more in the end, for `HEIR_S`: whatever they may have
-    taken in the meantime is theirs, since who owns a journal goes on with its answer."""
-    left = dict(enumerate(one for one in held if one.journal is not None))
-    _wait_until_released(left.values())
-    silent = _offer(left, heirs, WORD_S)
-    _offer(left, silent, HEIR_S)
+    Every answer is offered to one front first, and to the next one as soon as that one refuses it, dies or says nothing
+    of it for `WORD_S`. Answers begin at different fronts, so that these share them. Fronts that say nothing come last,
+    all at once, and are heard whenever they speak. After `HEIR_S` it is over: whatever a front may have taken without a
+    word is its own, since who owns a journal goes on with its answer."""
+    deadline = time.monotonic() + HEIR_S
+    fronts = [_Front(heir) for heir in heirs]
+    left: dict[int, _Answer] = {}
+    for number, one in enumerate(one for one in held if one.journal is not None):
+        first = number % len(fronts) if fronts else 0
+        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]])
+    try:
+        while any(answer.undecided for answer in left.values()) and time.monotonic() < deadline:
+            for answer in left.values():
+                answer.offer()
+            for front in fronts:
+                front.hand()
+            _wait_for_a_word(fronts, left.values())
+            for front in fronts:
+                front.hear()
+            for number in [number for number, answer in left.items() if answer.taken]:
+                left.pop(number).held.close()
+    finally:
+        for front in fronts:
+            front.close()
     if left:
         asked = ", ".join(heirs) or "there was none"
-        print(f"guardian: no front goes on with {len(left)} answers; asked: {asked}", file=sys.stderr, flush=True)
-    return [*left.values(), *(one for one in held if one.journal is None)]
+        say(f"guardian: answers that no front said it goes on with: {len(left)}; asked: {asked}")
+    return [*(answer.held for answer in left.values()), *(one for one in held if one.journal is None)]
 
 
-def _offer(left: dict[int, Held], heirs: Sequence[str], patience_s: float) -> list[str]:
-    """Offer the answers that are left, by their numbers, to one front after the other; those that are taken are left no
-    more. Returns the fronts that said nothing for `patience_s`, each of which was asked once."""
-    silent: list[str] = []
-    for turn in range(len(heirs)):
-        lots = []
-        for place, heir in enumerate(heirs):
-            numbers = [number for number in left if (number + turn) % len(heirs) == place]
-            if numbers and heir not in silent:
-                lots.append(_Lot(heir, {number: left[number] for number in numbers}))
-        _hand_out(lots, patience_s)
-        for lot in lots:
-            for number in lot.taken:
-                left.pop(number).close()
-        silent += [lot.heir for lot in lots if lot.silent]
-        # A front that died may have owned some of them. One that is silent still does.
-        _wait_until_released([left[number] for lot in lots if lot.died for number in lot.answers if number in left])
-    return silent
+class _Answer:
+    """An answer that is offered to fronts."""
 
-
-class _Lot:
-    """Answers that one front is handed."""
-
-    def __init__(self, heir: str, answers: dict[int, Held]) -> None:
-        """`heir`: path of the front's socket. `answers`: by their numbers."""
-        self.heir, self.answers = heir, answers
-        self.taken: list[int] = []
-        """Numbers of those that the front said it, or another one, goes on with."""
-        self.silent = self.died = False
-        """Whether it said nothing in time; whether it is not there, or no more."""
-        self.heard = time.monotonic()
-        """When it said something last."""
-        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel.setblocking(False)
-        self._waiting, self._under_way = list(answers), 0
-        try:
-            self.channel.connect(heir)
-        except BlockingIOError:  # it has not taken in those who came before for long
-            self.silent = True
-        except OSError:
-            self.died = True
+    def __init__(self, number: int, held: Held, fronts: list[_Front]) -> None:
+        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked."""
+        self.number, self.held = number, held
+        self.unasked, self.asked = fronts, set[_Front]()
+        """Fronts that are still to be asked, and those that were and have not said whether they take it."""
+        self.taken = False
+        """Whether one of them said that it, or another one, goes on with it."""
+        self._next_at = 0.0
+        """When the next one is asked, even if the one before has said nothing."""
+        self._locked_until: float | None = time.monotonic() + RELEASED_S
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more is to be handed over, or heard."""
-        return self.silent or self.died or not (self._waiting or self._under_way)
+    def locked(self) -> bool:
+        """Whether a front that died may still own it."""
+        return self._locked_until is not None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a front may still take it, or has to release it."""
+        return not self.taken and bool(self.locked or self.asked or self.unasked)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next front is to be asked now."""
+        return bool(self.unasked) and not self.locked and time.monotonic() >= self._next_at
+
+    def offer(self) -> None:
+        """Ask the next front, once it is time."""
+        now = time.monotonic()
+        self.unasked = [front for front in self.unasked if not front.died]
+        if self._locked_until is not None:
+            # The channel of a front that died may close before its locks are released. A front that was handed the
+            # answer in between would find its journal taken, and nobody would go on with it.
+            assert self.held.journal is not None
+            if (own := _owned(self.held.journal)) is not None:
+                os.close(own)
+            elif now < self._locked_until:
+                return
+            self._locked_until = None
+        if not self.due:
+            return
+        for front in [front for front in self.unasked if not front.silent][:1] or self.unasked[:]:
+            self.unasked.remove(front)
+            self.asked.add(front)
+            front.take_in(self)
+        self._next_at = now + WORD_S
+
+    def said(self, front: _Front, goes_on: bool) -> None:
+        """A front said whether it, or another one, goes on with it."""
+        self.asked.discard(front)
+        self.taken |= goes_on
+        self._next_at = 0.0
+
+    def died_with(self, front: _Front) -> None:
+        """A front that was handed it died. It may have owned it; so may another one that was, and has not died."""
+        self.said(front, goes_on=False)
+        if not self.asked:
+            self._locked_until = time.monotonic() + RELEASED_S
+
+
+class _Front:
+    """A front that is handed answers."""
+
+    def __init__(self, heir: str) -> None:
+        """`heir`: path of its socket."""
+        self._heir = heir
+        self.channel: socket.socket | None = None
+        """To its socket; None while it cannot be connected to."""
+        self.died = False
+        """Whether it is not there, or no more."""
+        self._waiting: dict[int, _Answer] = {}
+        self._handed: dict[int, _Answer] = {}
+        """By their numbers, the answers that it is to be handed, and those of which it has said nothing yet."""
+        self._heard = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Whether it could have said something for `WORD_S`, and did not."""
+        return bool(self._waiting or self._handed) and time.monotonic() >= self._heard + WORD_S
+
+    def take_in(self, answer: _Answer) -> None:
+        """Hand it an answer as soon as may be."""
+        if not (self._waiting or self._handed):
+            self._heard = time.monotonic()
+        self._waiting[answer.number] = answer
 
     def hand(self) -> None:
         """Hand over as many as may be under way."""
+        self._waiting = {number: answer for number, answer in self._waiting.items() if not answer.taken}
+        if self._waiting and self.channel is None:
+            self._connect()
         try:
-            while self._waiting and self._under_way < _UNDER_WAY and not self.over:
-                one = self.answers[number := self._waiting[0]]
+            while self._waiting and self.channel is not None and len(self._handed) < _UNDER_WAY:
+                number, answer = next(iter(self._waiting.items()))
+                one = answer.held
                 assert one.journal is not None
                 socket.send_fds(self.channel, [MESSAGE.pack(one.words, number)], [one.connection.fileno(), one.journal])
-                del self._waiting[0]
-                self._under_way += 1
-        except BlockingIOError:
-            pass  # there is room again once it has said something
+                self._handed[number] = self._waiting.pop(number)
+        except OSError as error:
+            # There is room again later, in its queue or among the descriptors that are under way to all fronts.
+            if not isinstance(error, BlockingIOError) and error.errno != errno.ETOOMANYREFS:
+                self.hear()
+                self._end()
+
+    def _connect(self) -> None:
+        try:
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
-            self.died = True
+            return  # no descriptors: each answer that is taken sets two free
+        try:
+            channel.setblocking(False)
+            channel.connect(self._heir)
+        except OSError as error:
+            channel.close()
+            if not isinstance(error, BlockingIOError):  # otherwise it has not taken in those who came before
+                self._end()
+            return
+        self.channel = channel
 
     def hear(self) -> None:
         """Take down what it said."""
-        try:
-            while self._under_way:
+        while self.channel is not None:
+            try:
                 data = self.channel.recv(ANSWER.size)
-                if len(data) != ANSWER.size:
-                    self.died = True
-                    return
-                number, goes_on = ANSWER.unpack(data)
-                self.heard = time.monotonic()
-                self._under_way -= 1
-                if goes_on:
-                    self.taken.append(number)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.died = True
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # it left with messages unread, and the kernel says so once, before the words it had said
+            except OSError:
+                data = b""
+            if len(data) != ANSWER.size:
+                self._end()
+                return
+            number, goes_on = ANSWER.unpack(data)
+            self._heard = time.monotonic()
+            if (answer := self._handed.pop(number, None)) is not None:
+                answer.said(self, bool(goes_on))
+
+    def _end(self) -> None:
+        self.died = True
+        self.close()
+        for answer in self._waiting.values():
+            answer.said(self, goes_on=False)
+        for answer in self._handed.values():
+            answer.died_with(self)
+        self._waiting, self._handed = {}, {}
+
+    def close(self) -> None:
+        """Hear no more of it."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
 
-def _hand_out(lots: Sequence[_Lot], patience_s: float) -> None:
-    """Hand several fronts their answers, side by side: who waits for one of them keeps nobody from the others."""
-    for lot in lots:
-        lot.hand()
-    while waiting := {lot.channel.fileno(): lot for lot in lots if not lot.over}:
-        said = select.poll()
-        for descriptor in waiting:
-            said.register(descriptor, select.POLLIN)
-        left_s = min(lot.heard for lot in waiting.values()) + patience_s - time.monotonic()
-        for descriptor, _ in said.poll(1000 * max(left_s, 0)):
-            waiting[descriptor].hear()
-            waiting[descriptor].hand()
-        now = time.monotonic()
-        for lot in waiting.values():
-            lot.silent = not lot.over and now >= lot.heard + patience_s
-    for lot in lots:
-        lot.channel.close()
+def _wait_for_a_word(fronts: Iterable[_Front], answers: Iterable[_Answer]) -> None:
+    """Wait until a front has said something or there is something to do."""
+    said = select.poll()
+    for front in fronts:
+        if front.channel is not None:
+            said.register(front.channel, select.POLLIN)
+    wait_ms = LOOK_MS
+    for answer in answers:
+        if answer.locked:
+            wait_ms = min(wait_ms, 1)
+        elif answer.due:
+            wait_ms = 0
+    said.poll(wait_ms)
 
 
 def _owned(journal: int) -> int | None:
@@ -263,26 +358,6 @@ def _owned(journal: int) -> int | None:
     return own
 
 
-def _wait_until_released(held: Iterable[Held]) -> None:
-    """Wait until no process owns the journals, `RELEASED_S` at the most.
-
-    The channel of a front that died may close before its locks are released. A front that was handed an answer in
-    between would find its journal taken, and nobody would go on with it."""
-    waiting, deadline = list(held), time.monotonic() + RELEASED_S
-    while True:
-        taken = []
-        for one in waiting:
-            assert one.journal is not None
-            if (own := _owned(one.journal)) is None:
-                taken.append(one)
-            else:
-                os.close(own)
-        waiting = taken
-        if not waiting or time.monotonic() >= deadline:
-            return
-        time.sleep(0.001)
-
-
 def end(held: Sequence[Held], last_words: Sequence[bytes]) -> None:
     """Write the last event and the end of the body to each stream, as far as it takes them; close what is no stream, or
     has none of its answer: proxies ask another replica then. Where a front owns the journal, only that one writes."""
@@ -298,6 +373,12 @@ def end(held: Sequence[Held], last_words: Sequence[bytes]) -> None:
         if own is not None:
             os.close(own)
         one.close()
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, where somebody reads it: what did may have died together with the front."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def note(file: Path, text: str, since: float) -> None:
@@ -331,9 +412,17 @@ if __name__ == "__main__":
     os.closerange(number + 1, 1024)
     folders = [sys.argv[4]] if sys.argv[4] else []
     heirs: list[str] = []
-    left = keep(socket.socket(fileno=number), float(sys.argv[2]), folders, heirs)
+    spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(SPARE)]
+    held = keep(socket.socket(fileno=number), float(sys.argv[2]), folders, heirs)
+    for descriptor in spare:
+        os.close(descriptor)
     if sys.argv[5:]:  # first, for clients that ask why their stream ended
         note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
-    end(hand_over(left, heirs), [bytes.fromhex(words) for words in sys.argv[3].split(",")])
+    try:
+        left = hand_over(held, heirs)
+    except Exception as error:  # whatever it is, no stream ends without its last words
+        say(f"guardian: answers cannot be handed over: {error!r}")
+        left = [one for one in held if one.connection.fileno() >= 0]
+    end(left, [bytes.fromhex(words) for words in sys.argv[3].split(",")])
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

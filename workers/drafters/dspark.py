@@ -141,7 +141,8 @@ class DsparkDrafter(Drafter):
         return h.end(self.end_streams).view(len(token_R), size, -1)
 
     def confidence(self, x_RE: Tensor, before_RM: Tensor) -> Tensor:
-        """Probability that a draft is accepted if those before it in its block are, fp32 [R]. `x_RE`: of `block`.
+        """Estimate of the probability that a draft is accepted if those before it in its block are, fp32 [R]. It is
+        not calibrated, and was trained for rejection sampling, which accepts more. `x_RE`: of `block`.
         `before_RM`: the first matrix of the Markov head, of the tokens before it."""
         return F.linear(torch.cat([x_RE, before_RM.float()], 1), self.confidence_1J).sigmoid().squeeze(1)
 

@@ -13,8 +13,9 @@ from typing import Any, Final
 from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
 from workers.drafters.eagle3.misfits import misfits
-from workers.families.registry import cpu_alone
+from workers.families.registry import cpu_alone, load_config
 from workers.model_folder import config_values
+from workers.models.config import ConfigError
 from workers.parallel.mesh import INVARIANT_RANKS, AxisName
 from workers.quantization import unsupported_quantization
 
@@ -46,7 +47,7 @@ def check_fit(config: EngineConfig, *, gpus: int | None = None, served: bool = T
         raise Unfit(f"cannot read {config.folder / 'config.json'}: {error}") from None
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
-    causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config, model)]
+    causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config)]
     causes += [_cache_dtype(config, gpus), *_draft_model(config, model), *_tiers(config, model, gpus)]
     on_gpus = config.device == "cuda" or (config.device == "auto" and bool(gpus))
     causes += [cpu_alone(values) if served and on_gpus else ""]
@@ -129,10 +130,14 @@ def _cache_dtype(config: EngineConfig, gpus: int | None) -> str:
     )
 
 
-def _drafter(config: EngineConfig, values: dict[str, Any]) -> str:
-    layers = [values.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers", "dspark_block_size")]
-    if config.drafter != "mtp" or config.most_width == 1 or any(layers):
+def _drafter(config: EngineConfig) -> str:
+    if config.drafter != "mtp" or config.most_width == 1:
         return ""
+    try:
+        if load_config(config.folder).draft_layers:
+            return ""
+    except ConfigError:
+        return ""  # a start says what is wrong with it
     return (
         f"drafter = mtp (--drafter): {config.folder / 'config.json'} declares no draft layer "
         "(num_nextn_predict_layers); give --drafter ngram, which needs none, or --drafter none"

@@ -230,6 +230,8 @@ class ModelConfig:
     compression: Compression | None = None
     """Attention of DeepSeek V4, in place of multi-head latent attention; None: there is none. An entry then has
     `cache_width` features, the last `qk_rope_head_dim` of which are roped."""
+    dspark: Dspark | None = None
+    """What the layers that draft are, where they draft in blocks; None: they are of multi-token prediction."""
     query_scaling: QueryScaling | None = None
     """Scaling of queries by their position; None: there is none. With it queries have a latent, `q_lora_rank`."""
 
@@ -246,6 +248,3 @@ class ModelConfig:
     def is_dense(self, layer: int) -> bool:
         """Whether a layer's feed-forward part has no experts."""
         return layer < self.num_dense_layers
-
-    dspark: Dspark | None = None
-    """What the layers that draft are, where they draft in blocks; None: they are of multi-token prediction."""

@@ -67,6 +67,8 @@ class Outcome:
     """bool: not all tokens of the step have changed."""
     foreign: Tensor
     """bool: a slot has changed that is of no row, or of one that was not sampled."""
+    invalid_drafts: Tensor
+    """bool: logits of a row's draft, in this run, were no finite numbers. Padded rows count nothing."""
 
 
 class StepFixture:
@@ -140,7 +142,6 @@ class StepFixture:
         if parts.sampling is not None:
             parts.sampling.admit(admissions)
             parts.sampling.fault_1.zero_()  # of the step before: a fault there is none here
-            parts.sampling.invalid_drafts_1.zero_()
         parts.cache.out_of_bounds_count_1.zero_()
         row_RT = tensors.page_SP[self.slot_R]
         count_R, cached_R = self._on_device([[len(row.pages) for row in rows], [row.cached for row in rows]])
@@ -158,6 +159,8 @@ class StepFixture:
         """Put everything back to where it was before any step."""
         for live, kept in zip(self._live, self._slots, strict=True):
             live.copy_(kept)
+        if self.parts.sampling is not None:
+            self.parts.sampling.invalid_drafts_1.zero_()  # it counts over all steps, and runs that nobody looks at
         self._pages.restore()
         self._rings.restore()
 
@@ -186,6 +189,7 @@ class StepFixture:
             for live, kept in zip(self._live, self._slots, strict=True)
             if live.shape[0] == self.parts.state.slots + 1
         ]
+        sampling = self.parts.sampling
         rings, nothing = range(len(self.parts.cache.rings)), torch.zeros(0, dtype=torch.bool)
         return Outcome(
             layout=output.layout,
@@ -199,6 +203,7 @@ class StepFixture:
             rings_outside_G=torch.stack([self._rings.outside(ring) for ring in rings]) if rings else nothing,
             rings_unwritten_G=torch.stack([self._rings.unwritten(ring) for ring in rings]) if rings else nothing,
             foreign=torch.stack(foreign).any(),
+            invalid_drafts=nothing.any() if sampling is None else sampling.invalid_drafts_1 != 0,
         )
 
     def problems(self, eager: Outcome, replay: Outcome) -> list[str]:
@@ -221,7 +226,7 @@ class StepFixture:
             ),
         ]
         if self.parts.sampling is not None:
-            found.append(("logits of drafts were no numbers", self.parts.sampling.invalid_drafts_1 != 0))
+            found.append(("logits of drafts were no numbers", eager.invalid_drafts | replay.invalid_drafts))
         found += [
             (f"{name} differs", differ(a, b))
             for name, a, b in zip(self.slot_names, eager.slots, replay.slots, strict=True)

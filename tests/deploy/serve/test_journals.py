@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -87,6 +88,25 @@ async def test_a_journal_is_released_before_the_next_answer_of_its_connection_be
         second = kept.begin(asked(), cycle_of(transport), 0, True)
         assert second is not None
         assert list(kept._held) == [second]
+
+
+async def test_the_journal_of_a_complete_answer_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories: list[int] = []
+
+    def hold(self: StreamWatchdog, connection: int, words: int, journal: int) -> int:
+        memories.append(os.dup(journal))
+        return 1
+
+    monkeypatch.setattr(StreamWatchdog, "hold", hold)
+    async with connected() as (kept, transport, _):
+        cycle = cycle_of(transport)
+        journal = kept.begin(asked(), cycle, 0, True)
+        assert journal is not None
+        [memory] = memories
+        assert os.pread(memory, 8, 0) > bytes(8)
+        kept.end(journal, cycle)
+        assert os.pread(memory, 8, 0) == bytes(8)
+        os.close(memory)
 
 
 PIECES = [b"data: a\n\n", b"", b"data: " + b"b" * 300 + b"\n\n", b"data: \xc3\xa4\n\n"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +17,11 @@ from test_live_status_store import Store
 
 from deploy.config.application import ServeConfig
 from deploy.serve import neighbor_store, progress
+from deploy.serve.journal import Began, Journal
 from deploy.serve.neighbor_store import NeighborStore, Offer, Place, fingerprint
+from deploy.serve.stream_watchdog import StreamWatchdog
+from deploy.serve.watchdog_process import ANSWER, MESSAGE
+from workers.channel.ports import socket_folder
 from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.messages import EngineStats, Request, RequestOutput
@@ -65,7 +72,7 @@ def opened(
     name: str, running: int = 0, config: ServeConfig = CONFIG, place: Place = HERE, root: bytes = ROOT
 ) -> NeighborStore:
     made = NeighborStore("app", name, config, place)
-    made.open(Engine(running, root))  # type: ignore[arg-type]
+    made.open(Engine(running, root), None)  # type: ignore[arg-type]
     return made
 
 
@@ -87,7 +94,7 @@ async def test_the_folder_of_every_channel_is_told_and_goes_with_it(store: Store
     one, other = NeighborStore("app", "a", CONFIG, HERE), opened("b")
     folders: list[Path | None] = []
     one.on_folder.append(folders.append)
-    one.open(Engine(0))  # type: ignore[arg-type]
+    one.open(Engine(0), None)  # type: ignore[arg-type]
     await until(lambda: one.neighbors() and other.neighbors())
     [folder] = folders
     assert folder is not None
@@ -101,6 +108,8 @@ async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
     """Such a replica has another model, or numbers that are computed otherwise: the next token might be another one."""
     changed = ServeConfig.model_validate({"engine": {"model": "demo", "invariant": True}, "replicas": 3})
     port = CONFIG.model_copy(update={"port": 1})
+    verifying = ServeConfig.model_validate({"engine": {"model": "demo", "least_draft_confidence": 0.3}, "replicas": 3})
+    assert fingerprint(verifying, ROOT) == fingerprint(CONFIG, ROOT)
     assert fingerprint(changed, ROOT) != fingerprint(CONFIG, ROOT) == fingerprint(port, ROOT)
     stores = [opened("a"), opened("b"), opened("c", config=changed), opened("d", root=b"of other weights")]
     await until(lambda: all(one.neighbors() for one in stores[:2]))
@@ -157,6 +166,58 @@ async def test_what_a_replica_has_to_say_that_is_new_it_says_at_once(
     await until(lambda: offered().heir == "/another")
     for one in stores:
         one.close()
+
+
+async def test_a_watchdog_knows_at_once_who_takes_answers_over_and_which_folders_are_to_go(
+    store: Store,
+) -> None:
+    """This front dies before its next beat."""
+    heir = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    folder = socket_folder(len("heir") + 1)
+    heir.bind(path := str(folder / "heir"))
+    heir.listen()
+    heir.settimeout(20)
+    watchdog = StreamWatchdog([b"words"])
+    one, other = NeighborStore("app", "a", CONFIG, HERE), opened("b")
+    other.heir = path
+    with heir, socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as front:
+            journal, memory = Journal.begin(Began("", "", b"", [], b"", b"", 0.0, 0.0, 0, ordinary=True), 0)
+            watchdog.hold(front.fileno(), 0, memory)
+            journal.close()
+        one.open(Engine(0), watchdog)  # type: ignore[arg-type]
+        await until(lambda: [*one.heirs()] == [path] and one._channels)
+        [channel] = one._channels.values()
+        assert channel.addresses.folder is not None
+        watchdog._socket.close()  # as where its process ends
+        with (await asyncio.to_thread(heir.accept))[0] as handed:
+            handed.settimeout(20)
+            data, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, handed, MESSAGE.size, 2)
+            assert len(descriptors) == 2
+            handed.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
+        await until(lambda: not channel.addresses.folder.exists())
+        for descriptor in (*descriptors, memory):
+            os.close(descriptor)
+    for each in (one, other):
+        each.close()
+    watchdog._process.wait(20)
+    shutil.rmtree(folder)
+
+
+async def test_an_exchange_ends_when_it_is_cancelled_in_the_moment_of_news(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbor_store, "PERIOD_S", 1000.0)
+    one = opened("a")
+    await until(lambda: store.values)
+    await asyncio.sleep(0.05)  # it waits for news
+    exchanging = one._exchanging
+    assert exchanging is not None
+    one.heir = "/news"
+    one.close()
+    done, _ = await asyncio.wait([exchanging], timeout=5)
+    assert done == {exchanging}
+    assert exchanging.cancelled()
 
 
 async def test_replicas_of_other_nodes_are_reached_over_tcp_with_keys(store: Store) -> None:

@@ -3,6 +3,7 @@ next."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -11,6 +12,8 @@ import select
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import termios
 import threading
 import time
@@ -20,10 +23,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from typing_extensions import override
 
+from deploy.routing.arrivals import Arrivals
 from deploy.serve import watchdog_process
+from deploy.serve.heir import Heir
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
+from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, end, given_to, hand_over, keep
 from workers.channel.ports import socket_folder
 from workers.protocol.messages import RequestOutput
@@ -80,8 +87,8 @@ class Front(threading.Thread):
         self.join()
         shutil.rmtree(self._folder)
 
-    def take(self, channel: socket.socket, says: bool = True) -> None:
-        """Say of everything that it takes it."""
+    def take(self, channel: socket.socket, says: bool = True, then: Callable[[], object] = lambda: None) -> None:
+        """Say of everything that it takes it. `then`: called after each word."""
         while True:
             data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
             if not data:
@@ -94,6 +101,7 @@ class Front(threading.Thread):
             for descriptor in descriptors:
                 os.close(descriptor)
             channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], says))
+            then()
 
     def refuse(self, channel: socket.socket) -> None:
         """Say of everything that it does not take it."""
@@ -130,14 +138,15 @@ def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_releas
 ) -> None:
     with fronts(Front.take) as [heir], connected() as (front, _):
         journal, held = begun(front)
-        sleep = time.sleep
+        look = watchdog_process._owned
 
-        def release(seconds: float) -> None:
-            if not heir.found:
-                monkeypatch.setattr(watchdog_process.time, "sleep", sleep)
+        def late(memory: int) -> int | None:
+            """The kernel is later than the watchdog's first look."""
+            if (own := look(memory)) is None and not heir.found:
                 journal.close()
+            return own
 
-        monkeypatch.setattr(watchdog_process.time, "sleep", release)  # the kernel is later than the watchdog's look
+        monkeypatch.setattr(watchdog_process, "_owned", late)
         assert hand_over([held], [heir.path]) == []
     assert heir.found == [True]
 
@@ -162,7 +171,7 @@ def test_every_answer_is_offered_to_every_front_until_one_takes_it(capsys: pytes
         for one in held:
             one.close()
     assert [len(one.found) for one in made] == [9, 9, 9]
-    assert "no front goes on with 9 answers" in capsys.readouterr().err
+    assert "answers that no front said it goes on with: 9;" in capsys.readouterr().err
 
 
 def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,24 +191,207 @@ def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch:
     assert [one.found for one in made] == [[True] * 3] * 2
 
 
-def test_a_front_that_says_nothing_for_long_is_asked_again_when_no_other_one_is_left(
+def test_a_front_that_says_nothing_for_long_is_waited_for_when_no_other_one_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
-    came: list[socket.socket] = []
+    refused = threading.Event()
+
+    def refuse(front: Front, channel: socket.socket) -> None:
+        front.take(channel, False, lambda: len(front.found) == 5 and refused.set())
 
     def hang(front: Front, channel: socket.socket) -> None:
-        came.append(channel)
-        if len(came) > 1:
-            front.take(channel)
-            return
-        end = select.poll()
-        end.register(channel, select.POLLHUP)
-        assert end.poll(20000)
+        assert refused.wait(20)
+        front.take(channel)
 
-    with dead(5) as held, fronts(Front.refuse, hang) as [other, heir]:
+    with dead(5) as held, fronts(refuse, hang) as [other, heir]:
         assert hand_over(held, [other.path, heir.path]) == []
     assert (other.found, heir.found) == ([True] * 5, [True] * 5)
+
+
+def test_all_that_fronts_are_waited_for_is_once_however_many_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    waits: list[float] = []
+    clock = [0.0]
+
+    class Clock:
+        """Time that passes by looking at fronts alone."""
+
+        monotonic = staticmethod(lambda: clock[0])
+
+    def wait(*what: object) -> None:
+        waits.append(watchdog_process.LOOK_MS / 1000)
+        clock[0] += waits[-1]
+
+    monkeypatch.setattr(watchdog_process, "time", Clock)
+    monkeypatch.setattr(watchdog_process, "_wait_for_a_word", wait)
+    over = threading.Event()
+
+    def hang(front: Front, channel: socket.socket) -> None:
+        assert over.wait(20)
+
+    with dead(3) as held, fronts(*[hang] * 5) as made:
+        assert hand_over(held, [one.path for one in made]) == held
+        over.set()
+        for one in held:
+            one.close()
+    assert sum(waits) == pytest.approx(watchdog_process.HEIR_S, abs=0.1)
+
+
+def test_what_a_front_refuses_is_offered_on_while_another_front_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog_process, "WORD_S", 20.0)
+    offered_on = threading.Event()
+
+    def slow(front: Front, channel: socket.socket) -> None:
+        """Says nothing of what it was handed first before the third one has what the second one refuses."""
+        assert offered_on.wait(20)
+        front.take(channel)
+
+    def last(front: Front, channel: socket.socket) -> None:
+        front.take(channel, True, lambda: len(front.found) == 4 and offered_on.set())
+
+    with dead(6) as held, fronts(slow, Front.refuse, last) as made:
+        assert hand_over(held, [one.path for one in made]) == []
+    assert [len(one.found) for one in made] == [2, 2, 4]
+
+
+def test_locks_of_a_front_that_was_handed_nothing_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot own them; one that has said nothing yet may, for as long as it writes the answer."""
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+    monkeypatch.setattr(watchdog_process, "RELEASED_S", 60.0)
+    owned: list[Journal] = []
+
+    def own(front: Front, channel: socket.socket) -> None:
+        data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        owned.append(Journal(descriptors[1]))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        time.sleep(0.1)  # its patience is over, and the two that are gone were asked
+        channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
+
+    begin = time.monotonic()
+    with dead(1) as held, fronts(own) as [heir]:
+        assert hand_over(held, [heir.path, "/nobody/there", "/nobody/here"]) == []
+        owned[0].close()
+    assert time.monotonic() - begin < 30
+
+
+def test_words_that_a_front_said_before_it_left_are_heard() -> None:
+    """Where messages were unread the kernel tells of those first."""
+    left = threading.Event()
+
+    def leave(front: Front, channel: socket.socket) -> None:
+        if left.is_set():
+            front.take(channel)
+            return
+        data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        select.select([channel], [], [], 20)  # the second one is there
+        channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
+        left.set()
+
+    with dead(2) as held, fronts(leave, Front.take) as [one, other]:
+        offers = [watchdog_process._Answer(number, each, []) for number, each in enumerate(held)]
+        front = watchdog_process._Front(one.path)
+        for offer in offers:
+            offer.asked.add(front)
+            front.take_in(offer)
+        front.hand()
+        assert left.wait(20)
+        while not front.died:
+            front.hear()
+        assert [offer.taken for offer in offers] == [True, False]
+        assert hand_over(held[1:], [other.path]) == []
+        held[0].close()
+
+
+def test_a_front_that_cannot_be_connected_to_yet_is_asked_later() -> None:
+    """As many wait for it as may."""
+    with dead(1) as held, ExitStack() as stack:
+        folder = socket_folder(len("heir") + 1)
+        stack.callback(shutil.rmtree, folder)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(path := str(folder / "heir"))
+        listener.listen(0)
+        others = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2)]
+        with suppress(BlockingIOError):
+            for other in others:
+                other.setblocking(False)
+                other.connect(path)
+
+        def take() -> None:
+            time.sleep(0.1)
+            for _ in others:
+                channel, _ = listener.accept()
+                with channel:
+                    data = socket.recv_fds(channel, MESSAGE.size, 2)
+                    for descriptor in data[1]:
+                        os.close(descriptor)
+                    if data[0]:
+                        channel.send(ANSWER.pack(MESSAGE.unpack(data[0])[1], True))
+                        return
+
+        taking = threading.Thread(target=take)
+        taking.start()
+        others[0].close()  # one that has left again
+        assert hand_over(held, [path]) == []
+        taking.join()
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """The process can open none while this lasts."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(least := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_answers_stay_where_there_are_no_descriptors_to_hand_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    with dead(2) as held, fronts(Front.take) as [heir], connected() as (front, client):
+        held.append(Held(os.dup(front.fileno()), 0, None))
+        with no_more_descriptors():
+            assert hand_over(held, [heir.path]) == held
+        front.close()
+        end(held, [b"words"])
+        assert client.makefile("rb").read() == b"5\r\nwords\r\n0\r\n\r\n"
+
+
+def test_a_watchdog_that_holds_all_it_can_writes_last_words_though_nobody_reads_its_stderr() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = [sys.executable, "-S", watchdog_process.__file__, str(theirs.fileno()), "inf", b"words".hex(), ""]
+    program = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *arguments]
+    process = subprocess.Popen(program, pass_fds=[theirs.fileno()], stderr=write)
+    theirs.close()
+    os.close(write)
+    with ExitStack() as stack:
+        stack.callback(process.wait)
+        clients = []
+        for number in range(40):
+            front, client = stack.enter_context(connected())
+            journal, one = begun(front)
+            assert one.journal is not None
+            socket.send_fds(ours, [MESSAGE.pack(HOLD_JOURNAL, number)], [front.fileno(), one.journal])
+            journal.close()
+            one.close()
+            front.close()
+            clients.append(client)
+        ours.close()
+        heard = [client.makefile("rb").read() for client in clients]
+    ended = HEAD + b"5\r\nwords\r\n0\r\n\r\n"
+    held = heard.index(HEAD)  # from here on there were no numbers
+    assert 20 < held < 32
+    assert heard == [ended] * held + [HEAD] * (40 - held)
 
 
 def test_bytes_that_are_acknowledged_while_they_are_counted_are_counted_once() -> None:
@@ -245,6 +437,49 @@ def test_last_words_are_written_by_the_owner_of_the_journal_only_and_nobody_goes
             late.read()
         late.close()
         os.close(journal)
+
+
+def test_an_answer_that_a_front_completed_gets_no_last_words() -> None:
+    """A front that took it without a word in time may be done before the watchdog gives up."""
+    with connected() as (front, client):
+        journal, held = begun(front)
+        journal.end()
+        front.close()
+        end([held], [b"words"])
+        assert client.makefile("rb").read() == HEAD
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_front_that_looks_late_does_not_own_a_completed_answer_or_keep_its_connection_open(loop: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def run() -> None:
+        watchdog = StreamWatchdog([b"words"])
+        quick, late = (Heir(app, watchdog, lambda: "same", (b"x-replica", b"b"), Arrivals()) for _ in range(2))
+        with connected() as (front, client):
+            client.setblocking(False)
+            journal, memory = Journal.begin(BEGAN, 0)
+            journal.close()
+            unread = os.dup(front.fileno()), os.dup(memory)
+            assert quick._take_over(0, front.detach(), memory)
+            data = b""
+            async with asyncio.timeout(20):
+                while part := await asyncio.get_running_loop().sock_recv(client, 1000):
+                    data += part
+                while quick.answers:
+                    await asyncio.sleep(0.005)
+            assert data.endswith(b"\r\n\r\ndone")
+            assert os.pread(unread[1], 8, 0) == bytes(8)
+            assert not late._take_over(0, *unread)
+            assert not late.answers
+        for heir in (quick, late):
+            heir.close()
+        watchdog.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
+        runner.run(run())
 
 
 def test_a_connection_whose_journal_did_not_arrive_is_not_guarded() -> None:
