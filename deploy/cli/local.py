@@ -32,8 +32,8 @@ STATS_TIMEOUT_S = 1.0
 
 def engine_config(*, served: bool = True, **given: Any) -> EngineConfig:
     """Settings that a command line or a command gives (None: not given); of the demo model where there is no other.
-    `served`: whether the model is to be served, and on this machine; else it is only counted. UsageMistake naming the wrong flag, the folder that is
-    no model, or what the model cannot be served with."""
+    `served`: whether the model is to be served, and on this machine; else it is only counted. UsageMistake naming the
+    wrong flag, the folder that is no model, or what the model cannot be served with."""
     values = {"model": "demo", **{name: value for name, value in given.items() if value is not None}}
     flags = {setting.name: setting.option for setting in settings_of(EngineConfig)}
     try:

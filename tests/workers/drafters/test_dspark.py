@@ -21,8 +21,8 @@ from workers.cache.snapshots import RingSnapshots
 from workers.config import EngineConfig
 from workers.drafters import dspark
 from workers.drafters.dspark import DsparkDrafter, _Window
-from workers.graphs.guard import capture_guard
 from workers.fit.settings import Unfit, check_fit
+from workers.graphs.guard import capture_guard
 from workers.memory.scratch import Scratch
 from workers.models import compressed_pass
 from workers.models.attention.compressed_rows import CompressedRows
