@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from deploy.routing.pace import StepClock
-from deploy.routing.policy import DISK_TOKEN_COST, HOST_TOKEN_COST, Load
+from deploy.routing.policy import DISK_TOKEN_COST, HOST_TOKEN_COST, OUT_OF_SERVICE_TOKENS, Load
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
 from workers.protocol.prompt import KEY_BYTES, NO_ROOT, pack_keys, unpack_keys
@@ -163,10 +163,6 @@ def _token_cost(stats: EngineStats, pages: int, seconds: float, unknown: float) 
     if loaded <= 0 or computed <= 0 or computing <= 0:
         return unknown
     return min(seconds / loaded * computed / computing, 1.0)
-
-
-OUT_OF_SERVICE_TOKENS = 10**9
-"""Prompt tokens that a replica without an engine adds to its backlog: more than any other has."""
 
 
 def out_of_service(load: Load) -> Load:

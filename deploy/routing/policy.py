@@ -30,6 +30,8 @@ have been evicted since."""
 TRANSIT_S = 0.05
 """Seconds within which a sent request reaches its replica, where sequence numbers cannot tell."""
 
+OUT_OF_SERVICE_TOKENS = 10**9
+"""Prompt tokens that a replica without an engine adds to its backlog: more than any other has."""
 HOST_TOKEN_COST = 0.02
 """What a token in host memory costs where nothing was copied yet, in prompt tokens."""
 DISK_TOKEN_COST = 0.2
@@ -175,7 +177,9 @@ class InFlightAccounting(Generic[R]):
         rows = load.rows + sum(sent.rows for sent in account.sent)
         computed = features.tokens - cached - copied - read
         crowded = False
-        if load.pages_free is not None and computed > features.tokens / 2:
+        # What was sent to a replica lately says nothing of its caches once its engine is away.
+        serves = load.backlog < OUT_OF_SERVICE_TOKENS
+        if load.pages_free is not None and (computed > features.tokens / 2 or not serves):
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
         moved = copied * load.host_token_cost + read * load.disk_token_cost

@@ -512,10 +512,9 @@ class DiskTier:
         self._drop(ticket.bad)
         self.index.free(ticket.slots)
         self.counters.loaded += good
-        self.counters.load_seconds += ticket.seconds
         now = self._clock()
         if good:
-            self._measure(ticket, good, now)
+            self.counters.load_seconds += self._measure(ticket, good, now)
         self._changes, self._load_ended = self._changes + 1, now
         waited, queued = [*ticket.waiting], [*self._queued]
         self._queued.clear()
@@ -525,13 +524,15 @@ class DiskTier:
             self._keep(row, [copy for copy in ticket.copies if not copy.gone and _is_of(copy, row)])
         return waited + queued
 
-    def _measure(self, ticket: DiskTicket, pages: int, now: float) -> None:
+    def _measure(self, ticket: DiskTicket, pages: int, now: float) -> float:
         """A load has read so many pages. Ranks read loads one behind the other, so those before it are not its own
-        time: it began when the last of them ended, but read no faster than all of them in the time that it took."""
+        time: it began when the last of them ended, but read no faster than all of them in the time that it took.
+        Returns the seconds of its own."""
         seconds = ticket.seconds
         if self._load_ended > ticket.begun:
             seconds = max(min(seconds, now - self._load_ended), seconds * pages / (pages + ticket.behind))
         self._pace.observe(seconds / pages, worthwhile=seconds < self._computing_s(pages))
+        return seconds
 
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers: they are forgotten, with all that continue them, and

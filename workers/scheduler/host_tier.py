@@ -173,8 +173,9 @@ class HostTier:
 
     def offer(self, entry: Entry, number: int) -> None:
         """Hear that an entry of the device, page `number` of its prompt where 1 is the first, is complete and vouched
-        for: it is saved when there is staging memory for it, if it is still there then."""
-        if len(self._offered) < 2 * self.slots:
+        for: it is saved when there is staging memory for it, if it is still there then. Where nothing can be saved it
+        is not kept: what continues it offers it again."""
+        if len(self._offered) < 2 * self.usable:
             self._offered.append((entry, number))
         else:
             self.counters.dropped += 1

@@ -196,6 +196,7 @@ def test_a_replica_whose_engine_is_away_gets_a_request_only_where_there_is_no_ot
     assert load_from_report(load_to_report(away)).seen == {"r": 4}
     busy = Load(backlog=500_000, rows=900, pages_free=0, keys=frozenset(), seen={}, at=1.0)
     accounting: InFlightAccounting[str] = InFlightAccounting("r", 32.0)
+    accounting.record("away", Load(), features, 1.0)  # its own engine had the prompt a moment ago
     assert choose(accounting, {"away": away, "busy": busy}, features, 1.0)[0] == "busy"
     assert choose(accounting, {"away": away}, features, 1.0) == ["away"]
 

@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from deploy.config.application import ServeConfig
-from deploy.routing.arrivals import OUT_OF_SERVICE_TOKENS, Arrivals
+from deploy.routing.arrivals import Arrivals
+from deploy.routing.policy import OUT_OF_SERVICE_TOKENS
 from deploy.serve import replica
 from deploy.serve import standby as standby_processes
 from deploy.serve.actors import Placement, ReplicaProcesses

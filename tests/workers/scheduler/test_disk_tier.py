@@ -414,6 +414,7 @@ def test_loads_beside_each_other_do_not_make_a_disk_seem_slow() -> None:
         bad = again.worker.moved_on_disk(answer.ticket, again.bad.pop(answer.ticket))
         again.scheduler.disk_moved(DiskMoved(0, answer.ticket, tuple(bad), number * 9 * 0.4e-3))
         assert disk_of(again)._pace.page_s() == pytest.approx(0.4e-3)
+    assert again.scheduler.stats().disk_load_seconds == pytest.approx(5 * 9 * 0.4e-3)
     again.disk_answers.clear()
     again.run()
     again.check_tokens()

@@ -183,7 +183,10 @@ def test_nothing_is_saved_before_host_memory_is_pinned() -> None:
     served(replica, "a", tokens(600, seed=1))
     stats = replica.scheduler.stats()
     assert (stats.host_pages_total, stats.host_pages, stats.host_lost_pages) == (0, 0, 0)
-    assert stats.host_dropped_pages > 0
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    assert stats.host_dropped_pages == 9, "each is counted once"
+    assert not tier._offered, "nor kept"
     pinned(replica, 100, 9)
     second = tokens(600, seed=2)
     served(replica, "b", second)
