@@ -4,6 +4,7 @@ next."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import mmap
 import os
@@ -77,7 +78,13 @@ class Front(threading.Thread):
     def run(self) -> None:
         with self._listener, suppress(OSError):
             while True:
-                channel, _ = self._listener.accept()
+                try:
+                    channel, _ = self._listener.accept()
+                except OSError as error:
+                    if error.errno != errno.EMFILE:
+                        raise
+                    time.sleep(0.001)  # a test leaves this process no descriptors for a moment
+                    continue
                 with channel:
                     self._does(self, channel)
 
