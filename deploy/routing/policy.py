@@ -177,9 +177,7 @@ class InFlightAccounting(Generic[R]):
         rows = load.rows + sum(sent.rows for sent in account.sent)
         computed = features.tokens - cached - copied - read
         crowded = False
-        # What was sent to a replica lately says nothing of its caches once its engine is away.
-        serves = load.backlog < OUT_OF_SERVICE_TOKENS
-        if load.pages_free is not None and (computed > features.tokens / 2 or not serves):
+        if load.pages_free is not None and computed > features.tokens / 2:
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
         moved = copied * load.host_token_cost + read * load.disk_token_cost
@@ -220,6 +218,8 @@ class InFlightAccounting(Generic[R]):
             if now - sent.at < FORGET_S
             and (sent.sequence_number > seen if seen is not None else sent.at + TRANSIT_S > load.at)
         ]
+        if load.backlog >= OUT_OF_SERVICE_TOKENS:  # its caches are gone with its engine
+            account.recent.clear()
         while account.recent and now - next(iter(account.recent.values())) > REMEMBER_S:
             account.recent.popitem(last=False)
 
