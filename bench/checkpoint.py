@@ -38,7 +38,7 @@ from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
 from workers.weights.formats.format import Format
 from workers.weights.formats.int4_groups import INT4_SCALES, INT4_SHAPE
 from workers.weights.formats.registry import assumed_dtypes
-from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, Shape, Wanted
+from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, MX_SCALES, Shape, Wanted
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -48,6 +48,9 @@ QUANTIZED: dict[Format, dict[str, Any]] = {
     INT4_GROUPS: {"quantization_config": INT4_CONFIG},
 }
 BYTES = {"F32": 4, "BF16": 2, "I32": 4, FP8_DTYPE: 1}
+EXPONENTS = {FP8_SCALES: 115, MX_SCALES: 119}
+"""The lesser of the two scales in E8M0 that are drawn, by what the name ends with: matrices are normal(0, 0.02), or in
+MXFP4 uniform over its numbers with nearly that deviation."""
 
 
 def wanted(values: dict[str, Any]) -> dict[str, Wanted]:
@@ -73,10 +76,21 @@ def numbers(name: str, shape: Shape, dtype: str, device: torch.device) -> Tensor
         some = (torch.randn(shape, device=device, dtype=torch.float16) * 64).to(torch.float8_e4m3fn)
     elif dtype == "I32":
         some = torch.randint(-(2**31), 2**31, shape, device=device, dtype=torch.int32)
+    elif dtype == "F8_E8M0":
+        least = next(least for ending, least in EXPONENTS.items() if name.endswith(ending))
+        some = torch.randint(least, least + 2, shape, device=device, dtype=torch.uint8)
+    elif dtype == "I8":
+        some = torch.randint(0, 256, shape, device=device, dtype=torch.uint8)
+    elif dtype == "I64":
+        some = torch.randint(0, 2**31, shape, device=device)
     elif name.endswith(FP8_SCALES):
         some = torch.empty(shape, device=device).uniform_(0.5 * 0.02 / 64, 1.5 * 0.02 / 64)
-    elif name.endswith(INT4_SCALES):
+    elif name.endswith(f".weight{INT4_SCALES}"):
         some = torch.empty(shape, device=device, dtype=torch.bfloat16).uniform_(0.5 * 0.02 / 4.6, 1.5 * 0.02 / 4.6)
+    elif dtype == "F32" and len(shape) == 1 and name.endswith("_scale"):
+        some = torch.ones(shape, device=device)
+    elif dtype == "F32" and len(shape) > 1:
+        some = torch.empty(shape, device=device).normal_(0, 0.02)
     elif dtype == "F32" or name.endswith(".bias"):
         some = torch.zeros(shape, device=device, dtype=torch.float32 if dtype == "F32" else torch.bfloat16)
     elif len(shape) == 1:

@@ -32,15 +32,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint import QUANTIZED, ROOT, TEXT, numbers
-from shapes import SHAPES, V3
+from shapes import SHAPES, V3, V4_FLASH
 
+from workers.families.registry import FAMILIES
 from workers.weights import identity
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
 from workers.weights.formats.format import Format
-from workers.weights.formats.registry import assumed_dtypes
 from workers.weights.stored import PLAIN_DTYPES
-from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, Shape, Wanted
+from workers.weights.wanted import FP8_DTYPE, FP8_SCALES, MX_SCALES, Shape, Wanted
 
 MARK = "generated.json"
 """The file that says that a folder's weights are generated, and how: the arguments of `numbers_of`."""
@@ -49,9 +49,16 @@ TABLE = 1 << 25
 expert of DeepSeek-V3."""
 ALIGNMENT = 64
 """Places at which matrices begin are multiples of this."""
-GENERATED = {**SHAPES, "v3": (V3, FP8_BLOCKS)}
-"""Shapes by name; of all of them in FP8 and bf16, but not in INT4."""
-DTYPES = {**PLAIN_DTYPES, FP8_DTYPE: torch.float8_e4m3fn}
+GENERATED = {**SHAPES, "v3": (V3, FP8_BLOCKS), "v4-flash": (V4_FLASH, PLAIN)}
+"""Shapes by name; of all of them in FP8 and bf16, but not in INT4. DeepSeek V4's config.json says by itself what its
+matrices are in."""
+DTYPES = {
+    **PLAIN_DTYPES,
+    FP8_DTYPE: torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I64": torch.int64,
+}
 
 
 @dataclass
@@ -60,7 +67,7 @@ class Numbers:
 
     seed: int
     size: int = TABLE
-    _tables: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    _tables: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     _lock: RLock = field(default_factory=RLock)
 
     def read(self, name: str, shape: Shape, dtype: str, index: tuple[slice, ...]) -> Tensor:
@@ -93,11 +100,10 @@ class Numbers:
         return table[begin : begin + height * width].view(height, width)
 
     def _table(self, name: str, dtype: str) -> Tensor:
-        scales = name.endswith(FP8_SCALES)
+        scales = next((ending for ending in (FP8_SCALES, MX_SCALES) if name.endswith(f".weight{ending}")), "")
         with self._lock:
             if (dtype, scales) not in self._tables:
-                kind = f"table.weight{FP8_SCALES if scales else ''}"
-                self._tables[dtype, scales] = self._made(kind, (1, self.size), dtype).view(-1)
+                self._tables[dtype, scales] = self._made(f"table.weight{scales}", (1, self.size), dtype).view(-1)
             return self._tables[dtype, scales]
 
     def _made(self, name: str, shape: Shape, dtype: str) -> Tensor:
@@ -119,7 +125,8 @@ class GeneratedCheckpoint(Checkpoint):
     def __init__(self, folder: Path, source: Numbers) -> None:
         super().__init__(folder)
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self._assumed = assumed_dtypes(values.get("quantization_config"))
+        self._assumed = FAMILIES[values["model_type"]].dtypes(values)
+        self._experts = values.get("n_routed_experts")
         self._source = source
         self._shapes: dict[str, Shape] = {}
 
@@ -137,10 +144,11 @@ class GeneratedCheckpoint(Checkpoint):
         self._shapes = {name: tensor.shape for name, tensor in wanted.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """See `Numbers`."""
+        """See `Numbers`. Integers are experts of tokens."""
         dtype = self.dtype_of(name)
         assert dtype is not None
-        return self._source.read(name, self._shapes[name], dtype, index)
+        numbers = self._source.read(name, self._shapes[name], dtype, index)
+        return numbers % self._experts if dtype == "I64" else numbers
 
 
 def opened(folder: str | Path, plain: Callable[[str | Path], Checkpoint]) -> Checkpoint:
@@ -188,6 +196,15 @@ def write_folder(values: dict[str, Any], form: Format, folder: Path, seed: int =
     (folder / MARK).write_text(json.dumps({"seed": seed, "size": size}) + "\n", encoding="utf-8")
 
 
+def first_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The values of a model that ends behind so many layers, with the draft layer of the whole."""
+    cut = {**values, "num_hidden_layers": layers}
+    if "compress_ratios" in values:
+        behind = values["compress_ratios"][values["num_hidden_layers"] :]
+        cut["compress_ratios"] = [*values["compress_ratios"][:layers], *behind]
+    return cut
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = [name for name, (_, form) in GENERATED.items() if form is not INT4_GROUPS]
@@ -197,7 +214,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     values, form = GENERATED[given.shape]
-    values = values if given.layers is None else {**values, "num_hidden_layers": given.layers}
+    values = values if given.layers is None else first_layers(values, given.layers)
     write_folder(values, form, given.folder, given.seed)
 
 

@@ -207,6 +207,52 @@ SMALL4: dict[str, Any] = {
 """Mistral Small 4, whole: 119 billion parameters."""
 SMALL4_SLICE: dict[str, Any] = {**SMALL4, "num_hidden_layers": 6}
 """Six of its layers."""
+V4_FLASH: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "num_hash_layers": 3,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 1048576,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+"""DeepSeek V4 Flash, whole: 284 billion parameters, and its draft layer; experts in MXFP4, attention in FP8."""
 SHAPES = {
     "v2-lite": (V2_LITE, PLAIN),
     "v3-slice": (V3_SLICE, FP8_BLOCKS),

@@ -92,9 +92,9 @@ def merge_shards(
 
     `part_TDHL`, `lse_TDH` (fp32, natural logarithm): attention of the heads of every shard to the entries of this one.
     What others have of this shard's heads arrives, and the parts are weighted by the exponentials of their
-    log-sum-exps, in fp32. A part of log-sum-exp -inf counts for nothing, whatever its output holds; where all are, the
-    result is 0. `tree`: parts are those of `kernels.strands`, in fp32 with log-sum-exps to the base 2, and merged as
-    the tree of that. Otherwise as `gather_shards`.
+    log-sum-exps, in fp32. A part of log-sum-exp -inf has output 0 and counts for nothing; where all are so, the result
+    is 0. NaN in an output stays, whatever the log-sum-exp. `tree`: parts are those of `kernels.strands`, in fp32 with
+    log-sum-exps to the base 2, and merged as the tree of that. Otherwise as `gather_shards`.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     tokens, heads, latent = out_THL.shape

@@ -88,7 +88,7 @@ def test_captured_and_mixed_steps_give_transformers_tokens(drafter: str, width: 
     write_v4(tmp_path, config, tensors)
     random = torch.Generator().manual_seed(0)
     asked = [torch.randint(0, VOCAB, (length,), generator=random).tolist() * 2 for length in (30, 20, 7, 70)]
-    settings: dict[str, Any] = {"drafter": drafter, "width": width}
+    settings: dict[str, Any] = {"drafter": drafter, "width": width, "dtype": "float32"}
     run, plain = engine(tmp_path, DEVICE, **settings), engine(tmp_path, torch.device("cpu"), selftest=False, **settings)
     (report,) = run.reports[-1:]
     assert report.passed, [bucket.problems for bucket in report.buckets]
