@@ -2,12 +2,14 @@
 
     python bench/engine_step.py                       # a DeepSeek-V3 slice, 1, 16 and 64 rows
     python bench/engine_step.py --shape v2-lite --rows 16
+    python bench/engine_step.py --shape v4-flash --layers 8 --timeline    # of DeepSeek V4 Flash; each kernel's share
 
 A rank and a scheduler run in this process, and steps are launched ahead of the results of those before, as a replica
 does it. All rows get prompts of random tokens, and once all decode, `--steps` steps are timed. Then the graph of these
 rows is replayed, which goes on where the rows stand: what the engine takes more is the host's. At last `Case`, which
 `decode_step.py` and `share.py` time, has rows of as many tokens whose contents are drawn: what its graph takes less
-comes of the experts that its tokens choose, which each line says, and of where things lie in memory.
+comes of the experts that its tokens choose, which each line says, and of where things lie in memory. `Case` has no rows
+of DeepSeek V4; of its steps the line says the time in which the weights that they need can be read.
 
 The weights are generated as they are read (`bench/generated.py`). Times are medians, in milliseconds.
 """
@@ -30,8 +32,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decode_step import chosen_experts, replayed, room
-from generated import GENERATED, installed, write_folder
-from shapes import Case, choices
+from generated import GENERATED, first_layers, installed, write_folder
+from shapes import BANDWIDTH, Case, choices, weight_bytes
+from timeline import timeline
 from timing import milliseconds
 
 from workers.config import EngineConfig
@@ -97,13 +100,16 @@ class Engine:
         return plan
 
     @torch.inference_mode()
-    def graph(self, plan: StepPlan) -> float:
-        """Milliseconds of the plan's graph, replayed on the rows as they stand."""
+    def graph(self, plan: StepPlan, kernels: bool) -> float:
+        """Milliseconds of the plan's graph, replayed on the rows as they stand. `kernels`: print its kernels, too."""
         runner = self.rank.runner
         assert runner.graphs is not None
         captured = runner.graphs.captured(plan, dense=runner.parts.all_short(plan.decode_slots))
         assert captured is not None
-        return milliseconds(captured._graph, REPLAYS, warm=3)
+        found = milliseconds(captured._graph, REPLAYS, warm=3)
+        if kernels:
+            timeline(captured._graph, lambda: None)
+        return found
 
     @torch.inference_mode()
     def experts(self, plan: StepPlan) -> float:
@@ -117,35 +123,41 @@ class Engine:
         return sum(int(chosen_TX.any(0).sum()) for chosen_TX in noted) / max(1, len(noted))
 
 
-def compare(folder: Path, rows: int, steps: int) -> None:
+def compare(folder: Path, rows: int, steps: int, kernels: bool) -> None:
     """Print the line of one number of rows."""
+    most = INPUT + 4 * steps + 4 * REPLAYS
     config = EngineConfig(
         model=str(folder),
         device="cuda",
         max_rows=rows,
         width=1,
         token_budget=8192,
-        max_context=INPUT + 4 * steps + 4 * REPLAYS,
-        cache_pages=rows * (INPUT + 4 * steps + 4 * REPLAYS) // 64 + rows + 2,
+        max_context=most,
+        cache_pages=rows * (most // 64 + 2) + 2,
+        prefix_cache=False,
         selftest=False,
     )
     engine = Engine(config, rows, steps)
     in_engine = engine.timed(steps)
     plan = engine.settle()
-    experts, alone = engine.experts(plan), engine.graph(plan)
+    experts, alone = engine.experts(plan), engine.graph(plan, kernels)
     model = engine.rank.model
     engine.rank.runner.close()
     del engine
     gc.collect()
     torch.cuda.empty_cache()
-    with torch.inference_mode():
-        case = Case(model, rows, 1, INPUT + steps, room(1))
-        drawn_experts = chosen_experts(case)
-        case.rewind()
-        drawn = min(replayed(case))
+    if model.config.compression is None:
+        with torch.inference_mode():
+            case = Case(model, rows, 1, INPUT + steps, room(1))
+            drawn_experts = chosen_experts(case)
+            case.rewind()
+            beside = f"drawn rows {min(replayed(case)):.3f} ({drawn_experts:.1f})"
+    else:
+        floor = weight_bytes(model, experts) / BANDWIDTH
+        beside = f"its weights' bytes {floor:.3f}, {alone / floor:.2f} times that"
     print(
         f"rows {rows:3}: in the engine {in_engine:.3f}, its graph alone {alone:.3f} ({experts:.1f} experts a layer), "
-        f"drawn rows {drawn:.3f} ({drawn_experts:.1f}); the engine takes {in_engine / alone:.3f} times its graph",
+        f"{beside}; the engine takes {in_engine / alone:.3f} times its graph",
         flush=True,
     )
     gc.collect()
@@ -154,17 +166,20 @@ def compare(folder: Path, rows: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["v3-slice", "v2-lite", "glm-flash"], default="v3-slice")
+    parser.add_argument("--shape", choices=["v3-slice", "v2-lite", "glm-flash", "v4-flash"], default="v3-slice")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--timeline", action="store_true", help="print what each kernel of a graph takes")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none")
     values, form = GENERATED[given.shape]
+    values = values if given.layers is None else first_layers(values, given.layers)
     with tempfile.TemporaryDirectory() as made:
         write_folder(values, form, Path(made))
         for rows in given.rows.split(","):
-            compare(Path(made), int(rows), given.steps)
+            compare(Path(made), int(rows), given.steps, given.timeline)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from workers.cache.paged import PagedCache
 from workers.families.registry import FAMILIES, parse_config
 from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.parallel.group import Group
@@ -460,6 +461,23 @@ class Tokens:
         pairs = length * start + length * (length + 1) // 2
         cached = rows * context + start
         return Tokens(tokens + length, tokens + 1, experts, cached, tokens * context, pairs, length, start)
+
+
+def weight_bytes(model: CompressedModel, experts: float) -> float:
+    """Bytes of weights that a step of a DeepSeek V4 reads, whose tokens choose so many of a layer's routed experts."""
+
+    def of(thing: Any) -> float:
+        if isinstance(thing, Weight | Tensor):
+            return thing.nbytes
+        return sum(of(value) for value in vars(thing).values()) if is_dataclass(thing) else 0.0
+
+    total = of(model.head_YE) + of(model.streams)
+    for block in model.blocks:
+        mixture = block.experts
+        routed = of(mixture.gate_up_XFE) + of(mixture.down_XEI)
+        table = 0.0 if mixture.expert_YK is None else of(mixture.expert_YK)
+        total += of(block) - table - routed * (1 - experts / mixture.gate_up_XFE.shape[0])
+    return total
 
 
 def woken(model: Model, tokens: int) -> float:

@@ -10,8 +10,10 @@ import torch
 
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.families.loading import load_model
 from workers.families.registry import load_config
 from workers.models.deepseek_v4_model import CompressedModel
+from workers.parallel.group import Group
 from workers.protocol.plan import SamplingParams
 from workers.weights.formats import FP8_BLOCKS, MXFP4
 
@@ -50,3 +52,16 @@ def test_a_slice_of_v4_is_read_and_generates(generated: ModuleType, tmp_path: Pa
     (tokens,) = engine.generate([[1, 2, 3] * 50], SamplingParams(4, temperature=0.0))
     assert len(tokens) == 4
     assert engine.scheduler.stats().bad_rows == 0
+
+
+def test_bytes_of_a_step_are_those_of_the_experts_it_wakes(generated: ModuleType, tmp_path: Path) -> None:
+    import shapes
+
+    values = generated.first_layers(generated.V4_FLASH | SIZES, 4)
+    generated.write_folder(values, generated.GENERATED["v4-flash"][1], tmp_path, size=1 << 17)
+    with generated.installed():
+        model = load_model(tmp_path, group=Group(), dtype=torch.bfloat16, device=torch.device("cpu"), max_positions=256)
+    expert = 3 * 64 * 128 // 2 + 3 * 64 * 128 // 32
+    assert shapes.weight_bytes(model, 6) - shapes.weight_bytes(model, 4) == 4 * 2 * expert
+    attention = 64 * 128 + 4 * 64 * 64 + 64 * 128 + 2 * 32 * 2 * 64 + 128 * 2 * 32
+    assert shapes.weight_bytes(model, 0) > 160 * 128 * 2 + 4 * (attention + 3 * 64 * 128)
