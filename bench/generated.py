@@ -144,11 +144,14 @@ class GeneratedCheckpoint(Checkpoint):
         self._shapes = {name: tensor.shape for name, tensor in wanted.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """See `Numbers`. Integers are experts of tokens."""
-        dtype = self.dtype_of(name)
+        """See `Numbers`. Integers are different experts of a token."""
+        dtype, shape = self.dtype_of(name), self._shapes[name]
         assert dtype is not None
-        numbers = self._source.read(name, self._shapes[name], dtype, index)
-        return numbers % self._experts if dtype == "I64" else numbers
+        if dtype != "I64":
+            return self._source.read(name, shape, dtype, index)
+        rows, columns = index
+        first = self._source.read(name, (shape[0], 1), dtype, (rows, slice(0, 1)))
+        return (first + torch.arange(shape[1])[columns] * (self._experts // shape[1])) % self._experts
 
 
 def opened(folder: str | Path, plain: Callable[[str | Path], Checkpoint]) -> Checkpoint:

@@ -67,8 +67,9 @@ def route(
     - `live_R` (integers): token t belongs to row t // (T // R), and the tokens of rows with 0 are padding: their ids
       become -1, their weights 0.
     - `given_TK` (int32 or int64, contiguous): the experts that the tokens have, without `shared`, if these are not to
-      be chosen: then only their weights are computed, of a rule without groups. A token has no expert twice. One that
-      there is not becomes -1, with weight 0.
+      be chosen: then only their weights are computed, of a rule without groups. An expert that a token has several
+      times counts as often: it stands where it is named first, with the sum of its weights. All others become -1, with
+      weight 0, as do experts that there are not.
     - `dependent`: programmatic dependent launch, see `launch`.
 
     On a GPU X is at most 512, the number of chosen experts at most 16. Ids exist and differ whatever the logits hold.

@@ -75,6 +75,7 @@ def route(
         MEMBER_BLOCK=triton.next_power_of_2(experts // groups),
         TOP_GROUPS=rule.top_groups,
         CHOSEN=chosen,
+        CHOSEN_BLOCK=triton.next_power_of_2(chosen),
         SHARED=shared,
         COLUMNS=columns,
         SCORING=rule.scoring,

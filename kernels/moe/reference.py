@@ -48,6 +48,11 @@ def route(
     chosen_TK = chosen_TK.where(there_TK, -1)
     if rule.normalize:
         chosen_weight_TK = chosen_weight_TK / (chosen_weight_TK.sum(-1, keepdim=True) + 1e-20)
+    if given_TK is not None:  # an expert that is named twice
+        same_TKK = chosen_TK.unsqueeze(2) == chosen_TK.unsqueeze(1)
+        chosen_weight_TK = (same_TKK * chosen_weight_TK.unsqueeze(1)).sum(2)
+        again_TK = same_TKK.tril(-1).any(2)
+        chosen_TK, chosen_weight_TK = chosen_TK.masked_fill(again_TK, -1), chosen_weight_TK.masked_fill(again_TK, 0.0)
     id_TK[:, :count] = chosen_TK
     weight_TK[:, :count] = chosen_weight_TK * rule.scale
     id_TK[:, count:] = torch.arange(experts, experts + shared, device=id_TK.device)

@@ -83,6 +83,7 @@ def route(
     MEMBER_BLOCK: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     CHOSEN: tl.constexpr,
+    CHOSEN_BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCORING: tl.constexpr,
@@ -142,20 +143,25 @@ def route(
         closed = 0.0 if CLOSED_AT_ZERO else _CLOSED
         choice = tl.where((tl.sum(before.to(tl.int32), 1) < TOP_GROUPS)[:, None], choice, closed)
 
+    weight = score
     if GIVEN:
+        # Who is nobody's expert, or has been named before, stays -1.
+        k = tl.arange(0, CHOSEN_BLOCK)
+        tl.store(id_out + token * COLUMNS + k, tl.full([CHOSEN_BLOCK], -1, tl.int64), mask=k < CHOSEN)
+        tl.store(weight_out + token * COLUMNS + k, tl.zeros([CHOSEN_BLOCK], tl.float32), mask=k < CHOSEN)
+        tl.debug_barrier()
         place = tl.full(expert.shape, CHOSEN, tl.int32)
-        for k in tl.static_range(CHOSEN):
-            one = tl.load(given + token * CHOSEN + k, cache_modifier=".cg")
-            place = tl.where(exists & (expert == one), k, place)
-            there = (one >= 0) & (one < EXPERTS)
-            tl.store(id_out + token * COLUMNS + k, tl.full([], -1, tl.int64), mask=~there)
-            tl.store(weight_out + token * COLUMNS + k, 0.0, mask=~there)
+        times = tl.zeros(expert.shape, tl.float32)
+        for behind in tl.static_range(CHOSEN):
+            named = expert == tl.load(given + token * CHOSEN + CHOSEN - 1 - behind, cache_modifier=".cg")
+            place = tl.where(exists & named, CHOSEN - 1 - behind, place)
+            times += tl.where(named, 1.0, 0.0)
+        weight *= times
     else:
         place = _places(tl.where(exists, _order(choice), _NONE), expert, CHOSEN)
     chosen = place < CHOSEN
-    weight = score
     if NORMALIZE:
-        weight = weight / (tl.sum(tl.where(chosen, score, 0.0)) + 1e-20)
+        weight = weight / (tl.sum(tl.where(chosen, weight, 0.0)) + 1e-20)
     weight *= scale
 
     at = token * COLUMNS + place

@@ -33,7 +33,7 @@ class Routing:
     parts: int = 0
     """Parts of the logits; their sum is exact."""
     given: bool = False
-    """The experts are not chosen. Of one in ten there is none."""
+    """The experts are not chosen. Of one in ten there is none, and some tokens have one twice."""
     device: str = "cpu"
     seed: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -54,6 +54,9 @@ class Routing:
         live[list(self.padded)] = 0
         columns = (self.tokens, self.chosen + self.shared)
         given = torch.rand(self.tokens, self.experts, generator=random).argsort(1)[:, : self.chosen]
+        twice = torch.rand(self.tokens, generator=random) < 0.3
+        from_, to = torch.randint(0, self.chosen, (2,), generator=random).tolist()
+        given[twice, to] = given[twice, from_]
         nobody = torch.rand(given.shape, generator=random) < 0.1
         given = given.masked_fill(nobody, -1 if self.seed % 2 else self.experts)
         self.tensors = {
@@ -100,6 +103,24 @@ class Routing:
         assert torch.equal(ids[clear], want_ids[clear])
         torch.testing.assert_close(weight[clear].double(), want_weight[clear], rtol=3e-6, atol=1e-9)
         assert bool(((ids >= -1) & (ids < self.experts + self.shared)).all())
+        if self.given:
+            self._check_sums(ids, weight)
+
+    def _check_sums(self, ids: Tensor, weight: Tensor) -> None:
+        """What each expert counts for is what it is named for, as often as it is, and no token has one twice."""
+        given, logit = self.inputs["given"].long().cpu(), self.inputs["logit"].double().cpu()
+        there = (given >= 0) & (given < self.experts)
+        score = SCORES[self.scoring](logit).gather(1, given.where(there, 0)) * there
+        score = score / (score.sum(1, keepdim=True) + 1e-20) if self.normalize else score
+        live = self.inputs["live"].cpu().repeat_interleave(self.tokens // (self.rows or self.tokens)) > 0
+        score *= self.scale * (live | (not self.padded)).unsqueeze(1)
+        want = torch.zeros(self.tokens, self.experts + 1, dtype=torch.float64)
+        want.scatter_add_(1, given.where(there, self.experts), score)
+        ids, weight = ids[:, : self.chosen], weight[:, : self.chosen].double()
+        found = torch.zeros_like(want).scatter_add_(1, ids.where(ids >= 0, self.experts), weight)
+        torch.testing.assert_close(found, want, rtol=3e-6, atol=1e-9)
+        one_hot = torch.zeros_like(want).scatter_add_(1, ids.where(ids >= 0, self.experts), torch.ones_like(weight))
+        assert bool((one_hot[:, : self.experts] <= 1).all())
 
     def beyond_rounding(self) -> Tensor:
         """Tokens whose best scores, and whose groups' ranks, are equal or further apart than fp32 rounds."""
