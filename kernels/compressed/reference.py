@@ -115,6 +115,7 @@ def attend(
     ratio: int,
     scale: float,
     first: int,
+    block: int = 0,
 ) -> None:
     """See `kernels.compressed.attend`."""
     out_THD.zero_()
@@ -122,11 +123,12 @@ def attend(
     for row, place, token_Q in _rows(rows, len(ring_XLD), True):
         start = int(rows.position_T[token_Q[0]])
         for token in token_Q.tolist():
-            position = int(rows.position_T[token])
+            sees = token + (block - 1 - token % block if block else 0)
+            position = int(rows.position_T[sees])
             at_S = torch.arange(max(first, position - window + 1, 0), position + 1)
             key_SD = ring_XLD[place, at_S % length]
             if entry_TD is not None:
-                key_SD = torch.cat([key_SD[at_S < start], entry_TD[token + at_S[at_S >= start] - position]])
+                key_SD = torch.cat([key_SD[at_S < start], entry_TD[sees + at_S[at_S >= start] - position]])
             if first:
                 key_SD = key_SD[key_SD.isfinite().all(1)]
             if entry_PKD is not None:
