@@ -155,7 +155,7 @@ class DsparkDrafter(Drafter):
         """What the logits of each of a block's tokens are made of: a sum of its streams, and the norm of that, both
         [R, K, E]. `token_R`: the rows' newest tokens, which have no entry yet; `start_R`: where they stand."""
         model, (rows, size) = self.model, (len(token_R), self.sizes.block)
-        config, window, ops = model.config, model.compression.window, model.paths.any
+        config, window, ops = model.config, model.compression.window, model.paths.decode
         sum_NE = scratch.empty(rows * size, config.hidden_size, dtype=model.dtype)
         heads = len(self.layers[0].block.attention.sink_H)
         buffers = CompressedBuffers.empty(config, heads, model.dtype, ops, rows * size, scratch, ended=True)
