@@ -30,7 +30,7 @@ A tokens of an entry, O rope features, Y positions, H heads, S selected entries,
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -217,8 +217,8 @@ def attend(
     elif workspace is None:
         raise ValueError("attention on a GPU needs a workspace: AttendWorkspace.allocate")
     else:
-        how = {"window": window, "ratio": ratio, "first": first, "block": block}
-        attention_launch.attend(*tensors, workspace, scale=scale, **how)
+        sizes: dict[str, Any] = {"window": window, "ratio": ratio, "first": first, "block": block}
+        attention_launch.attend(*tensors, workspace, scale=scale, **sizes)
 
 
 def _heads(q_THD: Tensor, rotation_TO: Tensor) -> None:

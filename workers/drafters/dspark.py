@@ -139,7 +139,7 @@ class DsparkDrafter(Drafter):
             x_RKE, normed_RKE = self.block(token_R, start_R, rows.slot_R, cache, scratch)
             x_DRE.copy_(x_RKE.transpose(0, 1)[:drafts])
             normed_DRE.copy_(normed_RKE.transpose(0, 1)[:drafts])
-        logits_DRV = model.logits(normed_DRE.flatten(0, 1), scratch).unflatten(0, (drafts, count))
+        logits_DRV = model.logits(normed_DRE.flatten(0, 1), scratch).view(drafts, count, -1)
         before_DRM = scratch.empty(drafts, count, self.sizes.markov_rank, dtype=self.markov_VM.dtype)
         for index in range(drafts):
             torch.index_select(self.markov_VM, 0, token_R, out=before_DRM[index])
