@@ -67,6 +67,8 @@ class StreamMemory:
     mix_TSS: Tensor | None = None
     """fp32: the matrix by which the streams are mixed next, new[k] = sum over j of mix[j, k] old[j], where there is
     one."""
+    read_TE: Tensor | None = None
+    """Receives the sum of the streams before its norm, where somebody wants it; contiguous, in their dtype."""
 
     @staticmethod
     def empty(
@@ -98,7 +100,8 @@ def add_to_streams(
     - open[s] = magnitude sigmoid(m[S + s] scale[1] + base[S + s]) + gates.eps, where there are so many gates
     - mix = softmax of the rows of m[2S:] scale[2] + base[2S:], plus gates.eps, where the streams are mixed; then
       columns, and `mixing_steps` - 1 times rows and columns, are divided by (their sums + gates.eps)
-    - out = rms_norm(sum over s of read[s] residual[s], rounded to the residual's dtype)
+    - out = rms_norm(sum over s of read[s] residual[s], rounded to the residual's dtype), and that sum itself is left in
+      the memory, where it has room for it
 
     Without `gates` nothing but the first happens. All is computed in fp32; a token's bits are the same in any call.
     `residual_TSE` is contiguous, rows of `x_TE` and `out_TE` may be strided; `out_TE` may be `x_TE`. All three and
@@ -149,6 +152,8 @@ def add_to_streams_reference(
     for stream in range(streams):
         sum_TE += read_TS1[:, stream] * residual_TSE[:, stream].to(compute)
     rounded_TE = sum_TE.to(residual_TSE.dtype).to(compute)
+    if memory.read_TE is not None:
+        memory.read_TE.copy_(rounded_TE)
     out_TE.copy_(F.rms_norm(rounded_TE, weight_E.shape, weight_E.to(compute), eps))
 
 
@@ -187,6 +192,9 @@ def launch_add_to_streams(
             f"memory for {tuple(memory.part_TPX.shape[:2])} parts and {made} gates do not fit {tokens} tokens of "
             f"{streams} streams of {features} features"
         )
+    read_TE = memory.read_TE
+    if read_TE is not None and not (read_TE.is_contiguous() and read_TE.shape == (tokens, features)):
+        raise ValueError(f"the sums of {tokens} tokens do not fit memory of {tuple(read_TE.shape)}")
     weight_MF = memory.part_TPX if gates is None else gates.weight_MF
     mix_TSS = memory.open_TS if memory.mix_TSS is None else memory.mix_TSS
     add_to_streams_kernel[(tokens, parts)](
@@ -218,6 +226,7 @@ def launch_add_to_streams(
         memory.part_TPX,
         weight_E,
         out_TE,
+        out_TE if read_TE is None else read_TE,
         eps,
         gates.eps,
         gates.norm_eps,
@@ -231,6 +240,7 @@ def launch_add_to_streams(
         PART_LANES=triton.next_power_of_2(parts),
         PART=memory.part_TPX.stride(1),
         STEPS=steps,
+        KEEP=read_TE is not None,
         BLOCK=lanes,
         num_warps=min(max(lanes // 512, 1), 16),
     )
@@ -354,6 +364,7 @@ def read_streams_kernel(
     part,
     weight,
     out,
+    read_sum,
     eps,
     gate_eps,
     norm_eps,
@@ -367,10 +378,11 @@ def read_streams_kernel(
     PART_LANES: tl.constexpr,
     PART: tl.constexpr,
     STEPS: tl.constexpr,
+    KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A token: its gates, and with STEPS its mixing matrix, of the parts of their sums; the sum of its streams by
-    those, and the norm of that."""
+    those, which KEEP leaves in `read_sum`, and the norm of that."""
     token = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, LANES)
     p = tl.arange(0, PART_LANES)
@@ -399,6 +411,8 @@ def read_streams_kernel(
         value = tl.load(residual + (token * STREAMS + stream) * FEATURES + e, mask=inside, other=0.0)
         total += tl.sum(tl.where(m == stream, read, 0.0), 0) * value.to(tl.float32)
     total = total.to(residual.dtype.element_ty).to(tl.float32)
+    if KEEP:
+        tl.store(read_sum + token * FEATURES + e, total.to(read_sum.dtype.element_ty), mask=inside)
     normed = total * tl.rsqrt(tl.sum(total * total, 0) / FEATURES + eps)
     w = tl.load(weight + e, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * OUT_STRIDE + e, (normed * w).to(out.dtype.element_ty), mask=inside)

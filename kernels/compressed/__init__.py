@@ -30,7 +30,7 @@ A tokens of an entry, O rope features, Y positions, H heads, S selected entries,
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -170,6 +170,7 @@ def attend(
     ratio: int,
     scale: float,
     first: int = 0,
+    block: int = 0,
 ) -> None:
     """out = rope back (softmax(scale * q · entries, sink) · entries), over the window of each token and its compressed
     entries.
@@ -185,6 +186,8 @@ def attend(
     - `out_THD`: contiguous, receives the output, turned back at the query's position.
     - `first`: before this position there are no tokens. With `first` > 0 entries of the window that are not finite are
       missing: what a layer that drafts has not made (`workers.cache.rings`).
+    - `block`: where it is not 0, each row has so many tokens, all of which see what the last of them does, so each of
+      them all others. Their entries are in `entry_TD`, and there are none of several tokens.
 
     Computed in fp32 from what is stored, but for weights that are rounded to the queries' dtype before they are
     multiplied with entries. One launch, or two where several programs share a token. ValueError for tensors that do not
@@ -201,18 +204,21 @@ def attend(
         raise ValueError("a layer has pages of compressed entries and their ratio, or neither and no selection")
     if entry_TD is not None:
         contiguous("entry_TD", entry_TD, (tokens, features), dtype)
-    room("ring_XLD", ring_XLD.shape[1], window, rows.width or 1)
+    if block and (entry_TD is None or entry_PKD is not None or tokens % block or window <= block):
+        raise ValueError(f"{tokens} tokens in blocks of {block} have entries of their own, and a window before them")
+    room("ring_XLD", ring_XLD.shape[1], window - block, rows.width or 1)
     if entry_PKD is not None:
         contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), dtype)
     if selected_TS is not None:
         contiguous("selected_TS", selected_TS, (tokens, selected_TS.shape[1]), torch.int32)
     tensors = (q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows)
     if not q_THD.is_cuda:
-        reference.attend(*tensors, window, ratio, scale, first)
+        reference.attend(*tensors, window, ratio, scale, first, block)
     elif workspace is None:
         raise ValueError("attention on a GPU needs a workspace: AttendWorkspace.allocate")
     else:
-        attention_launch.attend(*tensors, workspace, window=window, ratio=ratio, scale=scale, first=first)
+        sizes: dict[str, Any] = {"window": window, "ratio": ratio, "first": first, "block": block}
+        attention_launch.attend(*tensors, workspace, scale=scale, **sizes)
 
 
 def _heads(q_THD: Tensor, rotation_TO: Tensor) -> None:

@@ -49,6 +49,8 @@ class Sizes(NamedTuple):
     """Tokens that a ring holds."""
     own: bool
     """Whether the step's own entries are beside the ring."""
+    block: int
+    """Neighbouring tokens that all see what the last of them does; 0: each sees what it does itself."""
     ratio: int
     """Tokens of an entry on a page; 0: there are none."""
     entries: int
@@ -175,6 +177,10 @@ def attend(
     own, place, there, outside = place_of(token, row, slot, rows, places)
     p = tl.load(position + token).to(tl.int32)
     there = there & (p >= 0)
+    sees = token
+    if SIZES.block:
+        sees += SIZES.block - 1 - token % SIZES.block
+        p += (sees - token).to(tl.int32)
     least = tl.maximum(p - SIZES.window + 1, SIZES.first)
     near = tl.where(there, tl.maximum(p + 1 - least, 0), 0)
     total = near
@@ -191,7 +197,7 @@ def attend(
     end = tl.minimum(begin + each, total)
     mine = listed + (block.to(tl.int64) * tokens + token) * most
     faults = list_entries(
-        mine, token, own, place, p, row, selected, table, begin, end, least, near, columns, pages, table_stride,
+        mine, sees, own, place, p, row, selected, table, begin, end, least, near, columns, pages, table_stride,
         SIZES, LISTED,
     )  # fmt: skip
     faults += (outside & (part == 0)).to(tl.int32)

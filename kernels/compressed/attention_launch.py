@@ -100,6 +100,7 @@ def attend(
     ratio: int,
     scale: float,
     first: int,
+    block: int = 0,
 ) -> None:
     """See `kernels.compressed.attend`."""
     tokens, heads, features = q_THD.shape
@@ -123,6 +124,7 @@ def attend(
         first=first,
         length=ring_XLD.shape[1],
         own=entry_TD is not None,
+        block=block,
         ratio=ratio,
         entries=max(1, PAGE_TOKENS // ratio) if ratio else 0,
         selected=0 if selected_TS is None else selected_TS.shape[1],

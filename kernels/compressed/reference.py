@@ -1,7 +1,7 @@
 """The functions of `kernels.compressed` in plain torch. Numbers are computed in fp32, of fp64 in fp64.
 
-Shape legend: as of `kernels.compressed`; Q tokens of a row, W tokens that an entry is made of, S entries that a token
-attends to.
+Shape legend: as of `kernels.compressed`; Q tokens of a row, W tokens of which an entry may be made, N compressed
+entries of a row, S entries that its tokens may attend to.
 """
 
 from __future__ import annotations
@@ -78,25 +78,28 @@ def compress(
         made_QF = _wide(made_TF[token_Q]).clone()
         made_QF[:, made:] += bias_AC[position_Q % ratio]
         start = int(position_Q[0])
-        for position in position_Q[(position_Q + 1) % ratio == 0].tolist():
-            begin = max(0, position - reach + 1)
-            past_W, own_W = torch.arange(begin, max(begin, start)), torch.arange(max(begin, start), position + 1)
-            known_WF = torch.cat([state_XLF[place, past_W % length].to(made_QF.dtype), made_QF[own_W - start]])
-            value_WC, logit_WC = known_WF.chunk(2, 1)
+        if len(last_N := position_Q[(position_Q + 1) % ratio == 0]):
+            # Of the tokens before the first one so many as an entry may be made of; where there are none, it is -inf.
+            past_W = torch.arange(start - reach + 1, start)
+            known_WF = torch.cat([state_XLF[place, past_W % length].to(made_QF.dtype), made_QF])
+            at_NW = last_N.unsqueeze(1) - reach + 1 + torch.arange(reach)
+            value_NWC, logit_NWC = known_WF[at_NW - start + reach - 1].chunk(2, 2)
             if overlaps:
-                before = len(known_WF) - ratio
-                value_WD, logit_WD = (
-                    torch.cat([x_WC[:before, :features], x_WC[before:, features:]]) for x_WC in (value_WC, logit_WC)
+                value_NWD, logit_NWD = (
+                    torch.cat([x[:, :ratio, :features], x[:, ratio:, features:]], 1) for x in (value_NWC, logit_NWC)
                 )
             else:
-                value_WD, logit_WD = value_WC, logit_WC
-            mean_D = (logit_WD.softmax(0) * value_WD).sum(0)
-            normed_D = F.rms_norm(mean_D, norm_D.shape, norm_D.to(mean_D.dtype), eps)
-            at = _place_of_entry(rows, row, position, ratio, len(entry_PKD))
-            if at is None or position >= len(rotation_YO):
-                rows.fault_1.add_(1)
-                continue
-            entry_PKD[at] = turned(normed_D, rotation_YO[position - ratio + 1]).to(entry_PKD.dtype)
+                value_NWD, logit_NWD = value_NWC, logit_NWC
+            absent_NW1 = (at_NW < 0).unsqueeze(2)
+            weight_NWD = logit_NWD.masked_fill(absent_NW1, -torch.inf).softmax(1)
+            mean_ND = (weight_NWD * value_NWD.masked_fill(absent_NW1, 0.0)).sum(1)
+            normed_ND = F.rms_norm(mean_ND, norm_D.shape, norm_D.to(mean_ND.dtype), eps)
+            page_N, there_N = _pages(rows, row, last_N, len(entry_PKD))
+            there_N &= last_N < len(rotation_YO)
+            rows.fault_1.add_(int((~there_N).sum()))
+            last_N = last_N[there_N]
+            entry_ND = turned(normed_ND[there_N], rotation_YO[last_N - ratio + 1])
+            entry_PKD[page_N[there_N], last_N % PAGE_TOKENS // ratio] = entry_ND.to(entry_PKD.dtype)
         newest = slice(-length, None)
         state_XLF[place, position_Q[newest] % length] = made_QF[newest].to(state_XLF.dtype)
 
@@ -115,48 +118,62 @@ def attend(
     ratio: int,
     scale: float,
     first: int,
+    block: int = 0,
 ) -> None:
     """See `kernels.compressed.attend`."""
     out_THD.zero_()
     length = ring_XLD.shape[1]
     for row, place, token_Q in _rows(rows, len(ring_XLD), True):
-        start = int(rows.position_T[token_Q[0]])
-        for token in token_Q.tolist():
-            position = int(rows.position_T[token])
-            at_S = torch.arange(max(first, position - window + 1, 0), position + 1)
-            key_SD = ring_XLD[place, at_S % length]
-            if entry_TD is not None:
-                key_SD = torch.cat([key_SD[at_S < start], entry_TD[token + at_S[at_S >= start] - position]])
-            if first:
-                key_SD = key_SD[key_SD.isfinite().all(1)]
-            if entry_PKD is not None:
-                end = (position + 1) // ratio
-                number_S = torch.arange(end) if selected_TS is None else selected_TS[token, :end].long()
-                number_S = number_S[number_S != -1]
-                key_SD = torch.cat([key_SD, _on_pages(entry_PKD, rows, row, number_S, end, ratio)])
-            score_HS = scale * _wide(q_THD[token]) @ _wide(key_SD).t()
-            score_HS = torch.cat([score_HS, sink_H.to(score_HS.dtype).unsqueeze(1)], 1)
-            out_HD = score_HS.softmax(1)[:, :-1] @ _wide(key_SD)
-            out_THD[token] = turned(out_HD, rotation_TO[token], back=True).to(out_THD.dtype)
+        position_Q = rows.position_T[token_Q]
+        start, end = int(position_Q[0]), int(position_Q[-1]) + 1
+        sees_Q1 = (position_Q.clamp(min=end - 1) if block else position_Q).unsqueeze(1)
+        begin, stored = max(first, (end if block else start + 1) - window, 0), end if entry_TD is None else start
+        key_SD = ring_XLD[place, torch.arange(begin, stored) % length]
+        if entry_TD is not None:
+            key_SD = torch.cat([key_SD, entry_TD[token_Q]])
+        at_S = torch.arange(begin, end)
+        seen_QS = (at_S <= sees_Q1) & (at_S > sees_Q1 - window)
+        if first:
+            seen_QS &= key_SD.isfinite().all(1)
+        if entry_PKD is not None:
+            end_Q1, columns = (position_Q.unsqueeze(1) + 1) // ratio, end // ratio
+            number_N = torch.arange(columns)
+            wanted_QN = number_N < end_Q1
+            if selected_TS is not None:
+                wanted_QN = _chosen(rows, selected_TS[token_Q], end_Q1, columns)
+            last_N = number_N * ratio + ratio - 1
+            page_N, there_N = _pages(rows, row, last_N, len(entry_PKD))
+            rows.fault_1.add_(int((wanted_QN & ~there_N).sum()))
+            key_SD = torch.cat([key_SD, entry_PKD[page_N, last_N % PAGE_TOKENS // ratio]])
+            seen_QS = torch.cat([seen_QS, wanted_QN & there_N], 1)
+        # What a token does not see may be anything; of what it sees, all that is not finite is in its weights.
+        score_QHS = scale * _wide(q_THD[token_Q]) @ _wide(key_SD).t()
+        score_QHS = score_QHS.masked_fill(~seen_QS.unsqueeze(1), -torch.inf)
+        sink_QH1 = sink_H.to(score_QHS.dtype).view(1, -1, 1).expand(len(token_Q), -1, 1)
+        weight_QHS = torch.cat([score_QHS, sink_QH1], 2).softmax(2)[..., :-1]
+        out_QHD = weight_QHS @ _wide(key_SD).nan_to_num(0.0, 0.0, 0.0)
+        out_THD[token_Q] = turned(out_QHD, rotation_TO[token_Q].unsqueeze(1), back=True).to(out_THD.dtype)
 
 
-def _on_pages(entry_PKD: Tensor, rows: TokenRows, row: int, number_S: Tensor, end: int, ratio: int) -> Tensor:
-    """The entries of a row that have these numbers, all below `end`. Those outside are counted and left out."""
-    last_S, columns = number_S * ratio + ratio - 1, rows.page_RP.shape[1]
-    there_S = (number_S >= 0) & (number_S < end) & (last_S < columns * PAGE_TOKENS)
-    page_S = rows.page_RP[row, (last_S // PAGE_TOKENS).where(there_S, 0)].long()
-    there_S &= (page_S >= 0) & (page_S < len(entry_PKD))
-    rows.fault_1.add_(int((~there_S).sum()))
-    return entry_PKD[page_S[there_S], last_S[there_S] % PAGE_TOKENS // ratio]
+def _chosen(rows: TokenRows, selected_QS: Tensor, end_Q1: Tensor, columns: int) -> Tensor:
+    """Which of the first `columns` entries of a row each of its tokens is given, bool [Q, N]. Numbers that a token may
+    not see are counted and left out."""
+    listed_QS = (torch.arange(selected_QS.shape[1]) < end_Q1) & (selected_QS != -1)
+    lawful_QS = listed_QS & (selected_QS >= 0) & (selected_QS < end_Q1)
+    rows.fault_1.add_(int((listed_QS & ~lawful_QS).sum()))
+    chosen_QN = torch.zeros(len(selected_QS), columns + 1, dtype=torch.bool)
+    chosen_QN.scatter_(1, selected_QS.where(lawful_QS, columns).long(), True)
+    return chosen_QN[:, :columns]
 
 
-def _place_of_entry(rows: TokenRows, row: int, last: int, ratio: int, pages: int) -> tuple[int, int] | None:
-    """Page and place of the entry whose last token is at this position; None outside of tables and pages."""
-    column = last // PAGE_TOKENS
-    if last < 0 or column >= rows.page_RP.shape[1]:
-        return None
-    page = int(rows.page_RP[row, column])
-    return (page, last % PAGE_TOKENS // ratio) if 0 <= page < pages else None
+def _pages(rows: TokenRows, row: int, last_N: Tensor, pages: int) -> tuple[Tensor, Tensor]:
+    """Pages of a row's entries whose last tokens are at these positions, int64, and whether there are such pages; those
+    outside of tables and pages are 0."""
+    column_N, columns = last_N // PAGE_TOKENS, rows.page_RP.shape[1]
+    there_N = column_N < columns
+    page_N = rows.page_RP[row, column_N.where(there_N, 0)].long()
+    there_N &= (page_N >= 0) & (page_N < pages)
+    return page_N.where(there_N, 0), there_N
 
 
 def _rows(rows: TokenRows, places: int, counting: bool) -> Iterator[tuple[int, int, Tensor]]:

@@ -26,6 +26,7 @@ from kernels.linear.w8a8 import (
 )
 from kernels.matrix import BlockScaled, Matrix
 from kernels.pending_norm import PendingNorm
+from kernels.runtime.dependent import launches_dependently
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "part_linear",
     "parts_of",
     "supports_w8a8",
+    "takes_fp8",
     "takes_fp16_scaled",
     "w8a8_linear",
     "w8a8_pieces",
@@ -55,6 +57,14 @@ def takes_fp16_scaled(tokens: int, weight: Matrix) -> bool:
     of them as it multiplies them."""
     alone = fp8_launch.whole(tokens, weight) or fp8_even_launch.even(tokens, weight)
     return fp8_launch.fetched(tokens, weight) and not alone
+
+
+def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether `linear` multiplies these tokens by this matrix in FP8 as it is stored: at most 8, on a GPU in bf16 and
+    in whole 16-byte pieces, where kernels can be launched dependently. Of more tokens other products are faster."""
+    if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
+        return False
+    return not x_TE.is_cuda or (launches_dependently(x_TE.device) and launch.streamable(x_TE, weight))
 
 
 def linear(

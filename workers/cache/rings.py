@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 NULL_SLOT = 0
-"""Place in a ring's tensor that no slot has: slot s has place s + 1. It is never read. The readable pass and DSpark
-write tokens of nobody's row there; the pass in segments writes them nowhere."""
+"""Place in a ring's tensor that no slot has: slot s has place s + 1. It is never read. The readable pass
+writes tokens of nobody's row there; the pass in segments and what drafts write them nowhere."""
 
 
 @dataclass(frozen=True)

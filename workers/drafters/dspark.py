@@ -5,38 +5,42 @@ What the block sees before itself, its context, is made of what the model has co
 residual streams behind some layers. A layer's entry of a token depends on nothing behind that token, and on no other
 token but through the model. It lies in a ring of the row's slot.
 
-It runs in plain torch on a CPU: nothing captures it yet. The pass of a block reads no number of the
-device on the host, but for the experts that are chosen.
+Both passes are made of the parts that segments have, and read no number of the device on the host: they are part of a
+decode step that is captured whole, and eager in a mixed step.
 
-Shape legend: T tokens, R rows, K tokens of a block, N = R * K, E hidden features, F = E for each layer that is read, Z
-residual streams, C window, S = C + K entries that a block sees, H heads of this rank, D features of an entry, L tokens
-of a ring, X slots, M features of the Markov head, V vocabulary, Y rows of a head on this rank, J = E + M.
+Shape legend: T tokens, R rows, K tokens of a block, N = R * K, D drafts of a step, E hidden features, F = E for each
+layer that is read, M features of the Markov head, V vocabulary, Y rows of a head on this rank, J = E + M, O rope
+features, C features of an entry, X slots and one, L tokens of a ring.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, einsum
+from torch import Tensor
 from typing_extensions import override
 
+from kernels.compressed import TokenRows
+from kernels.rms_norm import AddNorm
 from workers.cache.paged import PagedCache
-from workers.cache.rings import NULL_SLOT, RingSpec
+from workers.cache.rings import RingSpec
 from workers.memory.scratch import Scratch
+from workers.models.attention.compressed_rows import LayerAttention, row_of_tokens, token_rows
 from workers.models.batch import Batch
+from workers.models.compressed_kernels import KernelOps
+from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer
 from workers.models.config import CompressedLayer, Dspark
-from workers.models.deepseek_parts import linear, norm, sunk
-from workers.models.deepseek_v4 import experts, grouped
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.models.deepseek_v4_parts import CompressedTokens, MixedStreams, OwnTokens, Ring, back, rope_last
-from workers.models.deepseek_v4_weights import CompressedAttention, load_block
+from workers.models.deepseek_v4_weights import load_block
 from workers.models.drafter import DraftedRows, Drafter
+from workers.models.general import GeneralOps, tensor_of
 from workers.models.head import load_head
 from workers.models.streams import load_streams
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
+from workers.weights.weight import Weight
 
 
 class DsparkDrafter(Drafter):
@@ -45,25 +49,27 @@ class DsparkDrafter(Drafter):
 
     estimates = True
 
-    def __init__(self, source: WeightSource, model: CompressedModel) -> None:
+    def __init__(self, source: WeightSource, model: CompressedModel, own: KernelOps) -> None:
+        """`own`: operations of attention that other models do not have."""
         config, hidden, vocab = model.config, model.config.hidden_size, model.config.vocab_size
-        assert config.streams is not None
         assert config.dspark is not None
-        self.model, self._streams = model, config.streams
+        self.model, self._own, self._eps = model, own, config.rms_norm_eps
         self.sizes: Dspark = config.dspark
         prefixes = [f"mtp.{stage}." for stage in range(self.sizes.stages)]
         first, last, rank = prefixes[0], prefixes[-1], self.sizes.markov_rank
         self.join_EF = source.matrix(Part(f"{first}main_proj.weight", hidden, len(self.sizes.layers) * hidden))
         self.context_norm_E = source.load(f"{first}main_norm.weight", hidden)
-        window = CompressedLayer(0)
-        self.blocks = [load_block(source, config, prefix, window, hashed=False) for prefix in prefixes]
+        kind = CompressedLayer(0)
+        blocks = [load_block(source, config, prefix, kind, hashed=False) for prefix in prefixes]
+        self.layers = [CompressedDecoderLayer(config, own, kind, block, model.rotation_PO) for block in blocks]
         end_streams = load_streams(source, f"{last}hc_head_", config, added=False)
         assert end_streams is not None
         self.end_streams = end_streams
         self.norm_E = source.load(f"{last}norm.weight", hidden)
         self.markov_VM = source.load(f"{last}markov_head.markov_w1.weight", vocab, rank)
         self.markov_YM = load_head(source, f"{last}markov_head.markov_w2.weight", vocab, rank)
-        self.confidence_1J = source.load(f"{last}confidence_head.proj.weight", 1, hidden + rank, dtype=torch.float32)
+        confidence_1J = source.load(f"{last}confidence_head.proj.weight", 1, hidden + rank, dtype=torch.float32)
+        self.confidence_1J = Weight(confidence_1J)
         self.aux_hidden_state_layers = tuple(layer + 1 for layer in self.sizes.layers)
         self.most_drafts = self.sizes.block
 
@@ -85,14 +91,33 @@ class DsparkDrafter(Drafter):
     ) -> None:
         """Write the entries of the positions before the batch's, whose streams' means are `hidden_TE`, [T, F]. The
         tokens themselves are of no use here."""
-        model, eps = self.model, self.model.config.rms_norm_eps
-        x_TE = norm(linear(hidden_TE.float(), self.join_EF), self.context_norm_E, eps)
-        rows = [_before(own, batch.first) for own in _rows_of(batch).rows]
-        turn_TO = model.rotation_PO[torch.cat([own.position_T for own in rows])]
-        for block, ring_XLD in zip(self.blocks, self._rings(cache), strict=True):
-            entry_TD = _entries(block.attention, x_TE, turn_TO, eps)
-            for own in rows:
-                Ring(ring_XLD).write(own, entry_TD[own.where])
+        model, tokens, scratch = self.model, len(token_T), scratch or Scratch(token_T.device)
+        hidden, rope, width = model.config.hidden_size, model.config.qk_rope_head_dim, model.config.cache_width
+        ops = model.paths.of(batch, model.dtype, token_T.device)
+        assert isinstance(ops, GeneralOps), "such a model has no other path"
+        with scratch.scope():
+            position_T = _own_positions(batch, scratch)
+            kinds = token_rows(replace(batch, position_T=position_T), cache.out_of_bounds_count_1, scratch)
+            rotation_TO = scratch.empty(tokens, rope, dtype=torch.float32)
+            torch.index_select(model.rotation_PO, 0, position_T, out=rotation_TO)
+            joined_TE = scratch.empty(tokens, hidden, dtype=model.dtype)
+            context = ops.latent_linear(hidden_TE, self.join_EF, self.context_norm_E, self._eps, joined_TE, scratch)
+            made_TC = scratch.empty(tokens, width, dtype=model.dtype)
+            for layer, ring_XLC in zip(self.layers, self._rings(cache), strict=True):
+                weights = layer.block.attention
+                ops.linear(context, weights.kv_DE, made_TC, scratch)
+                entry_TC = scratch.empty(tokens, width, dtype=ring_XLC.dtype)
+                for rows, own in kinds:
+                    self._store(made_TC[own], weights.kv_norm_D, rotation_TO[own], entry_TC[own], ring_XLC, rows)
+
+    def _store(
+        self, made_TC: Tensor, norm_C: Tensor, rotation_TO: Tensor, entry_TC: Tensor, ring_XLC: Tensor, rows: TokenRows
+    ) -> None:
+        """Make entries and keep them; nothing asks for queries."""
+        made = made_TC.unsqueeze(1)[:, :0], made_TC, norm_C, rotation_TO, entry_TC, ring_XLC, rows
+        self._own.rope_store(*made, window=self.model.compression.window, eps=self._eps)
+        if not rows.width:
+            self._own.keep_entries(entry_TC, ring_XLC, rows)
 
     @override
     def draft(
@@ -101,124 +126,130 @@ class DsparkDrafter(Drafter):
         """One pass over a block of every row, then a choice for each draft."""
         if not drafts:
             return
-        token_R, sure_R = rows.state.last_S[rows.slot_R], torch.ones(len(rows.slot_R), device=rows.slot_R.device)
-        x_RKE = self.block(token_R, rows, cache)[:, :drafts]
-        normed_RKE = norm(x_RKE, self.norm_E, self.model.config.rms_norm_eps).to(self.model.dtype)
-        logits_RKV = self.model.logits(normed_RKE.flatten(0, 1)).view(*x_RKE.shape[:2], -1)
-        likely_R = torch.zeros_like(rows.slot_R)
+        model, state, count = self.model, rows.state, len(rows.slot_R)
+        # The last place of the slots' state is nobody's, whose slot is -1.
+        place_R = torch.remainder(rows.slot_R, len(state.last_S), out=scratch.empty(count, dtype=torch.int64))
+        token_R, start_R = (scratch.empty(count, dtype=torch.int64) for _ in range(2))
+        torch.index_select(state.last_S, 0, place_R, out=token_R)
+        torch.index_select(state.length_S, 0, place_R, out=start_R)
+        x_DRE, normed_DRE = (
+            scratch.empty(drafts, count, model.config.hidden_size, dtype=model.dtype) for _ in range(2)
+        )
+        with scratch.scope():
+            x_RKE, normed_RKE = self.block(token_R, start_R, rows.slot_R, cache, scratch)
+            x_DRE.copy_(x_RKE.transpose(0, 1)[:drafts])
+            normed_DRE.copy_(normed_RKE.transpose(0, 1)[:drafts])
+        logits_DRV = model.logits(normed_DRE.flatten(0, 1), scratch).view(drafts, count, -1)
+        before_DRM = scratch.empty(drafts, count, self.sizes.markov_rank, dtype=self.markov_VM.dtype)
         for index in range(drafts):
-            before_RM = self.markov_VM[token_R]
-            sure_R = sure_R * self.confidence(x_RKE[:, index], before_RM)
-            likely_R += sure_R >= self.least_confidence
-            token_R = rows.choose(partial(self._logits, logits_RKV[:, index], before_RM), index)
+            torch.index_select(self.markov_VM, 0, token_R, out=before_DRM[index])
+            token_R = rows.choose(partial(self._logits, logits_DRV[index], before_DRM[index], scratch), index)
             rows.feed(token_R, index)
         if self.least_confidence:
-            rows.verify(likely_R, drafts)
+            with scratch.scope():
+                rows.verify(self._likely(x_DRE, before_DRM, scratch), drafts)
 
-    def block(self, token_R: Tensor, rows: DraftedRows, cache: PagedCache) -> Tensor:
-        """What the logits of each of a block's tokens are made of, before their norm, fp32 [R, K, E]. `token_R`: the
-        rows' newest tokens, which have no entry yet."""
-        model, eps, size = self.model, self.model.config.rms_norm_eps, self.sizes.block
-        start_R = rows.state.length_S[rows.slot_R]
-        position_RK = start_R.unsqueeze(1) + torch.arange(size, device=start_R.device)
-        token_RK = torch.full_like(position_RK, self.sizes.noise_token)
-        token_RK[:, 0] = token_R
-        h = MixedStreams(
-            model.embedding_YE[token_RK.flatten()].float().unsqueeze(1).repeat(1, self._streams.count, 1),
-            self._streams,
-            eps,
+    def block(
+        self, token_R: Tensor, start_R: Tensor, slot_R: Tensor, cache: PagedCache, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        """What the logits of each of a block's tokens are made of: a sum of its streams, and the norm of that, both
+        [R, K, E]. `token_R`: the rows' newest tokens, which have no entry yet; `start_R`: where they stand."""
+        model, (rows, size) = self.model, (len(token_R), self.sizes.block)
+        config, window, ops = model.config, model.compression.window, model.paths.decode
+        sum_NE = scratch.empty(rows * size, config.hidden_size, dtype=model.dtype)
+        heads = len(self.layers[0].block.attention.sink_H)
+        buffers = CompressedBuffers.empty(config, heads, model.dtype, ops, rows * size, scratch, ended=True)
+        buffers.token_T.fill_(self.sizes.noise_token)
+        buffers.token_T.view(rows, size)[:, 0].copy_(token_R)
+        place_K = torch.arange(size, out=scratch.empty(size, dtype=torch.int64))
+        position_RK = scratch.empty(rows, size, dtype=torch.int64)
+        torch.add(start_R.unsqueeze(1), place_K, out=position_RK)
+        torch.index_select(model.rotation_PO, 0, position_RK.flatten(), out=buffers.rotation_TO)
+        no_page_R1 = scratch.empty(rows, 1, dtype=torch.int32)
+        where = position_RK.flatten(), row_of_tokens(rows, size, scratch), slot_R, no_page_R1
+        of_block = TokenRows(*where, cache.out_of_bounds_count_1)
+        # Experts compute nothing for rows of nobody, whose slot is -1.
+        live_R = torch.add(slot_R, 1, out=scratch.empty(rows, dtype=torch.int64))
+        ops.enter(model.embedding_YE, buffers.token_T, self._norm(0, buffers), buffers.normed)
+        for stage, (layer, ring_XLC) in enumerate(zip(self.layers, self._rings(cache), strict=True)):
+            norm = self._norm(stage + 1, buffers)
+            if stage + 1 == len(self.layers):
+                norm = replace(norm, memory=replace(buffers.streams, read_TE=sum_NE))
+            with scratch.scope():
+                layer.project(buffers, scratch)
+                self._attend(layer.attention, buffers, ring_XLC, of_block, window, scratch)
+                layer.finish(buffers, norm, buffers.normed, live_R, scratch)
+        return sum_NE.view(rows, size, -1), tensor_of(buffers.normed).view(rows, size, -1)
+
+    def _attend(
+        self,
+        layer: LayerAttention,
+        buffers: CompressedBuffers,
+        ring_XLC: Tensor,
+        rows: TokenRows,
+        window: int,
+        scratch: Scratch,
+    ) -> None:
+        """Every token of a block sees the same: the window of entries before the block, and the entries of the whole
+        block, which nobody keeps."""
+        weights, size, q_NHC = layer.weights, self.sizes.block, buffers.q_THD
+        entry_NC = scratch.empty(*buffers.kv_TD.shape, dtype=ring_XLC.dtype)
+        made = q_NHC, buffers.kv_TD, weights.kv_norm_D, buffers.rotation_TO, entry_NC, ring_XLC, rows
+        self._own.rope_store(*made, window=window, eps=self._eps)
+        self._own.attend(
+            q_NHC,
+            ring_XLC,
+            entry_NC,
+            None,
+            None,
+            weights.sink_H,
+            buffers.rotation_TO,
+            buffers.attended_THD,
+            rows,
+            scratch,
+            window=window + size,
+            ratio=0,
+            scale=q_NHC.shape[-1] ** -0.5,
+            block=size,
         )
-        window = _Window(rows.slot_R, start_R, model.compression.window)
-        for block, ring_XLD in zip(self.blocks, self._rings(cache), strict=True):
-            x_NE = norm(h.read(block.attention_streams), block.attention_norm_E, eps)
-            u_NE = self._attended(block.attention, x_NE, position_RK, window, ring_XLD)
-            model.group.all_reduce(u_NE, u_NE)
-            h.add(u_NE)
-            x_NE = norm(h.read(block.feed_forward_streams), block.feed_forward_norm_E, eps)
-            y_NE = experts(model, block.experts, x_NE, token_RK.flatten())
-            model.group.all_reduce(y_NE, y_NE)
-            h.add(y_NE)
-        return h.end(self.end_streams).view(len(token_R), size, -1)
 
-    def confidence(self, x_RE: Tensor, before_RM: Tensor) -> Tensor:
-        """Estimate of the probability that a draft is accepted if those before it in its block are, fp32 [R]. It is
-        not calibrated, and was trained for rejection sampling, which accepts more. `x_RE`: of `block`.
-        `before_RM`: the first matrix of the Markov head, of the tokens before it."""
-        return F.linear(torch.cat([x_RE, before_RM.float()], 1), self.confidence_1J).sigmoid().squeeze(1)
+    def _norm(self, stage: int, buffers: CompressedBuffers) -> AddNorm:
+        """The norm that a layer reads; behind the last one that of the logits."""
+        if stage == len(self.layers):
+            return buffers.norm(self.norm_E, self._eps, self.end_streams)
+        block = self.layers[stage].block
+        return buffers.norm(block.attention_norm_E, self._eps, block.attention_streams)
 
-    def _logits(self, logits_RV: Tensor, before_RM: Tensor) -> Tensor:
-        return logits_RV + self.model.logits(before_RM, head_YE=self.markov_YM)
+    def _logits(self, logits_RV: Tensor, before_RM: Tensor, scratch: Scratch) -> Tensor:
+        return self.model.logits(before_RM, scratch, self.markov_YM).add_(logits_RV)
+
+    def _likely(self, x_DRE: Tensor, before_DRM: Tensor, scratch: Scratch) -> Tensor:
+        """Of each row the drafts that are accepted with at least the probability that is wanted, int64."""
+        sure_DR = self.confidence(x_DRE, before_DRM, scratch)
+        for index in range(1, len(sure_DR)):
+            sure_DR[index].mul_(sure_DR[index - 1])
+        likely_DR = torch.ge(sure_DR, self.least_confidence, out=scratch.empty(*sure_DR.shape, dtype=torch.bool))
+        return torch.sum(likely_DR, 0, out=scratch.empty(sure_DR.shape[1], dtype=torch.int64))
+
+    def confidence(self, x_DRE: Tensor, before_DRM: Tensor, scratch: Scratch) -> Tensor:
+        """Estimate of the probability that a draft is accepted if those before it in its block are, fp32 [D, R]. It is
+        not calibrated, and was trained for rejection sampling, which accepts more. `x_DRE`: sums of streams of `block`.
+        `before_DRM`: the first matrix of the Markov head, of the tokens before them."""
+        (drafts, rows, hidden), features = x_DRE.shape, self.confidence_1J.shape[1]
+        made_DR1 = scratch.empty(drafts, rows, 1, dtype=torch.float32)
+        with scratch.scope():
+            joined_DRJ = scratch.empty(drafts, rows, features, dtype=torch.float32)
+            joined_DRJ[..., :hidden].copy_(x_DRE)
+            joined_DRJ[..., hidden:].copy_(before_DRM)
+            product = joined_DRJ.flatten(0, 1), self.confidence_1J, made_DR1.flatten(0, 1)
+            self.model.paths.any.wide_linear(*product, scratch)
+        return made_DR1.sigmoid_().squeeze(2)
 
     def _rings(self, cache: PagedCache) -> list[Tensor]:
         return cache.rings[-self.sizes.stages :]
 
-    def _attended(
-        self, layer: CompressedAttention, x_NE: Tensor, position_RK: Tensor, window: _Window, ring_XLD: Tensor
-    ) -> Tensor:
-        """A layer's attention, this rank's part of the sum over heads, [N, E]. Every token of a block sees the same:
-        the window of entries before the block, and the entries of the whole block, which nobody keeps."""
-        config, (rows, size) = self.model.config, position_RK.shape
-        eps, features = config.rms_norm_eps, config.cache_width
-        turn_NO = self.model.rotation_PO[position_RK.flatten()]
-        c_NA = norm(linear(x_NE, layer.q_down_AE), layer.q_norm_A, eps)
-        q_NHD = F.rms_norm(linear(c_NA, layer.q_up_QA).view(len(x_NE), -1, features), (features,), None, eps)
-        q_RKHD = rope_last(q_NHD, turn_NO.unsqueeze(1)).view(rows, size, -1, features)
-        own_RKD = _entries(layer, x_NE, turn_NO, eps).view(rows, size, features)
-        key_RSD = torch.cat([window.read(ring_XLD), own_RKD], 1)
-        score_RHKS = features**-0.5 * einsum("rkhd,rsd->rhks", q_RKHD, key_RSD)
-        unseen_RS = F.pad(~window.seen_RC, (0, size), value=False)
-        score_RHKS = score_RHKS.masked_fill(unseen_RS[:, None, None], -torch.inf)
-        heads = score_RHKS.shape[1]
-        weight_RHKS = sunk(score_RHKS.transpose(0, 1).reshape(heads, rows * size, -1), layer.sink_H)
-        weight_RHKS = weight_RHKS.view(heads, rows, size, -1).transpose(0, 1)
-        out_NHD = einsum("rhks,rsd->rkhd", weight_RHKS, key_RSD).reshape(rows * size, heads, features)
-        out_NHD = rope_last(out_NHD, back(turn_NO).unsqueeze(1))
-        return linear(grouped(out_NHD, layer.out_FD, self.model.compression), layer.out_EF)
 
-
-class _Window:
-    """The entries before the blocks of rows, as far as there are any."""
-
-    def __init__(self, slot_R: Tensor, start_R: Tensor, window: int) -> None:
-        """`start_R`: positions of the blocks' first tokens."""
-        self._place_R1 = slot_R.unsqueeze(1) + 1 + NULL_SLOT
-        self._position_RC = start_R.unsqueeze(1) + torch.arange(-window, 0, device=start_R.device)
-        self.seen_RC = self._position_RC >= 0
-
-    def read(self, ring_XLD: Tensor) -> Tensor:
-        """What a ring has of them, [R, C, D] in fp32; zeros where there is no such entry."""
-        entry_RCD = ring_XLD[self._place_R1, self._position_RC % ring_XLD.shape[1]].float()
-        return entry_RCD.masked_fill(~self.seen_RC.unsqueeze(2), 0.0)
-
-
-def _entries(layer: CompressedAttention, x_TE: Tensor, turn_TO: Tensor, eps: float) -> Tensor:
-    """A layer's entries of tokens, fp32 [T, D]."""
-    return rope_last(norm(linear(x_TE, layer.kv_DE), layer.kv_norm_D, eps), turn_TO)
-
-
-def _before(own: OwnTokens, first: int) -> OwnTokens:
-    """The positions before a row's; those of nobody's row, which has the null slot, begin at 0."""
-    return OwnTokens(own.where, max(0, own.start - first), own.count, own.slot, own.page_P)
-
-
-def _rows_of(batch: Batch) -> CompressedTokens:
-    """The rows of a batch: decode rows, then prefill rows. Rows of nobody have the null slot and the null page."""
-    start: list[int] = []
-    count: list[int] = []
-    slot: list[int] = []
-    tables = []
-    if (decode := batch.decode) is not None:
-        assert decode.slot_R is not None, "rows of such a model have slots"
-        rows, width = len(decode.length_R), batch.layout.width
-        start += batch.position_T[: rows * width : width].tolist()
-        count += [width] * rows
-        slot += decode.slot_R.tolist()
-        tables.append(decode.page_RP)
-    if (prefill := batch.prefill) is not None:
-        assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
-        start += prefill.start
-        count += prefill.count
-        slot += prefill.slot
-        tables.append(prefill.page_NP)
-    places = tuple(own + 1 + NULL_SLOT for own in slot)
-    return CompressedTokens(tuple(start), tuple(count), places, torch.cat(tables), batch.first)
+def _own_positions(batch: Batch, scratch: Scratch) -> Tensor:
+    """The positions before those of a batch, int64 [T]; of rows of nobody, which begin anywhere, at least 0."""
+    position_T = scratch.empty(len(batch.position_T), dtype=torch.int64)
+    return torch.sub(batch.position_T, batch.first, out=position_T).clamp_(min=0)

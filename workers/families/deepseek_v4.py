@@ -102,7 +102,7 @@ class DeepseekV4(Family):
 
     fp8_cache = False
     why_undeclared = "which its config.json does not declare (num_nextn_predict_layers, or dspark_*)"
-    # Whoever has run it on a GPU takes this away: beside it only DSpark is refused (docs/internals/deepseek-v4.md).
+    # Whoever has run it on a GPU takes this away: nothing else refuses one (docs/internals/deepseek-v4.md).
     cpu_alone = (
         "no GPU serves it yet: its pass and its kernels have not run on one (docs/internals/deepseek-v4.md). A CPU "
         "serves it: --device cpu"
@@ -197,11 +197,6 @@ class DeepseekV4(Family):
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
         if source.device.type == "cuda" and self.cpu_alone:
             raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
-        if source.device.type == "cuda" and draft_layer and config.dspark is not None:
-            raise ConfigError(
-                f"model_type {config.model_type!r}: no GPU drafts with DSpark (dspark_*) yet: it has no "
-                "kernels, and no step with it can be captured; give --drafter none or --drafter ngram, or --device cpu"
-            )
         formats = source.formats
         paths = ExecutionPaths(config, group, formats, invariant=False, quantize_activations=quantize_activations)
         model = CompressedModel(source, config, paths, max_positions)
@@ -210,7 +205,7 @@ class DeepseekV4(Family):
         if draft_layer:
             source.progress("draft layer" if config.dspark is None else "draft layers")
             mtp = config.dspark is None
-            model.drafter = CompressedMtp(source, model, own) if mtp else DsparkDrafter(source, model)
+            model.drafter = CompressedMtp(source, model, own) if mtp else DsparkDrafter(source, model, KernelOps())
         return model
 
     @override

@@ -118,6 +118,7 @@ class KernelOps(CompressedOps):
         ratio: int,
         scale: float,
         first: int = 0,
+        block: int = 0,
     ) -> None:
         tokens, heads, features = q_THD.shape
         entries = window
@@ -129,7 +130,7 @@ class KernelOps(CompressedOps):
             sizes, programs = (tokens, heads, features, entries), multiprocessors(q_THD.device)
             workspace = AttendWorkspace.allocate(*sizes, scratch.empty, programs=programs, dtype=q_THD.dtype)
             given = q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows, workspace
-            compressed.attend(*given, window=window, ratio=ratio, scale=scale, first=first)
+            compressed.attend(*given, window=window, ratio=ratio, scale=scale, first=first, block=block)
 
     @override
     def keep_entries(self, entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:

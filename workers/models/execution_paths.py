@@ -57,6 +57,11 @@ class ExecutionPaths:
             SmallBatchOps(group, dependent=True),
         )
 
+    @property
+    def decode(self) -> GeneralOps:
+        """The path of passes of decode rows alone, whatever number of tokens they have."""
+        return self.any if self.invariant else self._decode
+
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> LayerOps[Any]:
         """The fastest path for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
         if self.invariant or batch.decode is None or batch.prefill is not None:

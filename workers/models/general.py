@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from kernels import moe
 from kernels.dequantize import dequantize
+from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import (
     PIECE,
     fits_w8a8,
@@ -26,6 +27,8 @@ from kernels.linear import (
     part_linear,
     parts_of,
     supports_w8a8,
+    takes_fp8,
+    takes_fp16_scaled,
     w8a8_linear,
     w8a8_pieces,
 )
@@ -87,6 +90,15 @@ def plain(weight_FE: Weight, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     out_FE = scratch.empty(*matrix.shape, dtype=dtype)
     dequantize(matrix, out_FE)
     return out_FE
+
+
+def few_rows(x_TF: Tensor, weight: Matrix, scratch: Scratch, *, dependent: bool) -> Tensor | Fp16Scaled:
+    """Few tokens as products with this matrix, as it is stored, take them."""
+    if not takes_fp16_scaled(x_TF.shape[0], weight):
+        return x_TF
+    rows = Fp16Scaled.empty(x_TF, scratch.empty)
+    to_fp16_scaled(x_TF, rows, dependent=dependent)
+    return rows
 
 
 def dependent(x_TE: Tensor) -> bool:
@@ -470,9 +482,20 @@ class GeneralOps(LayerOps[Rows]):
 
 class DecodeOps(GeneralOps):
     """Token-wise work of passes of decode rows alone. Some products of their tokens leave parts of sums for the kernel
-    behind to add up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs."""
+    behind to add up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs. Few tokens
+    are multiplied by matrices in FP8 as these are stored, by the small-batch path's kernels: of a model that does not
+    take that path as a whole."""
 
     decode_alone = True
+
+    @override
+    def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
+        x_TE, weight, early = tensor_of(x), weight_FE.matrix, dependent(out_TF)
+        if not takes_fp8(x_TE, weight):
+            super().linear(x, weight_FE, out_TF, scratch)
+            return
+        with scratch.scope():
+            linear(few_rows(x_TE, weight, scratch, dependent=early), weight, out_TF, dependent=early)
 
     @override
     def parts(self, tokens: int, weight_FE: Weight) -> int:

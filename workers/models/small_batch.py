@@ -19,13 +19,12 @@ from typing_extensions import override
 
 from kernels import few_experts, moe, pending_norm
 from kernels.few_experts import ChosenExperts
-from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
-from kernels.linear import gated_linear, linear, linear_to_residual, normed_linear, takes_fp16_scaled
-from kernels.matrix import Matrix
+from kernels.linear import gated_linear, linear, linear_to_residual, normed_linear
 from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
+from workers.models.general import few_rows
 from workers.models.layer_ops import LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -140,7 +139,7 @@ class SmallBatchOps(LayerOps[PendingNorm]):
 
     @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: PendingNorm, scratch: Scratch) -> None:
-        rows = self._rows(x_TF, weight_EF.matrix, scratch)
+        rows = few_rows(x_TF, weight_EF.matrix, scratch, dependent=self._dependent)
         if self.group.summed.size == 1:
             into = norm.residual_TE, norm.weight_E, out
             linear_to_residual(rows, weight_EF.matrix, *into, dependent=self._dependent)
@@ -190,7 +189,8 @@ class SmallBatchOps(LayerOps[PendingNorm]):
         if shared is not None:
             act_TI = scratch.empty(x.x_TE.shape[0], shared.gate_up_FE.shape[0] // 2, dtype=x.x_TE.dtype)
             gated_linear(x, shared.gate_up_FE.matrix, act_TI, early=not settled, dependent=dependent)
-            rows, down = self._rows(act_TI, shared.down_EI.matrix, scratch), shared.down_EI.matrix
+            down = shared.down_EI.matrix
+            rows = few_rows(act_TI, down, scratch, dependent=dependent)
         if self.group.summed.size == 1:
             if shared is not None:  # the norm of the sum so far is written over
                 linear_to_residual(rows, down, norm.residual_TE, norm.weight_E, out, dependent=dependent)
@@ -216,14 +216,6 @@ class SmallBatchOps(LayerOps[PendingNorm]):
     @override
     def leave(self, norm: AddNorm, last: PendingNorm, out_TE: Tensor) -> None:
         rms_norm(norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=self._dependent)
-
-    def _rows(self, x_TF: Tensor, weight: Matrix, scratch: Scratch) -> Tensor | Fp16Scaled:
-        """The tokens as products with this matrix take them."""
-        if not takes_fp16_scaled(x_TF.shape[0], weight):
-            return x_TF
-        rows = Fp16Scaled.empty(x_TF, scratch.empty)
-        to_fp16_scaled(x_TF, rows, dependent=self._dependent)
-        return rows
 
     def _sum(self, out: PendingNorm, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Memory for a sum over ranks, and for this rank's part of it."""

@@ -282,9 +282,13 @@ class Attending(Rows):
         last = (number + 1) * self.ratio - 1
         return int(self.page[row, last // PAGE_TOKENS]), last % PAGE_TOKENS // self.ratio
 
-    def run(self, counts: Sequence[int], width: int = 0, outside: tuple[int, int] | None = None) -> None:
+    def run(
+        self, counts: Sequence[int], width: int = 0, outside: tuple[int, int] | None = None, block: int = 0
+    ) -> None:
         """A step of rows with `length` tokens before it. `outside`: a row and a column of its table, where a page
-        stands that there is not."""
+        stands that there is not. `block`: of each row so many tokens, which see all of each other and a window of
+        entries before them."""
+        assert not block or set(counts) == {block}
         rows, order = self.step(counts, width)
         if outside is not None:
             rows.page_RP[outside] = self.pages
@@ -296,7 +300,8 @@ class Attending(Rows):
         ring = torch.full((self.slots + 1, self.ring_tokens, self.features), torch.nan, dtype=self.dtype)
         for row, count in enumerate(counts):
             begin, end = self.length[row], self.length[row] + count
-            kept = torch.arange(max(begin - self.window + 1, self.first, 0), end if width else begin)
+            least = begin - self.window + (0 if block else 1)
+            kept = torch.arange(max(least, self.first, 0), end if width else begin)
             ring[self.slot[row] + 1, kept % self.ring_tokens] = self.near[row, kept]
             for number in range(end // self.ratio if self.ratio else 0):
                 assert self.entry is not None
@@ -314,12 +319,12 @@ class Attending(Rows):
                 listed[token, : len(some)], listed[token, len(some) :] = some.to(torch.int32), -1
         sink = torch.randn(self.heads, generator=self.random)
         out = torch.full_like(q, torch.nan).to(self.device)
-        entries = self.window + (S or (self.most // self.ratio if self.ratio else 0))
+        entries = self.window + block + (S or (self.most // self.ratio if self.ratio else 0))
         given = [
             None if x is None else x.to(self.device)
             for x in (q, ring, None if width else own, self.entry, listed if S else None, sink, turn)
         ] + [out]
-        how = {"window": self.window, "ratio": self.ratio, "scale": 0.17, "first": self.first}
+        how = {"window": self.window + block, "ratio": self.ratio, "first": self.first, "block": block}
         if self.functions is attention_launch:
             workspace = attention_launch.AttendWorkspace.allocate(
                 tokens,
@@ -330,9 +335,9 @@ class Attending(Rows):
                 programs=self.programs,
                 dtype=self.dtype,
             )
-            self.functions.attend(*given, rows, workspace, **how)
+            self.functions.attend(*given, rows, workspace, scale=0.17, **how)
         else:
-            self.functions.attend(*given, rows, **how)
+            self.functions.attend(*given, rows, scale=0.17, **how)
         assert out is not None
         self.absent, self.out = 0, out.cpu()
         for token, (row, position) in enumerate(order):
@@ -340,6 +345,8 @@ class Attending(Rows):
                 assert bool((self.out[token] == 0).all())
                 continue
             at = range(max(position - self.window + 1, self.first), position + 1)
+            if block:
+                at = range(max(self.length[row] - self.window, 0), self.length[row] + block)
             keys = [self.near[row, p] for p in at if (row, p) not in self.missing]
             if self.ratio:
                 complete = range((position + 1) // self.ratio)

@@ -186,6 +186,15 @@ def test_entries_that_a_layer_that_drafts_has_not_made(programs: int, functions:
 
 
 @attending
+@pytest.mark.parametrize(("block", "programs"), [(1, 1), (5, 1), (5, 132), (16, 132)])
+def test_tokens_of_a_block_see_all_of_each_other(block: int, programs: int, functions: ModuleType) -> None:
+    case = Attending(3, 120, heads=2, features=16, rope=4, window=70, width=1, programs=programs, functions=functions)
+    for length in ([64, 0, 7], [100, 70, 69]):
+        case.length = length
+        case.run([block] * 3, block=block)
+
+
+@attending
 @pytest.mark.parametrize("programs", [1, 132])
 def test_entries_outside_are_counted_and_absent(programs: int, functions: ModuleType) -> None:
     case = Attending(
@@ -217,3 +226,10 @@ def test_no_tokens() -> None:
     launch.keep_entries(x, case.ring, empty)
     launch.rope_queries(x.view(0, 2, 8), x[:, :4])
     assert bool(case.ring.isnan().all())
+
+
+@both
+def test_entries_without_queries(functions: ModuleType) -> None:
+    case = Storing(2, 90, heads=0, features=16, rope=4, window=8, width=3, functions=functions)
+    case.run([30, 2])
+    case.run([3, 3], 3, [2, 0])

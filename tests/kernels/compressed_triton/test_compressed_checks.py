@@ -103,6 +103,7 @@ CASES = [
     (attend, attended, {"entry_TD": torch.empty(TOKENS, 2)}, "entry_TD must be"),
     (attend, attended, {"selected_TS": torch.empty(TOKENS, 5)}, "selected_TS must be"),
     (attend, attended, {"ring_XLD": torch.empty(3, WINDOW, FEATURES)}, "need 7"),
+    (attend, attended, {"block": 2}, "tokens in blocks of 2 have entries of their own"),
 ]
 
 

@@ -86,6 +86,22 @@ def test_attention_of_the_layer_that_drafts(heads: int, programs: int) -> None:
         case.run(counts, width)
 
 
+@pytest.mark.parametrize(("heads", "programs"), [(8, 132), (16, 1), (32, 132), (64, 132)])
+def test_attention_of_blocks(heads: int, programs: int) -> None:
+    """Of DSpark, whose tokens see all of each other and the window before all of them."""
+    sizes = {"heads": heads, "features": 512, "rope": 64, "window": 128, "width": 6, "programs": programs}
+    case = Attending(3, 4000, dtype=BF16, device="cuda", **sizes)  # type: ignore[arg-type]
+    for length, block in (([3990, 1, 13], 5), ([2555, 128, 127], 1), ([130, 0, 900], 16)):
+        case.length = length
+        case.run([block] * 3, block=block)
+
+
+def test_entries_without_queries() -> None:
+    case = Storing(3, 400, heads=0, features=512, rope=64, window=128, width=8, dtype=BF16, device="cuda")
+    case.run([300, 0, 2])
+    case.run([8] * 3, 8, [7, 0, 2])
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 64, 700])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_products_of_groups(fp8: bool, tokens: int) -> None:

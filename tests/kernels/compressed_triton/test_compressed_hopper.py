@@ -87,14 +87,21 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
 
 
 def attending(
-    tokens: int, width: int, ratio: int, selected: int, heads: int, first: int = 0, rows: TokenRows | None = None
+    tokens: int,
+    width: int,
+    ratio: int,
+    selected: int,
+    heads: int,
+    first: int = 0,
+    rows: TokenRows | None = None,
+    block: int = 0,
 ) -> list[Any]:
     """Compile a call of attention, of `token_rows` without `rows`."""
     dtype, entries = torch.bfloat16, max(1, PAGE_TOKENS // ratio) if ratio else 0
     q, own = torch.empty(tokens, heads, ENTRY, dtype=dtype), torch.empty(tokens, ENTRY, dtype=dtype)
     ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, entries, ENTRY, dtype=dtype)
     listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
-    sizes = tokens, heads, ENTRY, WINDOW + (selected or 1024 * bool(ratio))
+    sizes = tokens, heads, ENTRY, WINDOW + block + (selected or 1024 * bool(ratio))
     workspace = AttendWorkspace.allocate(*sizes, torch.empty)
     with compile_only() as compiled:
         attention_launch.attend(
@@ -102,10 +109,11 @@ def attending(
             *(torch.empty(heads), torch.empty(tokens, ROPE), torch.empty_like(q)),
             rows or token_rows(tokens, width),
             workspace,
-            window=WINDOW,
+            window=WINDOW + block,
             ratio=ratio,
             scale=0.1,
             first=first,
+            block=block,
         )
     return compiled
 
@@ -133,6 +141,26 @@ def test_attention_of_the_layer_that_drafts(tokens: int, width: int, heads: int)
         resources(kernel).check()
     assert not serialized(compiled[0])
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_attention_of_blocks(rows: int, heads: int) -> None:
+    """Of DSpark, whose tokens see all of each other."""
+    compiled = attending(5 * rows, 0, 0, 0, heads, block=5)
+    for kernel in compiled:
+        resources(kernel).check()
+    assert not serialized(compiled[0])
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
+
+
+def test_entries_without_queries() -> None:
+    kv, turn = torch.empty(24, ENTRY, dtype=torch.bfloat16), torch.empty(24, ROPE)
+    ring = torch.empty(5, WINDOW + 7, ENTRY, dtype=torch.bfloat16)
+    with compile_only() as compiled:
+        none = kv.unsqueeze(1)[:, :0]
+        launch.rope_store(none, kv, kv[0], turn, torch.empty_like(kv), ring, token_rows(24, 3), 1e-6)
+    resources(compiled[0]).check(registers=96)
 
 
 def test_numbers_of_rows_compile_nothing_new() -> None:

@@ -48,6 +48,14 @@ Blocks = tuple[int, int] | None
 """Rows and features of weights in FP8 that share a scale; None: weights in bf16."""
 
 
+V4_PRODUCTS = [
+    *((1024, 4096), (32768, 1024), (16384, 1024), (512, 4096), (4096, 8192), (4096, 4096), (8192, 1024)),
+    *((4096, 2048), (4096, 1024), (4096, 12288)),
+]
+"""Rows and features of matrices in FP8 of DeepSeek V4 Flash on one rank and on two: of attention, of its indexers, of
+shared experts, and what DSpark's context is made of."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Device of a case, and how it launches."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import small_batch_cases as cases
 import torch
 from torch import Tensor
 
@@ -243,6 +244,17 @@ def test_fp8_weights(name: str, tokens: int) -> None:
     gate(lambda: experts_launch.gate_up(x, choice, gate_up, chosen, dependent=True), 168)
     acts = (chosen, choice, down_up)
     gate(lambda: experts_launch.down(*acts, after.x_TE, residual, norm, after.square_TP, dependent=True), 128)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize(("rows", "features"), cases.V4_PRODUCTS)
+def test_dense_products_of_v4(rows: int, features: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by the kernel that serves it, without a norm before and a sum behind it."""
+    monkeypatch.setattr(fp8_launch, "is_hopper", lambda device: True)
+    for own in (fp8_launch, fp8_even_launch):
+        monkeypatch.setattr(own, "multiprocessors", lambda device: 132)
+    place = cases.Place(torch.device("cpu"), dependent=True)
+    gate(lambda: cases.product(place, empty(tokens, features), fp8(rows, features), empty(tokens, rows)))
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -56,6 +56,13 @@ def test_v3_products_in_fp8(tokens: int) -> None:
     cases.check_experts(place(), tokens, 8, 2, 192, 128, 1, True, (64, 64))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+def test_v4_products_in_fp8(tokens: int) -> None:
+    """Those of DeepSeek V4 Flash, which does not take the small-batch path as a whole."""
+    for rows, features in cases.V4_PRODUCTS:
+        cases.check_linear(place(), tokens, rows, features, (128, 128))
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_long_rows_in_fp8(tokens: int) -> None:
     """Rows are those of DeepSeek-V3, which a kernel of their own multiplies by one token."""

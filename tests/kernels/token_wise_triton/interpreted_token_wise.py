@@ -62,7 +62,7 @@ def test_attention_sink(heads: int, features: int, before: int, dtype: torch.dty
 def test_residual_streams(features: int, streams: int, gates: int, dtype: torch.dtype) -> None:
     check(Streams(3, dtype, features=features, streams=streams, gates=gates))
     if gates < 2:  # behind the last part of a model
-        check(Streams(3, dtype, features=features, streams=streams, gates=gates, mixed=True))
+        check(Streams(3, dtype, features=features, streams=streams, gates=gates, mixed=True, keeps=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

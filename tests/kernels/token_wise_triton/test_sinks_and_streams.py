@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import token_wise_case
 import torch
 from token_wise_case import TOLERANCE, Sink, Streams
 
 from kernels.attention_sink import attention_sink, launch_attention_sink
-from kernels.residual_streams import StreamMemory, add_to_streams, launch_add_to_streams
+from kernels.residual_streams import StreamGates, StreamMemory, add_to_streams, launch_add_to_streams
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def test_a_sink_is_a_key_whose_value_is_0(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("streams", "gates"), [(4, 2), (4, 1), (2, 2), (3, 0), (4, 3)])
 def test_streams(streams: int, gates: int, dtype: torch.dtype) -> None:
     for mixed in {gates == 3, gates != 2}:
-        case = Streams(5, dtype, features=40, streams=streams, gates=gates, mixed=mixed)
+        case = Streams(5, dtype, features=40, streams=streams, gates=gates, mixed=mixed, keeps=mixed)
         case.run()
         case.check()
 
@@ -53,3 +55,6 @@ def test_launchers_refuse_what_their_kernels_cannot_read() -> None:
         launch_add_to_streams(x, streams.transpose(1, 2), memory, None, weight, x, 1e-6)
     with pytest.raises(ValueError, match="do not fit 2 tokens of 4 streams"):
         launch_add_to_streams(x, streams, StreamMemory.empty(3, 4, 16, torch.empty), None, weight, x, 1e-6)
+    gates = StreamGates(torch.empty(4, 64), torch.empty(4), torch.empty(1), 2.0, 1e-2, 1e-4)
+    with pytest.raises(ValueError, match="sums of 2 tokens do not fit"):
+        launch_add_to_streams(x, streams, replace(memory, read_TE=torch.empty(3, 16)), gates, weight, x, 1e-6)

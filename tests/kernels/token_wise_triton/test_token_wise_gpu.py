@@ -30,6 +30,9 @@ MAKERS = {
     "streams": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=6144),
     "streams at an end": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=2048, gates=1),
     "streams of V4": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=4096, gates=3),
+    "streams at an end, kept": lambda tokens, dtype, seed: Streams(
+        tokens, dtype, "cuda", seed, features=4096, gates=1, mixed=True, keeps=True
+    ),
     "streams alone": lambda tokens, dtype, seed: Streams(tokens, dtype, "cuda", seed, features=2048, gates=0),
     "rope of the demo": lambda tokens, dtype, seed: RopeCache(tokens, dtype, "cuda", seed, heads=8, latent=64),
     "rope of V2-Lite": lambda tokens, dtype, seed: RopeCache(

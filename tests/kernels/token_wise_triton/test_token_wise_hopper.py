@@ -34,6 +34,7 @@ PLAIN = {
     "streams at the end of Hy4": Streams(2, features=6144, gates=1),
     "streams of V4": Streams(2, features=4096, gates=3),
     "streams at the end of V4": Streams(2, features=4096, gates=1, mixed=True),
+    "streams at the end of DSpark": Streams(2, features=4096, gates=1, mixed=True, keeps=True),
     "streams of a shared expert of Hy4": Streams(2, features=6144, gates=0),
 }
 

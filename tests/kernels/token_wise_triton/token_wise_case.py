@@ -199,6 +199,8 @@ class Streams(_Tensors):
     eps: float = 1e-3
     mixed: bool = False
     """Whether the streams are mixed before anything is added; so they are with three kinds of gates."""
+    keeps: bool = False
+    """Whether the sum that is read is wanted as well as its norm."""
 
     def __post_init__(self) -> None:
         self.mixed |= self.gates == 3
@@ -222,15 +224,16 @@ class Streams(_Tensors):
             scale=(self.random(self.gates).float() + 2).to(self.device),
             weight=(self.random(self.features) * 0.1 + 1).to(self.device),
             out=strided(torch.zeros(shape), self.device, self.dtype),
+            sum=torch.zeros(shape, dtype=self.dtype, device=self.device),
         )
-        self.outputs = ["out", "residual", "open", "mix"]
+        self.outputs = ["out", "residual", "open", "mix", "sum"]
 
     def run(self, dependent: bool = False) -> None:
         """Launched plainly."""
         t = self.tensors
         steps = 20 * (self.gates == 3)
         gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4, steps) if self.gates else None
-        memory = StreamMemory(t["open"], t["part"], t["mix"] if self.mixed else None)
+        memory = StreamMemory(t["open"], t["part"], t["mix"] if self.mixed else None, t["sum"] if self.keeps else None)
         launch_add_to_streams(t["x"], t["residual"], memory, gates, t["weight"], t["out"], self.eps)
 
     def check(self) -> None:
@@ -244,6 +247,7 @@ class Streams(_Tensors):
         if not self.gates:
             assert torch.equal(self.tensors["open"], self.inputs["open"])
             assert torch.equal(self.tensors["out"], self.inputs["out"])
+            assert torch.equal(self.tensors["sum"], self.inputs["sum"])
             return
         # What the kernel reads is what it has rounded.
         residual, count = self.tensors["residual"].double().cpu(), self.streams
@@ -257,11 +261,17 @@ class Streams(_Tensors):
         want = self.wide("open") if self.gates == 1 else 2.0 * gate[:, count:] + 1e-2 * (self.gates == 2)
         torch.testing.assert_close(self.tensors["open"].double().cpu(), want, atol=1e-5, rtol=1e-5)
         atol, rtol = TOLERANCE[self.dtype]
-        # The sum of the streams is rounded before its norm is. Before that, roundings of the products and of their sum
-        # in fp32 move a gate, and with it what is read of each stream: most in the middle of the sigmoid.
+        # Roundings of the products and of their sum in fp32 move a gate, and with it what is read of each stream: most in
+        # the middle of the sigmoid.
         rounding = 8 * 2.0**-24 * (normed.square() @ self.wide("made").square().t()).sqrt()
         moved = rounding * self.wide("scale").abs().repeat_interleave(kinds)
         moved = (moved[:, : 2 * count] * gate * (1 - gate))[:, :count, None].mul(residual.abs()).sum(1)
+        if self.keeps:
+            error = (self.tensors["sum"].double().cpu() - read).abs()
+            assert bool((error <= moved + atol + rtol * read.abs()).all()), error.max()
+        else:
+            assert torch.equal(self.tensors["sum"], self.inputs["sum"])
+        # The sum of the streams is rounded before its norm is.
         moved *= self.wide("weight").abs() / (read.square().mean(1, keepdim=True) + self.eps).sqrt()
         want = F.rms_norm(read, (self.features,), self.wide("weight"), self.eps)
         error = (self.tensors["out"].double().cpu() - want).abs()

@@ -3,6 +3,7 @@ float64 make of transformers' streams, and no token is another one for it."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,20 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import compressed, decode_state, moe
 from tests.deepseek_v4_dspark import Block, DsparkReference
 from tests.deepseek_v4_layout import DSPARK, TINY, VOCAB, dspark_v4, published_v4, tiny_v4, write_v4
+from tests.workers.called_graphs import call_graphs
 from tests.workers.harness import InlineEngine
 from workers.cache.snapshots import RingSnapshots
 from workers.config import EngineConfig
 from workers.drafters import dspark
-from workers.drafters.dspark import DsparkDrafter, _Window
+from workers.drafters.dspark import DsparkDrafter
 from workers.fit.settings import Unfit, check_fit
 from workers.graphs.guard import capture_guard
 from workers.memory.scratch import Scratch
-from workers.models import compressed_pass
+from workers.models import compressed_kernels, compressed_pass, general
 from workers.models.attention.compressed_rows import CompressedRows
+from workers.models.batch import Batch, DecodeBatch
+from workers.models.compressed_kernels import KernelOps
 from workers.proof.decode_steps import Candidate, SelfTest
-from workers.protocol.plan import GraphKey, SamplingParams
+from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams
 from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
 from workers.step.parts import _Drafted
@@ -62,7 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folder: Path, **settings: Any) -> InlineEngine:
     defaults = {"max_rows": 4, "token_budget": 48, "cache_pages": 40, "max_context": 300, "width": BLOCK + 1}
-    return InlineEngine(EngineConfig(model=str(folder), device="cpu", selftest=False, **{**defaults, **settings}))
+    options = {**defaults, "selftest": False, **settings}
+    return InlineEngine(EngineConfig(model=str(folder), device="cpu", **options))
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -92,12 +98,13 @@ class Drafts:
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
     """Everything that is drafted from now on, of rows of somebody."""
     found: list[Drafts] = []
-    pending: list[Tensor] = []
     choose, confidence = _Drafted.choose, DsparkDrafter.confidence
 
-    def note(self: DsparkDrafter, x_RE: Tensor, before_RM: Tensor) -> Tensor:
-        pending.append(confidence(self, x_RE, before_RM))
-        return pending[-1]
+    def note(self: DsparkDrafter, *given: Any) -> Tensor:
+        sure_DR = confidence(self, *given)
+        for row, drafts in enumerate(noted_rows):
+            drafts.confidence = sure_DR[:, row].tolist()
+        return sure_DR
 
     def noted(self: _Drafted, logits: Callable[[], Tensor], index: int) -> Tensor:
         kept: list[Tensor] = []
@@ -114,7 +121,6 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
         for row, drafts in enumerate(noted_rows):
             drafts.tokens.append(int(token_R[row]))
             drafts.logits.append(kept[0][row].clone())
-            drafts.confidence.append(float(pending[-1][row]))
         return token_R
 
     noted_rows: list[Drafts] = []
@@ -129,10 +135,9 @@ def differs(drafts: Drafts, tokens: list[int]) -> str:
     want = expected(tuple(tokens), newest)
     if drafts.tokens != want.tokens[:count]:
         return f"{drafts.tokens} behind token {newest} instead of {want.tokens[:count]}"
-    found = [
-        (torch.stack(drafts.logits).double() - want.logits_KV[:count]).abs().max() / want.logits_KV.abs().max(),
-        (torch.tensor(drafts.confidence, dtype=torch.float64) - want.confidence_K[:count]).abs().max(),
-    ]
+    found = [(torch.stack(drafts.logits).double() - want.logits_KV[:count]).abs().max() / want.logits_KV.abs().max()]
+    if drafts.confidence:  # it is not asked for where all drafts are verified
+        found.append((torch.tensor(drafts.confidence, dtype=torch.float64) - want.confidence_K[:count]).abs().max())
     return "" if max(found) < 1e-4 else f"logits and confidences by {found} behind token {newest}"
 
 
@@ -228,17 +233,21 @@ def streams_before_the_layers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DsparkDrafter, "__init__", early)
 
 
+def attending_otherwise(patch: pytest.MonkeyPatch, wrong: Callable[[int], dict[str, int]]) -> None:
+    """Let blocks attend with other options, which `wrong` gives for a window."""
+    honest = KernelOps.attend
+
+    def attend(own: KernelOps, *given: Any, **options: Any) -> None:
+        if options.get("block"):
+            options |= wrong(options["window"])
+        honest(own, *given, **options)
+
+    patch.setattr(KernelOps, "attend", attend)
+
+
 def a_block_that_sees_no_later_token(patch: pytest.MonkeyPatch) -> None:
     """As a layer of the model would."""
-    honest = dspark.sunk
-
-    def masked(score_HNS: Tensor, sink_H: Tensor) -> Tensor:
-        rows = score_HNS.shape[1] // BLOCK
-        later_KK = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1).repeat(rows, 1)
-        score_HNS[..., -BLOCK:].masked_fill_(later_KK, -torch.inf)
-        return honest(score_HNS, sink_H)
-
-    patch.setattr(dspark, "sunk", masked)
+    attending_otherwise(patch, lambda window: {"window": window - BLOCK, "block": 0})
 
 
 @pytest.mark.parametrize(
@@ -309,13 +318,10 @@ def test_drafts_that_are_unlikely_cost_nothing(
     """Drafts that would stand are left out behind the first whose confidence, times that of those before it, is too
     little; their tokens go through no layer. Rows differ, and so do the steps of a row."""
 
-    def told(drafter: DsparkDrafter, x_RE: Tensor, before_RM: Tensor) -> Tensor:
+    def told(drafter: DsparkDrafter, x_DRE: Tensor, before_DRM: Tensor, scratch: Scratch) -> Tensor:
         """Row 0 has two likely drafts. Row 1 has one: each of its first two would be alone, but not both."""
-        place = len(calls) % BLOCK
-        calls.append(place)
-        return torch.tensor([(0.9, 0.9, 0.1, 1.0), (0.7, 0.7, 1.0, 1.0)])[: len(x_RE), place]
+        return torch.tensor([(0.9, 0.9, 0.1, 1.0), (0.7, 0.7, 1.0, 1.0)]).T[:, : x_DRE.shape[1]].contiguous()
 
-    calls: list[int] = []
     asked = prompts(9, 9, seed=7)
     answers = engine(folder, width=1).generate(asked, greedy(40))
     for slot, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
@@ -385,6 +391,56 @@ def test_which_drafts_are_left_out_is_found_in_memory_of_the_step(folder: Path) 
     assert state.unlikely_S.tolist() == unlikely
 
 
+KERNELS: dict[Any, tuple[str, ...]] = {
+    compressed: ("rope_store", "attend"),
+    compressed_kernels: ("group_linear",),
+    general: ("add_to_streams", "linear", "rms_norm", "silu_mul"),
+    decode_state: ("feed_draft",),
+    moe: ("route", "experts"),
+}
+"""What computes on a GPU, whose references on a CPU may allocate: modules, and names of functions there."""
+
+
+@pytest.mark.parametrize("width", [1, BLOCK + 1])
+def test_between_kernels_nothing_is_allocated_or_read(
+    width: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a decode step with it can be captured: all memory is the step's."""
+    parts = dataclasses.replace(engine(folder).runner.parts, sampling=None)
+    called: set[str] = set()
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *given, own=name, **options: called.add(own))
+    drafter, config = parts.drafter, parts.model.config
+    drafter.least_confidence = 0.5
+    slot_R, tokens = torch.tensor([1, -1, 0]), 3 * width
+    length_R, page_RP = torch.tensor([9, 0, 70], dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    position_T = torch.arange(tokens)
+    decode = DecodeBatch(length_R, page_RP, slot_R=slot_R)
+    batch = Batch(BatchLayout(width, 3), position_T, position_T, decode, None, first=1)
+    hidden_TF = torch.zeros(tokens, len(DSPARK["dspark_target_layer_ids"]) * config.hidden_size)
+    scratch = Scratch(parts.device, torch.zeros(1 << 22, dtype=torch.uint8))
+    drafted = _Drafted(parts, slot_R, torch.zeros_like(slot_R), length_R, page_RP, None, scratch, dense=False)
+    with torch.inference_mode(), capture_guard(parts.device):
+        drafter.catch_up(position_T, hidden_TF, batch, parts.cache, scratch)
+        drafter.draft(None, drafted, BLOCK, parts.cache, scratch)
+    assert called == {name for names in KERNELS.values() for name in names}
+
+
+def test_captured_steps_pass_the_self_test_and_draft_the_same(
+    folder: Path, drafted: list[Drafts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of decode rows alone the drafts are in the step that is captured; in mixed steps they are eager, behind segments
+    for all tokens."""
+    call_graphs(monkeypatch)
+    run, (prompt,) = engine(folder, max_rows=2, selftest=True), prompts(30, seed=9)
+    assert {bucket.kind for bucket in run.reports[-1].buckets} == {"decode", "masked", "mixed", "tail"}
+    drafted.clear()
+    (answer,) = run.generate([prompt], greedy(7))
+    assert run.runner.stats.replays > 0
+    assert check(drafted, [[*prompt, *answer]]) >= 3
+
+
 def test_the_self_test_proves_it(folder: Path) -> None:
     assert found(folder, *(key for key in DecodeBuckets(3, BLOCK + 1, adaptive=True) if key.rows == 3)) == []
 
@@ -411,23 +467,28 @@ def test_drafts_without_numbers_are_those_of_the_runs_that_are_compared(folder: 
 
 
 def no_room_for_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Of which the kernels do not tell."""
     honest = DsparkDrafter.rings
+    patch.setattr(compressed, "room", lambda *given: None)
     patch.setattr(DsparkDrafter, "rings", lambda drafter, width: honest(drafter, 1))
 
 
 def a_window_of_a_token_more(patch: pytest.MonkeyPatch) -> None:
-    honest = _Window.__init__
-    patch.setattr(_Window, "__init__", lambda own, slot_R, start_R, window: honest(own, slot_R, start_R, window + 1))
+    attending_otherwise(patch, lambda window: {"window": window + 1})
 
 
 def entries_a_position_late(patch: pytest.MonkeyPatch) -> None:
     """Where those of a layer for multi-token prediction lie."""
-    patch.setattr(dspark, "_before", lambda own, first: own)
+    patch.setattr(dspark, "_own_positions", lambda batch, scratch: batch.position_T.clone())
 
 
 def a_window_of_another_row(patch: pytest.MonkeyPatch) -> None:
-    honest = _Window.__init__
-    patch.setattr(_Window, "__init__", lambda own, slot_R, *others: honest(own, slot_R.roll(1), *others))
+    honest = DsparkDrafter.block
+
+    def rolled(own: DsparkDrafter, token_R: Tensor, start_R: Tensor, slot_R: Tensor, *others: Any) -> Any:
+        return honest(own, token_R, start_R, slot_R.roll(1), *others)
+
+    patch.setattr(DsparkDrafter, "block", rolled)
 
 
 FAULTS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 from workers.config import EngineConfig
-from workers.families.deepseek_v4 import MOST_BLOCK, DeepseekV4
+from workers.families.deepseek_v4 import MOST_BLOCK
 from workers.families.loading import load_model
 from workers.families.registry import parse_config
 from workers.fit.settings import Unfit, check_fit
@@ -24,7 +23,6 @@ from workers.models.model import Model
 from workers.models.rope import LOOKAHEAD, frequencies
 from workers.parallel.group import Group
 from workers.weights.checkpoint import WeightsError
-from workers.weights.source import WeightSource
 
 WINDOW, SPARSE, HEAVY = CompressedLayer(0), CompressedLayer(4, indexed=True), CompressedLayer(128)
 
@@ -134,17 +132,6 @@ def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
     check_fit(engine, gpus=2, served=False)
     check_fit(engine, gpus=0)
     check_fit(engine.model_copy(update={"device": "cpu"}), gpus=2)
-
-
-def test_a_gpu_refuses_dspark_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once GPUs serve the model: what its drafts read on the host no captured step may."""
-    monkeypatch.setattr(DeepseekV4, "cpu_alone", "")
-    config, source = parse_config(V4_FLASH_DSPARK), Mock(spec=WeightSource, device=torch.device("cuda"))
-    settings: dict[str, Any] = {"max_positions": 256, "invariant": False}
-    with pytest.raises(
-        ConfigError, match=r"DSpark \(dspark_\*\) yet.*--drafter none or --drafter ngram, or --device cpu"
-    ):
-        DeepseekV4().model(source, config, Group(), draft_layer=True, **settings)
 
 
 def test_reads_dspark() -> None:

@@ -9,6 +9,7 @@ import torch
 from random_model import V2_LITE_HEADS
 
 from kernels import moe
+from kernels.matrix import BlockScaled
 from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
@@ -69,6 +70,28 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
     own = kind(Group())
     monkeypatch.setattr(own, "group", Group(Mesh.of(0, ranks)))
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "stored"),
+    [(DecodeOps, 1, True), (DecodeOps, 8, True), (DecodeOps, 9, False), (GeneralOps, 1, False)],
+)
+def test_few_tokens_of_decode_rows_are_multiplied_by_fp8_weights_as_they_are_stored(
+    kind: type[GeneralOps], tokens: int, stored: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales are powers of two, as DeepSeek V4 has them."""
+    random, widened = torch.Generator().manual_seed(tokens), []
+    data = torch.randn(200, 256, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.exp2(torch.randint(-9, 3, (2, 2), generator=random).float())
+    honest = general.dequantize
+    monkeypatch.setattr(general, "dequantize", lambda *given: widened.append(honest(*given)))
+    x_TE, out_TF = torch.randn(tokens, 256, generator=random).to(dtype), torch.empty(tokens, 200, dtype=dtype)
+    kind(Group()).linear(x_TE, Weight(BlockScaled(data, scales)), out_TF, Scratch(x_TE.device))
+    assert bool(widened) != stored
+    scale_FE = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    want = x_TE.double() @ (data.double() * scale_FE.double()).T
+    torch.testing.assert_close(out_TF.double(), want, rtol=2**-8, atol=1e-3 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("path", [GeneralOps, DeterministicOps])

@@ -179,34 +179,53 @@ def rows_of_pass(
     decode row is read on the host. `fault_1`: see `TokenRows`."""
     found: list[CompressedRows] = []
     ratios = sorted({layer.ratio for layer in compression.layers if layer.indexed})
+    for rows, own in token_rows(batch, fault_1, scratch):
+        live_T = _live(batch, rows, scratch)
+        if rows.width and (left_out_T := _left_out(batch, scratch)) is not None:
+            rows.row_T.masked_fill_(left_out_T, -1)
+            live_T.masked_fill_(left_out_T, 0)
+        bounds = {ratio: _bound(rows.position_T, live_T, ratio, scratch) for ratio in ratios}
+        found.append(CompressedRows(rows, own, batch.first, compression, eps, ops, choices, bounds))
+    return found
+
+
+def token_rows(batch: Batch, fault_1: Tensor, scratch: Scratch) -> list[tuple[TokenRows, slice]]:
+    """Where the tokens of a pass belong: those of decode rows, then those of chunks, with their place among all of
+    them. Memory and arguments as of `rows_of_pass`."""
+    found: list[tuple[TokenRows, slice]] = []
     split, end = batch.layout.decode_tokens, batch.layout.tokens
     if (decode := batch.decode) is not None and split:
         assert decode.slot_R is not None, "rows of such a model have slots"
         count, width = len(decode.length_R), batch.layout.width
-        row_T = scratch.empty(split, dtype=torch.int32)
-        number_R = torch.arange(count, out=scratch.empty(count, dtype=torch.int32))
-        row_T.view(count, width).copy_(number_R.unsqueeze(1).expand(count, width))
-        rows = TokenRows(batch.position_T[:split], row_T, decode.slot_R, decode.page_RP, fault_1, width)
-        live_T = scratch.empty(split, dtype=torch.bool)
-        live_R = torch.gt(decode.length_R, 0, out=scratch.empty(count, dtype=torch.bool))
-        live_T.view(count, width).copy_(live_R.unsqueeze(1).expand(count, width))
-        if (left_out_T := _left_out(batch, scratch)) is not None:
-            row_T.masked_fill_(left_out_T, -1)
-            live_T.masked_fill_(left_out_T, 0)
-        bounds = {ratio: _bound(rows.position_T, live_T, ratio, scratch) for ratio in ratios}
-        found.append(CompressedRows(rows, slice(0, split), batch.first, compression, eps, ops, choices, bounds))
+        where = row_of_tokens(count, width, scratch), decode.slot_R, decode.page_RP
+        found.append((TokenRows(batch.position_T[:split], *where, fault_1, width), slice(0, split)))
     if (prefill := batch.prefill) is not None and end > split:
         assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
         # Few numbers, whatever number of tokens there are: the device waits for the first segment meanwhile.
         slot_R, end_R = on_device([prefill.slot, tuple(accumulate(prefill.count))], torch.int64, fault_1.device)
         place_T = torch.arange(end - split, device=end_R.device)
         row_T = torch.searchsorted(end_R, place_T, right=True, out_int32=True)
-        position_T = batch.position_T[split:end]
-        rows = TokenRows(position_T, row_T, slot_R, prefill.page_NP, fault_1)
-        live_T = (slot_R >= 0)[row_T]
-        bounds = {ratio: _bound(position_T, live_T, ratio, scratch) for ratio in ratios}
-        found.append(CompressedRows(rows, slice(split, end), batch.first, compression, eps, ops, choices, bounds))
+        rows = TokenRows(batch.position_T[split:end], row_T, slot_R, prefill.page_NP, fault_1)
+        found.append((rows, slice(split, end)))
     return found
+
+
+def row_of_tokens(rows: int, width: int, scratch: Scratch) -> Tensor:
+    """The row of each token where every row has as many, int32."""
+    row_T = scratch.empty(rows * width, dtype=torch.int32)
+    number_R = torch.arange(rows, out=scratch.empty(rows, dtype=torch.int32))
+    row_T.view(rows, width).copy_(number_R.unsqueeze(1).expand(rows, width))
+    return row_T
+
+
+def _live(batch: Batch, rows: TokenRows, scratch: Scratch) -> Tensor:
+    """Which of these tokens belong to somebody, bool."""
+    if not rows.width or batch.decode is None:
+        return (rows.slot_R >= 0)[rows.row_T]
+    live_T = scratch.empty(len(rows.row_T), dtype=torch.bool)
+    live_R = torch.gt(batch.decode.length_R, 0, out=scratch.empty(len(rows.slot_R), dtype=torch.bool))
+    live_T.view(-1, rows.width).copy_(live_R.unsqueeze(1).expand(-1, rows.width))
+    return live_T
 
 
 def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
