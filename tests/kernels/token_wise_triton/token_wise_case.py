@@ -261,8 +261,8 @@ class Streams(_Tensors):
         want = self.wide("open") if self.gates == 1 else 2.0 * gate[:, count:] + 1e-2 * (self.gates == 2)
         torch.testing.assert_close(self.tensors["open"].double().cpu(), want, atol=1e-5, rtol=1e-5)
         atol, rtol = TOLERANCE[self.dtype]
-        # Roundings of the products and of their sum in fp32 move a gate, and with it what is read of each stream: most in
-        # the middle of the sigmoid.
+        # Roundings of the products and of their sum in fp32 move a gate, and with it what is read of each stream: most
+        # in the middle of the sigmoid.
         rounding = 8 * 2.0**-24 * (normed.square() @ self.wide("made").square().t()).sqrt()
         moved = rounding * self.wide("scale").abs().repeat_interleave(kinds)
         moved = (moved[:, : 2 * count] * gate * (1 - gate))[:, :count, None].mul(residual.abs()).sum(1)
