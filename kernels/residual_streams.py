@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import deterministic_math
 from kernels.linear.reference import invariant_linear
@@ -32,6 +33,9 @@ _BLOCK: Final = 512
 """Features of every stream that a program of the first kernel takes. Sums have one order, which follows from it."""
 _MIXED_BLOCK: Final = 128
 """The same where streams are mixed, which takes so many gates that their sums of more would not find registers."""
+_MOST_EARLY: Final = 16
+"""Most tokens whose programs ask for the weights of gates before they wait for the kernel before: of more, programs
+that hold them so long leave no room for others."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def add_to_streams(
     out_TE: Tensor,
     *,
     eps: float,
+    dependent: bool = False,
 ) -> None:
     """residual[s] += open[s] x, in place and rounded to its dtype, of streams that were mixed before where the memory
     has a matrix; then m = weight · flat(residual) / rms, and
@@ -105,10 +110,10 @@ def add_to_streams(
 
     Without `gates` nothing but the first happens. All is computed in fp32; a token's bits are the same in any call.
     `residual_TSE` is contiguous, rows of `x_TE` and `out_TE` may be strided; `out_TE` may be `x_TE`. All three and
-    `weight_E` may have any floating dtype, on a GPU up to fp32.
+    `weight_E` may have any floating dtype, on a GPU up to fp32. `dependent`: programmatic dependent launch.
     """
     if x_TE.is_cuda:
-        launch_add_to_streams(x_TE, residual_TSE, memory, gates, weight_E, out_TE, eps)
+        launch_add_to_streams(x_TE, residual_TSE, memory, gates, weight_E, out_TE, eps, dependent=dependent)
     else:
         add_to_streams_reference(x_TE, residual_TSE, memory, gates, weight_E, out_TE, eps)
 
@@ -176,6 +181,8 @@ def launch_add_to_streams(
     weight_E: Tensor,
     out_TE: Tensor,
     eps: float,
+    *,
+    dependent: bool = False,
 ) -> None:
     """`add_to_streams` as two Triton kernels: one adds and takes parts of the sums, the other reads."""
     tokens, streams, features = residual_TSE.shape
@@ -197,6 +204,7 @@ def launch_add_to_streams(
         raise ValueError(f"the sums of {tokens} tokens do not fit memory of {tuple(read_TE.shape)}")
     weight_MF = memory.part_TPX if gates is None else gates.weight_MF
     mix_TSS = memory.open_TS if memory.mix_TSS is None else memory.mix_TSS
+    launched: dict[str, Any] = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
     add_to_streams_kernel[(tokens, parts)](
         x_TE,
         residual_TSE,
@@ -211,13 +219,15 @@ def launch_add_to_streams(
         LANES=max(triton.next_power_of_2(made), 1),
         PART=memory.part_TPX.stride(1),
         MIXED=memory.mix_TSS is not None,
+        EARLY=dependent and tokens <= _MOST_EARLY,
         BLOCK=block,
         num_warps=4,
+        **launched,
     )
     if gates is None:
         return
     lanes = triton.next_power_of_2(features)
-    read_streams_kernel[(tokens,)](
+    read_streams_kernel[(tokens, 2 if steps else 1)](
         residual_TSE,
         memory.open_TS,
         mix_TSS,
@@ -243,6 +253,7 @@ def launch_add_to_streams(
         KEEP=read_TE is not None,
         BLOCK=lanes,
         num_warps=min(max(lanes // 512, 1), 16),
+        **launched,
     )
 
 
@@ -261,14 +272,25 @@ def add_to_streams_kernel(
     LANES: tl.constexpr,
     PART: tl.constexpr,
     MIXED: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A token and a block of features of all of its streams, which `mix` mixes if MIXED. Sums of their squares, and of
-    their products with the rows of `weight`, go to `part`."""
+    their products with the rows of `weight`, which is asked for before the wait if EARLY, go to `part`."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     e = block * BLOCK + tl.arange(0, BLOCK)
     m = tl.arange(0, LANES)
     inside = e < FEATURES
+    row = weight + m[:, None] * (STREAMS * FEATURES) + e[None, :]
+    asked = (m[:, None] < GATES) & inside[None, :]
+    early = ()
+    if GATES and EARLY:
+        for stream in tl.static_range(STREAMS):
+            early = early + (tl.load(row + stream * FEATURES, mask=asked, other=0.0),)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     added = tl.load(x + token * X_STRIDE + e, mask=inside, other=0.0).to(tl.float32)
     square = tl.zeros([BLOCK], tl.float32)
     product = tl.zeros([LANES, BLOCK], tl.float32)
@@ -292,8 +314,10 @@ def add_to_streams_kernel(
         if GATES:
             value = rounded.to(tl.float32)
             square += value * value
-            row = weight + m[:, None] * (STREAMS * FEATURES) + stream * FEATURES + e[None, :]
-            product += tl.load(row, mask=(m[:, None] < GATES) & inside[None, :], other=0.0) * value[None, :]
+            if EARLY:
+                product += early[stream] * value[None, :]
+            else:
+                product += tl.load(row + stream * FEATURES, mask=asked, other=0.0) * value[None, :]
     if GATES:
         to = part + (token * tl.num_programs(1) + block) * PART
         tl.store(to + m, tl.sum(product, 1))
@@ -380,39 +404,46 @@ def read_streams_kernel(
     STEPS: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """A token: its gates, and with STEPS its mixing matrix, of the parts of their sums; the sum of its streams by
-    those, which KEEP leaves in `read_sum`, and the norm of that."""
+    """A token's gates, of the parts of their sums. Program (token, 0): the sum of its streams by those, which KEEP
+    leaves in `read_sum`, and the norm of that; with STEPS (token, 1): its mixing matrix, which takes as long."""
     token = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, LANES)
     p = tl.arange(0, PART_LANES)
     e = tl.arange(0, BLOCK)
     made_gate, inside = m < GATES, e < FEATURES
+    factor = tl.load(scale + tl.minimum(m // STREAMS, 2), mask=made_gate, other=0.0)
+    shift = tl.load(base + m, mask=made_gate, other=0.0)
+    w = tl.load(weight + e, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     begin = part + (token * PARTS + p) * PART
     sums = tl.load(begin[:, None] + m[None, :], mask=(p[:, None] < PARTS) & made_gate[None, :], other=0.0)
     square = tl.sum(tl.load(begin + LANES, mask=p < PARTS, other=0.0), 0)
     made = tl.sum(sums, 0) * tl.rsqrt(square / (STREAMS * FEATURES) + norm_eps)
-    factor = tl.load(scale + tl.minimum(m // STREAMS, 2), mask=made_gate, other=0.0)
-    made = made * factor + tl.load(base + m, mask=made_gate, other=0.0)
-    gate = tl.sigmoid(made)
-    if GATES > STREAMS:
-        added = magnitude * gate
-        if STEPS == 0:
-            added += gate_eps
-        opened = (m >= STREAMS) & (m < 2 * STREAMS)
-        tl.store(open_gate + token * STREAMS + m - STREAMS, added, mask=opened)
-    if STEPS:
-        matrix = _mixing_matrix(made, m, gate_eps, STREAMS, STEPS)
-        for number in tl.static_range(STREAMS * STREAMS):
-            tl.store(mix + token * STREAMS * STREAMS + number, matrix[number])
-    read = gate + gate_eps
-    total = tl.zeros([BLOCK], tl.float32)
-    for stream in tl.static_range(STREAMS):
-        value = tl.load(residual + (token * STREAMS + stream) * FEATURES + e, mask=inside, other=0.0)
-        total += tl.sum(tl.where(m == stream, read, 0.0), 0) * value.to(tl.float32)
-    total = total.to(residual.dtype.element_ty).to(tl.float32)
-    if KEEP:
-        tl.store(read_sum + token * FEATURES + e, total.to(read_sum.dtype.element_ty), mask=inside)
-    normed = total * tl.rsqrt(tl.sum(total * total, 0) / FEATURES + eps)
-    w = tl.load(weight + e, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * OUT_STRIDE + e, (normed * w).to(out.dtype.element_ty), mask=inside)
+    made = made * factor + shift
+    if STEPS:  # noqa: SIM102 - the first is known to the compiler
+        if tl.program_id(1) == 1:
+            matrix = _mixing_matrix(made, m, gate_eps, STREAMS, STEPS)
+            for number in tl.static_range(STREAMS * STREAMS):
+                tl.store(mix + token * STREAMS * STREAMS + number, matrix[number])
+    if tl.program_id(1) == 0:
+        gate = tl.sigmoid(made)
+        if GATES > STREAMS:
+            added = magnitude * gate
+            if STEPS == 0:
+                added += gate_eps
+            opened = (m >= STREAMS) & (m < 2 * STREAMS)
+            tl.store(open_gate + token * STREAMS + m - STREAMS, added, mask=opened)
+        read = gate + gate_eps
+        total = tl.zeros([BLOCK], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            value = tl.load(residual + (token * STREAMS + stream) * FEATURES + e, mask=inside, other=0.0)
+            total += tl.sum(tl.where(m == stream, read, 0.0), 0) * value.to(tl.float32)
+        total = total.to(residual.dtype.element_ty).to(tl.float32)
+        if KEEP:
+            tl.store(read_sum + token * FEATURES + e, total.to(read_sum.dtype.element_ty), mask=inside)
+        normed = total * tl.rsqrt(tl.sum(total * total, 0) / FEATURES + eps)
+        tl.store(out + token * OUT_STRIDE + e, (normed * w).to(out.dtype.element_ty), mask=inside)

@@ -125,9 +125,7 @@ def _plans(config: EngineConfig, total: int, standby: bool) -> tuple[dict[str, M
 def _lines(
     config: EngineConfig, gpu: str, plans: dict[str, MemoryPlan], change: Change | None, chosen: str
 ) -> list[str]:
-    from workers.families.registry import cpu_alone
     from workers.fit.cache_budget import in_words
-    from workers.model_folder import config_values
 
     def gib(size: int) -> str:
         return f"{size / 2**30:9.2f} GiB"
@@ -145,7 +143,7 @@ def _lines(
         f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "
         f"{config.memory_fraction:.0%} may be used",
         f"weights   {gib(plan.weights)}  {stored}",
-        "graphs    not known: nothing captures such a model yet"
+        "graphs    not estimated of such a model yet; a start measures it"
         if plan.graphs is None
         else f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
@@ -160,8 +158,6 @@ def _lines(
         *([f"or        {cache('fp8')}"] if "fp8" in plans else []),
     ]
     lines += [chosen] if chosen else []
-    if why := cpu_alone(config_values(config.folder)):
-        lines.append(why)
     if config.mesh().cache.size > 1:
         lines.append(f"pages and tokens are of {config.cache_shards} GPUs, which share out one cache (--cache-shards)")
     if config.host_cache_bytes:
@@ -192,9 +188,6 @@ def _cache(plan: MemoryPlan, dtype: str) -> dict[str, Any]:
 
 
 def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | None) -> dict[str, Any]:
-    from workers.families.registry import cpu_alone
-    from workers.model_folder import config_values
-
     plan = plans[_asked(config)]
     return {
         "model": config.model,
@@ -219,5 +212,4 @@ def _json(config: EngineConfig, plans: dict[str, MemoryPlan], change: Change | N
         "caches": {name: _cache(other, "fp8" if name == "fp8" else _dtype(config)) for name, other in plans.items()},
         "fits": plan.fits,
         "change": change.words if change else None,
-        "served": not cpu_alone(config_values(config.folder)),
     }

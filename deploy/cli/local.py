@@ -38,7 +38,7 @@ def engine_config(*, served: bool = True, **given: Any) -> EngineConfig:
     flags = {setting.name: setting.option for setting in settings_of(EngineConfig)}
     try:
         config = EngineConfig(**values)
-        check_fit(config, gpus=visible_gpus() if served else None, served=served)
+        check_fit(config, gpus=visible_gpus() if served else None)
     except ValidationError as error:
         raise UsageMistake(explain(error, lambda name: flags.get(name, name))) from None
     except (FileNotFoundError, Unfit) as error:

@@ -124,13 +124,13 @@ def grouped_linear(
         reference.invariant_groups(x_TGE, weight_GFE, out_TGF)
 
 
-def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
+def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor, *, dependent: bool = False) -> None:
     """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows (F = G U): one
     launch for any number of tokens. Sums are in fp32, on a CPU of fp64 in fp64, and rounded once.
 
     `x_TGE`: the last dimension is contiguous, the others may be strided (heads of a group side by side:
     `x_THD.view(T, G, -1)`). A plain `weight_FE` has its dtype; `BlockScaled` is multiplied as it is stored, where the
-    groups are whole blocks of rows. `out_TGU` has the dtype of `x_TGE`, or fp32.
+    groups are whole blocks of rows. `out_TGU` has the dtype of `x_TGE`, or fp32. `dependent`: as of `linear`.
     ValueError for a matrix that is stored otherwise, or whose rows are no such groups. Source: DeepSeek-V4 (2026),
     section 2.3.1.
     """
@@ -148,13 +148,15 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor) -> None:
         if not x_TGE.is_cuda:
             out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.to(compute), weight_GUE.to(compute)))
         elif tokens and launch.streamable(x_TGE, weight_GUE):
-            launch.stream_heads(x_TGE, weight_GUE, out_TGU)
+            launch.stream_heads(x_TGE, weight_GUE, out_TGU, dependent=dependent)
         else:
             launch.tiled(x_TGE, weight_GUE, out_TGU, invariant=False)
         return
     if not isinstance(weight_FE, BlockScaled) or (groups > 1 and rows % weight_FE.rows):
         raise ValueError(f"{groups} groups of {rows} rows: dequantize the matrix, it is in no blocks of whole groups")
-    if x_TGE.is_cuda:
+    if x_TGE.is_cuda and launch.streamable(x_TGE, weight_FE):
+        launch.stream_heads(x_TGE, weight_FE, out_TGU, dependent=dependent)
+    elif x_TGE.is_cuda:
         launch_group_linear(x_TGE, weight_FE, out_TGU)
     else:
         weight_GUE = weight_FE.float().to(compute).view(groups, rows, features)

@@ -1,4 +1,5 @@
-"""Products of groups of input features with FP8 weights of their own, as they are stored, in portable Triton.
+"""Products of groups of input features with FP8 weights of their own, as they are stored, in portable Triton: of more
+tokens than `stream` takes.
 
 Weights are the left operand, which tensor cores take from registers: there they become numbers of the tokens' dtype,
 exactly. Sums of a block's features are multiplied by the block's scale in fp32.

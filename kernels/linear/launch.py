@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gluon.stored import PLAIN, stored
+from kernels.gluon.stored import stored
 from kernels.gluon.tiles import NORMED, RESIDUAL, ROWS, STORE
 from kernels.linear import kernel, ring, stream
 from kernels.linear.records import Epilogue, Pieces, Size, Streams, Strides
@@ -187,23 +187,20 @@ def _ring_linear(
     )
 
 
-def stream_heads(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, dependent: bool = False) -> None:
-    """Launch one product a head with few tokens; weight rows are contiguous."""
+def stream_heads(x_THN: Tensor, weight_FN: Matrix, out_THF: Tensor, *, dependent: bool = False) -> None:
+    """Launch one product a head with few tokens; the heads' rows of the weight lie one behind the other, and of FP8
+    weights with several heads they are whole blocks. A plain weight may be [H, F, N], strided from head to head."""
     tokens, heads, features = x_THN.shape
-    rows = weight_HFN.shape[1]
+    rows, (data, scales, how) = out_THF.shape[2], stored(weight_FN)
+    weight_head, weight_row = data.stride()[:2] if data.dim() == 3 else (rows * data.stride(0), data.stride(0))
     kernel = stream.stream_linear[(triton.cdiv(rows, ROWS), heads)](
-        *(x_THN, x_THN, weight_HFN, weight_HFN, out_THF, out_THF, out_THF, out_THF),
+        *(x_THN, x_THN, data, scales, out_THF, out_THF, out_THF, out_THF),
         tokens,
         0.0,
-        STORED=PLAIN,
+        STORED=how,
         SIZE=Size(rows, features),
         STRIDES=Strides(
-            x_THN.stride(0),
-            weight_HFN.stride(1),
-            out_THF.stride(0),
-            x_THN.stride(1),
-            weight_HFN.stride(0),
-            out_THF.stride(1),
+            x_THN.stride(0), weight_row, out_THF.stride(0), x_THN.stride(1), weight_head, out_THF.stride(1)
         ),
         NORM=pieces(None),
         EPILOGUE=Epilogue(STORE),

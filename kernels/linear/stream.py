@@ -72,8 +72,9 @@ def stream_linear(
     STREAMS: gl.constexpr, EARLY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """y = x · weight^T for some tokens, if NORM.scaled times each token's inverse root mean square. Grid: rows / 16,
-    heads. EARLY: the kernel after may start at once, else only after this one has waited for the kernel before.
-    `residual`: with EPILOGUE.token_scaled the factors of the tokens."""
+    heads; with FP8 weights the rows of a head, of several, are whole blocks. EARLY: the kernel after may start at once,
+    else only after this one has waited for the kernel before. `residual`: with EPILOGUE.token_scaled the factors of the
+    tokens."""
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
     TOKENS: gl.constexpr = STREAMS.tokens
@@ -101,7 +102,7 @@ def stream_linear(
     scales_s = scales_memory(weight, CHUNKS, WARPS, STORED)
     if STORED.fp8:
         scaled_row = gl.minimum(program * _ROWS + gl.arange(0, _ROWS, scale_rows_layout(WARPS)), F - 1)
-        scaled_at = scaled_row // STORED.rows * STORED.scales
+        scaled_at = (scaled_row // STORED.rows + gl.program_id(1) * (F // STORED.rows)) * STORED.scales
         scales_s.store(weight_scales(scale, scaled_at, CHUNKS, WIDTH, WARPS, STORED))
     f = program * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))

@@ -1,7 +1,5 @@
 """DeepSeek V4 (2026), Flash and Pro: one entry of a token is key and value of all heads, attention to the newest tokens
 and to compressed entries, residual streams that are mixed, experts by a token's id in the first layers.
-
-A CPU serves it. No GPU does yet: its pass (`workers.models.compressed_pass`) has not run on one.
 """
 
 from __future__ import annotations
@@ -102,11 +100,6 @@ class DeepseekV4(Family):
 
     fp8_cache = False
     why_undeclared = "which its config.json does not declare (num_nextn_predict_layers, or dspark_*)"
-    # Whoever has run it on a GPU takes this away: nothing else refuses one (docs/internals/deepseek-v4.md).
-    cpu_alone = (
-        "no GPU serves it yet: its pass and its kernels have not run on one (docs/internals/deepseek-v4.md). A CPU "
-        "serves it: --device cpu"
-    )
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -195,8 +188,6 @@ class DeepseekV4(Family):
         for name, asked in {"invariant mode": invariant, "kv_cache_dtype fp8": fp8_cache}.items():
             if asked:
                 raise ConfigError(f"{name} is not supported for model_type {config.model_type!r}")
-        if source.device.type == "cuda" and self.cpu_alone:
-            raise ConfigError(f"model_type {config.model_type!r}: {self.cpu_alone}")
         formats = source.formats
         paths = ExecutionPaths(config, group, formats, invariant=False, quantize_activations=quantize_activations)
         model = CompressedModel(source, config, paths, max_positions)

@@ -30,8 +30,6 @@ class Family(ABC):
     layers of when it builds one.
     """
 
-    cpu_alone = ""
-    """What is missing before a GPU serves such a model, which a CPU does; empty for those that both serve."""
     fp8_cache = True
     """Whether its cache can be in FP8."""
     drafts = True

@@ -76,14 +76,6 @@ def has_fp8_cache(config: ModelConfig) -> bool:
     return FAMILIES[config.model_type].fp8_cache
 
 
-def cpu_alone(values: dict[str, Any]) -> str:
-    """Return what is missing before a GPU serves a model whose config.json has these values, naming its type; empty
-    where GPUs do, or where nobody knows its type."""
-    name = values.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    return f"model_type = {name!r}: {family.cpu_alone}" if family is not None and family.cpu_alone else ""
-
-
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

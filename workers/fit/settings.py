@@ -13,7 +13,7 @@ from typing import Any, Final
 from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
 from workers.drafters.eagle3.misfits import misfits
-from workers.families.registry import cpu_alone, load_config
+from workers.families.registry import load_config
 from workers.model_folder import config_values
 from workers.models.config import ConfigError
 from workers.parallel.mesh import INVARIANT_RANKS, AxisName
@@ -35,10 +35,9 @@ class Unfit(ValueError):
     """The model cannot be served with these settings; the message names the values that work."""
 
 
-def check_fit(config: EngineConfig, *, gpus: int | None = None, served: bool = True) -> None:
+def check_fit(config: EngineConfig, *, gpus: int | None = None) -> None:
     """Unfit, a line per cause. FileNotFoundError where there is no config.json. `gpus`: how many there are where the
-    ranks will run; None if that is not known yet, and then ranks say what a GPU lacks. `served`: whether the model is
-    to be served, which GPUs can not do with some yet; else it is only counted."""
+    ranks will run; None if that is not known yet, and then ranks say what a GPU lacks."""
     try:
         values = config_values(config.folder)
     except FileNotFoundError:
@@ -49,8 +48,6 @@ def check_fit(config: EngineConfig, *, gpus: int | None = None, served: bool = T
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config)]
     causes += [_cache_dtype(config, gpus), *_draft_model(config, model), *_tiers(config, model, gpus)]
-    on_gpus = config.device == "cuda" or (config.device == "auto" and bool(gpus))
-    causes += [cpu_alone(values) if served and on_gpus else ""]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 

@@ -24,7 +24,7 @@ from kernels.runtime.hopper import multiprocessors
 from kernels.sparse import SelectWorkspace, index_scores, select_positions
 from workers.memory.scratch import Scratch
 from workers.models.compressed_ops import CompressedOps
-from workers.models.general import plain
+from workers.models.general import dependent, plain
 from workers.weights.weight import Weight
 
 SCORES: Final = 1 << 26
@@ -138,8 +138,10 @@ class KernelOps(CompressedOps):
 
     @override
     def group_linear(self, x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch) -> None:
-        matrix, rows = weight_NF.matrix, out_TGU.shape[2]
+        matrix, rows, early = weight_NF.matrix, out_TGU.shape[2], dependent(x_TGF)
         with scratch.scope():
             if not isinstance(matrix, BlockScaled) or rows % matrix.rows:
+                # A matrix that is dequantized in the launch before must not be read early.
+                early = early and isinstance(matrix, Tensor)
                 matrix = plain(weight_NF, x_TGF.dtype, scratch)
-            group_linear(x_TGF, matrix, out_TGU)
+            group_linear(x_TGF, matrix, out_TGU, dependent=early)

@@ -332,13 +332,13 @@ class GeneralOps(LayerOps[Rows]):
         """residual += x, out = rms_norm(residual), of a sum over ranks or parts of a sum [T, P, E]; `out` may be
         `x_TE`. Where there are several residual streams see `add_to_streams`; of a sum alone."""
         out_TE = tensor_of(out)
-        if norm.memory is not None:
-            into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
-            add_to_streams(x_TE, *into, eps=norm.eps)
-            self._round(out)
-            return
         # Behind a collective of others it is a plain launch.
         early = dependent(x_TE) and (self.group.summed.size == 1 or self.group.sums_by_kernel(x_TE))
+        if norm.memory is not None:
+            into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
+            add_to_streams(x_TE, *into, eps=norm.eps, dependent=early)
+            self._round(out)
+            return
         if isinstance(out, RoundedRows) and x_TE.dim() == 2:
             residual_TE = norm.residual_TE
             rounded_norm(x_TE, norm.weight_E, out_TE, out.fp8, eps=norm.eps, residual_TE=residual_TE, dependent=early)

@@ -42,6 +42,12 @@ def test_heads(tokens: int) -> None:
     cases.check_heads(CPU, tokens, 3, 24, 128)
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize(("rows", "blocks"), [(32, (32, 64)), (64, (16, 128))])
+def test_heads_in_blocks(tokens: int, rows: int, blocks: tuple[int, int]) -> None:
+    cases.check_heads_in_blocks(CPU, tokens, 3, rows, 256, blocks)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_normed(tokens: int) -> None:
     cases.check_normed(CPU, tokens, 88, 192, 48)

@@ -196,6 +196,15 @@ def check_heads(place: Place, tokens: int, heads: int, rows: int, features: int)
     close(out, torch.einsum("thn,hln->thl", x.double(), weight.double()))
 
 
+def check_heads_in_blocks(place: Place, tokens: int, heads: int, rows: int, features: int, blocks: Blocks) -> None:
+    """One product a head with FP8 weights, the rows of a head whole blocks."""
+    torch.manual_seed(tokens)
+    x, (weight, wide) = place.normal(tokens, heads, features), place.matrix(heads * rows, features, blocks=blocks)
+    out = place.poison(tokens, heads, rows)
+    launch.stream_heads(x, weight, out, dependent=place.dependent)
+    close(out, torch.einsum("thn,hln->thl", x.double(), wide.view(heads, rows, features)))
+
+
 def check_normed(
     place: Place, tokens: int, rows: int, features: int, next_features: int, blocks: Blocks = None
 ) -> None:

@@ -31,6 +31,7 @@ def test_v2_lite_products(tokens: int) -> None:
     cases.check_linear(place(), tokens, 10001, 2048)
     cases.check_linear(place(), tokens, 1000, 192)
     cases.check_heads(place(), tokens, 16, 128, 512)
+    cases.check_heads_in_blocks(place(), tokens, 4, 1024, 4096, (128, 128))
     cases.check_enter(place(), tokens, 2048)
 
 

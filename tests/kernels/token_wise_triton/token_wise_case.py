@@ -229,12 +229,12 @@ class Streams(_Tensors):
         self.outputs = ["out", "residual", "open", "mix", "sum"]
 
     def run(self, dependent: bool = False) -> None:
-        """Launched plainly."""
         t = self.tensors
         steps = 20 * (self.gates == 3)
         gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4, steps) if self.gates else None
         memory = StreamMemory(t["open"], t["part"], t["mix"] if self.mixed else None, t["sum"] if self.keeps else None)
-        launch_add_to_streams(t["x"], t["residual"], memory, gates, t["weight"], t["out"], self.eps)
+        into = t["residual"], memory, gates, t["weight"], t["out"], self.eps
+        launch_add_to_streams(t["x"], *into, dependent=dependent)
 
     def check(self) -> None:
         added = self.inputs["open"].unsqueeze(2) * self.inputs["x"].float().unsqueeze(1)

@@ -14,18 +14,11 @@ from tests.deepseek_v4_layout import tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.drafters.dspark import DsparkDrafter
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.protocol.plan import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICES = torch.device("cuda", 0), torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs are refused by one line until they have served the model."""
-    monkeypatch.setattr(DeepseekV4, "cpu_alone", "")
 
 
 @pytest.fixture(scope="module")

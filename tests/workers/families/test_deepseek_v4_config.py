@@ -13,11 +13,9 @@ from published_configs import V4_FLASH, V4_FLASH_DSPARK, V4_PRO
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
-from workers.config import EngineConfig
 from workers.families.deepseek_v4 import MOST_BLOCK
 from workers.families.loading import load_model
 from workers.families.registry import parse_config
-from workers.fit.settings import Unfit, check_fit
 from workers.models.config import CompressedLayer, ConfigError, Dspark
 from workers.models.model import Model
 from workers.models.rope import LOOKAHEAD, frequencies
@@ -119,19 +117,6 @@ def test_errors_name_the_field(changes: dict[str, Any], words: list[str]) -> Non
         parse_config({**V4_FLASH, **changes})
     for word in words:
         assert word in str(error.value)
-
-
-def test_a_gpu_refuses_it_by_name(tmp_path: Path) -> None:
-    """Before anything is started where it is known that ranks run on GPUs. A CPU serves it."""
-    config, model = tiny_v4()
-    write_v4(tmp_path, config, published_v4(model))
-    engine = EngineConfig(model=str(tmp_path))
-    for device, gpus in (("cuda", None), ("auto", 2)):
-        with pytest.raises(Unfit, match="no GPU serves it yet: its pass and its kernels"):
-            check_fit(engine.model_copy(update={"device": device}), gpus=gpus)
-    check_fit(engine, gpus=2, served=False)
-    check_fit(engine, gpus=0)
-    check_fit(engine.model_copy(update={"device": "cpu"}), gpus=2)
 
 
 def test_reads_dspark() -> None:

@@ -134,4 +134,4 @@ def test_the_smallest_change_is_more_ranks(tmp_path: Path) -> None:
 def test_ranks_share_groups_of_heads(tmp_path: Path) -> None:
     config = EngineConfig(model=str(write(tmp_path, V4_FLASH)), tensor_parallel=16)
     with pytest.raises(Unfit, match="o_groups = 8"):
-        check_fit(config, served=False)
+        check_fit(config)

@@ -17,7 +17,6 @@ from typing_extensions import override
 from tests.deepseek_v4_layout import VOCAB, mtp_v4, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.families.deepseek_v4 import DeepseekV4
 from workers.models.attention import compressed_rows
 from workers.models.batch import Batch
 from workers.models.compressed_kernels import KernelOps
@@ -27,12 +26,6 @@ from workers.protocol.plan import SamplingParams
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs are refused by one line until they have served the model."""
-    monkeypatch.setattr(DeepseekV4, "cpu_alone", "")
 
 
 def moved(batch: Any) -> Any:
