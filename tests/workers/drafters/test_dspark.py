@@ -30,7 +30,6 @@ from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels, compressed_pass, general
 from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch, DecodeBatch
-from workers.models.compressed_kernels import KernelOps
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams
 from workers.step.buckets import DecodeBuckets
@@ -235,14 +234,12 @@ def streams_before_the_layers(patch: pytest.MonkeyPatch) -> None:
 
 def attending_otherwise(patch: pytest.MonkeyPatch, wrong: Callable[[int], dict[str, int]]) -> None:
     """Let blocks attend with other options, which `wrong` gives for a window."""
-    honest = KernelOps.attend
+    honest = dspark.attend
 
-    def attend(own: KernelOps, *given: Any, **options: Any) -> None:
-        if options.get("block"):
-            options |= wrong(options["window"])
-        honest(own, *given, **options)
+    def attend(*given: Any, **options: Any) -> None:
+        honest(*given, **{**options, **wrong(options["window"])})
 
-    patch.setattr(KernelOps, "attend", attend)
+    patch.setattr(dspark, "attend", attend)
 
 
 def a_block_that_sees_no_later_token(patch: pytest.MonkeyPatch) -> None:

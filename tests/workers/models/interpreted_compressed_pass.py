@@ -22,8 +22,6 @@ from kernels.sparse import SelectWorkspace  # noqa: E402
 from kernels.sparse import launch as sparse_launch  # noqa: E402
 from workers.models import compressed_kernels, general  # noqa: E402
 from workers.models.attention import compressed_rows  # noqa: E402
-from workers.models.compressed_kernels import KernelOps  # noqa: E402
-from workers.models.compressed_pass import CompressedPass  # noqa: E402
 
 CALLS: dict[str, int] = {}
 """How often each kernel's launcher was called."""
@@ -90,7 +88,6 @@ def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPat
     padding, across borders of all entries."""
     given = case("plain")
     monkeypatch.setattr(compressed_rows, "ATTENDING", 7)
-    monkeypatch.setattr(given.model, "segments", CompressedPass(given.model, KernelOps()))
     rows, worst = Steps(given, poisoned(given.model)), 0.0
     for counts, rejected in [((37, 9), 0), ((WIDTH, WIDTH), 3), ((WIDTH, WIDTH), 0), ((10, 1), 0)]:
         for row, begin, logit_TB in rows.feed(*enumerate(counts), rejected=rejected):
