@@ -227,7 +227,8 @@ class DsparkDrafter(Drafter):
         sure_DR = self.confidence(x_DRE, before_DRM, scratch)
         for index in range(1, len(sure_DR)):
             sure_DR[index].mul_(sure_DR[index - 1])
-        likely_DR = torch.ge(sure_DR, self.least_confidence, out=scratch.empty(*sure_DR.shape, dtype=torch.bool))
+        # As integers at once: on a GPU a sum of others would be one of a copy.
+        likely_DR = torch.ge(sure_DR, self.least_confidence, out=scratch.empty(*sure_DR.shape, dtype=torch.int64))
         return torch.sum(likely_DR, 0, out=scratch.empty(sure_DR.shape[1], dtype=torch.int64))
 
     def confidence(self, x_DRE: Tensor, before_DRM: Tensor, scratch: Scratch) -> Tensor:

@@ -93,9 +93,8 @@ class Drafts:
     confidence: list[float] = field(default_factory=list)
 
 
-@pytest.fixture
-def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
-    """Everything that is drafted from now on, of rows of somebody."""
+def note_drafts(patch: pytest.MonkeyPatch) -> list[Drafts]:
+    """Everything that is drafted from now on, of rows of somebody, by steps that are not captured."""
     found: list[Drafts] = []
     choose, confidence = _Drafted.choose, DsparkDrafter.confidence
 
@@ -119,13 +118,19 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
             found.extend(row for row in noted_rows if row.slot >= 0)
         for row, drafts in enumerate(noted_rows):
             drafts.tokens.append(int(token_R[row]))
-            drafts.logits.append(kept[0][row].clone())
+            drafts.logits.append(kept[0][row].cpu().clone())
         return token_R
 
     noted_rows: list[Drafts] = []
-    monkeypatch.setattr(_Drafted, "choose", noted)
-    monkeypatch.setattr(DsparkDrafter, "confidence", note)
+    patch.setattr(_Drafted, "choose", noted)
+    patch.setattr(DsparkDrafter, "confidence", note)
     return found
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
+    """See `note_drafts`."""
+    return note_drafts(monkeypatch)
 
 
 def differs(drafts: Drafts, tokens: list[int]) -> str:
