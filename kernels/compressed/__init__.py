@@ -67,7 +67,8 @@ def rope_store(
 ) -> None:
     """q = rope(q / rms(q)) for each head, in place; entry = rope(rms_norm(kv)), of decode rows into the ring, too.
 
-    - `q_THD`: bf16, fp16 or fp32; a token's heads are contiguous, tokens may be strided.
+    - `q_THD`: bf16, fp16 or fp32; a token's heads are contiguous, tokens may be strided. There may be none
+      (H = 0), where entries alone are wanted.
     - `kv_TD`: any such dtype, rows may be strided. `norm_D`: weight of the norm, any floating dtype.
     - `rotation_TO`: fp32, (cos, sin) of the i-th angle of each token at (2i, 2i + 1). Rope turns the last O features,
       in pairs (2i, 2i + 1).

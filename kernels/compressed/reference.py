@@ -136,7 +136,8 @@ def attend(
         if first:
             seen_QS &= key_SD.isfinite().all(1)
         if entry_PKD is not None:
-            end_Q1, columns = (position_Q.unsqueeze(1) + 1) // ratio, end // ratio
+            end_Q1 = _complete(position_Q, ratio).unsqueeze(1)
+            columns = int(end_Q1.max())
             number_N = torch.arange(columns)
             wanted_QN = number_N < end_Q1
             if selected_TS is not None:
@@ -153,6 +154,11 @@ def attend(
         weight_QHS = torch.cat([score_QHS, sink_QH1], 2).softmax(2)[..., :-1]
         out_QHD = weight_QHS @ _wide(key_SD).nan_to_num(0.0, 0.0, 0.0)
         out_THD[token_Q] = turned(out_QHD, rotation_TO[token_Q].unsqueeze(1), back=True).to(out_THD.dtype)
+
+
+def _complete(position_Q: Tensor, ratio: int) -> Tensor:
+    """Entries of so many tokens that are complete at these positions."""
+    return (position_Q + 1) // ratio
 
 
 def _chosen(rows: TokenRows, selected_QS: Tensor, end_Q1: Tensor, columns: int) -> Tensor:

@@ -22,7 +22,6 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import rows_of_pass
 from workers.models.batch import Batch
 from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer
-from workers.models.compressed_ops import CompressedOps
 from workers.models.compressed_pass import attend
 from workers.models.config import CompressedLayer
 from workers.models.deepseek_v4_model import CompressedModel
@@ -42,18 +41,17 @@ class CompressedMtp(Drafter):
     """The layer `mtp.0`. Its embedding and head are the model's; the sum that its head reads of the streams has weights
     of its own, and so has the norm behind that."""
 
-    def __init__(self, source: WeightSource, model: CompressedModel, own: CompressedOps) -> None:
-        """`own`: operations of attention that other models do not have."""
+    def __init__(self, source: WeightSource, model: CompressedModel) -> None:
         config, hidden = model.config, model.config.hidden_size
         assert config.streams is not None
-        self.model, self._own, self._count = model, own, config.streams.count
+        self.model, self._count = model, config.streams.count
         self.embedding_norm_E = source.load(f"{PREFIX}enorm.weight", hidden)
         self.hidden_norm_E = source.load(f"{PREFIX}hnorm.weight", hidden)
         self.from_embedding_EE = source.matrix(Part(f"{PREFIX}e_proj.weight", hidden, hidden))
         self.from_hidden_EE = source.matrix(Part(f"{PREFIX}h_proj.weight", hidden, hidden))
         kind = CompressedLayer(0)
         block = load_block(source, config, PREFIX, kind, hashed=False)
-        self.layer = CompressedDecoderLayer(config, own, kind, block, model.rotation_PO)
+        self.layer = CompressedDecoderLayer(config, kind, block, model.rotation_PO)
         end_streams = load_streams(source, f"{PREFIX}hc_head_", config, added=False)
         assert end_streams is not None
         self.end_streams = end_streams
@@ -90,7 +88,7 @@ class CompressedMtp(Drafter):
         with scratch.scope():
             heads = len(self.layer.block.attention.sink_H)
             buffers = CompressedBuffers.empty(config, heads, model.dtype, ops, tokens, scratch, ended=True)
-            where = model.compression, config.rms_norm_eps, self._own
+            where = model.compression, config.rms_norm_eps
             rows = rows_of_pass(batch, *where, ops.choices, cache.out_of_bounds_count_1, scratch)
             buffers.token_T.copy_(token_T)
             torch.index_select(model.rotation_PO, 0, batch.position_T, out=buffers.rotation_TO)

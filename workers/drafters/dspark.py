@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels import compressed
 from kernels.compressed import TokenRows
 from kernels.rms_norm import AddNorm
 from workers.cache.paged import PagedCache
@@ -29,7 +30,7 @@ from workers.cache.rings import RingSpec
 from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import LayerAttention, row_of_tokens, token_rows
 from workers.models.batch import Batch
-from workers.models.compressed_kernels import KernelOps
+from workers.models.compressed_kernels import attend
 from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer
 from workers.models.config import CompressedLayer, Dspark
 from workers.models.deepseek_v4_model import CompressedModel
@@ -49,11 +50,10 @@ class DsparkDrafter(Drafter):
 
     estimates = True
 
-    def __init__(self, source: WeightSource, model: CompressedModel, own: KernelOps) -> None:
-        """`own`: operations of attention that other models do not have."""
+    def __init__(self, source: WeightSource, model: CompressedModel) -> None:
         config, hidden, vocab = model.config, model.config.hidden_size, model.config.vocab_size
         assert config.dspark is not None
-        self.model, self._own, self._eps = model, own, config.rms_norm_eps
+        self.model, self._eps = model, config.rms_norm_eps
         self.sizes: Dspark = config.dspark
         prefixes = [f"mtp.{stage}." for stage in range(self.sizes.stages)]
         first, last, rank = prefixes[0], prefixes[-1], self.sizes.markov_rank
@@ -61,7 +61,7 @@ class DsparkDrafter(Drafter):
         self.context_norm_E = source.load(f"{first}main_norm.weight", hidden)
         kind = CompressedLayer(0)
         blocks = [load_block(source, config, prefix, kind, hashed=False) for prefix in prefixes]
-        self.layers = [CompressedDecoderLayer(config, own, kind, block, model.rotation_PO) for block in blocks]
+        self.layers = [CompressedDecoderLayer(config, kind, block, model.rotation_PO) for block in blocks]
         end_streams = load_streams(source, f"{last}hc_head_", config, added=False)
         assert end_streams is not None
         self.end_streams = end_streams
@@ -115,9 +115,9 @@ class DsparkDrafter(Drafter):
     ) -> None:
         """Make entries and keep them; nothing asks for queries."""
         made = made_TC.unsqueeze(1)[:, :0], made_TC, norm_C, rotation_TO, entry_TC, ring_XLC, rows
-        self._own.rope_store(*made, window=self.model.compression.window, eps=self._eps)
+        compressed.rope_store(*made, window=self.model.compression.window, eps=self._eps)
         if not rows.width:
-            self._own.keep_entries(entry_TC, ring_XLC, rows)
+            compressed.keep_entries(entry_TC, ring_XLC, rows)
 
     @override
     def draft(
@@ -195,8 +195,8 @@ class DsparkDrafter(Drafter):
         weights, size, q_NHC = layer.weights, self.sizes.block, buffers.q_THD
         entry_NC = scratch.empty(*buffers.kv_TD.shape, dtype=ring_XLC.dtype)
         made = q_NHC, buffers.kv_TD, weights.kv_norm_D, buffers.rotation_TO, entry_NC, ring_XLC, rows
-        self._own.rope_store(*made, window=window, eps=self._eps)
-        self._own.attend(
+        compressed.rope_store(*made, window=window, eps=self._eps)
+        attend(
             q_NHC,
             ring_XLC,
             entry_NC,
@@ -209,7 +209,6 @@ class DsparkDrafter(Drafter):
             scratch,
             window=window + size,
             ratio=0,
-            scale=q_NHC.shape[-1] ** -0.5,
             block=size,
         )
 
@@ -228,7 +227,8 @@ class DsparkDrafter(Drafter):
         sure_DR = self.confidence(x_DRE, before_DRM, scratch)
         for index in range(1, len(sure_DR)):
             sure_DR[index].mul_(sure_DR[index - 1])
-        likely_DR = torch.ge(sure_DR, self.least_confidence, out=scratch.empty(*sure_DR.shape, dtype=torch.bool))
+        # As integers at once: on a GPU a sum of others would be one of a copy.
+        likely_DR = torch.ge(sure_DR, self.least_confidence, out=scratch.empty(*sure_DR.shape, dtype=torch.int64))
         return torch.sum(likely_DR, 0, out=scratch.empty(sure_DR.shape[1], dtype=torch.int64))
 
     def confidence(self, x_DRE: Tensor, before_DRM: Tensor, scratch: Scratch) -> Tensor:

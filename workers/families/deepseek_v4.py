@@ -179,9 +179,7 @@ class DeepseekV4(Family):
         """ConfigError for what its forward pass does not have."""
         from workers.drafters.compressed_mtp import CompressedMtp
         from workers.drafters.dspark import DsparkDrafter
-        from workers.models.compressed_kernels import KernelOps
         from workers.models.compressed_pass import CompressedPass
-        from workers.models.compressed_torch import TorchOps
         from workers.models.deepseek_v4_model import CompressedModel
         from workers.models.execution_paths import ExecutionPaths
 
@@ -191,12 +189,10 @@ class DeepseekV4(Family):
         formats = source.formats
         paths = ExecutionPaths(config, group, formats, invariant=False, quantize_activations=quantize_activations)
         model = CompressedModel(source, config, paths, max_positions)
-        own = KernelOps() if source.device.type == "cuda" else TorchOps()
-        model.segments = CompressedPass(model, own)
+        model.segments = CompressedPass(model)
         if draft_layer:
             source.progress("draft layer" if config.dspark is None else "draft layers")
-            mtp = config.dspark is None
-            model.drafter = CompressedMtp(source, model, own) if mtp else DsparkDrafter(source, model, KernelOps())
+            model.drafter = (CompressedMtp if config.dspark is None else DsparkDrafter)(source, model)
         return model
 
     @override

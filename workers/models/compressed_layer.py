@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.compressed import rope_queries
 from kernels.residual_streams import StreamGates, StreamMemory
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import CompressedInputs, LayerAttention
-from workers.models.compressed_ops import CompressedOps
+from workers.models.compressed_kernels import project_groups
 from workers.models.config import CompressedLayer, Compression, ModelConfig
 from workers.models.deepseek_v4_weights import CompressedBlock
 from workers.models.general import GeneralOps, Rows, tensor_of
@@ -131,16 +132,14 @@ class CompressedDecoderLayer:
     def __init__(
         self,
         config: ModelConfig,
-        own: CompressedOps,
         kind: CompressedLayer,
         block: CompressedBlock,
         rotation_YO: Tensor,
     ) -> None:
-        """`own`: operations that other models do not have. `rotation_YO`: rotations by position in a layer of this
-        kind."""
+        """`rotation_YO`: rotations by position in a layer of this kind."""
         assert config.compression is not None
         assert config.routing is not None
-        self.kind, self.block, self._own, self._eps = kind, block, own, config.rms_norm_eps
+        self.kind, self.block, self._eps = kind, block, config.rms_norm_eps
         self._compression: Compression = config.compression
         self.attention = LayerAttention(kind, block.attention, rotation_YO)
         experts, routing = block.experts, replace(config.routing, shared_experts=0)
@@ -173,7 +172,7 @@ class CompressedDecoderLayer:
         if indexer is None or q_TJI is None or weight_TJ is None or inputs.index_made_TF is None:
             return
         ops.linear(latent, indexer.q_FA, q_TJI.flatten(1), scratch)
-        self._own.rope_queries(q_TJI, inputs.rotation_TO)
+        rope_queries(q_TJI, inputs.rotation_TO)
         _wide(ops, x, indexer.weight_JE, weight_TJ, scratch)
         weight_TJ.mul_((self._compression.index_heads * self._compression.index_features) ** -0.5)
         _wide(ops, x, indexer.compressor.both_FE, inputs.index_made_TF, scratch)
@@ -192,7 +191,7 @@ class CompressedDecoderLayer:
             groups = block.attention.out_FD.shape[0] // features
             out_TGU = scratch.empty(tokens, groups, features, dtype=dtype)
             of_groups = attended_THD.view(tokens, groups, -1)
-            self._own.group_linear(of_groups, block.attention.out_FD, out_TGU, scratch)
+            project_groups(of_groups, block.attention.out_FD, out_TGU, scratch)
             ops.add(out_TGU.flatten(1), block.attention.out_EF, between, x, scratch)
         given_TK = None
         if (expert_YK := block.experts.expert_YK) is not None:

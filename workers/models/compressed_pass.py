@@ -26,7 +26,6 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import CompressedRows, live_tokens, rows_of_pass
 from workers.models.batch import Batch
 from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer, shallow_layers
-from workers.models.compressed_ops import CompressedOps
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches
 from workers.models.general import GeneralOps, tensor_of
@@ -42,9 +41,9 @@ class CompressedPass(StepPass):
     """Attention lets more programs share a token the fewer tokens there are, twice as many at a time. The indexer
     scores tokens in equal tiles of up to four: of three where a chunk has 3, 5, 6 or 9 tokens."""
 
-    def __init__(self, model: CompressedModel, own: CompressedOps, indices: Sequence[int] | None = None) -> None:
-        """`own`: operations that other models do not have. `indices`: of the layers; all without them."""
-        self.model, self._own = model, own
+    def __init__(self, model: CompressedModel, indices: Sequence[int] | None = None) -> None:
+        """`indices`: of the layers; all without them."""
+        self.model = model
         self._indices = range(len(model.blocks)) if indices is None else indices
         self.layers = [self._layer(index) for index in self._indices]
 
@@ -52,11 +51,11 @@ class CompressedPass(StepPass):
         model = self.model
         kind = model.compression.layers[index]
         rotation_YO = model.compressed_rotation_PO if kind.ratio else model.rotation_PO
-        return CompressedDecoderLayer(model.config, self._own, kind, model.blocks[index], rotation_YO)
+        return CompressedDecoderLayer(model.config, kind, model.blocks[index], rotation_YO)
 
     @override
     def few(self, model: Any) -> CompressedPass:
-        return CompressedPass(model, self._own, shallow_layers(self.layers))
+        return CompressedPass(model, shallow_layers(self.layers))
 
     @property
     def _ends_for_all(self) -> bool:
@@ -153,7 +152,7 @@ class CompressedPass(StepPass):
     def _rows(
         self, batch: Batch, cache: PagedCache, buffers: CompressedBuffers, scratch: Scratch
     ) -> list[CompressedRows]:
-        where = self.model.compression, self.model.config.rms_norm_eps, self._own
+        where = self.model.compression, self.model.config.rms_norm_eps
         return rows_of_pass(batch, *where, buffers.ops.choices, cache.out_of_bounds_count_1, scratch)
 
     def _caches(self, cache: PagedCache) -> list[LayerCaches]:

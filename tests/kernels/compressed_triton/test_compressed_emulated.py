@@ -74,6 +74,15 @@ def test_entries_that_a_layer_that_drafts_has_not_made(heads: int, programs: int
         case.run([2, 2], width)
 
 
+@pytest.mark.parametrize(("heads", "programs"), [(8, 8), (20, 1)])
+def test_tokens_of_a_block_see_all_of_each_other(heads: int, programs: int) -> None:
+    sizes = {"heads": heads, "features": 512, "rope": 64, "window": 70, "programs": programs}
+    case = Attending(2, 90, dtype=torch.bfloat16, **sizes)  # type: ignore[arg-type]
+    case.length = [75, 1]
+    with emulated(programs, fences=False):
+        case.run([3, 3], block=3)
+
+
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_products_of_groups(tokens: int) -> None:
     groups, rows, features = 2, 128, 256

@@ -30,7 +30,6 @@ from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels, compressed_pass, general
 from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch, DecodeBatch
-from workers.models.compressed_kernels import KernelOps
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams
 from workers.step.buckets import DecodeBuckets
@@ -94,9 +93,8 @@ class Drafts:
     confidence: list[float] = field(default_factory=list)
 
 
-@pytest.fixture
-def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
-    """Everything that is drafted from now on, of rows of somebody."""
+def note_drafts(patch: pytest.MonkeyPatch) -> list[Drafts]:
+    """Everything that is drafted from now on, of rows of somebody, by steps that are not captured."""
     found: list[Drafts] = []
     choose, confidence = _Drafted.choose, DsparkDrafter.confidence
 
@@ -120,13 +118,19 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
             found.extend(row for row in noted_rows if row.slot >= 0)
         for row, drafts in enumerate(noted_rows):
             drafts.tokens.append(int(token_R[row]))
-            drafts.logits.append(kept[0][row].clone())
+            drafts.logits.append(kept[0][row].cpu().clone())
         return token_R
 
     noted_rows: list[Drafts] = []
-    monkeypatch.setattr(_Drafted, "choose", noted)
-    monkeypatch.setattr(DsparkDrafter, "confidence", note)
+    patch.setattr(_Drafted, "choose", noted)
+    patch.setattr(DsparkDrafter, "confidence", note)
     return found
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
+    """See `note_drafts`."""
+    return note_drafts(monkeypatch)
 
 
 def differs(drafts: Drafts, tokens: list[int]) -> str:
@@ -235,14 +239,12 @@ def streams_before_the_layers(patch: pytest.MonkeyPatch) -> None:
 
 def attending_otherwise(patch: pytest.MonkeyPatch, wrong: Callable[[int], dict[str, int]]) -> None:
     """Let blocks attend with other options, which `wrong` gives for a window."""
-    honest = KernelOps.attend
+    honest = dspark.attend
 
-    def attend(own: KernelOps, *given: Any, **options: Any) -> None:
-        if options.get("block"):
-            options |= wrong(options["window"])
-        honest(own, *given, **options)
+    def attend(*given: Any, **options: Any) -> None:
+        honest(*given, **{**options, **wrong(options["window"])})
 
-    patch.setattr(KernelOps, "attend", attend)
+    patch.setattr(dspark, "attend", attend)
 
 
 def a_block_that_sees_no_later_token(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_dspark import BLOCK, CONFIG, prompts, tensors
+from test_dspark import BLOCK, CONFIG, check, note_drafts, prompts, tensors
 
 from tests.deepseek_v4_layout import tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
@@ -64,13 +64,14 @@ def test_captured_and_mixed_steps_give_transformers_tokens(width: Any, least: fl
     assert accepted[0] == accepted[1] > 0
 
 
-def test_drafts_of_one_step_are_those_of_a_cpu(folder: Path) -> None:
-    """Also behind a snapshot, whose rings a captured step reads."""
-    (prompt,) = prompts(140, seed=3)
-    drafted = []
-    for device in DEVICES:
-        run = engine(folder, device, max_rows=1, width=BLOCK + 1, selftest=False, least_draft_confidence=0.0)
-        answers = [run.generate([prompt], SamplingParams(6, temperature=0.0)) for _ in range(3)]
-        drafted.append((answers, run.runner.parts.state.tensors.draft_SK[0].tolist()))
-        assert run.scheduler.stats().cached_tokens > 0
-    assert drafted[0] == drafted[1]
+@pytest.mark.parametrize("length", [1, 8, 47, 150])
+def test_drafts_are_those_of_the_formulas(length: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their logits and confidences, in eager steps: behind prompts in one chunk or several, behind rejected
+    drafts, and behind a snapshot."""
+    drafted, (prompt,) = note_drafts(monkeypatch), prompts(length, seed=length)
+    run = engine(folder, DEVICES[0], max_rows=1, width=BLOCK + 1, selftest=False, graphs=False)
+    answers = [run.generate([prompt], SamplingParams(6, temperature=0.0))[0] for _ in range(3)]
+    assert answers == [greedy(prompt, 6)] * 3
+    assert check(drafted, [[*prompt, *answers[0]]]) >= 15
+    assert (run.scheduler.stats().cached_tokens > 0) == (length > 128)
+    assert all(drafts.confidence for drafts in drafted)

@@ -8,11 +8,13 @@ interpreter.repair()
 bounds.check_bounds()
 
 from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from test_compressed_pass import Steps  # noqa: E402
+from test_deepseek_v4_ranks import dspark, write_dspark  # noqa: E402
 from test_deepseek_v4_reference import TOLERANCE, WIDTH, case, poisoned  # noqa: E402
 
 from kernels import compressed, moe, residual_streams, rms_norm, silu_mul  # noqa: E402
@@ -22,8 +24,7 @@ from kernels.sparse import SelectWorkspace  # noqa: E402
 from kernels.sparse import launch as sparse_launch  # noqa: E402
 from workers.models import compressed_kernels, general  # noqa: E402
 from workers.models.attention import compressed_rows  # noqa: E402
-from workers.models.compressed_kernels import KernelOps  # noqa: E402
-from workers.models.compressed_pass import CompressedPass  # noqa: E402
+from workers.parallel.group import Group  # noqa: E402
 
 CALLS: dict[str, int] = {}
 """How often each kernel's launcher was called."""
@@ -72,6 +73,14 @@ def route(logit: Any, bias: Any, id_TK: Any, weight_TK: Any, rule: Any, **option
     noted("route", moe_launch.route)(logit, bias, id_TK, weight_TK, rule, *given)
 
 
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
+    """A folder with DSpark, and what it makes on the kernels' references."""
+    folder = tmp_path_factory.mktemp("dspark")
+    write_dspark(folder)
+    return folder, dspark(folder, Group())
+
+
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     CALLS.clear()
@@ -90,7 +99,6 @@ def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPat
     padding, across borders of all entries."""
     given = case("plain")
     monkeypatch.setattr(compressed_rows, "ATTENDING", 7)
-    monkeypatch.setattr(given.model, "segments", CompressedPass(given.model, KernelOps()))
     rows, worst = Steps(given, poisoned(given.model)), 0.0
     for counts, rejected in [((37, 9), 0), ((WIDTH, WIDTH), 3), ((WIDTH, WIDTH), 0), ((10, 1), 0)]:
         for row, begin, logit_TB in rows.feed(*enumerate(counts), rejected=rejected):
@@ -101,3 +109,10 @@ def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPat
         *("rope_store", "rope_queries", "keep_entries", "compress", "attend", "index_scores", "select_positions"),
         *("add_to_streams", "rms_norm", "silu_mul", "route"),
     }
+
+
+def test_dspark_drafts_what_it_does_on_the_references(drafted: tuple[Path, list[torch.Tensor]]) -> None:
+    folder, wanted = drafted
+    for got, want in zip(dspark(folder, Group()), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=0)
+    assert {"rope_store", "keep_entries", "attend", "add_to_streams", "rms_norm", "silu_mul", "route"} == set(CALLS)

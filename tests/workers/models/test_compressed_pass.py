@@ -20,9 +20,6 @@ from workers.memory.scratch import Scratch
 from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import rows_of_pass
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
-from workers.models.compressed_kernels import KernelOps
-from workers.models.compressed_pass import CompressedPass
-from workers.models.compressed_torch import TorchOps
 from workers.models.deepseek_v4_parts import CompressedTokens
 from workers.protocol.plan import BatchLayout
 
@@ -85,7 +82,7 @@ def test_decode_rows_are_laid_out_in_memory_of_the_step() -> None:
     batch = Batch(BatchLayout(2, 2), torch.tensor([7, 8, 0, 0]), torch.zeros(4, dtype=torch.int64), decode, None)
     scratch, fault_1 = Scratch(CPU, torch.empty(1 << 14, dtype=torch.uint8)), torch.zeros(1, dtype=torch.int64)
     with capture_guard(CPU):
-        (rows,) = rows_of_pass(batch, model.compression, 1e-6, TorchOps(), None, fault_1, scratch)
+        (rows,) = rows_of_pass(batch, model.compression, 1e-6, None, fault_1, scratch)
     assert rows._rows.row_T.tolist() == [0, 0, 1, 1]
     assert {ratio: bound_T.tolist() for ratio, bound_T in rows._bounds.items()} == {4: [2, 2, 0, 0]}
 
@@ -107,7 +104,7 @@ def test_as_much_is_uploaded_of_chunks_of_any_length(count: int, monkeypatch: py
     layout = BatchLayout(1, 0, counts, (True,) * 3)
     batch = Batch(layout, position_T, torch.zeros_like(position_T), None, prefill)
     scratch, fault_1 = Scratch(CPU, torch.empty(1 << 18, dtype=torch.uint8)), torch.zeros(1, dtype=torch.int64)
-    (rows,) = rows_of_pass(batch, model.compression, 1e-6, TorchOps(), None, fault_1, scratch)
+    (rows,) = rows_of_pass(batch, model.compression, 1e-6, None, fault_1, scratch)
     assert uploaded == [6]
     assert rows._rows.slot_R.tolist() == [2, 0, -1]
     assert rows._rows.row_T.tolist() == [0] * count + [1] + [2] * 5
@@ -115,21 +112,15 @@ def test_as_much_is_uploaded_of_chunks_of_any_length(count: int, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunks"), [*((kind, "rejected drafts") for kind in KINDS), ("published ratios", "one by one")]
+    ("kind", "chunks"),
+    [
+        *((kind, "rejected drafts") for kind in KINDS),
+        ("published ratios", "one by one"),
+        ("published ratios", "two rows"),
+        ("quantized", "across every border"),
+    ],
 )
 def test_decode_rows_give_transformers_logits(kind: str, chunks: str) -> None:
-    assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("kind", "chunks"),
-    [("plain", "rejected drafts"), ("published ratios", "two rows"), ("quantized", "across every border")],
-)
-def test_the_kernels_references_give_transformers_logits(
-    kind: str, chunks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = case(kind).model
-    monkeypatch.setattr(model, "segments", CompressedPass(model, KernelOps()))
     assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
 
 

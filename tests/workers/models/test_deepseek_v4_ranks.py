@@ -1,4 +1,4 @@
-"""Two ranks of a DeepSeek V4 over gloo give the logits that one rank gives."""
+"""Two ranks of a DeepSeek V4 over gloo give the logits that one rank gives, and draft with DSpark what one drafts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_v4_layout import QUANTIZATION, VOCAB, published_v4, quantized_v4, tiny_v4, write_v4
+from deepseek_v4_layout import DSPARK, QUANTIZATION, VOCAB, dspark_v4, published_v4, quantized_v4, tiny_v4, write_v4
 from rank_processes import run_ranks
 from torch import Tensor
 
 from workers.cache.paged import PagedCache
+from workers.drafters.dspark import DsparkDrafter
 from workers.families.loading import load_model
+from workers.memory.scratch import Scratch
 from workers.models import deepseek_v4
 from workers.models.batch import Batch, PrefillBatch
 from workers.models.deepseek_v4_model import CompressedModel
@@ -53,12 +55,40 @@ def logits(folder: Path, group: Group, *, segments: bool = False) -> Tensor:
     return torch.cat(found)
 
 
+def dspark(folder: Path, group: Group) -> list[Tensor]:
+    """What DSpark makes of a chunk's streams and of a block of two rows behind it, and what its Markov head adds."""
+    model = load_model(folder, group=group, dtype=torch.float32, device=CPU, max_positions=256)
+    assert isinstance(model, CompressedModel)
+    assert isinstance(model.drafter, DsparkDrafter)
+    cache = PagedCache.allocate(model.caches, 4, CPU, rings=model.rings(3), slots=2)
+    counts, random = (9, 3), torch.Generator().manual_seed(3)
+    hidden_TF = torch.randn(sum(counts), model.drafter.join_EF.shape[1], generator=random)
+    prefill = PrefillBatch((1, 1), counts, torch.zeros(2, 1, dtype=torch.int32), (1, 0))
+    position_T = torch.cat([torch.arange(1, count + 1) for count in counts])
+    layout = BatchLayout(1, 0, counts, (True, True))
+    batch = Batch(layout, position_T, torch.zeros_like(position_T), None, prefill, first=1)
+    token_R, start_R, slot_R = torch.tensor([5, 7]), torch.tensor(counts), torch.tensor([1, 0])
+    with torch.inference_mode():
+        scratch = Scratch(CPU)
+        model.drafter.catch_up(position_T, hidden_TF, batch, cache, scratch)
+        sums_and_norms = model.drafter.block(token_R, start_R, slot_R, cache, scratch)
+        zeros_RV = torch.zeros(2, model.config.vocab_size)
+        added_RV = model.drafter._logits(zeros_RV, model.drafter.markov_VM[token_R], scratch)
+    return [*sums_and_norms, added_RV]
+
+
+def write_dspark(folder: Path) -> None:
+    config, model = tiny_v4(seed=4)
+    config = {**config, **DSPARK, "compress_ratios": [*config["compress_ratios"], 0, 0, 0]}
+    write_v4(folder, config, {**published_v4(model), **dspark_v4(config, seed=8)})
+
+
 def rank_main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     group = Group.connect(Mesh.of(rank, size), f"file://{folder}/rendezvous", CPU, timeout_s=60)
     try:
         found = {(kind, own): logits(folder / kind, group, segments=own) for kind in KINDS for own in (False, True)}
-        torch.save(found, folder / f"rank{rank}.pt")
+        torch.save((found, dspark(folder / "dspark", group)), folder / f"rank{rank}.pt")
     finally:
         group.close()
 
@@ -69,8 +99,12 @@ def test_ranks_agree_with_one(tmp_path: Path) -> None:
         config, model = tiny_v4(seed=4, **values)
         tensors = published_v4(model)
         write_v4(tmp_path / kind, config, quantized_v4(tensors)[0] if kind == "quantized" else tensors)
+    write_dspark(tmp_path / "dspark")
     run_ranks(rank_main, 2, 2, tmp_path)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    ranks, drafted = zip(*(torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)), strict=True)
+    for first, second, alone in zip(*drafted, dspark(tmp_path / "dspark", Group()), strict=True):
+        assert torch.equal(first, second), "ranks differ in what they draft"
+        torch.testing.assert_close(first, alone, atol=1e-4 * float(alone.abs().max()), rtol=0)
     for kind in KINDS:
         alone = logits(tmp_path / kind, Group())
         assert alone.shape == (150, VOCAB)

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import compressed
+from kernels.compressed import reference
 from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
-from workers.models import compressed_pass, compressed_torch
+from workers.models import compressed_kernels, compressed_pass
 from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch
-from workers.models.compressed_torch import TorchOps
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey
@@ -75,26 +76,27 @@ def test_every_bucket_passes(width: int, folder: Path) -> None:
 
 
 def state_ahead_of_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
-    """What a step feeds lies over tokens that the next one needs where drafts are rejected."""
+    """What a step feeds lies over tokens that the next one needs where drafts are rejected. Kernels would refuse it."""
     honest = CompressedModel.rings
+    patch.setattr(compressed, "room", lambda *given: None)
     patch.setattr(CompressedModel, "rings", lambda model, width: honest(model, 1))
 
 
 def an_entry_visible_a_token_early(patch: pytest.MonkeyPatch) -> None:
     honest = compressed_rows._bound
     patch.setattr(compressed_rows, "_bound", lambda position_T, *others: honest(position_T + 1, *others))
-    patch.setattr(compressed_torch, "_complete", lambda entry, position, ratio: entry < (position + 2) // ratio)
+    patch.setattr(reference, "_complete", lambda position_Q, ratio: (position_Q + 2) // ratio)
 
 
 def no_sink(patch: pytest.MonkeyPatch) -> None:
-    honest = TorchOps.attend
+    honest = compressed_kernels.attend
 
-    def attend(own: TorchOps, *given: Any, **options: Any) -> None:
+    def attend(*given: Any, **options: Any) -> None:
         tensors = list(given)
         tensors[5] = torch.full_like(tensors[5], -torch.inf)
-        honest(own, *tensors, **options)
+        honest(*tensors, **options)
 
-    patch.setattr(TorchOps, "attend", attend)
+    patch.setattr(compressed_kernels, "attend", attend)
 
 
 def rows_in_each_others_slots(patch: pytest.MonkeyPatch) -> None:
@@ -111,37 +113,37 @@ def rows_in_each_others_slots(patch: pytest.MonkeyPatch) -> None:
 
 def a_ring_of_a_former_row(patch: pytest.MonkeyPatch) -> None:
     """A row reads a whole window, whatever of it is another's."""
-    honest = TorchOps.rope_store
+    honest = compressed.rope_store
 
-    def rope_store(own: TorchOps, q_THD: Tensor, *given: Any, **options: Any) -> None:
+    def rope_store(q_THD: Tensor, *given: Any, **options: Any) -> None:
         ring_XLD, rows = given[4:]
         whole_R = 0.0 * ring_XLD[rows.slot_R + 1].flatten(1).sum(1)
-        honest(own, q_THD, *given, **options)
+        honest(q_THD, *given, **options)
         q_THD += whole_R.repeat_interleave(rows.width).view(-1, 1, 1)
 
-    patch.setattr(TorchOps, "rope_store", rope_store)
+    patch.setattr(compressed, "rope_store", rope_store)
 
 
 def drafts_without_an_entry(patch: pytest.MonkeyPatch) -> None:
     """Entries that drafts complete are not written."""
-    honest = TorchOps.compress
+    honest = compressed.compress
 
-    def first_alone(own: TorchOps, made_TF: Tensor, *given: Any, eps: float) -> None:
+    def first_alone(made_TF: Tensor, *given: Any, eps: float) -> None:
         *others, rows = given
         first = slice(None, None, rows.width)
-        few = dataclasses.replace(rows, position_T=rows.position_T[first], row_T=rows.row_T[first], width=1)
-        honest(own, made_TF[first], *others, few, eps=eps)
+        position_T, row_T = rows.position_T[first].contiguous(), rows.row_T[first].contiguous()
+        honest(made_TF[first], *others, dataclasses.replace(rows, position_T=position_T, row_T=row_T, width=1), eps=eps)
 
-    patch.setattr(TorchOps, "compress", first_alone)
+    patch.setattr(compressed, "compress", first_alone)
 
 
 def an_entry_selected_that_scores_least(patch: pytest.MonkeyPatch) -> None:
-    honest = TorchOps.select
+    honest = compressed_kernels.select
 
-    def select(own: TorchOps, q_TJI: Tensor, weight_TJ: Tensor, *given: Any) -> None:
-        honest(own, q_TJI, -weight_TJ, *given)
+    def select(q_TJI: Tensor, weight_TJ: Tensor, *given: Any) -> None:
+        honest(q_TJI, -weight_TJ, *given)
 
-    patch.setattr(TorchOps, "select", select)
+    patch.setattr(compressed_kernels, "select", select)
 
 
 FAULTS = {

@@ -1,9 +1,10 @@
 """Attention of DeepSeek V4 between the segments of a pass: decode rows, and chunks of prompts.
 
-Both go through the same operations (`CompressedOps`). What differs is where the entries of the window lie. A decode
-row's tokens are put into the ring of its slot before they attend, because the ring has room for them and for all that
-the first of them needs. A chunk may be longer than a ring: its tokens attend to the ring and to each other's entries,
-and the newest are put into the ring behind that.
+Both go through the same operations (`kernels.compressed`, and `workers.models.compressed_kernels` where these need
+memory). What differs is where the entries of the window lie. A decode row's tokens are put into the ring of its slot
+before they attend, because the ring has room for them and for all that the first of them needs. A chunk may be longer
+than a ring: its tokens attend to the ring and to each other's entries, and the newest are put into the ring behind
+that.
 
 Shape legend: T tokens of these rows, R rows, P pages of a row, H heads of this rank, D features of an entry, F features
 that a compressor makes of a token, J heads and I features of an indexer, O rope features, S selected entries.
@@ -19,12 +20,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels import compressed
 from kernels.compressed import TokenRows
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
+from workers.models import compressed_kernels
 from workers.models.batch import Batch
 from workers.models.choices import Choices
-from workers.models.compressed_ops import CompressedOps
 from workers.models.config import CompressedLayer, Compression
 from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
 from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
@@ -78,14 +80,13 @@ class CompressedRows:
         first: int,
         compression: Compression,
         eps: float,
-        ops: CompressedOps,
         choices: Choices | None,
         bounds: dict[int, Tensor],
     ) -> None:
         """`own`: these rows' tokens among those of the pass. `first`: see `Batch`. `choices`: receives selections.
         `bounds`: for each number of tokens that an entry may stand for the entries that each token may see, int32."""
         self._rows, self._own, self._first, self._bounds = rows, own, first, bounds
-        self._compression, self._eps, self._ops, self._choices = compression, eps, ops, choices
+        self._compression, self._eps, self._choices = compression, eps, choices
 
     def attend(
         self,
@@ -96,12 +97,12 @@ class CompressedRows:
         scratch: Scratch,
     ) -> None:
         """Write the caches of a layer, and the output of these rows' tokens into `out_THD`, which has all tokens."""
-        rows, ops, inputs = self._rows, self._ops, all_inputs.of(self._own)
+        rows, inputs = self._rows, all_inputs.of(self._own)
         weights, ring_XLD, window = layer.weights, caches.window.data_XLC, self._compression.window
         with scratch.scope():
             entry_TD = scratch.empty(*inputs.kv_TD.shape, dtype=ring_XLD.dtype)
             queried = inputs.q_THD, inputs.kv_TD, weights.kv_norm_D, inputs.rotation_TO
-            ops.rope_store(*queried, entry_TD, ring_XLD, rows, window=window, eps=self._eps)
+            compressed.rope_store(*queried, entry_TD, ring_XLD, rows, window=window, eps=self._eps)
             entry_PKD, selected_TS = None, None
             if weights.compressor is not None:
                 assert caches.compressor is not None
@@ -110,7 +111,7 @@ class CompressedRows:
                 if weights.indexer is not None:
                     selected_TS = self._select(layer, inputs, caches, scratch)
             for own, few in self._turns():
-                ops.attend(
+                compressed_kernels.attend(
                     inputs.q_THD[own],
                     ring_XLD,
                     None if rows.width else entry_TD[own],
@@ -123,11 +124,10 @@ class CompressedRows:
                     scratch,
                     window=window,
                     ratio=layer.kind.ratio,
-                    scale=inputs.q_THD.shape[-1] ** -0.5,
                     first=self._first,
                 )
                 if not rows.width:
-                    ops.keep_entries(entry_TD[own], ring_XLD, few)
+                    compressed.keep_entries(entry_TD[own], ring_XLD, few)
 
     def _turns(self) -> Iterator[tuple[slice, TokenRows]]:
         """The tokens that attend at once: all of decode rows; of chunks so many in turn, each of which finds the newest
@@ -146,7 +146,7 @@ class CompressedRows:
         assert made_TF is not None
         made = made_TF, compressor.bias_RC, compressor.norm_D, rotation_YO
         caches_of_it = caches.state.data_XLC, caches.entries.data_PKD
-        self._ops.compress(*made, *caches_of_it, self._rows, eps=self._eps)
+        compressed.compress(*made, *caches_of_it, self._rows, eps=self._eps)
 
     def _select(self, layer: LayerAttention, inputs: CompressedInputs, caches: LayerCaches, scratch: Scratch) -> Tensor:
         """Write the keys of the indexer, and select entries with it: int32 [T, S]."""
@@ -159,7 +159,7 @@ class CompressedRows:
         bound_T = self._bounds[ratio]
         selected_TS = scratch.empty(len(bound_T), self._compression.top_k, dtype=torch.int32)
         asked = inputs.index_q_TJI, inputs.index_weight_TJ, caches.indexer.entries.data_PKD, ratio
-        self._ops.select(*asked, bound_T, selected_TS, self._rows, scratch)
+        compressed_kernels.select(*asked, bound_T, selected_TS, self._rows, scratch)
         if self._choices is not None:
             self._choices.select(selected_TS, bound_T)
         return selected_TS
@@ -169,7 +169,6 @@ def rows_of_pass(
     batch: Batch,
     compression: Compression,
     eps: float,
-    ops: CompressedOps,
     choices: Choices | None,
     fault_1: Tensor,
     scratch: Scratch,
@@ -185,7 +184,7 @@ def rows_of_pass(
             rows.row_T.masked_fill_(left_out_T, -1)
             live_T.masked_fill_(left_out_T, 0)
         bounds = {ratio: _bound(rows.position_T, live_T, ratio, scratch) for ratio in ratios}
-        found.append(CompressedRows(rows, own, batch.first, compression, eps, ops, choices, bounds))
+        found.append(CompressedRows(rows, own, batch.first, compression, eps, choices, bounds))
     return found
 
 
