@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.layer_ops import Gated, LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
-from workers.weights.formats import PLAIN
 from workers.weights.weight import Formats, Weight
 
 MOST_DEPENDENT: Final = 512
@@ -94,11 +93,41 @@ def dependent(x_TE: Tensor) -> bool:
     return x_TE.shape[0] <= MOST_DEPENDENT and launches_dependently(x_TE.device)
 
 
-def _widened(x_TE: Tensor, weight_FE: Weight, scratch: Scratch) -> Tensor:
-    """`x_TE` in the dtype of a plain weight, which is its own or fp32."""
-    if x_TE.dtype == weight_FE.plain.dtype:
-        return x_TE
+def _widened(x_TE: Tensor, scratch: Scratch) -> Tensor:
+    """`x_TE` in fp32, as some plain weights are in models that are not."""
     return scratch.empty(*x_TE.shape, dtype=torch.float32).copy_(x_TE)
+
+
+def choose_experts(
+    ops: LayerOps[Any],
+    logit_TX: Tensor,
+    mixture: Mixture,
+    scratch: Scratch,
+    live_R: Tensor | None,
+    given_TK: Tensor | None = None,
+    *,
+    dependent: bool,
+) -> tuple[Tensor, Tensor]:
+    """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
+    Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
+    routing, tokens = mixture.routing, logit_TX.shape[0]
+    columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
+    id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
+    weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
+    moe.route(
+        logit_TX,
+        mixture.bias_X,
+        id_TK,
+        weight_TK,
+        routing.rule,
+        shared=routing.shared_experts,
+        live_R=live_R,
+        given_TK=given_TK,
+        dependent=dependent,
+    )
+    if ops.choices is not None:
+        ops.choices.settle(id_TK[:, :own], weight_TK[:, :own])
+    return id_TK, weight_TK
 
 
 class GeneralOps(LayerOps[Rows]):
@@ -110,7 +139,7 @@ class GeneralOps(LayerOps[Rows]):
         weights. `formats`: those of the model's matrices; where such weights are among them, norms are rounded as they
         are made."""
         self.group, self.quantize_activations, self._formats = group, quantize_activations, formats or Formats()
-        self._alone = group.summed.size == 1
+        self._alone = group.mesh.heads.size == group.mesh.experts.size == 1
         """Whether there is nothing to sum over ranks."""
 
     @override
@@ -181,7 +210,8 @@ class GeneralOps(LayerOps[Rows]):
 
     def wide_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """`linear` with a plain weight, which may be in fp32 in a model that is not; out in fp32."""
-        self.linear(_widened(x, weight_FE, scratch), weight_FE, out_TF, scratch)
+        wide_TE = x if x.dtype == weight_FE.data.dtype else _widened(x, scratch)
+        self.linear(wide_TE, weight_FE, out_TF, scratch)
 
     def _quantizes_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
         """Whether a product with a matrix takes activations in FP8."""
@@ -298,6 +328,13 @@ class GeneralOps(LayerOps[Rows]):
     @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
         out_TE = tensor_of(out)
+        tokens, hidden = out_TE.shape
+        if (parts := self.parts(tokens, weight_EF)) and norm.memory is None:
+            with scratch.scope():
+                part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
+                self.linear(x_TF, weight_EF, part_TPE, scratch)
+                self.add_norm(part_TPE, norm, out)
+            return
         part_TE = out_TE if self._alone else self.group.part(out_TE)
         self.linear(x_TF, weight_EF, part_TE, scratch)
         if not self._alone:
@@ -386,10 +423,11 @@ class GeneralOps(LayerOps[Rows]):
         live_R: Tensor | None = None,
         given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `chosen`."""
-        early = dependent(x_TE)
-        logits = self.router(_widened(x_TE, mixture.router_XE, scratch), mixture.router_XE, scratch)
-        return self.chosen(logits, mixture, scratch, live_R, given_TK, dependent=early)
+        """See `choose_experts`."""
+        early, router_XE = dependent(x_TE), mixture.router_XE
+        wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
+        logits = self.router(wide_TE, router_XE, scratch)
+        return choose_experts(self, logits, mixture, scratch, live_R, given_TK, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
@@ -487,18 +525,5 @@ class DecodeOps(GeneralOps):
     @override
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """A sum over ranks needs whole sums."""
-        if not self._alone or weight_FE.format is not PLAIN:
-            return 0
-        return parts_of(tokens, weight_FE.plain)
-
-    @override
-    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
-        tokens, hidden = tensor_of(out).shape
-        parts = self.parts(tokens, weight_EF)
-        if not parts or norm.memory is not None:
-            super().add(x_TF, weight_EF, norm, out, scratch)
-            return
-        with scratch.scope():
-            part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
-            self.linear(x_TF, weight_EF, part_TPE, scratch)
-            self.add_norm(part_TPE, norm, out)
+        matrix = weight_FE.matrix
+        return parts_of(tokens, matrix) if self._alone and isinstance(matrix, Tensor) else 0

@@ -19,7 +19,7 @@ from kernels.residual_streams import StreamGates, StreamMemory
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.attention.latent import LatentAttention, MlaInputs
-from workers.models.feed_forward import FeedForward
+from workers.models.feed_forward import FeedForward, MixtureOfExperts
 from workers.models.layer_ops import LayerOps, N, NormGate
 
 
@@ -42,10 +42,6 @@ class PassBuffers(Generic[N]):
     attended_THV: Tensor
     streams: StreamMemory | None = None
     """Of several residual streams; None where there is one."""
-
-    def norm(self, weight_E: Tensor, eps: float, gates: StreamGates | None) -> AddNorm:
-        """What is read next of the residual stream or, by `gates`, of several."""
-        return AddNorm(self.residual_TE, weight_E, eps, gates, self.streams)
 
     @property
     def finished(self) -> tuple[Tensor, ...]:
@@ -108,11 +104,13 @@ class DecoderLayer:
     def finish(self, buffers: PassBuffers[N], norm: AddNorm, out: N, live_R: Tensor | None, scratch: Scratch) -> None:
         """Token-wise, after attention: adds it, then the feed-forward part, to the residual; `out`, which may be
         `buffers.normed`, becomes the `norm` of that. Holds (11) to (12) of `deepseek`, and both norms."""
-        between = buffers.norm(self.feed_forward_norm_E, self.eps, self.feed_forward_streams)
-        tokens, hidden = len(buffers.residual_TE), buffers.residual_TE.shape[-1]
-        x = buffers.ops.allocate_normed(tokens, hidden, buffers.attended_THV.dtype, self.eps, scratch)
-        gate_THV = buffers.projected.gate_THV
-        self.attention.output(buffers.ops, buffers.attended_THV, between, x, scratch, gate_THV)
+        ops, attended_THV, residual_TE = buffers.ops, buffers.attended_THV, buffers.residual_TE
+        between = AddNorm(residual_TE, self.feed_forward_norm_E, self.eps, self.feed_forward_streams, buffers.streams)
+        x = ops.allocate_normed(len(residual_TE), residual_TE.shape[-1], attended_THV.dtype, self.eps, scratch)
+        self.attention.output(ops, attended_THV, between, x, scratch, buffers.projected.gate_THV)
         if self.feed_forward_gate is not None:
-            buffers.ops.gate(x, self.feed_forward_gate, scratch)
-        self.feed_forward(buffers.ops, x, norm, out, scratch, live_R)
+            ops.gate(x, self.feed_forward_gate, scratch)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            ops.add_experts(x, self.feed_forward.mixture, norm, out, scratch, live_R)
+        else:
+            ops.add_gated(x, self.feed_forward.gate_up_FE, self.feed_forward.down_EI, norm, out, scratch)

@@ -146,10 +146,10 @@ class Segments(StepPass):
 
     def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
-        if index == len(self.layers):
-            return buffers.norm(self._norm_E, self._eps, self._streams)
-        layer = self.layers[index]
-        return buffers.norm(layer.attention_norm_E, self._eps, layer.attention_streams)
+        norm_E, gates = self._norm_E, self._streams
+        if index < len(self.layers):
+            norm_E, gates = self.layers[index].attention_norm_E, self.layers[index].attention_streams
+        return AddNorm(buffers.residual_TE, norm_E, self._eps, gates, buffers.streams)
 
     def _begin(self, tensors: PassTensors, norm: AddNorm, scratch: Scratch) -> None:
         """Fill the residual stream, and take the first norm of it."""
