@@ -333,7 +333,9 @@ class _Attention:
             out_of_bounds_count_1=self._cache.out_of_bounds_count_1,
             group=group.sharing,
         )
-        planned = attention.plan(counted, self._scratch).noting(buffers.ops.choices)
+        planned = attention.plan(counted, self._scratch)
+        if buffers.ops.choices is not None:
+            planned = planned.noting(buffers.ops.choices)
         with nullcontext() if inner is None else inner.scope():
             rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)
             where = buffers.projected, buffers.attended_THV, planned, geometry, rotation_PO

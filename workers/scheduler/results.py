@@ -6,9 +6,9 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import FinishReason, RequestOutput
 from workers.protocol.plan import PrefillRow, StepResult, TopLogprobs
 from workers.protocol.scores import Scores
-from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.counters import Counters
 from workers.scheduler.live import Live
+from workers.scheduler.queue import Arrivals
 from workers.scheduler.rows import Rows
 from workers.scheduler.sequence import Flight, Phase, Sequence
 from workers.scheduler.soundness import CANARY_ID, DEAD_END, NONFINITE_LOGITS, Soundness, canary, may_be_a_victim
