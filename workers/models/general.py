@@ -329,7 +329,7 @@ class GeneralOps(LayerOps[Rows]):
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
         out_TE = tensor_of(out)
         tokens, hidden = out_TE.shape
-        if (parts := self.parts(tokens, weight_EF)) and norm.memory is None:
+        if self.decode_alone and norm.memory is None and (parts := self.parts(tokens, weight_EF)):
             with scratch.scope():
                 part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
                 self.linear(x_TF, weight_EF, part_TPE, scratch)
@@ -349,7 +349,7 @@ class GeneralOps(LayerOps[Rows]):
         x_TE, out_TE, down = tensor_of(x), tensor_of(out), down_EI.matrix
         part_TE = out_TE if self._alone else self.group.part(out_TE)
         if x_TE.dtype != torch.bfloat16 or not self._quantizes_for(down, part_TE):
-            super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
+            self.add(self.gated(x, gate_up_FE, scratch), down_EI, norm, out, scratch)
             return
         with scratch.scope():
             gate_up_TF = scratch.empty(x_TE.shape[0], gate_up_FE.shape[0], dtype=x_TE.dtype)
