@@ -41,8 +41,7 @@ from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, unpack_keys
 from workers.protocol.tiers import Moved
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.host_tier import HostTier
-from workers.scheduler.page_supply import RowPages
-from workers.scheduler.pages import PagePool
+from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Entry
 from workers.scheduler.tokens import Tokens

@@ -206,7 +206,7 @@ def main() -> None:
     for name, calls in trips.items():
         print(row(name, calls))
     if options.list:
-        for name, calls in list(trips.items())[:2]:
+        for name, calls in trips.items():
             print(f"\n{name}:")
             if calls is step.product:
                 print("\n".join(f"  {file}: {function}" for file, function in calls))

@@ -28,7 +28,7 @@ import timing
 from verdict import MOST_ERROR, error, verdict
 
 from kernels.merge_attention import merge_attention
-from kernels.mla_prefill import key_parts, launch, reference
+from kernels.mla_prefill import key_parts, launch, mla_prefill_reference
 from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
@@ -83,7 +83,7 @@ class Case:
         self.scale, self.causal, self.queries = (NOPE + ROPE) ** -0.5, not shape.context, shape.queries
         self.want_THV = torch.empty(tokens, heads, VALUE, device="cuda")
         self.want_lse_TH = torch.empty_like(self.lse_TH)
-        reference.mla_prefill(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
+        mla_prefill_reference(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
 
     def run(self, tiles: PrefillTiling) -> None:
         """Launch attention, and the merge where keys are in parts."""

@@ -32,8 +32,7 @@ from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, check_of
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.disk_tier import FOUND_A_TURN, DiskTier
 from workers.scheduler.host_tier import HostTier
-from workers.scheduler.page_supply import RowPages
-from workers.scheduler.pages import PagePool
+from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.tokens import Tokens

@@ -22,7 +22,7 @@ from kernels.few_experts import launch as choice_launch
 from kernels.few_experts import reference as choice_reference
 from kernels.gather_context import gather_context_reference, launch_gather_context
 from kernels.head_linear import launch as head_launch
-from kernels.head_linear import reference as head_reference
+from kernels.head_linear import rope_absorb_reference
 from kernels.linear import MOST_STREAMED
 from kernels.linear.parts import MOST_TOKENS as MOST_IN_PARTS
 from kernels.linear.parts import Cut
@@ -341,7 +341,7 @@ def absorb(sizes: Sizes, tokens: int, device: torch.device, parts: int = 0) -> C
         head_launch.rope_absorb(*arguments(t), EPS, dependent=dependent)
 
     def reference(t: Tensors) -> None:
-        head_reference.rope_absorb(*arguments(t), EPS)
+        rope_absorb_reference(*arguments(t), EPS)
 
     # `angles` are as large as the tokens' share of `rotation`, and `entry` as theirs of the cache.
     moved = ("down", "key", "weight", "angles", "position", "slot", "out", "entry")

@@ -7,6 +7,7 @@ the C library, which may round differently. The references that invariant mode r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -19,24 +20,23 @@ _ALONE: Final = 1 << 15
 """Elements that torch leaves to one thread."""
 
 
-def exp(x: Tensor) -> Tensor:
-    """e to the power of `x`."""
-    return _whole(torch.exp, x)
+def _whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of an array without a tail."""
+    count = x.numel()
+    filled = F.pad(x.flatten(), (0, -count % _LANES)) if count % _LANES else x.flatten()
+    if count <= _ALONE:
+        return function(filled)[:count].view(x.shape)
+    return torch.cat([function(part) for part in torch.split(filled, _ALONE)])[:count].view(x.shape)
 
 
-def log(x: Tensor) -> Tensor:
-    """Natural logarithm of `x`."""
-    return _whole(torch.log, x)
-
-
-def exp2(x: Tensor) -> Tensor:
-    """2 to the power of `x`."""
-    return _whole(torch.exp2, x)
-
-
-def log2(x: Tensor) -> Tensor:
-    """Logarithm of `x` to the base 2."""
-    return _whole(torch.log2, x)
+exp: Final = partial(_whole, torch.exp)
+"""e to the power of a tensor."""
+log: Final = partial(_whole, torch.log)
+"""Natural logarithm of a tensor."""
+exp2: Final = partial(_whole, torch.exp2)
+"""2 to the power of a tensor."""
+log2: Final = partial(_whole, torch.log2)
+"""Logarithm of a tensor to the base 2."""
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -52,12 +52,3 @@ def softplus(x: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """`x` times its sigmoid."""
     return x * sigmoid(x)
-
-
-def _whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` of an array without a tail."""
-    count = x.numel()
-    filled = F.pad(x.flatten(), (0, -count % _LANES)) if count % _LANES else x.flatten()
-    if count <= _ALONE:
-        return function(filled)[:count].view(x.shape)
-    return torch.cat([function(part) for part in torch.split(filled, _ALONE)])[:count].view(x.shape)

@@ -71,20 +71,18 @@ def rope_cache_reference(
     """`rope_cache` in plain torch."""
     latent = weight_L.shape[0]
     compute = torch.promote_types(kv_TC.dtype, torch.float32)
-    turn_TI = _pairs(rotation_TO.to(compute))
+    turn_TO = rotation_TO.to(compute)
     normed_TL = F.rms_norm(kv_TC[:, :latent].to(compute), weight_L.shape, weight_L.to(compute), eps)
     latent_TC[:, :latent].copy_(normed_TL)
-    latent_TC[:, latent:].copy_(_rotated(kv_TC[:, latent:].to(compute), turn_TI))
-    q_THO.copy_(_rotated(q_THO.to(compute), turn_TI.unsqueeze(1)))
+    latent_TC[:, latent:].copy_(_rotated(kv_TC[:, latent:].to(compute), turn_TO))
+    q_THO.copy_(_rotated(q_THO.to(compute), turn_TO.unsqueeze(1)))
     write(latent_TC, latent, cache_slot_T, cache_PKC)
 
 
 def _rotated(x: Tensor, turn: Tensor) -> Tensor:
-    return torch.view_as_real(_pairs(x) * turn).flatten(-2)
-
-
-def _pairs(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    """Turn the pairs (2i, 2i + 1), each a complex number."""
+    x_2, turn_2 = x.view(*x.shape[:-1], -1, 2), turn.view(*turn.shape[:-1], -1, 2)
+    return torch.view_as_real(torch.view_as_complex(x_2) * torch.view_as_complex(turn_2)).flatten(-2)
 
 
 def launch_rope_cache(

@@ -34,7 +34,8 @@ def silu_mul_reference(gate_up_TF: Tensor, out_TI: Tensor, limit: float = 0.0) -
     """`silu_mul` in plain torch."""
     compute = torch.promote_types(gate_up_TF.dtype, torch.float32)
     gate_TI, up_TI = gate_up_TF.to(compute).chunk(2, dim=-1)
-    gate_TI, up_TI = clamped(gate_TI, up_TI, limit)
+    if limit:
+        gate_TI, up_TI = clamped(gate_TI, up_TI, limit)
     out_TI.copy_(deterministic_math.silu(gate_TI) * up_TI)
 
 

@@ -6,13 +6,17 @@ features, S parts, P pages, K = 64 entries per page, R rows, W width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kernels.head_linear import launch, reference
+from kernels.head_linear import launch
 from kernels.linear import launch as linear_launch
+from kernels.linear.reference import invariant_groups
 from kernels.mla_decode.schedule import Workspace
+from kernels.parts import added
+from kernels.rope_cache import rope_cache_reference
 
-__all__ = ["absorb", "head_linear", "merge_up", "rope_absorb"]
+__all__ = ["absorb", "head_linear", "merge_up", "rope_absorb", "rope_absorb_reference"]
 
 
 def head_linear(
@@ -21,11 +25,14 @@ def head_linear(
     """out[t, h] = x[t, h] · weight[h], summed in fp32 and rounded once. All of one dtype.
 
     Any of the three may be a strided view, `weight_HNL` a transposed one; `out_THL` overlaps neither input.
-    `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch.
+    `invariant`: a token's result is bitwise the same in any call, its sums in an order that depends on N alone.
+    `dependent`: programmatic dependent launch.
     """
     if not x_THN.is_cuda:
-        compute = reference.invariant_head_linear if invariant else reference.head_linear
-        compute(x_THN, weight_HNL, out_THL)
+        if invariant:
+            invariant_groups(x_THN, weight_HNL.transpose(1, 2), out_THL)
+        else:
+            out_THL.copy_(torch.bmm(x_THN.transpose(0, 1), weight_HNL).transpose(0, 1))
         return
     if x_THN.stride(2) != 1 or out_THL.stride(2) != 1:
         raise ValueError("the features of a head are contiguous")
@@ -45,8 +52,10 @@ def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: boo
     """
     if q_THD.is_cuda:
         launch.absorb(q_THD, weight_HNL, out_THC, dependent=dependent)
-    else:
-        reference.absorb(q_THD, weight_HNL, out_THC)
+        return
+    nope, latent = weight_HNL.shape[1:]
+    head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent])
+    out_THC[..., latent:] = q_THD[..., nope:]
 
 
 def rope_absorb(
@@ -81,7 +90,38 @@ def rope_absorb(
     if q_THD.is_cuda:
         launch.rope_absorb(*tensors, eps, dependent=dependent)
     else:
-        reference.rope_absorb(*tensors, eps)
+        rope_absorb_reference(*tensors, eps)
+
+
+def rope_absorb_reference(
+    q_THD: Tensor,
+    kv_TC: Tensor,
+    weight_HNL: Tensor,
+    norm_L: Tensor,
+    rotation_PO: Tensor,
+    position_T: Tensor,
+    cache_slot_T: Tensor,
+    out_THC: Tensor,
+    cache_PKC: Tensor,
+    eps: float,
+) -> None:
+    """`rope_absorb` in plain torch."""
+    latent = weight_HNL.shape[2]
+    if kv_TC.dim() == 3:
+        q_THD, kv_TC = (added(x, out_THC.dtype) for x in (q_THD, kv_TC))
+    nope = weight_HNL.shape[1]
+    out_THC[..., :latent] = torch.bmm(q_THD[..., :nope].transpose(0, 1), weight_HNL).transpose(0, 1)
+    out_THC[..., latent:] = q_THD[..., nope:]
+    rope_cache_reference(
+        out_THC[..., latent:],
+        kv_TC,
+        norm_L,
+        rotation_PO[position_T],
+        cache_slot_T,
+        torch.empty_like(kv_TC, memory_format=torch.contiguous_format),
+        cache_PKC,
+        eps,
+    )
 
 
 def merge_up(

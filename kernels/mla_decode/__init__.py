@@ -1,22 +1,29 @@
 """Attention of decode rows over the paged latent cache, in the absorbed form of multi-head latent attention.
 
 Shape legend: R rows, W width, H heads, L latent features (kv_lora_rank), C = L + rope features, K = 64 entries per
-page, P pages (of the cache, or of a row's page table).
+page, P pages (of the cache, or of a row's page table), S entries, X = W * H.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernels.mla_decode import launch, reference
+from kernels.latent_entry import entries as latent_entries
+from kernels.mla_decode import launch
+from kernels.mla_decode.invariant import invariant_mla_decode
 from kernels.mla_decode.schedule import INVARIANT_SPLIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.own_entries import OwnEntries
+from kernels.page import NULL_PAGE, PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
-__all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "schedule_decode"]
+__all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "mla_decode_reference", "schedule_decode"]
+
+GATHER_ELEMENTS: Final = 1 << 26
+"""Cache elements gathered at once on a CPU; more rows than fit are taken in groups, so memory stays bounded."""
 
 
 def schedule_decode(
@@ -88,11 +95,100 @@ def mla_decode(
         raise ValueError("a shard's own entries are attended to from `first_R` on, and not from another")
     if workspace is None:
         if invariant:
-            reference.invariant_mla_decode(*tensors, scale, first, own, shards)
+            invariant_mla_decode(*tensors, scale, first, own, shards)
         else:
-            reference.mla_decode(*tensors, scale, first, own)
+            mla_decode_reference(*tensors, scale, first, own)
         return
     if workspace.shape.invariant != invariant:
         raise ValueError(f"the workspace was planned with invariant = {workspace.shape.invariant}")
     launch.attend(*tensors, workspace, scale=scale, first=first, own=own)
     launch.merge(out_RWHL, lse_RWH, workspace, shards=shards)
+
+
+def mla_decode_reference(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    scale: float,
+    first: int,
+    own: OwnEntries | None = None,
+) -> None:
+    """`mla_decode` in plain torch: gathers the latents of the live pages, then dense attention. It reads the longest
+    length on the host, so it cannot be captured in a graph."""
+    longest = int(length_R.max()) if length_R.numel() else 0
+    if longest <= first:
+        out_RWHL.zero_()
+        lse_RWH.fill_(-torch.inf)
+        return
+    rows = q_RWHC.shape[0]
+    step = max(1, GATHER_ELEMENTS // ((longest + -longest % PAGE_TOKENS) * q_RWHC.shape[-1]))
+    ragged = rows > 1  # a row that is alone in the call is as long as the longest: nothing of it needs masking
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        _decode_rows(
+            q_RWHC[part],
+            cache_PKC,
+            page_RP[part],
+            length_R[part],
+            out_RWHL[part],
+            lse_RWH[part],
+            longest,
+            ragged,
+            scale,
+            first,
+            None if own is None else (own.bound_RW[part], own.first_R[part]),
+        )
+
+
+def _decode_rows(
+    q_RWHC: Tensor,
+    cache_PKC: Tensor,
+    page_RP: Tensor,
+    length_R: Tensor,
+    out_RWHL: Tensor,
+    lse_RWH: Tensor,
+    longest: int,
+    ragged: bool,
+    scale: float,
+    first: int,
+    own: tuple[Tensor, Tensor] | None,
+) -> None:
+    rows, width, heads, features = q_RWHC.shape
+    latent, entries = out_RWHL.shape[-1], longest - first
+    compute = torch.promote_types(q_RWHC.dtype, torch.float32)
+    entry_S = torch.arange(first, longest, device=length_R.device)
+    length_R1 = length_R.unsqueeze(1)
+
+    # Table entries past the length are arbitrary, and so is what the cache holds past it: NaN times a zero probability
+    # would still be NaN, hence both are replaced before they are used.
+    begin_P = torch.arange(0, longest, PAGE_TOKENS, device=length_R.device)
+    page_RP = page_RP[:, : len(begin_P)]
+    if ragged:
+        page_RP = torch.where(begin_P < length_R1, page_RP, NULL_PAGE)
+    found_RSC = cache_PKC[page_RP].flatten(1, 2)[:, first:longest]  # a copy
+    cache_RSC = latent_entries(found_RSC, latent, features - latent, q_RWHC.dtype).to(compute)
+    if ragged:
+        cache_RSC.masked_fill_((entry_S >= length_R1).unsqueeze(-1), 0.0)
+    before_RS = None
+    if own is not None:
+        before_RS = entry_S < own[1].unsqueeze(1)
+        cache_RSC.masked_fill_(before_RS.unsqueeze(-1), 0.0)
+
+    q_RXC = q_RWHC.reshape(rows, width * heads, -1).to(compute)
+    score_RXS = torch.bmm(q_RXC, cache_RSC.transpose(1, 2)).mul_(scale)
+    score_RWHS = score_RXS.view(rows, width, heads, entries)
+    if own is not None and before_RS is not None:
+        unseen_RWS = (entry_S >= own[0].unsqueeze(-1)) | before_RS.unsqueeze(1)
+        score_RWHS.masked_fill_(unseen_RWS.unsqueeze(2), -torch.inf)
+    elif ragged or width > 1:
+        back_W = torch.arange(width - 1, -1, -1, device=length_R.device)
+        unseen_RWS = entry_S >= (length_R1 - back_W).unsqueeze(-1)
+        score_RWHS.masked_fill_(unseen_RWS.unsqueeze(2), -torch.inf)
+    lse_RWH.copy_(torch.logsumexp(score_RWHS, dim=-1))
+    # A token that sees nothing has LSE -inf; a finite shift turns its weights into exp(-inf) = 0 instead of NaN.
+    shift_RWH1 = lse_RWH.masked_fill(lse_RWH == -torch.inf, 0.0).unsqueeze(-1)
+    weight_RXS = score_RWHS.sub_(shift_RWH1).exp_().view(rows, width * heads, entries)
+    out_RWHL.copy_(torch.bmm(weight_RXS, cache_RSC[..., :latent]).view_as(out_RWHL))

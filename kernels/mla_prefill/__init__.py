@@ -6,12 +6,18 @@ B rows, Z parts of the keys.
 
 from __future__ import annotations
 
+from typing import Final
+
+import torch
 from torch import Tensor
 
-from kernels.mla_prefill import launch, reference
+from kernels.mla_prefill import launch
 from kernels.mla_prefill.launch import key_parts, most_partial
 
-__all__ = ["key_parts", "mla_prefill", "most_partial"]
+__all__ = ["key_parts", "mla_prefill", "mla_prefill_reference", "most_partial"]
+
+SCORE_ELEMENTS: Final = 1 << 24
+"""Scores held at once: queries of a row are taken in blocks so that heads * block * keys stays near this."""
 
 
 def mla_prefill(
@@ -50,4 +56,77 @@ def mla_prefill(
             q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, cu_k_B1, out_THV, lse_TH, scale=scale, causal=causal, max_q=max_q
         )
         return
-    reference.mla_prefill(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, cu_k_B1, out_THV, lse_TH, scale, causal)
+    mla_prefill_reference(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, cu_k_B1, out_THV, lse_TH, scale, causal)
+
+
+def mla_prefill_reference(
+    q_THD: Tensor,
+    k_SHN: Tensor,
+    k_SO: Tensor,
+    v_SHV: Tensor,
+    cu_q_B1: Tensor,
+    cu_k_B1: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    """`mla_prefill` in plain torch: row by row, a bounded block of queries at a time."""
+    if out_THV.ndim == 4:
+        assert not causal
+        for part in range(out_THV.shape[0]):
+            begin_B, end_B = _part(cu_k_B1, part, out_THV.shape[0])
+            _attend(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, begin_B, end_B, out_THV[part], lse_TH[part], scale, causal)
+        return
+    _attend(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, cu_k_B1[:-1], cu_k_B1[1:], out_THV, lse_TH, scale, causal)
+
+
+def _part(cu_k_B1: Tensor, part: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Return the beginning and the end of a part of every row's keys."""
+    each_B = (cu_k_B1.diff() + parts - 1) // parts
+    begin_B = torch.minimum(cu_k_B1[:-1] + part * each_B, cu_k_B1[1:])
+    return begin_B, torch.minimum(begin_B + each_B, cu_k_B1[1:])
+
+
+def _attend(
+    q_THD: Tensor,
+    k_SHN: Tensor,
+    k_SO: Tensor,
+    v_SHV: Tensor,
+    cu_q_B1: Tensor,
+    begin_k_B: Tensor,
+    end_k_B: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    compute = torch.promote_types(q_THD.dtype, torch.float32)
+    starts_q, starts_k, ends_k = cu_q_B1.tolist(), begin_k_B.tolist(), end_k_B.tolist()
+    for row in range(len(starts_q) - 1):
+        begin, end = starts_q[row], starts_q[row + 1]
+        keys = slice(starts_k[row], ends_k[row])
+        count = keys.stop - keys.start
+        if count == 0:
+            out_THV[begin:end].zero_()
+            lse_TH[begin:end].fill_(-torch.inf)
+            continue
+        k_HNS = k_SHN[keys].to(compute).permute(1, 2, 0)
+        k_OS = k_SO[keys].to(compute).t()
+        v_HSV = v_SHV[keys].to(compute).transpose(0, 1)
+        offset = count - (end - begin)  # query i of the row sees keys up to i + offset
+        step = max(1, SCORE_ELEMENTS // (k_HNS.shape[0] * count))
+        for at in range(begin, end, step):
+            block = slice(at, min(at + step, end))
+            q_HQD = q_THD[block].to(compute).transpose(0, 1)
+            score_HQS = torch.matmul(q_HQD[..., : k_HNS.shape[1]], k_HNS)
+            score_HQS += torch.matmul(q_HQD[..., k_HNS.shape[1] :], k_OS)
+            score_HQS *= scale
+            if causal:
+                last_Q = torch.arange(block.start - begin, block.stop - begin, device=q_THD.device) + offset
+                unseen_QS = torch.arange(count, device=q_THD.device) > last_Q.unsqueeze(-1)
+                score_HQS.masked_fill_(unseen_QS, -torch.inf)
+            lse_HQ = torch.logsumexp(score_HQS, dim=-1)
+            score_HQS.sub_(lse_HQ.masked_fill(lse_HQ == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+            out_THV[block].copy_(torch.bmm(score_HQS, v_HSV).transpose(0, 1))
+            lse_TH[block].copy_(lse_HQ.t())

@@ -114,7 +114,8 @@ def experts_grouped(
         if not 0 <= expert < gate_up_XFE.shape[0]:
             continue
         gate_YI, up_YI = _product(x_TE[token_Y[part]], gate_up_XFE, expert).chunk(2, dim=-1)
-        gate_YI, up_YI = clamped(gate_YI, up_YI, limit)
+        if limit:
+            gate_YI, up_YI = clamped(gate_YI, up_YI, limit)
         y_YE = _product((F.silu(gate_YI) * up_YI).to(x_TE.dtype), down_XEI, expert)
         sum_TE.index_add_(0, token_Y[part], y_YE * weight_Y1[part])
     out_TE.copy_(sum_TE)

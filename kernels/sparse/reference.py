@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.index_entry import encode, is_int8, parts
 from kernels.latent_entry import entries
 from kernels.linear.reference import invariant_linear
-from kernels.mla_decode.reference import invariant_mla_decode
+from kernels.mla_decode.invariant import invariant_mla_decode
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 
 GATHER_ELEMENTS: Final = 1 << 26

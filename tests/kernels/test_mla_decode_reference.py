@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mla_decode import reference
+from kernels import mla_decode
+from kernels.mla_decode.invariant import invariant_mla_decode
 from kernels.page import PAGE_TOKENS, pages_for
 
 LATENT, ROPE = 12, 4
@@ -52,10 +53,10 @@ def run(q: Tensor, cache: Tensor, table: Tensor, lengths: list[int], scale: floa
     out = torch.full((*q.shape[:3], LATENT), torch.nan)
     lse = torch.full(q.shape[:3], torch.nan)
     length = torch.tensor(lengths, dtype=torch.int32)
-    reference.mla_decode(q, cache, table, length, out, lse, scale, first)
+    mla_decode.mla_decode_reference(q, cache, table, length, out, lse, scale, first)
     # The invariant way, which the tests of its bits cover too, must pass whatever this one does.
     deterministic_out, deterministic_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    reference.invariant_mla_decode(q, cache, table, length, deterministic_out, deterministic_lse, scale, first)
+    invariant_mla_decode(q, cache, table, length, deterministic_out, deterministic_lse, scale, first)
     torch.testing.assert_close(deterministic_out, out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(deterministic_lse, lse, atol=1e-5, rtol=1e-5)
     return out, lse
@@ -93,7 +94,7 @@ def test_long_row_and_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [4097, 3, 0, 700]
     q, cache, table, entries = poisoned_case(lengths, 2, 2, seed=9)
     whole = run(q, cache, table, lengths, 0.3, 0)
-    monkeypatch.setattr(reference, "GATHER_ELEMENTS", 1)
+    monkeypatch.setattr(mla_decode, "GATHER_ELEMENTS", 1)
     grouped = run(q, cache, table, lengths, 0.3, 0)
     want = naive(q, entries, 0.3, 0)
     for got in (whole, grouped):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels import page
-from kernels.mla_decode import reference
+from kernels.mla_decode import invariant
 from tests.rank_processes import run_ranks
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
@@ -31,7 +31,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 
 def cut_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Let pieces have one page, so that rows have several on each rank."""
-    for module in (page, placing, reference):
+    for module in (page, placing, invariant):
         patch.setattr(module, "PIECE_PAGES", 1)
 
 

@@ -42,7 +42,7 @@ class Scratch:
         """A contiguous tensor whose contents are arbitrary."""
         size = math.prod(shape) * dtype.itemsize
         begin = self._used
-        self._used = begin + bytes_of(shape, dtype)
+        self._used = begin + -(-size // _ALIGNMENT) * _ALIGNMENT
         self.peak = max(self.peak, self._used)
         if self._buffer is None:
             return self._fresh(shape, dtype=dtype, device=self.device)

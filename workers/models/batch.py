@@ -127,8 +127,8 @@ class Batch:
     selection: Selection | None = None
     """Selection of a model with sparse attention, which makes it once per pass."""
 
-    def noting(self, choices: Choices | None) -> Batch:
+    def noting(self, choices: Choices) -> Batch:
         """Return this batch with its selections handed to `choices`."""
-        if self.selection is None or choices is None:
+        if self.selection is None:
             return self
         return replace(self, selection=replace(self.selection, choices=choices))

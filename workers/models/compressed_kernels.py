@@ -64,17 +64,6 @@ def select(
             select_positions(score_TN, bound, selected_TS[own], rows.fault_1, workspace)
 
 
-<<<<<<< HEAD
-    @override
-    def group_linear(self, x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch) -> None:
-        matrix, rows, early = weight_NF.matrix, out_TGU.shape[2], dependent(x_TGF)
-        with scratch.scope():
-            if not isinstance(matrix, BlockScaled) or rows % matrix.rows:
-                # A matrix that is dequantized in the launch before must not be read early.
-                early = early and isinstance(matrix, Tensor)
-                matrix = plain(weight_NF, x_TGF.dtype, scratch)
-            group_linear(x_TGF, matrix, out_TGU, dependent=early)
-=======
 def attend(
     q_THD: Tensor,
     ring_XLD: Tensor,
@@ -109,9 +98,10 @@ def attend(
 
 def project_groups(x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch) -> None:
     """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows."""
-    matrix, rows = weight_NF.matrix, out_TGU.shape[2]
+    matrix, rows, early = weight_NF.matrix, out_TGU.shape[2], dependent(x_TGF)
     with scratch.scope():
         if not isinstance(matrix, BlockScaled) or rows % matrix.rows:
+            # A matrix that is dequantized in the launch before must not be read early.
+            early = early and isinstance(matrix, Tensor)
             matrix = plain(weight_NF, x_TGF.dtype, scratch)
-        group_linear(x_TGF, matrix, out_TGU)
->>>>>>> dspark
+        group_linear(x_TGF, matrix, out_TGU, dependent=early)

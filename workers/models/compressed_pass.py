@@ -29,8 +29,8 @@ from workers.models.compressed_layer import CompressedBuffers, CompressedDecoder
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches
 from workers.models.general import GeneralOps, tensor_of
+from workers.models.layer import PassTensors
 from workers.models.layer_ops import LayerOps
-from workers.models.pass_buffers import PassTensors
 from workers.models.step_pass import StepPass
 
 

@@ -107,9 +107,9 @@ class ExecutionPaths:
     def takes_small_batch(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a pass of decode rows alone takes the small-batch path."""
         return (
-            0 < batch.layout.tokens <= min(MOST_STREAMED, *(format.most_few for format in (PLAIN, *self._formats.all)))
-            and dtype == torch.bfloat16
+            dtype == torch.bfloat16
             and launches_dependently(device)
+            and 0 < batch.layout.tokens <= min(MOST_STREAMED, *(each.most_few for each in (PLAIN, *self._formats.all)))
             and not unsupported(self._config, self.group.mesh)
             and all(self._takes_pending(format, batch.layout.tokens, device) for format in self._formats.all)
         )

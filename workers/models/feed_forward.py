@@ -1,7 +1,8 @@
 """The feed-forward part of a layer: a dense SwiGLU network, or routed experts and shared ones.
 
 Every rank holds an equal share of each network's intermediate features, and the output is summed over ranks and added
-to the residual stream, whose norm the next layer reads. In plain torch: `deepseek.gated` and `deepseek.experts`.
+to the residual stream, whose norm the next layer reads (`DecoderLayer.finish`). In plain torch: `deepseek.gated` and
+`deepseek.experts`.
 
 Shape legend: T tokens, E hidden features, I intermediate features of this rank, F = 2 I (gate, then up), X experts,
 K experts per token (both with the shared ones, where those are stored or chosen), R rows.
@@ -14,10 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.rms_norm import AddNorm
-from workers.memory.scratch import Scratch
 from workers.models.config import ConfigError, ModelConfig
-from workers.models.layer_ops import Gated, LayerOps, Mixture, N
+from workers.models.layer_ops import Gated, Mixture
 from workers.weights.formats.format import Format
 from workers.weights.part import Part, Shard
 from workers.weights.source import WeightSource
@@ -34,13 +33,6 @@ class DenseFeedForward:
         )
         self.gate_up_FE = source.matrix(gate, up)
         self.down_EI = source.matrix(Part(f"{prefix}down_proj.weight", hidden, intermediate, shard=Shard(1, "experts")))
-
-    def __call__(
-        self, ops: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
-    ) -> None:
-        """residual += this network's output, `out` = its norm. `out` shares no memory with `x`. `live_R`: see
-        `LayerOps.add_experts`."""
-        ops.add_gated(x, self.gate_up_FE, self.down_EI, norm, out, scratch)
 
 
 class MixtureOfExperts:
@@ -88,12 +80,6 @@ class MixtureOfExperts:
         gate_up_XFE = source.experts([network.gate_up for network in networks])
         down_XEI = source.experts([network.down for network in networks])
         self.mixture = Mixture(routing, router_XE, bias_X, gate_up_XFE, down_XEI, apart, norm_E)
-
-    def __call__(
-        self, ops: LayerOps[N], x: N, norm: AddNorm, out: N, scratch: Scratch, live_R: Tensor | None = None
-    ) -> None:
-        """Add the output of this part to `out`, as `DenseFeedForward` does."""
-        ops.add_experts(x, self.mixture, norm, out, scratch, live_R)
 
 
 class _Network:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.layer_ops import Gated, LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
-from workers.weights.formats import PLAIN
 from workers.weights.weight import Formats, Weight
 
 MOST_DEPENDENT: Final = 512
@@ -106,11 +105,41 @@ def dependent(x_TE: Tensor) -> bool:
     return x_TE.shape[0] <= MOST_DEPENDENT and launches_dependently(x_TE.device)
 
 
-def _widened(x_TE: Tensor, weight_FE: Weight, scratch: Scratch) -> Tensor:
-    """`x_TE` in the dtype of a plain weight, which is its own or fp32."""
-    if x_TE.dtype == weight_FE.plain.dtype:
-        return x_TE
+def _widened(x_TE: Tensor, scratch: Scratch) -> Tensor:
+    """`x_TE` in fp32, as some plain weights are in models that are not."""
     return scratch.empty(*x_TE.shape, dtype=torch.float32).copy_(x_TE)
+
+
+def choose_experts(
+    ops: LayerOps[Any],
+    logit_TX: Tensor,
+    mixture: Mixture,
+    scratch: Scratch,
+    live_R: Tensor | None,
+    given_TK: Tensor | None = None,
+    *,
+    dependent: bool,
+) -> tuple[Tensor, Tensor]:
+    """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
+    Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
+    routing, tokens = mixture.routing, logit_TX.shape[0]
+    columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
+    id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
+    weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
+    moe.route(
+        logit_TX,
+        mixture.bias_X,
+        id_TK,
+        weight_TK,
+        routing.rule,
+        shared=routing.shared_experts,
+        live_R=live_R,
+        given_TK=given_TK,
+        dependent=dependent,
+    )
+    if ops.choices is not None:
+        ops.choices.settle(id_TK[:, :own], weight_TK[:, :own])
+    return id_TK, weight_TK
 
 
 class GeneralOps(LayerOps[Rows]):
@@ -122,6 +151,8 @@ class GeneralOps(LayerOps[Rows]):
         weights. `formats`: those of the model's matrices; where such weights are among them, norms are rounded as they
         are made."""
         self.group, self.quantize_activations, self._formats = group, quantize_activations, formats or Formats()
+        self._alone = group.mesh.heads.size == group.mesh.experts.size == 1
+        """Whether there is nothing to sum over ranks."""
 
     @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
@@ -130,9 +161,9 @@ class GeneralOps(LayerOps[Rows]):
     @override
     def allocate_normed(self, tokens: int, hidden: int, dtype: torch.dtype, eps: float, scratch: Scratch) -> Rows:
         x_TE = scratch.empty(tokens, hidden, dtype=dtype)
-        few = tokens < MIN_TOKENS_W8A8 or hidden % GROUP or dtype != torch.bfloat16
-        read = self.quantize_activations and any(format.w8a8 for format in self._formats.all)
-        if few or not read or not supports_w8a8(x_TE.device):
+        if tokens < MIN_TOKENS_W8A8 or hidden % GROUP or dtype != torch.bfloat16 or not self.quantize_activations:
+            return x_TE
+        if not any(format.w8a8 for format in self._formats.all) or not supports_w8a8(x_TE.device):
             return x_TE
         fp8 = self._allocate_fp8(tokens, hidden, scratch)
         if tokens <= MOST_ROUNDED_BEFORE:
@@ -151,7 +182,8 @@ class GeneralOps(LayerOps[Rows]):
         if norm.memory is None:
             into = norm.residual_TE, norm.weight_E, out_TE
             enter_rms_norm(rows_YE, id_T, *into, eps=norm.eps, dependent=dependent(out_TE))
-            self._round(out)
+            if isinstance(out, RoundedRows):
+                self._round(out)
             return
         norm.residual_TE.zero_()
         norm.memory.open_TS.fill_(1.0)
@@ -162,11 +194,10 @@ class GeneralOps(LayerOps[Rows]):
         self.add_norm(rows_YE if id_T is None else out_TE, norm, out)
 
     @staticmethod
-    def _round(x: Rows) -> None:
+    def _round(x: RoundedRows) -> None:
         """Round a norm that its maker has not."""
-        if isinstance(x, RoundedRows):
-            into = x.fp8.of(x.x_TE.shape[0])
-            quantize(x.x_TE, *into, by_token_TG=x.fp8.by_token_TG, dependent=dependent(x.x_TE))
+        into = x.fp8.of(x.x_TE.shape[0])
+        quantize(x.x_TE, *into, by_token_TG=x.fp8.by_token_TG, dependent=dependent(x.x_TE))
 
     @override
     def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
@@ -174,14 +205,15 @@ class GeneralOps(LayerOps[Rows]):
         if out_TF.dim() == 3:  # of `parts`
             part_linear(x_TE, weight_FE.plain, out_TF, dependent=dependent(x_TE))
             return
+        weight = weight_FE.matrix
+        if isinstance(weight, Tensor):
+            linear(x_TE, weight, out_TF, dependent=dependent(x_TE))
+            return
         with scratch.scope():
-            weight = weight_FE.matrix
             if self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
                 self._w8a8_linear(self._in_fp8(x, scratch), weight, out_TF, scratch)
-            else:
-                # A matrix that is dequantized in the launch before must not be read early.
-                early = isinstance(weight, Tensor) and dependent(x_TE)
-                linear(x_TE, plain(weight_FE, x_TE.dtype, scratch), out_TF, dependent=early)
+            else:  # not dependent: what is dequantized in the launch before must not be read early
+                linear(x_TE, plain(weight_FE, x_TE.dtype, scratch), out_TF)
 
     @override
     def narrow_linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
@@ -190,7 +222,8 @@ class GeneralOps(LayerOps[Rows]):
 
     def wide_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
         """`linear` with a plain weight, which may be in fp32 in a model that is not; out in fp32."""
-        self.linear(_widened(x, weight_FE, scratch), weight_FE, out_TF, scratch)
+        wide_TE = x if x.dtype == weight_FE.data.dtype else _widened(x, scratch)
+        self.linear(wide_TE, weight_FE, out_TF, scratch)
 
     def _quantizes_for(self, weight: Matrix, out_TF: Tensor) -> TypeGuard[BlockScaled]:
         """Whether a product with a matrix takes activations in FP8."""
@@ -283,7 +316,8 @@ class GeneralOps(LayerOps[Rows]):
             gate_TE = scratch.empty(*x_TE.shape, dtype=x_TE.dtype)
             self.linear(low_TR, gate.up_ER, gate_TE, scratch)
             sigmoid_mul(x_T1E, gate_TE.unsqueeze(1), x_T1E, dependent=dependent(x_TE))
-        self._round(x)
+        if isinstance(x, RoundedRows):
+            self._round(x)
 
     @override
     def beside(self, normed: Rows, x_TA: Tensor, scratch: Scratch) -> Tensor:
@@ -306,9 +340,17 @@ class GeneralOps(LayerOps[Rows]):
     @override
     def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
         out_TE = tensor_of(out)
-        part_TE = self.group.part(out_TE)
+        tokens, hidden = out_TE.shape
+        if self.decode_alone and norm.memory is None and (parts := self.parts(tokens, weight_EF)):
+            with scratch.scope():
+                part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
+                self.linear(x_TF, weight_EF, part_TPE, scratch)
+                self.add_norm(part_TPE, norm, out)
+            return
+        part_TE = out_TE if self._alone else self.group.part(out_TE)
         self.linear(x_TF, weight_EF, part_TE, scratch)
-        self.group.all_reduce(part_TE, out_TE)
+        if not self._alone:
+            self.group.all_reduce(part_TE, out_TE)
         self.add_norm(out_TE, norm, out)
 
     @override
@@ -317,15 +359,16 @@ class GeneralOps(LayerOps[Rows]):
     ) -> None:
         """Add a gated feed-forward part. Where `down` takes activations in FP8, the gate rounds them at once."""
         x_TE, out_TE, down = tensor_of(x), tensor_of(out), down_EI.matrix
-        part_TE = self.group.part(out_TE)
+        part_TE = out_TE if self._alone else self.group.part(out_TE)
         if x_TE.dtype != torch.bfloat16 or not self._quantizes_for(down, part_TE):
-            super().add_gated(x, gate_up_FE, down_EI, norm, out, scratch)
+            self.add(self.gated(x, gate_up_FE, scratch), down_EI, norm, out, scratch)
             return
         with scratch.scope():
             gate_up_TF = scratch.empty(x_TE.shape[0], gate_up_FE.shape[0], dtype=x_TE.dtype)
             self.linear(x, gate_up_FE, gate_up_TF, scratch)
             self._w8a8_linear(self._in_fp8(gate_up_TF, scratch, silu_mul_quantize), down, part_TE, scratch)
-        self.group.all_reduce(part_TE, out_TE)
+        if not self._alone:
+            self.group.all_reduce(part_TE, out_TE)
         self.add_norm(out_TE, norm, out)
 
     def add_norm(self, x_TE: Tensor, norm: AddNorm, out: Rows) -> None:
@@ -333,18 +376,20 @@ class GeneralOps(LayerOps[Rows]):
         `x_TE`. Where there are several residual streams see `add_to_streams`; of a sum alone."""
         out_TE = tensor_of(out)
         # Behind a collective of others it is a plain launch.
-        early = dependent(x_TE) and (self.group.summed.size == 1 or self.group.sums_by_kernel(x_TE))
+        early = dependent(x_TE) and (self._alone or self.group.sums_by_kernel(x_TE))
         if norm.memory is not None:
             into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
             add_to_streams(x_TE, *into, eps=norm.eps, dependent=early)
-            self._round(out)
+            if isinstance(out, RoundedRows):
+                self._round(out)
             return
         if isinstance(out, RoundedRows) and x_TE.dim() == 2:
             residual_TE = norm.residual_TE
             rounded_norm(x_TE, norm.weight_E, out_TE, out.fp8, eps=norm.eps, residual_TE=residual_TE, dependent=early)
             return
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
-        self._round(out)
+        if isinstance(out, RoundedRows):
+            self._round(out)
 
     @override
     def add_experts(
@@ -373,7 +418,7 @@ class GeneralOps(LayerOps[Rows]):
         summed over ranks together with the other experts'; so it is where residual streams are mixed, once for both, or
         something is clamped."""
         mixed = norm.memory is not None and norm.memory.mix_TSS is not None
-        if self.group.summed.size == 1 and not mixed and not limit:  # the norm of the sum so far is written over
+        if self._alone and not mixed and not limit:  # the norm of the sum so far is written over
             self.add_gated(x, shared.gate_up_FE, shared.down_EI, norm.sum_alone, out, scratch)
             return None
         out_TE = tensor_of(out)
@@ -390,10 +435,11 @@ class GeneralOps(LayerOps[Rows]):
         live_R: Tensor | None = None,
         given_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `chosen`."""
-        early = dependent(x_TE)
-        logits = self.router(_widened(x_TE, mixture.router_XE, scratch), mixture.router_XE, scratch)
-        return self.chosen(logits, mixture, scratch, live_R, given_TK, dependent=early)
+        """See `choose_experts`."""
+        early, router_XE = dependent(x_TE), mixture.router_XE
+        wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
+        logits = self.router(wide_TE, router_XE, scratch)
+        return choose_experts(self, logits, mixture, scratch, live_R, given_TK, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
@@ -426,13 +472,13 @@ class GeneralOps(LayerOps[Rows]):
         """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks, or its
         norm where the mixture has one; out = rms_norm(residual)."""
         x_TE, out_TE, workspace = tensor_of(x), tensor_of(out), None
-        part_TE = self.group.part(out_TE)
+        part_TE = out_TE if self._alone else self.group.part(out_TE)
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shared = mixture.routing.shared_experts
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        alone = self.group.summed.size == 1 and mixture.norm_E is None and norm.memory is None
+        alone = self._alone and mixture.norm_E is None and norm.memory is None
         moe.experts(
             x_TE,
             id_TK,
@@ -444,23 +490,25 @@ class GeneralOps(LayerOps[Rows]):
             add_norm=norm if alone else None,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
-            rounded=self._gathered(x),
+            rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
             limit=mixture.routing.limit,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )
         if alone:
-            self._round(out)
+            if isinstance(out, RoundedRows):
+                self._round(out)
             return
         if own_TE is not None:
             part_TE += own_TE
-        self.group.all_reduce(part_TE, out_TE)
+        if not self._alone:
+            self.group.all_reduce(part_TE, out_TE)
         self.add_experts_sum(out, mixture, norm)
 
     @staticmethod
-    def _gathered(x: Rows) -> tuple[Tensor, Tensor] | None:
+    def _gathered(x: RoundedRows) -> tuple[Tensor, Tensor] | None:
         """What experts gather of tokens that have been rounded; None where they round them themselves."""
-        if not isinstance(x, RoundedRows) or x.fp8.by_token_TG is None:
+        if x.fp8.by_token_TG is None:
             return None
         return x.fp8.of(x.x_TE.shape[0])[0], x.fp8.by_token_TG
 
@@ -500,18 +548,5 @@ class DecodeOps(GeneralOps):
     @override
     def parts(self, tokens: int, weight_FE: Weight) -> int:
         """A sum over ranks needs whole sums."""
-        if self.group.summed.size > 1 or weight_FE.format is not PLAIN:
-            return 0
-        return parts_of(tokens, weight_FE.plain)
-
-    @override
-    def add(self, x_TF: Tensor, weight_EF: Weight, norm: AddNorm, out: Rows, scratch: Scratch) -> None:
-        tokens, hidden = tensor_of(out).shape
-        parts = self.parts(tokens, weight_EF)
-        if not parts or norm.memory is not None:
-            super().add(x_TF, weight_EF, norm, out, scratch)
-            return
-        with scratch.scope():
-            part_TPE = scratch.empty(tokens, parts, hidden, dtype=torch.float32)
-            self.linear(x_TF, weight_EF, part_TPE, scratch)
-            self.add_norm(part_TPE, norm, out)
+        matrix = weight_FE.matrix
+        return parts_of(tokens, matrix) if self._alone and isinstance(matrix, Tensor) else 0

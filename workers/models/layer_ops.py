@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kernels import moe
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
 from workers.models.choices import Choices
@@ -153,37 +152,6 @@ class LayerOps(ABC, Generic[N]):
         `live_R` (integers, None: all are live): token t belongs to row t // (T // R), and the tokens of rows with 0 are
         padding, for which no expert computes.
         """
-
-    def chosen(
-        self,
-        logit_TX: Tensor,
-        mixture: Mixture,
-        scratch: Scratch,
-        live_R: Tensor | None,
-        given_TK: Tensor | None = None,
-        *,
-        dependent: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
-        Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
-        routing, tokens = mixture.routing, logit_TX.shape[0]
-        columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
-        id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
-        weight_TK = scratch.empty(tokens, columns, dtype=torch.float32)
-        moe.route(
-            logit_TX,
-            mixture.bias_X,
-            id_TK,
-            weight_TK,
-            routing.rule,
-            shared=routing.shared_experts,
-            live_R=live_R,
-            given_TK=given_TK,
-            dependent=dependent,
-        )
-        if self.choices is not None:
-            self.choices.settle(id_TK[:, :own], weight_TK[:, :own])
-        return id_TK, weight_TK
 
     @abstractmethod
     def last(self, normed: N, out_TE: Tensor) -> N:

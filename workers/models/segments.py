@@ -35,9 +35,8 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend
 from workers.models.batch import Batch
 from workers.models.execution_paths import ExecutionPaths
-from workers.models.layer import DecoderLayer
+from workers.models.layer import DecoderLayer, PassBuffers, PassTensors
 from workers.models.layer_ops import LayerOps
-from workers.models.pass_buffers import PassBuffers, PassTensors
 from workers.models.step_pass import StepPass
 
 
@@ -138,15 +137,19 @@ class Segments(StepPass):
             else:
                 self._begin(tensors, norm, scratch)
         self._tap(index, tensors)
+        ops, layer, x = buffers.ops, self.layers[index], buffers.normed
         with scratch.scope():
-            self.layers[index].project(buffers, tensors.cache_slot_T, self._caches(index, cache)[0], scratch)
+            if layer.attention_gate is not None:
+                ops.gate(x, layer.attention_gate, scratch)
+            where = buffers.rotation_TO, tensors.cache_slot_T, self._caches(index, cache)[0]
+            layer.attention.project(ops, x, *where, buffers.projected, scratch, buffers.query_scale_T)
 
     def _norm(self, index: int, buffers: PassBuffers[Any]) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""
-        if index == len(self.layers):
-            return buffers.norm(self._norm_E, self._eps, self._streams)
-        layer = self.layers[index]
-        return buffers.norm(layer.attention_norm_E, self._eps, layer.attention_streams)
+        norm_E, gates = self._norm_E, self._streams
+        if index < len(self.layers):
+            norm_E, gates = self.layers[index].attention_norm_E, self.layers[index].attention_streams
+        return AddNorm(buffers.residual_TE, norm_E, self._eps, gates, buffers.streams)
 
     def _begin(self, tensors: PassTensors, norm: AddNorm, scratch: Scratch) -> None:
         """Fill the residual stream, and take the first norm of it."""
@@ -232,21 +235,24 @@ class Segments(StepPass):
                 token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, buffers, aux_hidden
             )
             attend = _Attention(self, buffers, batch, cache, scratch)
+            first, *norms = [self._norm(index, buffers) for index in range(len(self))]
+            x, out = buffers.normed, [buffers.normed] * len(self.layers)
+            out[-1] = ops.last(x, out_TE)
             with scratch.scope():
-                self._begin(tensors, self._norm(0, buffers), scratch)
-            out = buffers.normed
-            for index, layer in enumerate(self.layers):
-                self._tap(index, tensors)
+                self._begin(tensors, first, scratch)
+            for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+                if aux_hidden:
+                    self._tap(index, tensors)
                 # Each of the two token-wise parts has all of the scratch's free memory.
                 with scratch.scope():
-                    layer.project(buffers, batch.cache_slot_T, self._caches(index, cache)[0], scratch)
+                    if layer.attention_gate is not None:
+                        ops.gate(x, layer.attention_gate, scratch)
+                    where = buffers.rotation_TO, batch.cache_slot_T, attend.caches[index][0]
+                    layer.attention.project(ops, x, *where, buffers.projected, scratch, buffers.query_scale_T)
                 attend(index)
-                norm = self._norm(index + 1, buffers)
-                if index + 1 == len(self.layers):
-                    out = ops.last(buffers.normed, out_TE)
                 with scratch.scope():
-                    layer.finish(buffers, norm, out, live_R, scratch)
-            ops.leave(norm, out, out_TE)
+                    layer.finish(buffers, norm, out[index], live_R, scratch)
+            ops.leave(norms[-1], out[-1], out_TE)
         return out_TE
 
     @override
@@ -271,7 +277,7 @@ class Segments(StepPass):
             if tensors.out_TE is not None:
                 segment(len(self.layers))
 
-    def _own(self, cache: PagedCache) -> Layers:
+    def own_tensors(self, cache: PagedCache) -> Layers:
         """Return the tensors that each layer's attention has for itself; the cache is nearly always the one it was the
         last time."""
         tensors = cache.layers[self._caches_of[0].start : self._caches_of[-1].stop]
@@ -303,15 +309,21 @@ class _Attention:
         """The plan of decode rows comes from `scratch`, other memory from `inner` if there is one."""
         self._segments, self._flow, self._batch, self._cache = segments, buffers, batch, cache
         self._scratch, self._inner = scratch, inner
-        self._repeat = Repeat(segments._own(cache))
+        self.caches = [segments._caches(index, cache) for index in range(len(segments.layers))]
+        """Caches of each layer."""
+        # On a CPU nothing is repeated.
+        self._repeat = Repeat(segments.own_tensors(cache)) if batch.position_T.is_cuda else None
         self._backends: list[Backend] | None = self._prepare() if batch.prefill is None else None
 
     def __call__(self, index: int) -> None:
         """Attention of layer `index`."""
         if self._backends is None:
             self._backends = self._prepare()
-        attention, caches = self._segments.layers[index].attention, self._segments._caches(index, self._cache)
-        self._repeat(index, partial(attention.attend, self._backends, *caches))
+        attention, caches = self._segments.layers[index].attention, self.caches[index]
+        if self._repeat is None:
+            attention.attend(self._backends, *caches)
+        else:
+            self._repeat(index, partial(attention.attend, self._backends, *caches))
 
     def _prepare(self) -> list[Backend]:
         buffers, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
@@ -321,7 +333,9 @@ class _Attention:
             out_of_bounds_count_1=self._cache.out_of_bounds_count_1,
             group=group.sharing,
         )
-        planned = attention.plan(counted, self._scratch).noting(buffers.ops.choices)
+        planned = attention.plan(counted, self._scratch)
+        if buffers.ops.choices is not None:
+            planned = planned.noting(buffers.ops.choices)
         with nullcontext() if inner is None else inner.scope():
             rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)
             where = buffers.projected, buffers.attended_THV, planned, geometry, rotation_PO

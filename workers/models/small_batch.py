@@ -24,7 +24,7 @@ from kernels.pending_norm import PIECE, PendingNorm
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig
-from workers.models.general import few_rows
+from workers.models.general import choose_experts, few_rows
 from workers.models.layer_ops import LayerOps, Mixture, NormGate
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -180,7 +180,7 @@ class SmallBatchOps(LayerOps[PendingNorm]):
         no choice, stand behind it: so it is there before the others' kernels start."""
         dependent, shared = self._dependent, mixture.shared
         logit_TX = self._router(x, mixture, scratch)
-        id_TK, weight_TK = self.chosen(logit_TX, mixture, scratch, live_R, dependent=dependent)
+        id_TK, weight_TK = choose_experts(self, logit_TX, mixture, scratch, live_R, dependent=dependent)
         weights = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         shape = moe.experts_shape(x.x_TE, id_TK, weights[1], shared=mixture.routing.shared_experts)
         experts = moe.PendingExperts.of(x, id_TK, weight_TK, *weights, shape, scratch.empty, dependent=dependent)

@@ -18,8 +18,8 @@ from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 
 if TYPE_CHECKING:
+    from workers.models.layer import PassTensors
     from workers.models.layer_ops import LayerOps
-    from workers.models.pass_buffers import PassTensors
 
 
 class StepPass(ABC):

@@ -13,8 +13,7 @@ import msgspec
 
 from workers.channel.sockets import Addresses, connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
-from workers.processes.mailbox import OutputMailbox
-from workers.processes.outbox import Outbox
+from workers.processes.mailbox import Outbox, OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import (
     Charges,

@@ -20,7 +20,7 @@ from torch import Tensor
 from workers.memory.bits import differ
 from workers.memory.scratch import Scratch
 from workers.models.choices import Recorded, Taken
-from workers.models.pass_buffers import PassBuffers
+from workers.models.layer import PassBuffers
 from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, quantizes_activations, shared, tolerance
 from workers.proof.segments import POISON
 from workers.protocol.report import BucketReport

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from workers.protocol.captures import CapturePortion, PortionCaptured
-from workers.scheduler.page_supply import RowPages
+from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
 
 PAUSE: Final = 3.0

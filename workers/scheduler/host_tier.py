@@ -28,7 +28,7 @@ from typing import Final, Protocol
 
 from kernels.page import Shards
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned, saver_of
-from workers.scheduler.page_supply import RowPages
+from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
 from workers.scheduler.sequence import Sequence as Row

@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
-from workers.scheduler.page_supply import PageSupply, RowPages
-from workers.scheduler.pages import PagePool
+from workers.scheduler.pages import PagePool, PageSupply, RowPages
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
 from workers.scheduler.snapshots import Snapshots
 from workers.scheduler.tokens import Tokens

@@ -1,4 +1,5 @@
-"""Budget of prompts in a step that has decode rows: tokens, and the time that they are expected to cost.
+"""Budget of prompts in a step that has decode rows: tokens, and the time that they are expected to cost; and how fast
+prompts are computed.
 
 Imports no torch, as all of the scheduler.
 """
@@ -19,6 +20,8 @@ WORTHWHILE: Final = 16
 TAIL: Final = 1.15
 """Tokens of a chunk that ends its prompt, as a multiple of the tokens for which there is time, at most: a few tokens
 more delay a step by less than another step would."""
+FORGETS_TOKENS: Final = 100_000
+"""After so many prompt tokens, what was measured before counts half."""
 PIECE: Final = 4096
 """Entries before a chunk that are expanded at once (`workers.models.attention.expanded.CONTEXT_ENTRIES`)."""
 
@@ -152,3 +155,26 @@ def padded(tokens: int, buckets: Sequence[int]) -> int:
     """The smallest of the buckets that holds so many tokens of a step; as many where there is none."""
     place = bisect_left(buckets, tokens)
     return buckets[place] if place < len(buckets) else tokens
+
+
+class PromptSpeed:
+    """Seconds that a token of a long prompt takes to be computed, beside the decode rows of late.
+
+    A step with a few prompt tokens takes about as long as one with many, so their mean would say nothing of a long
+    prompt. It is a line through the origin, fitted to the steps: one with ten times as many tokens counts a hundred
+    times as much.
+    """
+
+    def __init__(self) -> None:
+        self._products = self._squares = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step with so many prompt tokens took so long."""
+        if tokens > 0:
+            kept = 0.5 ** (tokens / FORGETS_TOKENS)
+            self._products = kept * self._products + tokens * seconds
+            self._squares = kept * self._squares + tokens * tokens
+
+    def token_s(self) -> float | None:
+        """Seconds a token; None before the first step with any."""
+        return self._products / self._squares if self._squares else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, count
 from math import inf
 from operator import attrgetter
 from typing import Final
@@ -15,6 +15,23 @@ from workers.scheduler.shares import Share
 _by_rank = attrgetter("rank")
 NOT_SERVED: Final = inf
 """Stands in the rank of a request whose turn among the keys has not come: it changes while the request waits."""
+_BELOW: Final = 64
+"""Bits for the count of those that arrived in the same microsecond."""
+
+
+class Arrivals:
+    """Gives arrival numbers, by when requests arrived, here or at an engine that had them before: the earlier a request
+    arrived, the lower its number is; of two that arrived in one microsecond the first to be numbered has the lower one.
+    No two numbers are equal."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock, self._count = clock, count()
+
+    def number(self, arrived: float | None = None) -> int:
+        """The number of a request that arrived at that time of the clock, by default now."""
+        at = self._clock() if arrived is None else arrived
+        return (round(at * 1e6) << _BELOW) + next(self._count)
 
 
 def urgency(sequence: Sequence) -> Rank:

@@ -1,4 +1,4 @@
-"""Takes in the results of steps: what every request gained, which rows were bad, and who has ended."""
+"""Takes in the results of steps: what every request gained, which rows were bad, and who has ended, and how."""
 
 from __future__ import annotations
 
@@ -6,12 +6,39 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import FinishReason, RequestOutput
 from workers.protocol.plan import PrefillRow, StepResult, TopLogprobs
 from workers.protocol.scores import Scores
-from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.counters import Counters
-from workers.scheduler.live import Live
+from workers.scheduler.grammars import Grammars
+from workers.scheduler.queue import Arrivals
 from workers.scheduler.rows import Rows
 from workers.scheduler.sequence import Flight, Phase, Sequence
 from workers.scheduler.soundness import CANARY_ID, DEAD_END, NONFINITE_LOGITS, Soundness, canary, may_be_a_victim
+
+
+class Live(dict[str, Sequence]):
+    """Every request from its arrival to its end, by its id. Whoever ends one calls `end` or `end_nonfinite`, which take
+    it from here, from its grammar, and from where it waits or runs."""
+
+    def __init__(self, rows: Rows, grammars: Grammars) -> None:
+        super().__init__()
+        self._rows, self._grammars = rows, grammars
+
+    def end(self, sequence: Sequence) -> None:
+        """A request is over, whatever its state: finished, cancelled or refused."""
+        self._forget(sequence)
+        if sequence.phase is Phase.COMPILING:
+            sequence.phase = Phase.ENDED
+        else:
+            self._rows.end(sequence)
+
+    def end_nonfinite(self, sequence: Sequence) -> None:
+        """A row was bad, and its request is over."""
+        self._forget(sequence)
+        self._rows.end_nonfinite(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self[sequence.request.request_id]
+        if sequence.grammar:
+            self._grammars.leave(sequence)
 
 
 class Results:

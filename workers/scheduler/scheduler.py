@@ -17,18 +17,15 @@ from workers.protocol.messages import Charges, EngineStats, Request, RequestOutp
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
-from workers.scheduler.arrivals import Arrivals
 from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
-from workers.scheduler.live import Live
 from workers.scheduler.mixed_target import MixedTarget
-from workers.scheduler.prompt_budget import PromptBudget
-from workers.scheduler.prompt_speed import PromptSpeed
-from workers.scheduler.queue import NOT_SERVED, turn, urgency
-from workers.scheduler.results import Results, check
+from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
+from workers.scheduler.queue import NOT_SERVED, Arrivals, turn, urgency
+from workers.scheduler.results import Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence
 from workers.scheduler.shares import Shares

@@ -8,14 +8,14 @@ from enum import Enum, auto
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
 from workers.protocol.scores import Scores
-from workers.scheduler.page_supply import RowPages
+from workers.scheduler.pages import RowPages
 from workers.scheduler.shares import Share
 from workers.scheduler.snapshots import Snapshot
 from workers.scheduler.tokens import Tokens
 
 Rank = tuple[int, float, int]
 """Priority; what its API key had paid when the request was first served, 0 without keys; arrival number
-(`workers.scheduler.arrivals`)."""
+(`workers.scheduler.queue`)."""
 
 
 class Phase(Enum):

@@ -100,7 +100,7 @@ class MixedStep:
         with stage.scratch.scope():
             rows = self._rows(plan, stage)
             stage.run_pass(TARGET, self._batch(rows, stage, first=0))
-            scored = score(parts, plan, stage)
+            scored = score(parts, plan, stage) if any(row.scored for row in plan.prefill) else None
             decided_N, logits_NV = self._sample(rows, stage, masks)
             newest_R = self._advance(rows, decided_N, stage)
             if parts.width > 1:

@@ -2,7 +2,7 @@
 
 The logits of a chunk of thousands of tokens would take gigabytes. So pieces of `at_once` tokens go through the output
 head, in memory that a piece gives back before the step samples, and of each only the log-probability of the token that
-follows, its rank and the most probable ids leave the device. A step without such tokens does nothing here.
+follows, its rank and the most probable ids leave the device.
 
 Shape legend: T tokens of the stage, P tokens of a piece, V vocabulary.
 """
@@ -27,12 +27,9 @@ def at_once(slots: int) -> int:
 
 
 def score(parts: StepParts, plan: StepPlan, stage: Stage) -> Taken | None:
-    """Score all tokens that the plan's prefill rows ask for: how probable the token after each is. The result is on
-    rank 0; all ranks take part. The target's pass has run in `stage`. None where nobody asks."""
-    tokens = plan.layout.score_tokens(plan.prefill)
-    if not tokens:
-        return None
-    taken = None
+    """Score all tokens that the plan's prefill rows ask for, some of which do: how probable the token after each is.
+    The result is on rank 0, None elsewhere; all ranks take part. The target's pass has run in `stage`."""
+    tokens, taken = plan.layout.score_tokens(plan.prefill), None
     if parts.sampling is not None:
         most = max(row.score_top for row in plan.prefill)
         taken = parts.sampling.scorer.room({}, len(tokens), most, ranks=True)

@@ -21,7 +21,7 @@ import torch
 
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
-from workers.models.pass_buffers import PassBuffers, PassTensors
+from workers.models.layer import PassBuffers, PassTensors
 from workers.protocol.plan import BatchLayout, TokenKey
 from workers.step.buckets import TokenBuckets
 from workers.step.parts import StepParts

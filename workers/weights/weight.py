@@ -10,6 +10,7 @@ Shape legend: X experts, N output features, K input features, B blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Weight:
     def __post_init__(self) -> None:
         self.format.check(self.data, self.scales, self.block)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix as it is multiplied, however it is stored: (N, K) or (X, N, K)."""
         return self.format.shape(self.data)
@@ -87,9 +88,9 @@ class Weight:
             raise TypeError(f"weights of format {self.format.name!r} come to a product that reads plain ones alone")
         return self.data
 
-    @property
+    @cached_property
     def matrix(self) -> Matrix:
-        """The matrix in the form of kernels that read every format."""
+        """The matrix in the form of kernels that read every format, made for the first product, not for each."""
         return self.format.matrix(self.data, self.scales, self.block)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:

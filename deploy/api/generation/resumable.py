@@ -21,8 +21,8 @@ from typing_extensions import override
 from deploy.api.generation.choice import Choice
 from deploy.api.generation.generate import Format, Generator, Stream
 from deploy.api.generation.journaling import WritePiece
+from deploy.api.http.draws import Place, Resume, event_id
 from deploy.api.http.errors import invalid
-from deploy.api.http.resume import Place, Resume, event_id
 from deploy.api.job.job import Branch, Job
 from workers.processes.mailbox import merge_outputs
 from workers.protocol.messages import Request, RequestOutput

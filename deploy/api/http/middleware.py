@@ -14,9 +14,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.api.http.body import ClientDisconnected
-from deploy.api.http.draws import Draws
+from deploy.api.http.draws import Draws, resume_of
 from deploy.api.http.errors import ApiError, of_anthropic
-from deploy.api.http.resume import resume_of
 from deploy.observability.front_metrics import FrontMetrics
 from deploy.observability.logs import FIELDS
 

@@ -10,7 +10,7 @@ import torch
 from random_model import V2_LITE_HEADS
 
 import workers.models.attention.decode_rows as decode_rows
-import workers.models.layer_ops as layer_ops
+import workers.models.general as general
 import workers.models.small_batch as small_batch
 from kernels.few_experts import launch as experts
 from kernels.head_linear import launch as heads
@@ -105,14 +105,13 @@ def launch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, function in replaced.items():
         monkeypatch.setattr(small_batch, name, function)
-    choose = small_batch.SmallBatchOps.chosen
 
-    def chosen(self: small_batch.SmallBatchOps, *given: Any, **options: Any) -> Any:
+    def choose_experts(*given: Any, **options: Any) -> Any:
         with monkeypatch.context() as patch:  # other paths choose as ever
-            patch.setattr(layer_ops, "moe", SimpleNamespace(route=moe.route))
-            return choose(self, *given, **options)
+            patch.setattr(general, "moe", SimpleNamespace(route=moe.route))
+            return general.choose_experts(*given, **options)
 
-    monkeypatch.setattr(small_batch.SmallBatchOps, "chosen", chosen)
+    monkeypatch.setattr(small_batch, "choose_experts", choose_experts)
     replaced = {"rope_absorb": heads.rope_absorb, "merge_up": heads.merge_up, "head_linear": head_linear}
     for name, function in replaced.items():
         monkeypatch.setattr(decode_rows, name, in_bf16(function, getattr(decode_rows, name)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.mla_decode import reference
+from kernels.mla_decode import invariant
 from kernels.page import NULL_PAGE, PAGE_TOKENS, pages_for
 from workers.cache.paged import PagedCache
 from workers.families import load_model
@@ -82,7 +82,7 @@ class Paged:
                 list(tokens),
                 # In invariant mode pieces go round the shards, each row's from another one on.
                 [
-                    free[(row + column // reference.PIECE_PAGES) % len(free)].pop() if in_turns else order.pop()
+                    free[(row + column // invariant.PIECE_PAGES) % len(free)].pop() if in_turns else order.pop()
                     for column in range(count)
                 ],
             )

@@ -30,8 +30,8 @@ from workers.memory.scratch import Scratch
 from workers.models import general
 from workers.models.attention import backend, decode_rows
 from workers.models.batch import Batch
+from workers.models.layer import PassBuffers
 from workers.models.model import Model
-from workers.models.pass_buffers import PassBuffers
 from workers.parallel.group import Group
 
 pytestmark = pytest.mark.long

@@ -67,8 +67,7 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
 ) -> None:
     """All-reduce needs a sum, and invariant mode has an order of its own."""
     monkeypatch.setattr(general, "parts_of", lambda tokens, weight_FE: 5)
-    own = kind(Group())
-    monkeypatch.setattr(own, "group", Group(Mesh.of(0, ranks)))
+    own = kind(Group(Mesh.of(0, ranks)))
     assert own.parts(17, Weight(torch.zeros(2, 2))) == want
 
 

@@ -13,7 +13,7 @@ from rank_processes import run_ranks
 from tiny_models import VOCAB, random_tokens, write_tiny
 from torch import Tensor
 
-from kernels.mla_decode import reference
+from kernels.mla_decode import invariant
 from workers.config import DEMO_MODEL
 from workers.families import load_model
 from workers.models.attention import absorbed_chunks
@@ -41,7 +41,7 @@ class Case:
 def outputs(case: Case, group: Group) -> dict[str, Tensor]:
     """Logits of chunks, of a mixed step, of drafts over pages' borders, and those of the draft layer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "PIECE_PAGES", case.piece_pages)
+        patch.setattr(invariant, "PIECE_PAGES", case.piece_pages)
         patch.setattr(absorbed_chunks, "WIDEST", 64)  # fewer rows, which references take one by one
         return outputs_as_set(case, group)
 

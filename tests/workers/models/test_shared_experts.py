@@ -102,7 +102,7 @@ def computed(
     assert experts.mixture.gate_up_XFE.shape == (EXPERTS + units, 2 * WIDTH // mesh.experts.size, HIDDEN)
     sum_TE, out_TE = torch.zeros_like(x_TE), torch.full_like(x_TE, torch.nan)
     norm = AddNorm(sum_TE, torch.linspace(0.5, 2, HIDDEN, dtype=x_TE.dtype), 1e-6)
-    experts(kind(Group()), x_TE, norm, out_TE, Scratch(CPU), **live)
+    kind(Group()).add_experts(x_TE, experts.mixture, norm, out_TE, Scratch(CPU), **({"live_R": None} | live))
     torch.testing.assert_close(
         out_TE, F.rms_norm(sum_TE.float(), (HIDDEN,), norm.weight_E.float(), 1e-6).to(x_TE.dtype)
     )

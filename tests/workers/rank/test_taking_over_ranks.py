@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from kernels import page
-from kernels.mla_decode import reference
+from kernels.mla_decode import invariant
 from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.rank_processes import run_ranks
 from tests.tiny_models import write_tiny
@@ -125,7 +125,7 @@ def rank_main(number: int, folder: Path, keeper: Path) -> None:
     """Be one of two ranks that share out a cache in invariant mode, and whose schedulers make the same plans. Leave
     what the engine that serves gives, and what the promoted one does."""
     torch.set_num_threads(1)
-    for module in (page, pages, reference):
+    for module in (page, pages, invariant):
         module.PIECE_PAGES = 1  # type: ignore[attr-defined]  # rows have several on each rank
     shared = {"tensor_parallel": 2, "cache_shards": 2, "invariant": True, "max_context": 450}
     made = settings(folder / "model", **shared)

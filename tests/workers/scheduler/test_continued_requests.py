@@ -16,7 +16,7 @@ from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt, pack_tokens
 from workers.protocol.scores import Scores
 from workers.scheduler import Scheduler
-from workers.scheduler.arrivals import Arrivals
+from workers.scheduler.queue import Arrivals
 
 
 def go_on(replica: Replica, request: Request, done: int, age_s: float = 1.0, key: str = "") -> None:

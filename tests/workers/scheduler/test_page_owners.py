@@ -11,8 +11,7 @@ from workload import config, tokens
 from kernels.page import Shards
 from workers.protocol.prompt import Prompt
 from workers.scheduler import SchedulerConfig
-from workers.scheduler.page_supply import RowPages
-from workers.scheduler.pages import PagePool
+from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.tokens import Tokens
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import REPORTED_BYTES, Prompt, pack_keys, unpack_keys
 from workers.scheduler import prefix_summary
-from workers.scheduler.page_supply import RowPages
-from workers.scheduler.pages import PagePool
+from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
 from workers.scheduler.tokens import Tokens

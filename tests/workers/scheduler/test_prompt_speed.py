@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from workers.scheduler.prompt_speed import FORGETS_TOKENS, PromptSpeed
+from workers.scheduler.prompt_budget import FORGETS_TOKENS, PromptSpeed
 
 
 def test_nothing_is_known_before_the_first_prompt() -> None:

@@ -153,6 +153,7 @@ class Eagle3(Drafter):
                     attended_TF, self.attention.out_EF, AddNorm(out_TE, self.feed_forward_norm_E, eps), x_TE, scratch
                 )
             normed_TE = scratch.empty(tokens, hidden, dtype=hidden_TE.dtype)
-            self.feed_forward(ops, x_TE, AddNorm(out_TE, self.norm_E, eps), normed_TE, scratch)
+            norm, weights = AddNorm(out_TE, self.norm_E, eps), (self.feed_forward.gate_up_FE, self.feed_forward.down_EI)
+            ops.add_gated(x_TE, *weights, norm, normed_TE, scratch)
             if self.sizes.norm_output:
                 out_TE.copy_(normed_TE)

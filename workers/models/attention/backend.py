@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -40,12 +41,12 @@ class Heads:
     sink_H: Tensor | None = None
     """fp32: logits of attention sinks, where there are such."""
 
-    @property
+    @cached_property
     def key_HNL(self) -> Tensor:
         """W_UK."""
         return self.up_HFL[:, : self.nope]
 
-    @property
+    @cached_property
     def value_HVL(self) -> Tensor:
         """W_UV."""
         return self.up_HFL[:, self.nope :]
@@ -55,10 +56,10 @@ class Heads:
         linear(latent_SL, self.up_HFL.flatten(0, 1), kv_SF)
 
     def add_sinks(self, out_THV: Tensor, lse_TH: Tensor) -> None:
-        """Let the heads' sinks, if they have such, take part in attention whose output, and whose log-sum-exp over all
+        """Let the sinks of heads that have such take part in attention whose output, and whose log-sum-exp over all
         keys, these are: once for each output, behind the last merge of its parts."""
-        if self.sink_H is not None:
-            attention_sink(out_THV, lse_TH, self.sink_H)
+        assert self.sink_H is not None
+        attention_sink(out_THV, lse_TH, self.sink_H)
 
     def tensors(self, cache_PKC: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that only this layer's `Backend.attend` reads or writes."""

@@ -157,7 +157,8 @@ class DecodeRows(Backend):
         if workspace is None or invariant:
             mla_decode(*tensors, scale=heads.scale, first=self.first, workspace=workspace, invariant=invariant)
             head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant)
-            heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
+            if heads.sink_H is not None:
+                heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
             return
         launch.attend(*tensors, workspace, scale=heads.scale, first=self.first, dependent=dependent, early=dependent)
         # For so few tokens tensor cores merge in bf16 alone: of fp32 they would round the inputs.
@@ -166,6 +167,7 @@ class DecodeRows(Backend):
         if (tokens <= MOST_STREAMED and not few_merged) or heads.sink_H is not None:
             launch.merge(memory.attended_RWHL, memory.lse_RWH, workspace, dependent=dependent)
             head_linear(attended_THL, value_HLV, self.out_THV, dependent=dependent)
-            heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
+            if heads.sink_H is not None:
+                heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
         else:
             merge_up(memory.attended_RWHL, workspace, heads.value_HVL, self.out_THV, dependent=dependent)

@@ -214,7 +214,8 @@ class ExpandedChunks(Backend):
             self._attend(heads, keys, causal=False)
             into_THV = self.out_THV if piece is context[-1] else own.out_THV
             merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
-        heads.add_sinks(self.out_THV, own.lse_TH)
+        if heads.sink_H is not None:
+            heads.add_sinks(self.out_THV, own.lse_TH)
 
     @override
     def reserve(self, heads: Heads) -> None:

@@ -122,7 +122,8 @@ class ShardedRows(Backend):
             attended_THL.copy_(self.merged_THL)
         value_HLV = heads.value_HVL.transpose(1, 2)
         head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant, dependent=dependent)
-        heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
+        if heads.sink_H is not None:
+            heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
 
 
 @dataclass(frozen=True)

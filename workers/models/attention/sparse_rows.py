@@ -344,7 +344,8 @@ class SparseRows(Backend):
                 )
             value_HLV = heads.value_HVL.transpose(1, 2)
             head_linear(attended_THL, value_HLV, out_THV, invariant=heads.invariant, dependent=dependent)
-            heads.add_sinks(out_THV, lse_TH)
+            if heads.sink_H is not None:
+                heads.add_sinks(out_THV, lse_TH)
         refuse_out_of_bounds(where.fault_1)
 
     @override
