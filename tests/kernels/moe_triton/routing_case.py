@@ -109,6 +109,7 @@ class Routing:
     def _check_sums(self, ids: Tensor, weight: Tensor) -> None:
         """What each expert counts for is what it is named for, as often as it is, and no token has one twice."""
         given, logit = self.inputs["given"].long().cpu(), self.inputs["logit"].double().cpu()
+        logit = logit.sum(1) if self.parts else logit
         there = (given >= 0) & (given < self.experts)
         score = SCORES[self.scoring](logit).gather(1, given.where(there, 0)) * there
         score = score / (score.sum(1, keepdim=True) + 1e-20) if self.normalize else score
