@@ -61,7 +61,10 @@ class Scheduler:
 @asynccontextmanager
 async def front(ready: bool = True, **settings: Any) -> AsyncIterator[tuple[EngineClient, Scheduler]]:
     binding = Binding(1, None, ToScheduler, FromWorker)
-    client = EngineClient(EngineConfig(model="demo", **settings), binding.addresses, "it")
+    # This scheduler has no pulse.
+    client = EngineClient(
+        EngineConfig(model="demo", **{"heartbeat_timeout_s": 600.0, **settings}), binding.addresses, "it"
+    )
     scheduler = Scheduler(binding)
     try:
         if ready:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from test_client import READY, Scheduler
+from test_failover import PATIENT
 
 from workers.channel.sockets import Binding
-from workers.config import EngineConfig
 from workers.processes import hot_standby
 from workers.processes.client import EngineClient
 from workers.processes.hot_standby import HotStandby
@@ -54,7 +54,7 @@ class Engine:
         if sum(not one.ended for one in world.made) > 2:  # this one, and the one that serves
             raise RuntimeError("two stand by")
         binding = self._binding = Binding(1, None, ToScheduler, FromWorker)
-        self.client = EngineClient(EngineConfig(model="demo"), binding.addresses, "it")
+        self.client = EngineClient(PATIENT, binding.addresses, "it")
         Scheduler(binding).say(world.ready)
         self._playing = asyncio.create_task(self._play(binding))
         return self.client
