@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
     defaults = {"width": 3, "max_rows": 8, "token_budget": 96, "cache_pages": 200, "device": "cpu"}
+    defaults |= {"heartbeat_timeout_s": 60.0}  # processes of a busy machine are silent at times
     return EngineConfig(model=str(folder), **{**defaults, **settings})
 
 
