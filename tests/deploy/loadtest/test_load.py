@@ -167,7 +167,8 @@ async def test_an_open_loop_arrives_as_a_poisson_process():
     assert server.most_open > 5
     sent = sorted(record.sent for record in run.records)
     gaps = np.diff(sent)
-    assert (sent[-1] - sent[0]) == pytest.approx(59 / 200, rel=0.5)
+    # Never early; one after the other they would take twelve seconds.
+    assert 0.5 * 59 / 200 < sent[-1] - sent[0] < 6
     # Exponential gaps spread as much as they are long; even ones would not.
     assert gaps.std() > 0.5 * gaps.mean()
 
