@@ -66,6 +66,6 @@ def ended(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )

@@ -65,7 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    subprocess.run([*pip, "-w", str(folder), str(source)], check=True, timeout=120)
+    subprocess.run([*pip, "-w", str(folder), str(source)], check=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "installed")
@@ -86,7 +86,7 @@ def test_the_demo_model_is_installed_and_found(installed: Path) -> None:
         assert (installed / "assets" / "demo" / name).read_bytes() == (ROOT / "assets" / "demo" / name).read_bytes()
     code = "from workers.config import EngineConfig; print(EngineConfig(model='demo').folder)"
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=installed, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=installed, check=True, capture_output=True, text=True, timeout=300
     )
     assert Path(run.stdout.strip()).samefile(installed / "assets" / "demo")
 

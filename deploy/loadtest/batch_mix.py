@@ -72,8 +72,8 @@ async def _ask(url: str, api_key: str | None, points: list[MixPoint]) -> None:
     begin = time.perf_counter()
     try:
         while True:
-            asked = client.send(PATH, b"", headers, lambda data, now: None)
-            status, answer = await asyncio.wait_for(asked, LIMIT_S)
+            async with asyncio.timeout(LIMIT_S):
+                status, answer = await client.send(PATH, b"", headers, lambda data, now: None)
             if status != 200:
                 return
             points += read(answer, time.perf_counter() - begin)

@@ -108,7 +108,8 @@ async def _one(client: SseClient, spec: LoadSpec, body: bytes) -> tuple[RequestR
     headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
     record.sent = time.perf_counter()
     try:
-        status, answer = await asyncio.wait_for(client.send(spec.path, body, headers, reader), spec.timeout_s)
+        async with asyncio.timeout(spec.timeout_s):
+            status, answer = await client.send(spec.path, body, headers, reader)
     except TimeoutError:
         record.error, record.detail = "timeout", f"no end after {spec.timeout_s:.0f} s"
     except ConnectionLost as error:

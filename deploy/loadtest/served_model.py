@@ -20,9 +20,8 @@ async def served_model(url: str, api_key: str | None, timeout_s: float) -> str:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     client = SseClient(Target(url))
     try:
-        status, answer = await asyncio.wait_for(
-            client.send(PATH, b"", headers, lambda data, now: None), min(timeout_s, LIMIT_S)
-        )
+        async with asyncio.timeout(min(timeout_s, LIMIT_S)):
+            status, answer = await client.send(PATH, b"", headers, lambda data, now: None)
     except (OSError, ConnectionLost) as error:  # a TimeoutError is an OSError, without a text
         raise CommandFailure(
             f"no request finished: cannot connect to {asked}, {why} ({str(error) or 'no answer in time'}); start the "

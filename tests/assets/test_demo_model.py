@@ -238,7 +238,7 @@ def test_export_has_official_names_and_no_duplicates(random_model: tuple[DemoMod
 @pytest.mark.long
 def test_smoke_training_exports_a_loadable_model(tmp_path: Path) -> None:
     command = [sys.executable, str(ASSETS / "train_demo.py"), "--smoke", "--device", "cpu", "--out", str(tmp_path)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     assert "held-out" in output
     model = load_in_transformers(tmp_path, torch.bfloat16)
     with torch.no_grad():

@@ -94,7 +94,7 @@ class Server:
     def ended(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Exit code, once all that it said is in `lines`."""
         code = self.process.wait(timeout_s)
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
 

@@ -38,7 +38,7 @@ def test_two_demo_endpoints_are_compared(launch: Callable[..., Server]) -> None:
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ran.returncode == 0
     said = json.loads(ran.stdout)

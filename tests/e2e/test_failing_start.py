@@ -37,7 +37,7 @@ def test_more_gpus_than_there_are(launch, tmp_path: Path) -> None:
     settings = {"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}
     server: Server = launch({**settings, "gpus_per_rank": 1, "cpus_per_process": 0.001}, CODE)
     server.process.wait(START_TIMEOUT_S)
-    server._reader.join(10)
+    server._reader.join(60)
     assert server.process.returncode == 1
     [error] = [line for line in server.lines if line.startswith("error: ")]
     assert error.startswith("error: replicas = 1, tensor_parallel = 4096 take 4096 GPUs where there are ")
@@ -60,6 +60,7 @@ def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path) -> 
         with contextlib.suppress(psutil.Error):  # it may end just now
             folders |= set(socket_folders(server))
         time.sleep(0.2)
+    server.ended()
     text = "\n".join(server.lines)
     assert server.process.returncode == 1
     assert text.count("starting 2 ranks") == 1, text

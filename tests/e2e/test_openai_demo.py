@@ -34,7 +34,14 @@ def tokenizer() -> Tokenizer:
 
 async def serve(width: int, tokenizer: Tokenizer) -> AsyncIterator[openai.AsyncOpenAI]:
     config = EngineConfig(
-        model="demo", tensor_parallel=2, width=width, device="cpu", max_rows=16, token_budget=256, cache_pages=300
+        model="demo",
+        tensor_parallel=2,
+        width=width,
+        device="cpu",
+        max_rows=16,
+        token_budget=256,
+        cache_pages=300,
+        heartbeat_timeout_s=60.0,  # processes of a busy machine are silent at times
     )
     async with local_engine(config) as engine:
         app = create_app(engine, tokenizer)

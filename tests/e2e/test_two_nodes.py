@@ -53,7 +53,7 @@ def server(launch, model: Path) -> Server:
     # The application serves once both replicas are ready; HAProxy may hear of the second one seconds later, and until
     # then sends its requests to the first.
     body = {"model": "demo", "prompt": [7, 8, 9], "max_tokens": 1}
-    seen, deadline = set(), time.monotonic() + 30.0
+    seen, deadline = set(), time.monotonic() + 120.0
     while len(seen) < 2:
         assert time.monotonic() < deadline, seen
         answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=30.0)

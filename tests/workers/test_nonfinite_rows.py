@@ -49,7 +49,8 @@ def settings(folder: Path, **changes: Any) -> EngineConfig:
         "max_context": 300,
         "width": 3,
     }
-    return EngineConfig(model=str(folder), selftest=False, **{**defaults, **changes})
+    patient = {"heartbeat_timeout_s": 60.0}  # processes of a busy machine are silent at times
+    return EngineConfig(model=str(folder), selftest=False, **{**defaults, **patient, **changes})
 
 
 def prompts(count: int, longest: int, seed: int) -> list[list[int]]:

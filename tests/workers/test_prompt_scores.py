@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(folder: Path, **changes: Any) -> EngineConfig:
     defaults = {"width": 3, "max_rows": 8, "token_budget": 96, "cache_pages": 200, "device": "cpu", "selftest": False}
-    return EngineConfig(model=str(folder), **{**defaults, **changes})
+    patient = {"heartbeat_timeout_s": 60.0}  # processes of a busy machine are silent at times
+    return EngineConfig(model=str(folder), **{**defaults, **patient, **changes})
 
 
 def prompt_of(count: int, seed: int) -> list[int]:

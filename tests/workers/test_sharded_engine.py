@@ -31,6 +31,7 @@ BORDERS = (1, 63, 65, 127, 129, 257)
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
     defaults = {"width": 3, "max_rows": 8, "token_budget": 96, "max_context": 450, "device": "cpu"}
+    defaults |= {"heartbeat_timeout_s": 60.0}  # processes of a busy machine are silent at times
     return EngineConfig(model=str(folder), **{**defaults, **settings})
 
 

@@ -89,7 +89,8 @@ class EngineClient:
         """Wait until every rank is ready; EngineFault when one fails, TimeoutError after `timeout_s`."""
         # Messages may have arrived before the reader was added: the descriptor is edge-triggered.
         self._drain()
-        return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(self._ready)
 
     async def take_over(self, timeout_s: float) -> ModelInfo:
         """Let an engine that stands by take the place of the one that served, whose processes must have ended. What was

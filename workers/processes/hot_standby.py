@@ -147,7 +147,8 @@ class HotStandby(Generic[P]):
             if not await dead.gone(GONE_S):
                 raise EngineFault(f"processes of the engine that died have not ended for {GONE_S:.0f} s")
             await client.take_over(TAKE_OVER_S)
-            await asyncio.wait_for(client.health_check(), TAKE_OVER_S)
+            async with asyncio.timeout(TAKE_OVER_S):
+                await client.health_check()
         except BaseException as error:
             processes.kill()
             self._note_ending(asyncio.get_running_loop().create_task(self._end(processes, client)))
@@ -184,7 +185,8 @@ class HotStandby(Generic[P]):
     async def _wait_for_ends(self) -> None:
         """Wait until the memory of what is ended is free, but not for ever."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_ended(), GONE_S)
+            async with asyncio.timeout(GONE_S):
+                await self._all_ended()
 
     async def _all_ended(self) -> None:
         while self._ending:
@@ -195,7 +197,6 @@ class HotStandby(Generic[P]):
         loop, failures, lasting, pause = asyncio.get_running_loop(), 0, 0, 0.0
         while True:
             await self._calm(pause)
-            self._go_on()
             self._stood_since = None
             try:
                 await self._stand_by()
@@ -215,8 +216,8 @@ class HotStandby(Generic[P]):
             tell(self.on_change, f"no engine stands by: {cause}; another one is started in {pause:.0f} s")
 
     def _go_on(self) -> None:
-        """Raise CancelledError in a task that was stopped: what it waited for may have come in the same moment, and
-        then it is not told (`asyncio.wait_for` before Python 3.12)."""
+        """Raise CancelledError in a task that was stopped: what it waited for may have failed in the same moment, and
+        then it is not told before it waits again."""
         if self._keeping is not asyncio.current_task():
             raise asyncio.CancelledError
 
@@ -234,8 +235,8 @@ class HotStandby(Generic[P]):
                 raise EngineFault("the engine for which it is to stand by is away")
             if client.info.root != serving.info.root:
                 raise EngineFault("it has other weights than the engine that serves, or computes otherwise")
-            await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
-            self._go_on()
+            async with asyncio.timeout(REHEARSAL_LIMIT_S):
+                await client.health_check()
             self._standing = processes, client
             self._stood_since = asyncio.get_running_loop().time()
             tell(self.on_change, "an engine stands by")
@@ -254,9 +255,11 @@ class HotStandby(Generic[P]):
         client.on_fault.append(lambda cause: died.set())
         while client.fault is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(died.wait(), self._rehearsal_s)
+                async with asyncio.timeout(self._rehearsal_s):
+                    await died.wait()
                 break
-            await asyncio.wait_for(client.health_check(), REHEARSAL_LIMIT_S)
+            async with asyncio.timeout(REHEARSAL_LIMIT_S):
+                await client.health_check()
             await self._check_shared()
         raise EngineFault(client.fault or "it ended", client.fault_is_lasting)
 
@@ -279,8 +282,10 @@ class HotStandby(Generic[P]):
         await asyncio.sleep(pause)
         loop = asyncio.get_running_loop()
         begin = calm = loop.time()
-        while loop.time() - begin < CALM_LIMIT_S and loop.time() - calm < self._calm_s:
+        while loop.time() - begin < CALM_LIMIT_S:
             serving = self._serving()
             if serving is None or serving.stats.waiting or serving.stats.prefill_backlog:
                 calm = loop.time()
+            elif loop.time() - calm >= self._calm_s:  # by a look: a loop that was late has not seen what waited
+                return
             await asyncio.sleep(_LOOK_S)

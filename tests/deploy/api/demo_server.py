@@ -21,8 +21,9 @@ from workers.protocol.front import Engine
 
 @asynccontextmanager
 async def demo_engine(width: int, **settings: Any) -> AsyncIterator[Engine]:
-    # Beside other tests a slow machine takes long to compile a grammar, which is not what is tested.
-    small = {"max_rows": 16, "token_budget": 256, "grammar_compile_timeout_s": 60.0, **settings}
+    # Beside other tests a slow machine takes long to compile a grammar, or is silent, which is not what is tested.
+    patient = {"grammar_compile_timeout_s": 60.0, "heartbeat_timeout_s": 60.0}
+    small = {"max_rows": 16, "token_budget": 256, **patient, **settings}
     config = EngineConfig(model="demo", width=width, device="cpu", selftest=False, **small)
     async with local_engine(config, name="demo") as engine:
         yield engine

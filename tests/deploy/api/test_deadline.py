@@ -30,7 +30,7 @@ def engine() -> PushEngine:
 def http(engine: PushEngine) -> Iterator[httpx.Client]:
     with (
         serving(create_app(engine, tiny())) as port,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         yield client
 

@@ -103,7 +103,7 @@ async def test_chats_and_tools_as_two_cpu_ranks_serve_them(drafts: str, tmp_path
     settings: dict[str, Any] = {"max_rows": 4, "token_budget": 128, "max_context": 2048, "cache_pages": 80}
     config = EngineConfig(
         model=str(tmp_path), device="cpu", tensor_parallel=2, width=3, **settings,
-        grammar_compile_timeout_s=60.0,
+        grammar_compile_timeout_s=60.0, heartbeat_timeout_s=60.0,
     )  # fmt: skip
     reports: list[SelfTestReport] = []
     async with (

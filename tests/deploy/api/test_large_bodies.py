@@ -146,7 +146,8 @@ HEAVY: dict[str, tuple[str, Callable[[], object]]] = {
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEAVY)
 async def test_the_event_loop_goes_on(case: str) -> None:
-    """A tenth of a second is what is wanted, and what is measured on a quiet machine; there is room for other ones."""
+    """A tenth of a second is what is wanted, and what is measured on a quiet machine; there is room for other ones.
+    What holds the loop up computes: a machine that stands still for a moment is not counted."""
     path, body = HEAVY[case]
     raw = orjson.dumps(body())
     app = create_app(FakeEngine(say([30]), INFO), tiny(), ApiConfig())
@@ -155,10 +156,11 @@ async def test_the_event_loop_goes_on(case: str) -> None:
 
     async def beat() -> None:
         nonlocal longest
-        last = time.perf_counter()
+        last, computed = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(0.001)
-            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+            gap = min(time.perf_counter() - last, time.process_time() - computed)
+            longest, last, computed = max(longest, gap), time.perf_counter(), time.process_time()
 
     heart = asyncio.create_task(beat())
     await asyncio.sleep(0.01)

@@ -148,13 +148,13 @@ def test_a_fault_ends_the_stream_without_done(connect: Callable[[], socket.socke
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("moment", ["before the first token", "between tokens"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_client_that_leaves_cancels_within_100_ms(
+def test_a_client_that_leaves_cancels_though_no_token_comes(
     connect: Callable[[], socket.socket], engine: PushEngine, how: str, stream: bool, moment: str, n: int
 ) -> None:
     if moment == "before the first token":
-        engine.script = lambda request: [30.0]
+        engine.script = lambda request: [3600.0]
     else:
-        engine.script = lambda request: [out(FOX), out(FOX), 30.0]
+        engine.script = lambda request: [out(FOX), out(FOX), 3600.0]
     client = connect()
     client.sendall(completion(stream, n=n))
     assert wait_for(lambda: len(engine.requests) == n, 60)
@@ -164,11 +164,27 @@ def test_a_client_that_leaves_cancels_within_100_ms(
     assert engine.cancelled == []
     if how == "reset":
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    left = time.monotonic()
     client.close()
     assert wait_for(lambda: len(engine.cancelled) == n, 60)
-    assert max(when for _, when in engine.cancelled) - left < 0.1
     assert {name for name, _ in engine.cancelled} == {request.request_id for request in engine.requests}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_within_100_ms(
+    connect: Callable[[], socket.socket], engine: PushEngine, stream: bool
+) -> None:
+    engine.script = lambda request: [3600.0]
+    took = []
+    for number in range(1, 8):
+        client = connect()
+        client.sendall(completion(stream))
+        assert wait_for(lambda number=number: len(engine.requests) == number, 60)
+        left = time.monotonic()
+        client.close()
+        assert wait_for(lambda number=number: len(engine.cancelled) == number, 60)
+        took.append(engine.cancelled[-1][1] - left)
+    assert sorted(took)[3] < 0.1  # half of them: the machine may stand still for a moment
 
 
 def test_a_client_that_leaves_while_its_body_is_read(connect: Callable[[], socket.socket], port: int) -> None:
@@ -198,13 +214,11 @@ def test_a_slow_reader_gets_coalesced_events_and_holds_nobody_up(
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
-    client.settimeout(20)
+    client.settimeout(60)
     client.sendall(completion())
     assert wait_for(lambda: engine.requests, 60)
-    begin = time.monotonic()
-    assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
-    assert time.monotonic() - begin < 1.0
-    assert wait_for(lambda: done, 20)  # the engine was not held up either
+    assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200  # though nothing is read yet
+    assert wait_for(lambda: done, 60)  # the engine was not held up either
     chunks = chunks_of(read_until(client, b"0\r\n\r\n"))
     client.close()
     texts = [json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks[:-2]]
@@ -259,18 +273,15 @@ def test_pipelined_requests_are_answered_in_order(connect: Callable[[], socket.s
     assert statuses == [200, 404, 200]
 
 
-@pytest.mark.alone
 def test_a_huge_body_is_refused_before_it_is_sent(connect: Callable[[], socket.socket]) -> None:
     client = connect()
     head = post("/v1/completions", b"", "Expect: 100-continue").replace(
         b"Content-Length: 0", b"Content-Length: 99999999999"
     )
-    begin = time.monotonic()
     client.sendall(head)
-    answer = read_all(client)
+    answer = read_all(client)  # of the body nothing ever comes
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"request_too_large" in answer
-    assert time.monotonic() - begin < 0.5
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -305,11 +316,13 @@ def test_request_ids(connect: Callable[[], socket.socket], engine: PushEngine) -
 
 
 @contextmanager
-def faulty(kind: type[FakeEngine] = FakeEngine, **settings: object) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+def faulty(
+    kind: type[FakeEngine] = FakeEngine, probe_timeout_s: float = 0.2, probe_ttl_s: float = 0.3, **settings: object
+) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     engine = kind(say([FOX]))
     for name, value in settings.items():
         setattr(engine, name, value)
-    config = ApiConfig(probe_timeout_s=0.2, probe_ttl_s=0.3)
+    config = ApiConfig(probe_timeout_s=probe_timeout_s, probe_ttl_s=probe_ttl_s)
     with (
         serving(create_app(engine, tiny(), config)) as port,
         httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
@@ -317,17 +330,18 @@ def faulty(kind: type[FakeEngine] = FakeEngine, **settings: object) -> Iterator[
         yield engine, http
 
 
-@pytest.mark.alone
 def test_health_is_a_real_token() -> None:
     from workers.protocol.front import EngineFault, RequestFailed
 
-    with faulty() as (engine, http):
+    with faulty(probe_timeout_s=60.0, probe_ttl_s=0.02) as (engine, http):
+        for checks in (1, 2):
+            assert http.get("/health").status_code == 200
+            assert engine.health_checks == checks
+            time.sleep(0.03)
+    with faulty(probe_timeout_s=60.0, probe_ttl_s=3600.0) as (engine, http):
         assert http.get("/health").status_code == 200
         assert http.get("/health").status_code == 200
-        assert engine.health_checks == 1  # a good health check holds for a moment
-        time.sleep(0.31)
-        assert http.get("/health").status_code == 200
-        assert engine.health_checks == 2
+        assert engine.health_checks == 1  # a good health check holds for a while
         engine.fault = "rank 1 exited with signal 9"  # at once, whatever the last health check said
         for path in ("/health", "/v1/models"):
             answer = http.get(path)
@@ -338,19 +352,17 @@ def test_health_is_a_real_token() -> None:
         assert answer.json()["error"]["code"] == "engine_down"
         assert http.get("/metrics").status_code == 200
     for error in (EngineFault("rank 0: out of memory"), RequestFailed("rank 0: out of memory")):
-        with faulty(health_check_error=error) as (engine, http):
+        with faulty(health_check_error=error, probe_timeout_s=60.0) as (engine, http):
             for _ in range(2):
                 answer = http.get("/health")
                 assert answer.status_code == 503
                 assert "rank 0: out of memory" in answer.json()["error"]["message"]
             engine.health_check_error = None
             assert http.get("/health").status_code == 200
-    with faulty(health_check_delay=30.0) as (_, http):
-        begin = time.monotonic()
+    with faulty(health_check_delay=3600.0) as (_, http):
         answer = http.get("/health")
         assert answer.status_code == 503
         assert "0.2 s" in answer.json()["error"]["message"]
-        assert time.monotonic() - begin < 1.0
 
 
 def test_a_busy_replica_is_alive_while_steps_end_also_when_they_give_no_tokens() -> None:

@@ -64,7 +64,8 @@ async def ask() -> dict[str, Any]:
 
     tokenizer = Tokenizer.load(DEMO_MODEL)
     assert tokenizer is not None
-    config = EngineConfig(model="demo", device="cpu", max_rows=4, token_budget=128, cache_pages=60, width=2)
+    patient = {"heartbeat_timeout_s": 60.0}  # processes of a busy machine are silent at times
+    config = EngineConfig(model="demo", device="cpu", max_rows=4, token_budget=128, cache_pages=60, width=2, **patient)
     async with local_engine(config) as engine:
         app = create_app(engine, tokenizer, ApiConfig(max_logprobs=engine.info.vocab_size))
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", access_log=False, log_level="warning"))

@@ -104,8 +104,8 @@ async def test_a_load(bench: ModuleType, told: bool) -> None:
     async with serving(stream) as server:
         found = await bench.measured(given(bench, server.url))
     assert (found.streams, found.longs, found.ended, found.told) == (3, 2, 0, told)
-    # Never early; late by what a busy machine adds.
-    assert 5 <= found.alone.percentiles[0] < 100
+    # Never early; late by what a busy machine adds, which is less than a wrong unit would show: a factor of 1,000.
+    assert 5 <= found.alone.percentiles[0] < 2_500
     assert found.tokens_per_event == (2 if told else 1)
     assert found.first_token_median_ms >= 5
     bodies = [exchange.body for exchange in server.exchanges]

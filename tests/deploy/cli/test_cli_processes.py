@@ -25,7 +25,7 @@ def generate(*args: str) -> subprocess.CompletedProcess[str]:
         [*LATENTSERVE, "generate", *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         stdin=subprocess.DEVNULL,
     )
@@ -79,7 +79,7 @@ def test_what_config_json_alone_decides_is_said_before_anything_starts(command, 
         [*LATENTSERVE, *command.split(), "--tensor-parallel", "3"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env={**{name: value for name, value in os.environ.items() if not name.startswith("RAY_")}, **started},
     )
@@ -115,7 +115,7 @@ def test_an_interrupt_ends_everything_in_order(number, moment, background):
         os.killpg(command.pid, number)  # as a terminal does
     else:
         command.send_signal(number)
-    _, said = command.communicate(timeout=30)
+    _, said = command.communicate(timeout=120)
     assert command.returncode == 130
     assert b"Traceback" not in said
     assert b"is killed" not in said
@@ -148,7 +148,7 @@ def test_a_tokenizer_that_cannot_be_read_is_said_before_the_engine_is_up(tmp_pat
         text=True,
         start_new_session=True,
     )
-    out, said = command.communicate(timeout=60)
+    out, said = command.communicate(timeout=300)
     assert (command.returncode, out) == (1, "")
     assert said.startswith(f"error: the tokenizer in {model} cannot be read: ")
     assert "rank 0" not in said
@@ -172,7 +172,7 @@ def test_an_interrupt_while_the_prompt_is_awaited_ends_everything():
         time.sleep(0.05)
     time.sleep(1.0)
     os.killpg(command.pid, signal.SIGINT)
-    command.wait(timeout=30)
+    command.wait(timeout=120)
     assert command.stderr is not None
     assert (command.returncode, command.stderr.read()) == (130, b"")
     assert session_of(command.pid) == []
@@ -184,7 +184,7 @@ def test_latency_of_a_context_of_one_page():
         [*LATENTSERVE, "bench", "latency", "--input", "8", "--output", "2,6", "--repeats", "1", "--json", "--quiet"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -37,7 +37,7 @@ def test_help_needs_nothing_heavy():
         "try: main()\nexcept SystemExit: pass\n"
         "print(sorted({'torch', 'ray', 'transformers', 'zmq', 'numpy', 'fastapi'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
@@ -46,5 +46,5 @@ def test_the_end_of_a_command_searches_nothing_for_garbage():
         "import atexit, gc, sys\nfrom deploy.cli import main\nsys.argv[1:] = ['--version']\n"
         "atexit.register(lambda: print(len(gc.get_objects()) < 1000 < gc.get_freeze_count()))\nmain()"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert ran.stdout.splitlines()[-1] == "True"

@@ -19,7 +19,7 @@ def ran(*arguments: str, code: int = 0) -> str:
     """All that the command prints, on a wide terminal."""
     command = (sys.executable, "-m", "tests.deploy.cli.toy_setting", *arguments)
     environment = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 

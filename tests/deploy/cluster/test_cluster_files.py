@@ -71,7 +71,7 @@ def test_the_start_command_gives_ray_its_environment(name: str, role: str, tmp_p
     for file in (home / "venv" / "bin").iterdir():
         file.chmod(0o755)
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "RAY_HEAD_IP": "10.0.0.1"}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     arguments, *lines = done.stdout.splitlines()
     variables = dict(line.split("=", 1) for line in lines if "=" in line)

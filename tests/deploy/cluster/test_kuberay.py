@@ -98,7 +98,11 @@ def test_the_start_commands_give_ray_its_environment(manifest: dict[str, Any], t
     for container in containers(manifest):
         command = [*container["command"], *container["args"]]
         done = subprocess.run(
-            command, env={**environment, "KUBERAY_GEN_RAY_START_CMD": "env"}, capture_output=True, text=True, timeout=60
+            command,
+            env={**environment, "KUBERAY_GEN_RAY_START_CMD": "env"},
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         variables = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)

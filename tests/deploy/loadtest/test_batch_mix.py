@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from deploy.api.app import create_app
-from deploy.loadtest.batch_mix import MixPoint, read
+from deploy.loadtest.batch_mix import MixPoint, read, watched
 from deploy.loadtest.load import run_load
 from deploy.loadtest.load_spec import LoadSpec
+from deploy.loadtest.sse_client import SseClient
 from tests.deploy.api.fake_engine import FakeEngine, out, serving
 from tests.deploy.loadtest.sse_server import Exchange, completions
 from tests.deploy.loadtest.sse_server import serving as another
@@ -53,6 +56,25 @@ async def test_steps_are_told_while_there_is_load() -> None:
         assert 0 < point.at < run.duration
         assert point.decode == pytest.approx(2 * point.mixed) != 0
         assert point.prefill == 0
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_who_asks_ends_with_the_load_also_in_the_moment_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    answer = asyncio.get_running_loop().create_future()
+
+    async def send(*_: object) -> tuple[int, bytes]:
+        await asyncio.shield(answer)
+        return 200, b'{"replicas": []}'
+
+    monkeypatch.setattr(SseClient, "send", send)
+    async with asyncio.timeout(60):
+        async with watched("http://127.0.0.1:1", None, []):
+            await asyncio.sleep(0.01)  # it has asked
+            answer.set_result(None)
+            for _ in range(turns):  # of the loop, in which it hears of the answer
+                await asyncio.sleep(0)
 
 
 async def test_of_other_endpoints_nothing_is_known() -> None:

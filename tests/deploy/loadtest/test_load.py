@@ -51,9 +51,9 @@ async def test_latencies_are_those_of_the_server():
     report, run, _ = await load(answer, requests=3, output=6)
     assert report.generated_tokens == 18
     assert report.events == 9
-    # Never early; late by what a busy machine adds, which is less than a wrong unit would show.
-    assert 70 <= report.latencies["ttft"].mean < 700
-    assert 20 <= report.latencies["itl"].mean < 200
+    # Never early; late by what a busy machine adds, which is less than a wrong unit would show: a factor of 1,000.
+    assert 70 <= report.latencies["ttft"].mean < 35_000
+    assert 20 <= report.latencies["itl"].mean < 10_000
     assert report.latencies["tpot"].mean == pytest.approx(
         statistics.fmean((r.arrivals[-1] - r.arrivals[0]) / 5 for r in run.records) * 1e3
     )
@@ -167,7 +167,8 @@ async def test_an_open_loop_arrives_as_a_poisson_process():
     assert server.most_open > 5
     sent = sorted(record.sent for record in run.records)
     gaps = np.diff(sent)
-    assert (sent[-1] - sent[0]) == pytest.approx(59 / 200, rel=0.5)
+    # Never early; one after the other they would take twelve seconds.
+    assert 0.5 * 59 / 200 < sent[-1] - sent[0] < 6
     # Exponential gaps spread as much as they are long; even ones would not.
     assert gaps.std() > 0.5 * gaps.mean()
 
@@ -216,7 +217,7 @@ async def _not_http(exchange):
 
 
 async def _silent(exchange):
-    await asyncio.sleep(30)
+    await asyncio.sleep(3600)
 
 
 async def _hang_up(exchange):
@@ -239,7 +240,7 @@ async def _hang_up(exchange):
     ],
 )
 async def test_errors_by_kind(answer, kind, detail):
-    report, _, _ = await load(answer, requests=3, concurrency=2, timeout_s=0.3 if answer is _silent else 20)
+    report, _, _ = await load(answer, requests=3, concurrency=2, timeout_s=0.3 if answer is _silent else 60)
     assert (report.finished, report.errors) == (0, {kind: 3})
     assert detail in report.details.get(kind, "")
 
@@ -356,7 +357,7 @@ async def test_an_endpoint_is_asked_what_it_serves(status: str, content: object,
         await exchange.json(status, content)
 
     async with serving(answer) as server:
-        asking = served_model(f"{server.url}/v1", "secret", 5.0 if status else 0.2)
+        asking = served_model(f"{server.url}/v1", "secret", 60.0 if status else 0.2)
         if expected == "only":
             assert await asking == "only"
         else:

@@ -149,12 +149,15 @@ async def test_requests_of_different_tasks_are_told_apart() -> None:
 
         if number == 1:
             await asyncio.create_task(body())  # frameworks stream from a task of their own
+        under_way.append(number)
         await release.wait()
         arrivals.leave(arrival)
 
-    release = asyncio.Event()
+    release, under_way = asyncio.Event(), list[int]()
     tasks = [asyncio.create_task(request(100 * number, number)) for number in (1, 2, 3)]
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        while len(under_way) < 3:
+            await asyncio.sleep(0.001)
     load = arrivals.load(EngineStats(prefill_backlog=10_000))
     assert (load.backlog, load.rows) == (500, 3)
     release.set()

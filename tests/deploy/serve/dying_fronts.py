@@ -79,9 +79,8 @@ class ScriptedEngine:
 
 @dataclass
 class Front:
-    """What a front is told: its port, the sockets of its heirs, and where it ends."""
+    """What a front is told: the sockets of its heirs, and where it ends."""
 
-    port: int
     heirs: Sequence[str] = ()
     event: str = ""
     """`begun` (the journal is there), `fed` (an output is taken down), `journalled` (a piece is taken down and not
@@ -165,7 +164,8 @@ def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> 
             date_header=False,
         )  # fmt: skip
         server = uvicorn.Server(settings)
-        say(json.dumps({"pid": os.getpid(), "watchdog": watchdog.pid, "heir": heir.path}))
+        port = listener.getsockname()[1]
+        say(json.dumps({"pid": os.getpid(), "port": port, "watchdog": watchdog.pid, "heir": heir.path}))
         await server.serve(sockets=[listener])
         beating.cancel()
 
@@ -269,7 +269,7 @@ def zygote() -> None:
     print("{}", flush=True)
     for line in sys.stdin:
         front = Front(**json.loads(line))
-        listener = socket.create_server(("127.0.0.1", front.port))
+        listener = socket.create_server(("127.0.0.1", 0))
         if front.stalled:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
         if os.fork() == 0:
@@ -301,12 +301,10 @@ class Zygote:
 
     def front(self, **front: Any) -> dict[str, Any]:
         """Start a front; returns its pid, port, the pid of its watchdog and the path of its heir's socket."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"port": port, **front}) + "\n")
+        self._process.stdin.write(json.dumps(front) + "\n")
         self._process.stdin.flush()
-        told = {**self._told(), "port": port}
+        told = self._told()
         self._fronts.append(told)
         return told
 
@@ -340,16 +338,23 @@ class Received:
     """The longest time in which nothing came."""
 
 
-def ask(port: int, path: str, body: dict[str, Any], name: str, slowly: bool = False) -> Received:
+def ask(
+    port: int,
+    path: str,
+    body: dict[str, Any],
+    name: str,
+    slowly: bool = False,
+    then: Callable[[], object] = lambda: None,
+) -> Received:
     """Send a request over a connection of its own and read until the answer is complete or the connection closed.
-    `body`: may have one more header. `slowly`: read little at a time."""
+    `body`: may have one more header. `slowly`: read little at a time. `then`: called once the answer has begun."""
     more = body.get("header", "")
     raw = json.dumps({"model": "tiny", **{key: value for key, value in body.items() if key != "header"}}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nx-request-id: {name}\r\nContent-Type: application/json\r\n{more}"
     with socket.socket() as connection:
         if slowly:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
-        connection.settimeout(30)
+        connection.settimeout(120)
         connection.connect(("127.0.0.1", port))
         connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         begun = last = time.monotonic()
@@ -365,6 +370,8 @@ def ask(port: int, path: str, body: dict[str, Any], name: str, slowly: bool = Fa
             gap, last = max(gap, now - last), now
             if not part:
                 break
+            if not data:
+                then()
             data += part
     head_bytes, _, rest = data.partition(b"\r\n\r\n")
     return Received(head_bytes, rest, last - begun, gap)

@@ -171,8 +171,9 @@ def test_a_stopped_front_is_ended_and_a_dead_heir_is_passed_by(
     os.kill(gone["pid"], signal.SIGKILL)
     wait_for_the_end_of(gone)
     stopped = zygote.front(heirs=[gone["heir"], heir["heir"]], pause_s=0.02, silence_s=1.0)
-    threading.Timer(0.4, os.kill, (stopped["pid"], signal.SIGSTOP)).start()
-    found = ask(stopped["port"], *asked("message", True), "message")
+    found = ask(
+        stopped["port"], *asked("message", True), "message", then=lambda: os.kill(stopped["pid"], signal.SIGSTOP)
+    )
     wait_for_the_end_of(stopped)
     assert found.body == undisturbed["message", True].body
 
@@ -195,7 +196,7 @@ def test_many_answers_at_once_and_clients_that_read_slowly(zygote: Zygote, heir:
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(60)
+        reader.join()
     wait_for_the_end_of(victim)
     assert found == expected
 
@@ -214,7 +215,7 @@ def test_the_end_that_a_slow_client_has_not_had_when_the_front_is_done_is_sent(
 def test_a_client_that_leaves_meanwhile_is_left_alone(zygote: Zygote) -> None:
     import socket
 
-    heir = zygote.front(pause_s=0.02)
+    heir = zygote.front(pause_s=0.2)  # it writes for many seconds
     files = len(os.listdir(f"/proc/{heir['pid']}/fd"))
     victim = zygote.front(heirs=[heir["heir"]], event="sent", count=5)
     raw = b'{"model": "tiny", "prompt": "Hi", "max_tokens": 400, "stream": true}'

@@ -279,7 +279,7 @@ async def test_an_engine_that_takes_over_ends_with_its_replica(monkeypatch: pyte
 
         monkeypatch.setattr(Client, "take_over", take_over)
         first.on_end("rank 0 died", False)
-        await asyncio.wait_for(under_way.wait(), 5)
+        await asyncio.wait_for(under_way.wait(), 60)
         made.__del__()
         assert second.killed
         go_on.set()

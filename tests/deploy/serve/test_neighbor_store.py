@@ -27,7 +27,9 @@ from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import SamplingParams
 
-CONFIG = ServeConfig.model_validate({"engine": {"model": "demo"}, "replicas": 3})
+ENGINE = {"model": "demo", "heartbeat_timeout_s": 60.0}
+"""A busy machine may be silent for a while."""
+CONFIG = ServeConfig.model_validate({"engine": ENGINE, "replicas": 3})
 HERE = Place("node", "127.0.0.1")
 
 
@@ -63,7 +65,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -106,9 +108,9 @@ async def test_the_folder_of_every_channel_is_told_and_goes_with_it(store: Store
 
 async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
     """Such a replica has another model, or numbers that are computed otherwise: the next token might be another one."""
-    changed = ServeConfig.model_validate({"engine": {"model": "demo", "invariant": True}, "replicas": 3})
+    changed = ServeConfig.model_validate({"engine": {**ENGINE, "invariant": True}, "replicas": 3})
     port = CONFIG.model_copy(update={"port": 1})
-    verifying = ServeConfig.model_validate({"engine": {"model": "demo", "least_draft_confidence": 0.3}, "replicas": 3})
+    verifying = ServeConfig.model_validate({"engine": {**ENGINE, "least_draft_confidence": 0.3}, "replicas": 3})
     assert fingerprint(verifying, ROOT) == fingerprint(CONFIG, ROOT)
     assert fingerprint(changed, ROOT) != fingerprint(CONFIG, ROOT) == fingerprint(port, ROOT)
     stores = [opened("a"), opened("b"), opened("c", config=changed), opened("d", root=b"of other weights")]
@@ -120,7 +122,7 @@ async def test_what_serves_otherwise_is_no_neighbor(store: Store) -> None:
 
 
 async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_the_same(store: Store) -> None:
-    written = ServeConfig.model_validate({"engine": {"model": "demo"}, "replicas": 3, "api": {"max_n": 3}})
+    written = ServeConfig.model_validate({"engine": ENGINE, "replicas": 3, "api": {"max_n": 3}})
     there, changed = Place("another", "127.0.0.1"), b"of other weights"
     stores = [
         opened("a"),
@@ -176,7 +178,7 @@ async def test_a_watchdog_knows_at_once_who_takes_answers_over_and_which_folders
     folder = socket_folder(len("heir") + 1)
     heir.bind(path := str(folder / "heir"))
     heir.listen()
-    heir.settimeout(20)
+    heir.settimeout(60)
     watchdog = StreamWatchdog([b"words"])
     one, other = NeighborStore("app", "a", CONFIG, HERE), opened("b")
     other.heir = path
@@ -191,7 +193,7 @@ async def test_a_watchdog_knows_at_once_who_takes_answers_over_and_which_folders
         assert channel.addresses.folder is not None
         watchdog._socket.close()  # as where its process ends
         with (await asyncio.to_thread(heir.accept))[0] as handed:
-            handed.settimeout(20)
+            handed.settimeout(60)
             data, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, handed, MESSAGE.size, 2)
             assert len(descriptors) == 2
             handed.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
@@ -200,7 +202,7 @@ async def test_a_watchdog_knows_at_once_who_takes_answers_over_and_which_folders
             os.close(descriptor)
     for each in (one, other):
         each.close()
-    watchdog._process.wait(20)
+    watchdog._process.wait(60)
     shutil.rmtree(folder)
 
 
@@ -215,7 +217,7 @@ async def test_an_exchange_ends_when_it_is_cancelled_in_the_moment_of_news(
     assert exchanging is not None
     one.heir = "/news"
     one.close()
-    done, _ = await asyncio.wait([exchanging], timeout=5)
+    done, _ = await asyncio.wait([exchanging], timeout=60)
     assert done == {exchanging}
     assert exchanging.cancelled()
 

@@ -84,7 +84,7 @@ def test_a_rank_with_a_gpu_of_its_own_still_sees_all_of_its_node(tmp_path: Path)
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=said,
             stderr=said,
-            timeout=120,
+            timeout=300,
         )
     assert done.returncode == 0, (tmp_path / "said").read_text()
     assert json.loads(seen.read_text()) == [

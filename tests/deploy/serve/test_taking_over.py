@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import resource
@@ -40,6 +41,12 @@ BEGAN = Began("same", "/v1/completions", b"", [], b"{}", b"secret", 1.0, 1.0, 0,
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front of a test may be late."""
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+
+
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     """A front's end of a TCP connection, and its client's."""
@@ -48,7 +55,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         socket.create_connection(listener.getsockname()) as client,
         listener.accept()[0] as front,
     ):
-        client.settimeout(20)
+        client.settimeout(60)
         yield front, client
 
 
@@ -182,11 +189,11 @@ def test_every_answer_is_offered_to_every_front_until_one_takes_it(capsys: pytes
 
 
 def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_process, "WORD_S", 20.0)
+    monkeypatch.setattr(watchdog_process, "WORD_S", 60.0)
     handed = threading.Event()
 
     def wait(front: Front, channel: socket.socket) -> None:
-        assert handed.wait(20)
+        assert handed.wait(60)
         front.take(channel)
 
     def take(front: Front, channel: socket.socket) -> None:
@@ -208,7 +215,7 @@ def test_a_front_that_says_nothing_for_long_is_waited_for_when_no_other_one_is_l
         front.take(channel, False, lambda: len(front.found) == 5 and refused.set())
 
     def hang(front: Front, channel: socket.socket) -> None:
-        assert refused.wait(20)
+        assert refused.wait(60)
         front.take(channel)
 
     with dead(5) as held, fronts(refuse, hang) as [other, heir]:
@@ -235,7 +242,7 @@ def test_all_that_fronts_are_waited_for_is_once_however_many_say_nothing(monkeyp
     over = threading.Event()
 
     def hang(front: Front, channel: socket.socket) -> None:
-        assert over.wait(20)
+        assert over.wait(60)
 
     with dead(3) as held, fronts(*[hang] * 5) as made:
         assert hand_over(held, [one.path for one in made]) == held
@@ -248,12 +255,12 @@ def test_all_that_fronts_are_waited_for_is_once_however_many_say_nothing(monkeyp
 def test_what_a_front_refuses_is_offered_on_while_another_front_takes_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog_process, "WORD_S", 20.0)
+    monkeypatch.setattr(watchdog_process, "WORD_S", 60.0)
     offered_on = threading.Event()
 
     def slow(front: Front, channel: socket.socket) -> None:
         """Says nothing of what it was handed first before the third one has what the second one refuses."""
-        assert offered_on.wait(20)
+        assert offered_on.wait(60)
         front.take(channel)
 
     def last(front: Front, channel: socket.socket) -> None:
@@ -297,7 +304,7 @@ def test_words_that_a_front_said_before_it_left_are_heard() -> None:
         data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
         for descriptor in descriptors:
             os.close(descriptor)
-        select.select([channel], [], [], 20)  # the second one is there
+        select.select([channel], [], [], 60)  # the second one is there
         channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], True))
         left.set()
 
@@ -308,7 +315,7 @@ def test_words_that_a_front_said_before_it_left_are_heard() -> None:
             offer.asked.add(front)
             front.take_in(offer)
         front.hand()
-        assert left.wait(20)
+        assert left.wait(60)
         while not front.died:
             front.hear()
         assert [offer.taken for offer in offers] == [True, False]
@@ -351,14 +358,16 @@ def test_a_front_that_cannot_be_connected_to_yet_is_asked_later() -> None:
 
 @contextmanager
 def no_more_descriptors() -> Iterator[None]:
-    """The process can open none while this lasts."""
+    """The process can open none while this lasts: nothing that others left behind is closed meanwhile."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.disable()
     os.close(least := os.dup(0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        gc.enable()
 
 
 def test_answers_stay_where_there_are_no_descriptors_to_hand_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +481,7 @@ def test_a_front_that_looks_late_does_not_own_a_completed_answer_or_keep_its_con
             unread = os.dup(front.fileno()), os.dup(memory)
             assert quick._take_over(0, front.detach(), memory)
             data = b""
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while part := await asyncio.get_running_loop().sock_recv(client, 1000):
                     data += part
                 while quick.answers:

@@ -97,9 +97,9 @@ def test_the_last_message_can_be_left_open() -> None:
 def test_long_messages_cost_little() -> None:
     """A fifth of what encoding them costs, or less."""
     text = Path(__file__).read_text() * 100
-    begin = time.perf_counter()
+    begin = time.process_time()  # of a machine that stands still for a moment neither takes more
     tiny().encode(text)
-    encoding = time.perf_counter() - begin
-    begin = time.perf_counter()
+    encoding = time.process_time() - begin
+    begin = time.process_time()
     tiny()._control_tokens.messages([{"role": "user", "content": text}])
-    assert time.perf_counter() - begin < encoding / 5
+    assert time.process_time() - begin < encoding / 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import suppress
 
 import pytest
@@ -43,19 +42,25 @@ async def test_small_work_is_done_at_once_and_large_work_aside() -> None:
 
 
 async def test_work_whose_caller_left_keeps_its_turn_until_its_thread_ends() -> None:
-    lanes, go = Lanes(), threading.Event()
+    lanes, begun, go = Lanes(), threading.Event(), threading.Event()
     order: list[str] = []
+
+    def wait() -> None:
+        begun.set()
+        go.wait(60)
 
     async def first() -> None:
         async with lanes.turn(MIDDLE + 1) as work:
-            await work(go.wait)
+            await work(wait)
 
     async def second() -> None:
         async with lanes.turn(MIDDLE + 1):
             order.append("second")
 
     leaving = asyncio.create_task(first())
-    await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
     waiting = asyncio.create_task(second())
     leaving.cancel()
     await asyncio.sleep(0.02)
@@ -70,19 +75,23 @@ async def test_work_whose_caller_left_keeps_its_turn_until_its_thread_ends() -> 
 
 
 async def test_the_event_loop_goes_on_meanwhile() -> None:
-    beats = 0
+    begun, enough = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        begun.set()
+        return enough.wait(60)
 
     async def beat() -> None:
-        nonlocal beats
-        while True:
-            beats += 1
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(10):
             await asyncio.sleep(0)
+        enough.set()
 
     heart = asyncio.create_task(beat())
     async with Lanes().turn(MIDDLE + 1) as work:
-        await work(time.sleep, 0.05)
-    heart.cancel()
-    assert beats > 10
+        assert await work(wait)
+    await heart
 
 
 def test_a_budget_is_shared_and_given_back() -> None:

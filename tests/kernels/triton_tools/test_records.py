@@ -127,7 +127,7 @@ def test_other_processes_find_what_one_has_compiled() -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
     program = f"import sys; sys.path[:0] = {paths}; import test_records as t; print(t.compiled(t.CUTS[0]).hash)"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.split() == [compiled(CUTS[0]).hash], done.stderr
 
 

@@ -47,19 +47,19 @@ def test_messages_reach_every_end(host: str | None) -> None:
     results = connect_sender(addresses.results, addresses.keys)
     try:
         front.send(Cancel("a"))
-        assert binding.requests.receive(5000) == Cancel("a")
+        assert binding.requests.receive(60_000) == Cancel("a")
         plan = StepPlan(1, 2, 1, (0,))
         for sender in binding.plans:
             sender.send_encoded(encode(plan))
-        assert [rank.receive(5000) for rank in ranks] == [plan, plan]
+        assert [rank.receive(60_000) for rank in ranks] == [plan, plan]
         results.send(StepResult(1, ((4,),), 0.1))
-        assert binding.results.receive(5000) == StepResult(1, ((4,),), 0.1)
+        assert binding.results.receive(60_000) == StepResult(1, ((4,),), 0.1)
         binding.outputs.send(Outputs((RequestOutput("a", (1, 2)),)))
-        assert outputs.receive(5000) == Outputs((RequestOutput("a", (1, 2)),))
+        assert outputs.receive(60_000) == Outputs((RequestOutput("a", (1, 2)),))
         assert outputs.receive(0) is None
         for sender in binding.plans:
             sender.send(Shutdown())
-        assert ranks[0].receive(5000) == Shutdown()
+        assert ranks[0].receive(60_000) == Shutdown()
     finally:
         for end in (front, results):
             end.close()
@@ -81,15 +81,15 @@ def test_a_message_ends_a_wait(host: str | None) -> None:
             sending.start()
             deadline = time.monotonic() + 60
             while (received := plans.receive(0)) is None:
-                plans.wait(20.0)
+                plans.wait(90.0)
                 assert time.monotonic() < deadline, "nobody woke it"
             sending.join()
             assert received == plan
         binding.plans[0].send(Shutdown())
         binding.plans[0].send(Shutdown())
-        assert plans.receive(5000) == Shutdown()
-        plans.wait(20.0)  # the second one came with the first
-        assert plans.receive(5000) == Shutdown()
+        assert plans.receive(60_000) == Shutdown()
+        plans.wait(90.0)  # the second one came with the first
+        assert plans.receive(60_000) == Shutdown()
         assert time.monotonic() < deadline
         assert plans.receive(0) is None
     finally:
@@ -153,9 +153,9 @@ def test_over_tcp_only_those_who_were_given_the_keys_send_or_receive() -> None:
         plans = [StepPlan(step, 2, 1, (0,)) for step in range(20)]
         for plan in plans:
             binding.plans[0].send(plan)
-        assert [rank.receive(5000) for _ in plans] == plans
+        assert [rank.receive(60_000) for _ in plans] == plans
         front.send(Cancel("ours"))
-        assert binding.requests.receive(5000) == Cancel("ours")
+        assert binding.requests.receive(60_000) == Cancel("ours")
         assert binding.requests.receive(200) is None
         assert not any(socket.poll(0) for socket in strangers[::2])
     finally:
@@ -181,7 +181,8 @@ def test_over_tcp_only_the_address_that_was_named_listens() -> None:
     before = set(psutil.Process().net_connections("inet"))
     binding = Binding(2, "127.0.0.2", ToScheduler, FromWorker)
     try:
-        listening = [one.laddr.ip for one in set(psutil.Process().net_connections("inet")) - before]
+        found = set(psutil.Process().net_connections("inet")) - before
+        listening = [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN]
         assert listening == ["127.0.0.2"] * 6
     finally:
         binding.close()
@@ -193,9 +194,9 @@ from workers.channel.sockets import connect_sender, last_words_have_left
 from workers.protocol.messages import Cancel
 sender = connect_sender(sys.argv[1], None)
 sender.send(Cancel("a"))
-sender.close(linger_ms=20_000)
+sender.close(linger_ms=60_000)
 print("sent", flush=True)
-assert last_words_have_left(20.0)
+assert last_words_have_left(60.0)
 os._exit(1)
 """
 
@@ -210,7 +211,7 @@ def test_a_process_that_ends_at_once_has_been_heard() -> None:
         socket.bind(address)
         receiver = Receiver(socket, ToScheduler)
         try:
-            assert receiver.receive(10_000) == Cancel("a")
+            assert receiver.receive(60_000) == Cancel("a")
         finally:
             receiver.close()
         assert process.wait(60) == 1
@@ -222,7 +223,7 @@ def test_order_is_kept_and_nothing_is_dropped() -> None:
     try:
         for index in range(5000):
             sender.send(Cancel(str(index)))
-        received = [binding.requests.receive(5000) for _ in range(5000)]
+        received = [binding.requests.receive(60_000) for _ in range(5000)]
         assert [message.request_id for message in received] == [str(index) for index in range(5000)]
     finally:
         sender.close()
@@ -234,7 +235,7 @@ def test_a_peer_that_left_is_an_error_at_once() -> None:
     binding = Binding(2, None, ToScheduler, FromWorker)
     rank = connect_receiver(binding.addresses.plans[0], ToWorker, None)
     binding.plans[0].send(Shutdown())
-    assert rank.receive(5000) == Shutdown()
+    assert rank.receive(60_000) == Shutdown()
     rank.close()
 
     def send_until_noticed() -> None:  # the socket hears of it a moment later
@@ -254,19 +255,28 @@ def test_a_peer_that_left_is_an_error_at_once() -> None:
 
 
 def test_the_first_message_waits_for_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.channel.sockets.CONNECT_TIMEOUT_S", 0.5)
-    binding = Binding(2, None, ToScheduler, FromWorker)
+    monkeypatch.setattr("workers.channel.sockets.CONNECT_TIMEOUT_S", 60)
+    binding = Binding(1, None, ToScheduler, FromWorker)
     connecting = threading.Timer(0.2, lambda: late.append(connect_receiver(binding.addresses.plans[0], ToWorker, None)))
     late: list[Receiver] = []
     connecting.start()
     try:
         binding.plans[0].send(Shutdown())
         connecting.join()
-        assert late[0].receive(5000) == Shutdown()
+        assert late[0].receive(60_000) == Shutdown()
+    finally:
+        for receiver in late:
+            receiver.close()
+        binding.close()
+
+
+def test_a_peer_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.channel.sockets.CONNECT_TIMEOUT_S", 0.3)
+    binding = Binding(2, None, ToScheduler, FromWorker)
+    try:
         with pytest.raises(PeerGone, match="rank 1 never came"):
             binding.plans[1].send(Shutdown())
     finally:
-        late[0].close()
         binding.close()
 
 
@@ -274,11 +284,11 @@ def test_heartbeats_carry_the_newest_figures() -> None:
     binding = Binding(1, None, ToScheduler, FromWorker)
     heartbeat = HeartbeatThread(binding.addresses, 0, silence_s=60)
     try:
-        assert binding.results.receive(5000) == Heartbeat(0)
+        assert binding.results.receive(60_000) == Heartbeat(0)
         for steps in (3, 4):
             expected = {"steps": {"eager": steps}}
             heartbeat.figures = lambda figures=expected: figures
-            while (message := binding.results.receive(5000)).figures != expected:
+            while (message := binding.results.receive(60_000)).figures != expected:
                 assert isinstance(message, Heartbeat)
     finally:
         heartbeat.close()
@@ -289,17 +299,14 @@ def test_heartbeats_come_while_the_main_thread_is_busy_and_stop_when_told() -> N
     binding = Binding(1, None, ToScheduler, FromWorker)
     heartbeat = HeartbeatThread(binding.addresses, 0, silence_s=60)
     try:
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
+        beats, deadline = 0, time.monotonic() + 60
+        while beats < 3:
             sum(range(1000))
-        beats = 0
-        while binding.results.receive(0) == Heartbeat(0):
-            beats += 1
-        assert beats >= 2
+            beats += binding.results.receive(0) == Heartbeat(0)
+            assert time.monotonic() < deadline
         heartbeat.close()
-        while binding.results.receive(0) is not None:
-            pass
-        assert binding.results.receive(600) is None
+        while binding.results.receive(600) is not None:  # what was under way
+            assert time.monotonic() < deadline
     finally:
         heartbeat.close()
         binding.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -47,11 +48,17 @@ def contents(descriptors: list[int]) -> list[bytes]:
 
 
 def held_by(pid: int) -> list[str]:
-    """Return the anonymous files that a process has open."""
-    return [target for each in Path(f"/proc/{pid}/fd").iterdir() if "memfd:" in (target := os.readlink(each))]
+    """Return the anonymous files that a process has open. A keeper has let go what it is to let go before it answers,
+    and closes the connection that it answered at after that: so a link to that one may be gone when it is read."""
+    held = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(each)
+            held += [target] if "memfd:" in target else []
+    return held
 
 
-def until(condition: object, seconds: float = 30.0) -> None:
+def until(condition: object, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline

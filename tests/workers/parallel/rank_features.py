@@ -134,7 +134,8 @@ def config(folder: Path, feature: Feature, device: str, **settings: Any) -> Engi
     """Return the settings of this feature; `settings` say on how many ranks, and whether in graphs."""
     common = {"max_rows": 6, "token_budget": 96, "cache_pages": 60, "max_context": 400, "width": 3}
     common |= {"dtype": "float32", "selftest": False, "invariant": True, "device": device}
-    common |= {"grammar_compile_timeout_s": 120.0}  # other tests may have all processors compile kernels
+    # Other tests may have all processors compile kernels.
+    common |= {"grammar_compile_timeout_s": 120.0, "heartbeat_timeout_s": 60.0}
     return EngineConfig.model_validate({"model": str(folder), **common, **feature.settings, **settings})
 
 

@@ -33,7 +33,16 @@ def collectives(group: Group) -> list[Callable[[], Any]]:
     ]
 
 
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline, f"there is no {file.name}"
+        time.sleep(0.01)
+
+
 def deserted_rank(rank: int, folder: Path, timeout_s: float, silent: bool) -> None:
+    (folder / f"began{rank}").touch()
+    wait_for(folder / f"began{1 - rank}")  # the time for a collective is not for the start of a process
     group = Group.connect(Mesh.of(rank, 2), f"file://{folder}/rendezvous", CPU, timeout_s)
     for call in collectives(group):
         call()
@@ -43,9 +52,8 @@ def deserted_rank(rank: int, folder: Path, timeout_s: float, silent: bool) -> No
             with pytest.raises(PeerLost):
                 call()
         (folder / "lost").touch()
-    deadline = time.monotonic() + 30
-    while rank == 1 and silent and not (folder / "lost").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    if rank == 1 and silent:
+        wait_for(folder / "lost")
     os._exit(0)
 
 

@@ -22,8 +22,8 @@ def test_rank_0_listens_at_the_address_that_it_was_given_alone(host: str, monkey
     port = free_port(host)
     url = f"tcp://{host}:{port}"
     with ThreadPoolExecutor(1) as pool:  # each waits for the other
-        joining = pool.submit(rendezvous, 1, 2, url, 20.0)
-        store, other = rendezvous(0, 2, url, 20.0), joining.result()
+        joining = pool.submit(rendezvous, 1, 2, url, 60.0)
+        store, other = rendezvous(0, 2, url, 60.0), joining.result()
     listening = psutil.Process().net_connections("tcp")
     assert {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN and c.laddr.port == port} == {host}
     store.set("said", "heard")

@@ -49,7 +49,7 @@ class Scheduler:
         self.say(Outputs((RequestOutput(name, tokens, **fields),)))
 
     async def heard(self) -> Any:
-        return await asyncio.to_thread(self.binding.requests.receive, 5000)
+        return await asyncio.to_thread(self.binding.requests.receive, 60_000)
 
     async def asked(self) -> list[str]:
         """The ids in the next message, which asks for sequences."""
@@ -61,12 +61,15 @@ class Scheduler:
 @asynccontextmanager
 async def front(ready: bool = True, **settings: Any) -> AsyncIterator[tuple[EngineClient, Scheduler]]:
     binding = Binding(1, None, ToScheduler, FromWorker)
-    client = EngineClient(EngineConfig(model="demo", **settings), binding.addresses, "it")
+    # This scheduler has no pulse.
+    client = EngineClient(
+        EngineConfig(model="demo", **{"heartbeat_timeout_s": 600.0, **settings}), binding.addresses, "it"
+    )
     scheduler = Scheduler(binding)
     try:
         if ready:
             scheduler.say(READY)
-            await client.ready(5)
+            await client.ready(60)
         yield client, scheduler
     finally:
         await client.close()
@@ -84,7 +87,7 @@ async def test_what_is_served_is_known_once_it_is_ready() -> None:
         with pytest.raises(TimeoutError):
             await client.ready(0.01)
         scheduler.say(READY, EngineStats(running=7))
-        info = await client.ready(5)
+        info = await client.ready(60)
         assert (info.name, info.max_context, info.vocab_size, info.max_width, info.eos_ids) == ("it", 200, 50, 3, (1,))
 
 
@@ -135,7 +138,7 @@ async def test_a_fault_while_it_starts_says_whether_to_try_again() -> None:
     async with front(ready=False) as (client, scheduler):
         scheduler.say(Fault("no room", lasting=True))
         with pytest.raises(EngineFault, match="no room") as fault:
-            await client.ready(5)
+            await client.ready(60)
         assert fault.value.lasting
 
 
@@ -149,7 +152,7 @@ async def test_a_scheduler_that_falls_silent_is_a_fault() -> None:
             await asyncio.sleep(0.2)
         assert client.fault is None
         with pytest.raises(EngineFault, match=r"the scheduler has been silent for [12]\.\d s"):
-            await asyncio.wait_for(anext(stream), 5)
+            await asyncio.wait_for(anext(stream), 60)
 
 
 async def test_a_message_that_nobody_understands_is_a_fault() -> None:
@@ -157,7 +160,7 @@ async def test_a_message_that_nobody_understands_is_a_fault() -> None:
         stream = client.generate(request("a"))
         scheduler.binding.outputs._socket.send(b"\xc1", zmq.NOBLOCK)
         with pytest.raises(EngineFault, match="unreadable message from the scheduler"):
-            await asyncio.wait_for(anext(stream), 5)
+            await asyncio.wait_for(anext(stream), 60)
 
 
 async def test_who_cannot_be_told_keeps_nobody_from_what_follows() -> None:
@@ -170,12 +173,12 @@ async def test_who_cannot_be_told_keeps_nobody_from_what_follows() -> None:
         client.on_progress += [broken, lines.append]
         client.on_fault.append(broken)
         scheduler.say(Progress(0, "loading"), READY)
-        await client.ready(5)
+        await client.ready(60)
         assert lines == ["rank 0: loading"]
         stream = client.generate(request("a"))
         scheduler.say(Fault("gone"))
         with pytest.raises(EngineFault, match="gone"):
-            await asyncio.wait_for(anext(stream), 5)
+            await asyncio.wait_for(anext(stream), 60)
 
 
 async def test_a_health_check_is_one_real_token_before_all_others() -> None:
@@ -264,5 +267,5 @@ async def test_closing_ends_the_scheduler_and_what_still_streams() -> None:
     with pytest.raises(EngineFault, match="shutting down"):
         await anext(stream)
     # What had not left by then does not leave any more.
-    assert binding.requests.receive(5000) == Shutdown()
+    assert binding.requests.receive(60_000) == Shutdown()
     binding.close()

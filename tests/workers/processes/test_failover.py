@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -20,6 +20,9 @@ from workers.protocol.front import EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Cancel, Fault, FromWorker, Request, Requests, ToScheduler
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt, pack_tokens, unpack_tokens
+
+PATIENT = EngineConfig(model="demo", heartbeat_timeout_s=600.0)
+"""Schedulers that a test plays have no pulse."""
 
 
 class World:
@@ -45,10 +48,10 @@ class World:
             raise self.failure
         binding = Binding(1, None, ToScheduler, FromWorker)
         self.schedulers.append(Scheduler(binding))
-        client = EngineClient(EngineConfig(model="demo"), binding.addresses, "it")
+        client = EngineClient(PATIENT, binding.addresses, "it")
         self.clients.append(client)
         self.scheduler.say(self.ready)
-        await client.ready(5)
+        await client.ready(60)
         return client
 
     def kill(self, cause: str = "rank 0 was ended by SIGKILL") -> None:
@@ -87,6 +90,21 @@ def asked(name: str, prompt: Any = (1, 2), **fields: Any) -> Request:
     return Request(name, Prompt.of(tuple(prompt)), SamplingParams(9), **fields)
 
 
+async def delivered(stream: Any, tokens: int) -> None:
+    """Wait until so many tokens of the stream have come, those that were read included."""
+    async with asyncio.timeout(60):
+        while len(stream._done) != tokens:
+            await asyncio.sleep(0.001)
+
+
+async def left(scheduler: Scheduler) -> None:
+    """Wait until it has noticed that its front has left. Its socket hears of that a moment later."""
+    with suppress(PeerGone):
+        while True:
+            scheduler.output("a", 67, at=1)
+            await asyncio.sleep(0.001)
+
+
 async def rest(stream: Any) -> list[int]:
     return [token async for output in stream for token in output.tokens]
 
@@ -100,7 +118,7 @@ async def test_a_stream_goes_on_with_the_next_engine_and_its_reader_sees_nothing
         assert await made.continued() == [("a", [], None)]
         made.scheduler.output("a", 5, cached_tokens=1)
         made.scheduler.output("a", 6, 7, at=1)
-        await asyncio.sleep(0.05)  # delivered, and not read
+        await delivered(stream, 3)  # and not read
         made.now += 4.0
         made.kill()
         await made.serving(2)
@@ -149,7 +167,8 @@ async def test_choices_of_a_prompt_go_on_together_and_ended_ones_stay_ended() ->
         made.scheduler.output("c", 7)
         made.scheduler.output("c", 8, at=1)
         assert await rest(streams[1]) == [6]
-        await asyncio.sleep(0.05)
+        await delivered(streams[0], 1)
+        await delivered(streams[2], 2)
         made.kill()
         await made.serving(2)
         message = await made.scheduler.heard()
@@ -172,8 +191,8 @@ async def test_an_engine_that_is_given_up_says_nothing_any_more() -> None:
         await asyncio.sleep(0.05)
         made.may_start.set()
         await made.serving(2)
-        with pytest.raises(PeerGone):
-            made.schedulers[0].output("a", 67, at=1)
+        async with asyncio.timeout(60):
+            await left(made.schedulers[0])
         assert await made.continued() == [("a", [5], 0.0)]
         made.scheduler.output("a", 68, at=1)  # under the name that the last engine knew
         made.scheduler.output("a.1", 6, at=1, finish="length")
@@ -223,7 +242,7 @@ async def test_what_another_front_has_delivered_is_not_asked_for_again() -> None
         stream = made.engine.generate(asked("a", done=pack_tokens([5, 6]), age_s=3.0))
         assert await made.continued() == [("a", [5, 6], 3.0)]
         made.scheduler.output("a", 7, at=2)
-        await asyncio.sleep(0.05)
+        await delivered(stream, 3)
         made.now += 1.0
         made.kill()
         await made.serving(2)
@@ -343,7 +362,7 @@ async def test_a_request_that_engines_die_of_is_given_to_no_further_one(
         await made.continued()
         die(made)
         with pytest.raises(EngineFault, match=r"killed|CUDA error"):
-            await asyncio.wait_for(anext(stream), 5)
+            await asyncio.wait_for(anext(stream), 60)
         await made.serving(deaths + 1)
         assert [name for name, _, _ in await made.continued()] == ["late"]
         await late.aclose()
@@ -358,7 +377,7 @@ async def test_a_replica_whose_engines_die_one_after_the_other_is_given_up() -> 
             made.now += 1.0
         made.kill()
         with pytest.raises(EngineFault, match="third engine of this replica to die within 60 s"):
-            await asyncio.wait_for(anext(stream), 5)
+            await asyncio.wait_for(anext(stream), 60)
         assert made.engine.over
 
 

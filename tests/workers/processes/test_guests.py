@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from test_client import READY
-from test_failover import World, asked, rest, world
+from test_failover import PATIENT, World, asked, rest, world
 
-from workers.config import EngineConfig
 from workers.processes.client import EngineClient
 from workers.processes.guests import GuestChannel
 from workers.protocol.front import EngineFault, Refused
@@ -24,8 +23,8 @@ async def neighbor(home: World) -> AsyncIterator[World]:
     """Run another replica, at which streams of `home` can go on."""
     async with world() as there:
         channel = GuestChannel(there.engine, None)
-        client = EngineClient(EngineConfig(model="demo"), channel.addresses, "it")
-        await client.ready(5)
+        client = EngineClient(PATIENT, channel.addresses, "it")
+        await client.ready(60)
         known = home.engine._neighbors()
         home.engine._neighbors = lambda: [*known, client]
         there.channel = channel  # type: ignore[attr-defined]
@@ -147,7 +146,7 @@ async def test_what_engines_die_of_is_not_carried_from_one_replica_to_the_next()
         await there.continued()
         there.scheduler.say(Fault("rank 0: CUDA error: here, too", 0, in_step=True))
         with pytest.raises(EngineFault, match="here, too"):
-            await asyncio.wait_for(anext(stream), 5)
+            await asyncio.wait_for(anext(stream), 60)
         assert home.engine.streams == 0
 
 

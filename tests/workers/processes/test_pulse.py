@@ -30,7 +30,7 @@ class Sender:
 def test_it_beats_while_an_iteration_takes_long_and_its_owner_computes() -> None:
     sender = Sender()
     pulse = Pulse(sender, iteration_s=3600)  # type: ignore[arg-type]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(sender.sent) < 3:
         sum(range(1000))  # this thread is the loop, and does not wait for anything
         assert time.monotonic() < deadline
@@ -43,20 +43,21 @@ def test_it_vouches_for_no_loop_that_stands_still_and_again_for_one_that_goes_on
 ) -> None:
     sender = Sender()
     pulse = Pulse(sender, iteration_s=0.3)  # type: ignore[arg-type]
-    deadline = time.monotonic() + 30
-    while sender.sends_within(0.3 + 3 * PULSE_PERIOD_S):
+    deadline = time.monotonic() + 60
+    while "the scheduler's loop has not turned for 0.3 s" not in caplog.text:
         assert time.monotonic() < deadline, "the loop never turned"
-    deadline = time.monotonic() + 30
+        time.sleep(0.01)
+    assert not sender.sends_within(3 * PULSE_PERIOD_S)
+    deadline = time.monotonic() + 60
     while not sender.sends_within(0.05):
         pulse.begin_iteration()
         assert time.monotonic() < deadline
     pulse.close()
-    assert "the scheduler's loop has not turned for 0.3 s" in caplog.text
 
 
 def test_it_is_silent_once_it_is_closed() -> None:
     sender = Sender()
     pulse = Pulse(sender, iteration_s=3600)  # type: ignore[arg-type]
-    assert sender.sent or sender.sends_within(30)
+    assert sender.sent or sender.sends_within(60)
     pulse.close()
     assert not sender.sends_within(3 * PULSE_PERIOD_S)
