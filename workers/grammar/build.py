@@ -95,8 +95,9 @@ def build(grammar: Grammar, quick: bool = False) -> xgr.Grammar:
 
 def same_if_written(text: str, grammar: xgr.Grammar) -> bool:
     """Whether `grammar`, which was built of `text`, is still the same once xgrammar has written it down and read it
-    again, as its compiler's cache does. It writes the characters from U+0080 to U+00FF as `\\x` and two digits but reads
-    as many digits as follow, so that "\xdfe" becomes one other character. And it writes nothing behind a NUL."""
+    again, as its compiler's cache does. It writes a character from U+0080 to U+00FF as `x` and two digits behind a
+    backslash, but reads as many digits as follow, so that ß and e become one other character. And it writes nothing
+    behind a NUL."""
     if "\\" not in text and text.isascii():
         return True
     return _NUL.search(text) is None and _MORE_DIGITS.search(str(grammar)) is None

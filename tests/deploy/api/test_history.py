@@ -174,10 +174,14 @@ def test_earlier_thinking_by_either_name() -> None:
             {"reasoning": "Hm."},
             {"reasoning_content": "Hm.", "reasoning": "No."},
             {"reasoning": "Hm.", "reasoning_content": None},
+            {"thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]},
+            {"reasoning_details": [{"type": "reasoning.text", "text": "Hm.", "signature": None, "index": 0}]},
+            {"reasoning_details": [{"type": "reasoning.summary", "summary": "Hm."}], "reasoning": None},
+            {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}], "reasoning_content": "Hm."},
         ):
             said = {"role": "assistant", "content": "a", **given}
             assert "<think>Hm.</think>a<|im_end|>" in server.chat([ASK, said, ASK])
-            if "reasoning_content" not in given:
+            if isinstance(given.get("reasoning"), str) and "reasoning_content" not in given:
                 assert "<think>Hm.</think>a<|im_end|>" in server.items([ASK, said, ASK])
         assert "<think></think>a" in server.chat(
             [ASK, {"role": "assistant", "content": "a", "reasoning": {"x": 1}}, ASK]
@@ -474,3 +478,36 @@ def test_what_is_too_much_is_left_for_those_who_refuse_it() -> None:
     results = [{"role": "tool", "content": "r"}] * MOST_TOOLS
     made = readable([answer, *results, ASK])
     assert [message["tool_call_id"] for message in made[1:-1]] == ids
+
+
+def test_a_result_that_is_an_error_is_said_to_be_one() -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    for content, seen in (
+        ("no such city", "[The tool failed.]\nno such city"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "[The tool failed.]\nab"),
+        ("", "[The tool failed.]"),
+        (None, "[The tool failed.]"),
+    ):
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
+        with Server(tiny(), KIMI_K25).clients() as server:
+
+            def prompt(more: dict[str, Any], result: dict[str, Any] = result, server: Server = server) -> str:
+                turns = [
+                    ASK,
+                    {"role": "assistant", "content": [call]},
+                    {"role": "user", "content": [{**result, **more}]},
+                ]
+                return server.turns(turns)
+
+            assert f"{seen}<|im_end|>" in prompt({"is_error": True})
+            assert prompt({"is_error": False}) == prompt({}) == prompt({"is_error": None})
+            assert "failed" not in prompt({})
+
+
+def test_instructions_that_are_empty_are_none() -> None:
+    with Server(tiny(), KIMI).clients() as server:
+        assert server.turns([ASK], system="") == server.turns([ASK])
+        assert server.turns([ASK], system=[{"type": "text", "text": ""}]) == server.turns([ASK])
+        assert server.items([ASK], instructions="") == server.items([ASK])
+        developer = {"role": "developer", "content": "S."}
+        assert server.items([developer, ASK], instructions="") == server.items([ASK], instructions="S.")

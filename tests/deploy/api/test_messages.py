@@ -204,6 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": 5}, "system"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": ""}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config"),
@@ -214,6 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_format": FORM, "output_config": {"format": {**FORM, "schema": {}}}}, "output_format"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"temperature": 1.5}, "temperature"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"max_tokens": 5000}, "messages"),
 ]
 
@@ -492,6 +494,8 @@ def test_thinking_is_signed_and_its_signature_comes_back() -> None:
         {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "max"}},
         {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, "max_tokens": 2000},
         {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "disabled", "budget_tokens": 0}},
+        {"thinking": {"type": "adaptive", "budget_tokens": -1}},
         {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "x"}, "service_tier": "auto"},
         {"system": [{"type": "text", "text": "Hm.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]},
         {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
