@@ -281,6 +281,37 @@ def test_errors_are_those_that_the_client_knows() -> None:
         ask(client)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_s_own_loop_with_tools(stream: bool) -> None:
+    """It asks for a thread first, whose refusal it knows, and goes on without one."""
+    served = Served(f"I look.{CALL}")
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather now."""
+        cities.append(city)
+        served.ids[:] = TOKENIZER.encode("It rains.", add_special_tokens=False)
+        served.engine.script = say(served.ids)
+        return "Rain"
+
+    with served.client() as client:
+        runner = client.beta.messages.tool_runner(
+            model="tiny", max_tokens=3000, messages=ASK, tools=[get_weather], stream=stream
+        )
+        last: Any = None
+        for turn in runner:
+            last = turn.get_final_message() if stream else turn
+        assert [block.text for block in last.content if block.type == "text"] == ["It rains."]
+        assert cities == ["Köln"]
+        assert "Return of functions.get_weather:0\nRain" in served.prompt
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.beta.messages.create(
+                model="tiny", max_tokens=9, messages=ASK, extra_body={"thread": {"type": "create"}}
+            )
+    assert refused.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}  # type: ignore[index]
+
+
 def test_a_model_that_does_not_reason() -> None:
     engine = FakeEngine(say(tiny().encode("Hi.", add_special_tokens=False)), LARGE)
     with (
