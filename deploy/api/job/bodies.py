@@ -32,7 +32,15 @@ from typing_extensions import override
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.api.job.unsupported import reject_stream_options
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
+from deploy.text.chat import (
+    MOST_MESSAGES,
+    MOST_TEMPLATE_VARIABLES,
+    Content,
+    content_of,
+    is_begun,
+    spoken,
+    tool_calls_of,
+)
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from deploy.text.in_words import readable
 from workers.grammar.text_grammar import TextGrammar
@@ -485,6 +493,13 @@ class ChatTemplateFields(Body):
         None
     )
     """The opposite of `clear_thinking`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_begun(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and is_begun(value.get("messages")):
+            return {**value, "continue_final_message": True, "add_generation_prompt": False}
+        return value
 
     _thinks_as_it_can: bool = PrivateAttr(default=False)
 

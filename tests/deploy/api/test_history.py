@@ -18,7 +18,11 @@ from tiny_tokenizer import tiny, without_template
 from tool_templates import DEEPSEEK_V31, GLM, KIMI, KIMI_K25
 
 from deploy.api.app import create_app
+from deploy.api.job.bodies import ChatBody
+from deploy.api.job.job import parse_generation
+from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig
+from deploy.routing.request_features import FeatureReader
 from deploy.text.chat import MOST_TOOLS
 from deploy.text.encoders import ENCODERS
 from deploy.text.in_words import MOST_PARTS, readable
@@ -511,3 +515,44 @@ def test_instructions_that_are_empty_are_none() -> None:
         assert server.items([ASK], instructions="") == server.items([ASK])
         developer = {"role": "developer", "content": "S."}
         assert server.items([developer, ASK], instructions="") == server.items([ASK], instructions="S.")
+
+
+BEGUN: Any = {"role": "assistant", "content": "It is"}
+
+
+@pytest.mark.parametrize("field", ["prefix", "partial"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_is_begun_is_gone_on_with(kind: str, field: str) -> None:
+    tokenizer, template = KINDS[kind]
+    with Server(tokenizer, template).clients() as server:
+        begun = server.chat([ASK, {**BEGUN, field: True}])
+        asked = {"continue_final_message": True, "add_generation_prompt": False}
+        assert begun == server.chat([ASK, BEGUN], extra_body=asked)
+        assert begun.endswith("It is")
+        raw = json.dumps({"model": "tiny", "messages": [ASK, {**BEGUN, field: True}]})
+        url = f"{server.openai.base_url}".replace("/v1/", "/tokenize")
+        assert httpx.post(url, json=json.loads(raw)).json()["tokens"] == list(server.engine.requests[-1].prompt)
+        plain = server.chat([ASK, BEGUN])
+        assert plain == server.chat([ASK, {**BEGUN, field: False}]) != begun
+        assert server.chat([ASK, {**BEGUN, field: True}, ASK]) == server.chat([ASK, BEGUN, ASK])
+
+
+async def test_routers_see_an_answer_that_is_begun() -> None:
+    messages = [{**ASK, "content": "q " * 200}, {**BEGUN, "content": "It is " * 200, "prefix": True}]
+    raw = json.dumps({"model": "tiny", "messages": messages}).encode()
+    body = parse_generation(raw, ChatBody)
+    ids = tiny().encode(render_messages(tiny(), ApiConfig(chat_template=KIMI), body), False)
+    features = await FeatureReader(tiny(), KIMI).read(raw)
+    assert features.tokens == len(ids)
+
+
+def test_tools_in_the_shapes_of_other_apis_keep_their_parameters() -> None:
+    function = TOOL["function"]
+    flat = {"name": function["name"], "description": function["description"]}
+    with Server(tiny(), KIMI).clients() as server:
+        expected = server.chat([ASK], tools=[TOOL])
+        for tool in ({**flat, "input_schema": SCHEMA}, {**flat, "type": "function", "parameters": SCHEMA}):
+            assert server.chat([ASK], tools=[tool]) == expected
+        for kind in ("custom", "web_search", "builtin_function", "mcp"):
+            with pytest.raises(openai.BadRequestError, match=kind):
+                server.chat([ASK], tools=[{"type": kind, **flat}, TOOL])
