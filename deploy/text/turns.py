@@ -3,6 +3,7 @@ items of OpenAI's Responses API. Routers and replicas share this: equal conversa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -63,9 +64,21 @@ def content_of_blocks(blocks: Blocks) -> Content:
     return content_of([said for block in blocks if (said := said_in(block)) is not None])
 
 
+_BILLING: Final = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+"""Line that Claude Code puts before its system prompt. It is for Anthropic's servers, says nothing to a model, and
+changes with every request, so that no prompt would begin as the one before it."""
+
+
+def _told(system: Blocks) -> Content:
+    """What the system's blocks tell the model."""
+    texts = [said_in(block) or "" for block in system]
+    kept = [_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts]
+    return content_of([text for text, was in zip(kept, texts, strict=True) if text or not was])
+
+
 def messages_of_turns(system: Blocks, turns: Sequence[tuple[str, Blocks]]) -> Messages:
     """Anthropic's turns, each a role and blocks, behind the system's blocks, which may be none or say nothing."""
-    told = content_of_blocks(system)
+    told = _told(system)
     messages: Messages = [{"role": "system", "content": told}] if told else []
     for role, blocks in turns:
         if role == "system":

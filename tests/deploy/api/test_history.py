@@ -556,3 +556,29 @@ def test_tools_in_the_shapes_of_other_apis_keep_their_parameters() -> None:
         for kind in ("custom", "web_search", "builtin_function", "mcp"):
             with pytest.raises(openai.BadRequestError, match=kind):
                 server.chat([ASK], tools=[{"type": kind, **flat}, TOOL])
+
+
+def test_the_line_that_changes_with_every_request_of_claude_code_is_left_out() -> None:
+    def line(number: int) -> str:
+        return f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={number:05x};"
+
+    def block(text: str) -> dict[str, Any]:
+        return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+
+    with Server(tiny(), KIMI).clients() as server:
+        expected = server.turns([ASK], system="You are Claude Code.\nx")
+        for number in (1, 2):
+            given = (
+                f"{line(number)}\nYou are Claude Code.\nx",
+                f"{line(number)}\n\nYou are Claude Code.\nx",
+                [block(line(number)), block("You are Claude Code.\nx")],
+                [block(f"{line(number)}\n"), block("You are Claude Code."), block("x")],
+            )
+            for system in given:
+                assert server.turns([ASK], system=system) == expected
+                counted = server.anthropic.messages.count_tokens(model="tiny", messages=[ASK], system=system)
+                assert counted.input_tokens == len(server.engine.requests[-1].prompt)
+        assert server.turns([ASK], system=line(1)) == server.turns([ASK])
+        said = f"What is this?\n{line(1)}"
+        assert said in server.turns([ASK], system=said)
+        assert line(1) in server.turns([{"role": "user", "content": line(1)}])
