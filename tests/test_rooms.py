@@ -33,7 +33,8 @@ ROOMS = {
         ("processes",),
     ),
     "deploy": (
-        ("mistakes", "text", "parsing", "page"),
+        ("mistakes", "text", "page"),
+        ("parsing",),
         ("config",),
         ("cluster", "loadtest"),
         ("routing",),

@@ -13,6 +13,7 @@ from deploy.parsing.events import Arguments, Event
 from deploy.parsing.json_object import JsonObject, State, in_json
 from deploy.parsing.parser import MOST_NAME, CallParser, Schemas, known_name
 from deploy.parsing.schema_types import properties_of
+from deploy.text.mending import without_halves
 
 _FENCE = re.compile(r"```[ \t]*[A-Za-z]*[ \t]*(?=[^A-Za-z \t])")
 _FENCE_BEGUN = re.compile(r"`{1,2}|```[ \t]*[A-Za-z]*[ \t]*")
@@ -272,7 +273,7 @@ class JsonBody(CallParser):
             return False
         self._take(1)
         try:
-            value = _object_of(json.loads(f'"{"".join(self._pieces)}"', strict=False))
+            value = _object_of(without_halves(json.loads(f'"{"".join(self._pieces)}"', strict=False)))
         except ValueError:
             value = None
         if value is None:

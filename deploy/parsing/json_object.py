@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Any, Final
+
+from deploy.text.mending import without_halves
 
 MOST_DEPTH: Final = 200
 """Objects and arrays in each other; clients' parsers give up at some depth, too."""
@@ -52,8 +54,16 @@ _ESCAPES: Final = frozenset('"\\/bfnrt')
 _ENDS: Final = {"{": "}", "[": "]"}
 
 
-in_json: Final = json.JSONEncoder(ensure_ascii=False).encode
-"""The text of a value in JSON, characters beyond ASCII as they are."""
+_encoded: Final = json.JSONEncoder(ensure_ascii=False).encode
+_HIGH_HALVES: Final = frozenset(f"d{digit}" for digit in "89ab")
+_LOW_HALVES: Final = frozenset(f"d{digit}" for digit in "cdef")
+"""Digits that escapes of halves of surrogate pairs begin with: of the first half, and of the second one."""
+_NO_CHARACTER: Final = "\\ufffd"
+
+
+def in_json(value: Any) -> str:
+    """The text of a value in JSON, characters beyond ASCII as they are, and U+FFFD for halves of surrogate pairs."""
+    return without_halves(_encoded(value))
 
 
 class State(Enum):
@@ -77,6 +87,7 @@ class JsonObject:
         "_commented",
         "_expect",
         "_fresh",
+        "_half",
         "_held",
         "_key",
         "_marks",
@@ -94,6 +105,8 @@ class JsonObject:
         self._stack: list[str] = []
         self._word = ""
         """A value or key without quotation marks, or an escape, so far."""
+        self._half = ""
+        """Escape of the first half of a surrogate pair, whose second half comes next or is missing."""
         self._key = False
         """Whether the string or word that is open is a key."""
         self._quote = '"'
@@ -193,17 +206,27 @@ class JsonObject:
     def _string(self, text: str, place: int, out: list[str]) -> int:
         """Take a character that is not passed on as it is, or a part of an escape, and that does not end the string."""
         char = text[place]
+        if self._expect == "half":
+            if char == "\\" and not self._raw:
+                self._expect = "escape"
+                return 1
+            self._end_half(out)
+            self._expect = "string"
+            return 0
         if self._expect == "escape":
+            if char != "u":
+                self._end_half(out)
             return self._escape(char, out)
         if self._expect == "hex":
             if char not in _HEX:
+                self._end_half(out)
                 out.append("\\" + self._word)
                 self._word, self._expect = "", "string"
                 return 0
             self._word += char
             if len(self._word) == len("\\u0000"):
-                out.append(self._word)
-                self._word, self._expect = "", "string"
+                word, self._word, self._expect = self._word, "", "string"
+                self._escaped(word, out)
         elif char == "\\" and self._raw:
             out.append("\\\\")
         elif char == "\\":
@@ -211,6 +234,26 @@ class JsonObject:
         else:
             out.append('\\"' if char == '"' else f"\\u{ord(char):04x}")
         return 1
+
+    def _escaped(self, word: str, out: list[str]) -> None:
+        """Take an escape by number. Of a surrogate pair both halves are passed on together, and a half alone is
+        U+FFFD, as clients' parsers refuse it."""
+        begins = word[2:4].lower()
+        if begins in _LOW_HALVES:
+            out.append(self._half + word if self._half else _NO_CHARACTER)
+            self._half = ""
+            return
+        self._end_half(out)
+        if begins in _HIGH_HALVES:
+            self._half, self._expect = word, "half"
+        else:
+            out.append(word)
+
+    def _end_half(self, out: list[str]) -> None:
+        """The second half of a surrogate pair did not come."""
+        if self._half:
+            out.append(_NO_CHARACTER)
+            self._half = ""
 
     def _escape(self, char: str, out: list[str]) -> int:
         """Take the character behind a backslash. One that needs none stands for itself, with the backslash unless it is
@@ -354,7 +397,7 @@ class JsonObject:
         return 0
 
 
-_IN_ESCAPE: Final = ("escape", "hex")
+_IN_ESCAPE: Final = ("escape", "hex", "half")
 _MAY_END: Final = ("comma", "key", "first key", "item", "first item", "word")
 
 

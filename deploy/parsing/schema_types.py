@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deploy.text.mending import whole_json
+
 _TYPES: Final = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object"}
 _ALL: Final = frozenset((*_TYPES.values(), "null"))
 _INTEGER: Final = frozenset(("integer",))
@@ -128,6 +130,10 @@ _decoded: Final = json.JSONDecoder(parse_constant=_refuse).decode
 def as_json(text: str, types: Types, is_json: bool = False) -> str:
     """The JSON of a value: `text` itself where it is JSON of one of `types`, else what it is as Python writes such a
     value, else `text` as a string. `is_json`: JSON of other types is kept, too."""
+    return whole_json(_as_json(text, types, is_json))
+
+
+def _as_json(text: str, types: Types, is_json: bool) -> str:
     try:
         value = _decoded(text)
     except (ValueError, RecursionError):

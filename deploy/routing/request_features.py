@@ -24,6 +24,7 @@ from deploy.text.chat import (
     MOST_TEMPLATE_VARIABLES,
     Content,
     content_of,
+    is_begun,
     spoken,
     template_message,
     tools_of,
@@ -160,14 +161,15 @@ class FeatureReader:
             if isinstance(message, dict) and "role" in message
         ]
         tools = tools_of(data.get("tools") or []) if data.get("tool_choice") not in ("none", {"type": "none"}) else []
+        begun = is_begun(given)
         render = partial(
             self._chats.text,
             messages,
             tools=tools,
             thinking=thinking_of(data),
             variables=extra,
-            add_generation_prompt=data.get("add_generation_prompt") is not False,
-            continue_final_message=data.get("continue_final_message") is True,
+            add_generation_prompt=data.get("add_generation_prompt") is not False and not begun,
+            continue_final_message=data.get("continue_final_message") is True or begun,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
         return await self._encode(text, data.get("add_special_tokens") is True)

@@ -227,7 +227,10 @@ def _check_model(config: ServeConfig, gpus: int | None = None) -> None:
 
 def _check_port(config: ServeConfig) -> None:
     if problem := port_problem(config.host, config.port):
-        raise StartFailed(f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port")
+        raise StartFailed(
+            f"port {config.port} of {config.host} cannot be used: {problem}; choose another with --port, or another "
+            "address of this machine with --host"
+        )
 
 
 def _reached_at(host: str, connection: RayConnection) -> str:

@@ -47,6 +47,15 @@ def content_of(texts: Sequence[str]) -> Content:
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
+def is_begun(messages: Any) -> bool:
+    """Whether the last message of a chat is said to be the beginning of the answer, as the APIs of DeepSeek and Mistral
+    (`prefix`) and of Kimi (`partial`) have it."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
+        return False
+    return last.get("prefix") is True or last.get("partial") is True
+
+
 def spoken(parts: Sequence[Any]) -> list[Any]:
     """The parts of what an assistant said, refusals as text."""
     return [
@@ -90,14 +99,17 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
     tools = []
     for tool in _list(value, "tools"):
         function = function_of(tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or (tool.get("type") or "function") != "function":
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if isinstance(kind, str) and kind not in ("", "function"):
+            raise ValueError(f"a tool of type {kind[:64]!r} is not supported here: tools are functions")
+        if not isinstance(function, Mapping) or kind not in (None, "", "function"):
             raise ValueError('a tool should be {"type": "function", "function": {"name": ..., "parameters": ...}}')
         described: dict[str, Any] = {"name": _name(function)}
         if (description := function.get("description")) is not None:
             if not isinstance(description, str):
                 raise ValueError("a tool's description should be a string")
             described["description"] = description
-        if (parameters := function.get("parameters")) is not None:
+        if (parameters := function.get("parameters", function.get("input_schema"))) is not None:
             if not isinstance(parameters, Mapping):
                 raise ValueError("a tool's parameters should be an object: the JSON schema of its arguments")
             described["parameters"] = parameters
@@ -107,7 +119,7 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
 
 def function_of(tool: Mapping[str, Any]) -> Any:
     """The function that a tool is, which clients also write as the Responses API has it: without an object of its
-    own."""
+    own. Some name its parameters as Anthropic's API does."""
     return tool if "function" not in tool and isinstance(tool.get("name"), str) else tool.get("function")
 
 

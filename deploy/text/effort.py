@@ -220,6 +220,8 @@ def _budget_of(value: Mapping[str, Any]) -> object:
 
 
 def _with_budget(found: Thinking, value: object, field: str) -> Thinking:
+    if isinstance(value, float) and value.is_integer() and value < 2.0**53:
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError("a number of tokens, at least 1, is expected")
     return replace(found, budget=value, field=field)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
-from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
+from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of, reasoning_of
 
 NOT_SHOWN: Final[Mapping[str, str]] = {
     "image": "[An image was here, which this model cannot see.]",
@@ -140,8 +140,8 @@ def _earlier_answer(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(made.get("reasoning_content") or "", str):
         texts = made.pop("reasoning_content")
         made["reasoning"] = "".join(text_of(text) or "" for text in texts) if isinstance(texts, list) else None
-    if "reasoning_content" not in made and isinstance(content, list) and (thought := _thought(content)):
-        made.setdefault("reasoning", thought)
+    if reasoning_of(made) is None and (thought := _thought(content) or _thought_beside(made)):
+        made["reasoning"] = thought
     calls = message.get("tool_calls")
     if not calls and isinstance(function := message.get("function_call"), Mapping):
         calls = [{"id": f"call_{function.get('name')}", "function": function}]
@@ -152,8 +152,19 @@ def _earlier_answer(message: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _thought(parts: Sequence[Any]) -> str:
+def _thought_beside(message: Mapping[str, Any]) -> str:
+    """Return the reasoning that a message has in a field of its own as LiteLLM keeps it, or OpenRouter does."""
+    if thought := _thought(message.get("thinking_blocks")):
+        return thought
+    details = message.get("reasoning_details")
+    parts = [part for part in details if isinstance(part, Mapping)] if isinstance(details, list) else []
+    texts = ([part[name] for part in parts if isinstance(part.get(name), str)] for name in ("text", "summary"))
+    return next((joined for some in texts if (joined := "".join(some))), "")
+
+
+def _thought(parts: Any) -> str:
     """Return the reasoning in parts of what an assistant said, as Mistral's API has it."""
+    parts = parts if isinstance(parts, list) else []
     found = [part.get("thinking") for part in parts if isinstance(part, Mapping) and part.get("type") == "thinking"]
     texts = [text for thought in found for text in (thought if isinstance(thought, list) else [thought])]
     return "".join(said for text in texts if (said := text_of(text)) is not None)

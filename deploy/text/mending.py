@@ -35,6 +35,14 @@ def with_whole_escapes(raw: bytes) -> bytes:
     return _HALF_IN_BYTES.sub(_whole, raw, count=_MOST_HALVES)
 
 
+def whole_json(text: str) -> str:
+    """JSON with U+FFFD for every half of a surrogate pair, escaped or not. Strict parsers refuse the former, and no
+    encoding can write the latter."""
+    if "\\u" in text:
+        text = _HALF_IN_TEXT.sub(_whole, text, count=_MOST_HALVES)
+    return without_halves(text)
+
+
 def _whole(match: re.Match[AnyStr]) -> AnyStr:
     text, begin = match.string, match.start()
     backslash: AnyStr
@@ -62,7 +70,7 @@ def object_of(text: str) -> dict[str, Any]:
 
 
 def _value_of(text: str) -> Any:
-    text = _HALF_IN_TEXT.sub(_whole, without_halves(text), count=_MOST_HALVES).strip()
+    text = whole_json(text).strip()
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -3,6 +3,7 @@ items of OpenAI's Responses API. Routers and replicas share this: equal conversa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -63,9 +64,22 @@ def content_of_blocks(blocks: Blocks) -> Content:
     return content_of([said for block in blocks if (said := said_in(block)) is not None])
 
 
+_BILLING: Final = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+"""Line that Claude Code puts before its system prompt. It is for Anthropic's servers, says nothing to a model, and
+changes with every request, so that no prompt would begin as the one before it."""
+
+
+def _told(system: Blocks) -> Content:
+    """What the system's blocks tell the model."""
+    texts = [said_in(block) or "" for block in system]
+    kept = [_BILLING.sub("", text, count=1) if _BILLING.match(text) else text for text in texts]
+    return content_of([text for text, was in zip(kept, texts, strict=True) if text or not was])
+
+
 def messages_of_turns(system: Blocks, turns: Sequence[tuple[str, Blocks]]) -> Messages:
-    """Anthropic's turns, each a role and blocks, behind the system's blocks, which may be none."""
-    messages: Messages = [{"role": "system", "content": content_of_blocks(system)}] if system else []
+    """Anthropic's turns, each a role and blocks, behind the system's blocks, which may be none or say nothing."""
+    told = _told(system)
+    messages: Messages = [{"role": "system", "content": told}] if told else []
     for role, blocks in turns:
         if role == "system":
             messages.append({"role": "system", "content": content_of_blocks(blocks)})
@@ -133,11 +147,22 @@ def _user(blocks: Blocks) -> Messages:
     for block in blocks:
         if block["type"] == "tool_result":
             said_back = _said_back(block.get("content") or "")
+            if block.get("is_error") is True:
+                said_back = _failed(said_back)
             messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said_back})
     said = [block for block in blocks if block["type"] != "tool_result"]
     if said or not messages:
         messages.append({"role": "user", "content": content_of_blocks(said)})
     return messages
+
+
+FAILED: Final = "[The tool failed.]"
+"""Words that a result begins with which is said to be an error: the templates of chats have no place for that."""
+
+
+def _failed(content: Content) -> Content:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return content_of([f"{FAILED}\n{texts[0]}" if texts[0] else FAILED, *texts[1:]])
 
 
 def _said_back(content: Any) -> Content:
@@ -347,8 +372,9 @@ def messages_of_items(items: Sequence[Mapping[str, Any]], read: Callable[[Any], 
 
 
 def with_instructions(messages: Messages, instructions: str | None) -> Messages:
-    """The messages behind the field `instructions`. Templates want one system message, and first."""
-    if instructions is None:
+    """The messages behind the field `instructions`, which may be empty. Templates want one system message, and
+    first."""
+    if not instructions:
         return messages
     system: dict[str, Any] = {"role": "system", "content": instructions}
     if messages and messages[0]["role"] in ("system", "developer"):

@@ -39,6 +39,9 @@ _WHERE = re.compile(r"^\s*\[[^\]]*\]\s*\S+:\d+:\s*")
 """Beginning of xgrammar's errors: its time, file and line."""
 
 
+_NUL = re.compile(r"\x00|\\(?:u0000|U00000000|x00|0)")
+_MORE_DIGITS = re.compile(r"\\x[0-9a-f]{2}[0-9a-fA-F]")
+
 CONTROLS: Final = frozenset(range(0x20))
 
 
@@ -88,6 +91,16 @@ def build(grammar: Grammar, quick: bool = False) -> xgr.Grammar:
         raise GrammarError(str(error)) from None
     except (RuntimeError, UnicodeError) as error:
         raise GrammarError(_said(error)) from None
+
+
+def same_if_written(text: str, grammar: xgr.Grammar) -> bool:
+    """Whether `grammar`, which was built of `text`, is still the same once xgrammar has written it down and read it
+    again, as its compiler's cache does. It writes a character from U+0080 to U+00FF as `x` and two digits behind a
+    backslash, but reads as many digits as follow, so that ß and e become one other character. And it writes nothing
+    behind a NUL."""
+    if "\\" not in text and text.isascii():
+        return True
+    return _NUL.search(text) is None and _MORE_DIGITS.search(str(grammar)) is None
 
 
 def _json_schema(schema: Any, strict: bool) -> xgr.Grammar:

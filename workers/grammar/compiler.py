@@ -44,6 +44,15 @@ class _Vocabulary(NamedTuple):
     split: SplitSurrogates
 
 
+class _Compilers(NamedTuple):
+    """xgrammar's compilers for a vocabulary."""
+
+    cached: Any
+    """Keeps what it compiled."""
+    plain: Any
+    """Compiles each grammar anew."""
+
+
 class Compiled:
     """A grammar that is ready: matchers of it can be made."""
 
@@ -76,7 +85,7 @@ class Compiler:
         self._asked: queue.SimpleQueue[tuple[int, Grammar] | None] = queue.SimpleQueue()
         self._ready: dict[int, Compiled] = {}
         self._forgotten: set[int] = set()
-        self._compilers: dict[tuple[bool, tuple[int, ...]], Any] = {}
+        self._compilers: dict[tuple[bool, tuple[int, ...]], _Compilers] = {}
         """Compilers by whether they are for JSON, and by the special tokens that write text."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -140,12 +149,14 @@ class Compiler:
 
     def compile(self, grammar: Grammar, begun: Callable[[], None] = lambda: None) -> Compiled:
         """Compile a grammar here and now. `begun` is called once the vocabulary is read. NotCompiled."""
-        from workers.grammar.build import GrammarError, build
+        from workers.grammar.build import GrammarError, build, same_if_written
 
         try:
-            compiler = self._compiler(grammar)
+            compilers = self._compilers_of(grammar)
             begun()
-            handle = compiler.compile_grammar(build(grammar, quick=True))
+            built = build(grammar, quick=True)
+            compiler = compilers.cached if same_if_written(grammar.text, built) else compilers.plain
+            handle = compiler.compile_grammar(built)
             compiled = Compiled(grammar, handle, self._vocabulary.split)
             self._try(compiled)
         except GrammarError as error:
@@ -197,11 +208,11 @@ class Compiler:
         """Get the compilers of ordinary grammars ready: for text, and for JSON."""
         with suppress(NotCompiled):  # a request that asks for a grammar is told why it can have none
             for kind in _KINDS:
-                self._compiler(Grammar(kind))
+                self._compilers_of(Grammar(kind))
             self.compile(_ORDINARY)
 
-    def _compiler(self, grammar: Grammar) -> Any:
-        """xgrammar's compiler for the vocabulary of a grammar."""
+    def _compilers_of(self, grammar: Grammar) -> _Compilers:
+        """xgrammar's compilers for the vocabulary of a grammar."""
         from workers.grammar.build import vocabulary_for
         from workers.grammar.library import xgr
 
@@ -214,8 +225,9 @@ class Compiler:
                 info = xgr.TokenizerInfo(own, vocab_size=self._vocab, stop_token_ids=list(self._eos_ids))
                 while len(self._compilers) >= MOST_COMPILERS:
                     self._compilers.pop(next(iter(self._compilers)))
-                self._compilers[key] = xgr.GrammarCompiler(
-                    info, max_threads=1, cache_limit_bytes=CACHE_BYTES // MOST_COMPILERS
+                self._compilers[key] = _Compilers(
+                    xgr.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // MOST_COMPILERS),
+                    xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False),
                 )
             return self._compilers[key]
 

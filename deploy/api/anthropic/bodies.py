@@ -160,6 +160,12 @@ class MessagesToolChoice(Body):
     """Name of the tool to call."""
     disable_parallel_tool_use: bool = False
 
+    @model_validator(mode="after")
+    def _one_tool(self) -> Self:
+        if self.type == "tool" and not self.name:
+            raise ValueError("a choice of type tool should have the name of the tool in its field name")
+        return self
+
 
 class Thinking(Body):
     """Whether the model thinks before it answers."""
@@ -167,6 +173,14 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=1)
     """Tokens that it may think, tags included."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_what_is_thought(cls, value: Any) -> Any:
+        """A bound beside a type that asks for no thinking says nothing."""
+        if isinstance(value, Mapping) and value.get("type") != "enabled":
+            return {name: item for name, item in value.items() if name != "budget_tokens"}
+        return value
 
 
 class OutputFormat(Body):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -175,8 +176,10 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Strict: valid UTF-8, no NaN or Infinity, bounded nesting; 400 otherwise. In a
-    conversation halves of surrogate pairs are U+FFFD: it could not go on because of what was said before."""
+    """The JSON object in `raw`. Strict: valid UTF-8, no NaN or Infinity, bounded nesting; 400 otherwise. A mark of the
+    byte order before it is left out. In a conversation halves of surrogate pairs are U+FFFD: it could not go on because
+    of what was said before."""
+    raw = raw.removeprefix(BOM_UTF8)
     if not raw.strip():
         raise invalid("the request body is empty; a JSON object is expected", code="invalid_json")
     try:

@@ -63,7 +63,9 @@ class ApiError(Exception):
         code: str | None = None,
         kind: str = "invalid_request_error",
         headers: Mapping[str, str] | None = None,
+        error_code: str | None = None,
     ) -> None:
+        """`error_code`: the name that Anthropic's API has for the cause, by which its clients know what to do."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -71,13 +73,21 @@ class ApiError(Exception):
         self.code = code
         self.kind = kind
         self.headers = dict(headers or {})
+        self.error_code = error_code
 
     def envelope(self, path: str) -> bytes:
         """The JSON body, for a request of this path."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
         if not of_anthropic(path):
             return orjson.dumps({"error": error})
         error["type"] = _OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        if self.error_code is not None:
+            error["details"] = {"error_code": self.error_code}
         return orjson.dumps({"type": "error", "error": error})
 
     def response(self, path: str = "") -> Response:
@@ -126,9 +136,10 @@ def not_valid(found: Mapping[str, Any], place: Sequence[str | int]) -> ApiError:
     return invalid(f"{param}: {text}" if param else text, param, code)
 
 
-def unsupported(what: str, param: str) -> ApiError:
-    """400: a feature of the API that this server does not have."""
-    return ApiError(400, f"{what} is not supported by this server", param=param, code="unsupported_parameter")
+def unsupported(what: str, param: str, error_code: str | None = None) -> ApiError:
+    """400: a feature of the API that this server does not have. `error_code`: see `ApiError`."""
+    message = f"{what} is not supported by this server"
+    return ApiError(400, message, param=param, code="unsupported_parameter", error_code=error_code)
 
 
 def model_not_found(name: str) -> ApiError:

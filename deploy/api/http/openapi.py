@@ -71,11 +71,24 @@ class ErrorAnswer(Answer):
     error: ErrorDetail
 
 
+class ErrorCode(Answer):
+    """Cause of an error by the name that Anthropic's API has for it."""
+
+    error_code: str
+
+
+class MessageErrorDetail(ErrorDetail):
+    """Details of an error below /v1/messages."""
+
+    details: ErrorCode | None = None
+    """The cause. It is there if it has a name."""
+
+
 class MessageError(Answer):
     """Every answer with an error status below /v1/messages, and the last event of a stream that failed."""
 
     type: Literal["error"]
-    error: ErrorDetail
+    error: MessageErrorDetail
 
 
 def error_of(path: str) -> type[BaseModel]:

@@ -1,9 +1,9 @@
 """The bodies of requests that generate: OpenAI's fields, and vLLM's extensions to them. Bodies of other APIs become
 chats.
 
-Types are strict (no "5" for 5, no 1 for true), null means that a field was not given, and unknown fields are ignored as
-OpenAI's own servers and clients expect; only fields that would change the answer and are not supported are rejected
-(`deploy.api.job.unsupported`).
+Types are strict (no "5" for 5, no 1 for true; 5.0 is 5), null means that a field was not given, and unknown fields are
+ignored as OpenAI's own servers and clients expect; only fields that would change the answer and are not supported are
+rejected (`deploy.api.job.unsupported`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from typing_extensions import override
 from deploy.api.http.errors import unsupported
 from deploy.api.job.tools import AskedToolChoice, ToolCallSpec, ToolChoice, ToolSpec, asked_tools, check_choice
 from deploy.api.job.unsupported import reject_stream_options
-from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES, Content, content_of, spoken, tool_calls_of
+from deploy.text.chat import (
+    MOST_MESSAGES,
+    MOST_TEMPLATE_VARIABLES,
+    Content,
+    content_of,
+    is_begun,
+    spoken,
+    tool_calls_of,
+)
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
 from deploy.text.in_words import readable
 from workers.grammar.text_grammar import TextGrammar
@@ -52,6 +60,7 @@ FORMS: Final = (
 """Fields that say what an answer must look like, of which a request has one at most."""
 MOST_CACHE_SALT: Final = 256
 """Characters of a `cache_salt`."""
+_EXACT: Final = 2.0**53
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -66,7 +75,7 @@ class Body(BaseModel):
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: item for name, item in value.items() if item is not None}
+            return {name: whole(item) for name, item in value.items() if item is not None}
         return value
 
     @override
@@ -79,6 +88,12 @@ class Body(BaseModel):
             if name not in described.get("required", ()):
                 described["properties"][name] = _or_null(field)
         return schema
+
+
+def whole(value: Any) -> Any:
+    """A number without a fraction as an integer: JSON has one kind of numbers, and some clients write all of them with
+    a fraction, as 16.0. Larger ones may have lost digits, and stay what they are."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value
 
 
 def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
@@ -478,6 +493,13 @@ class ChatTemplateFields(Body):
         None
     )
     """The opposite of `clear_thinking`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_begun(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and is_begun(value.get("messages")):
+            return {**value, "continue_final_message": True, "add_generation_prompt": False}
+        return value
 
     _thinks_as_it_can: bool = PrivateAttr(default=False)
 

@@ -231,7 +231,7 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
         "mcp_servers": ("a server of tools (mcp_servers)", _OFF),
         "compaction": ("a summary in place of the conversation (compaction)", _OFF),
         "fallbacks": ("another model in place of this one (fallbacks)", _OFF),
-        "thread": ("a thread", _OFF),
+        "thread": ("a conversation that the server keeps (thread); send all of it without this field: this", _OFF),
         "parallel_tool_calls": (
             "parallel_tool_calls; use tool_choice.disable_parallel_tool_use: this",
             (True,),
@@ -250,6 +250,9 @@ AT: Final[Mapping[Endpoint, dict[str, tuple[str, tuple[Any, ...]]]]] = {
 """Fields that only the API of one endpoint knows, and which are not supported there."""
 
 
+ERROR_CODES: Final = {"thread": "thread_unsupported_request"}
+"""Fields whose refusal has a name in Anthropic's API. Its client's tool runner asks for a thread by itself, and goes on
+without one once it is told so."""
 STREAM_OPTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "include_obfuscation": (
         "padding of events (include_obfuscation) other than true and false, which have no effect:",
@@ -294,7 +297,7 @@ def reject_stream_options(value: Any, more: Mapping[str, tuple[str, tuple[Any, .
 
 def _reject(value: Any, what: str, neutral: tuple[Any, ...], param: str) -> None:
     if not any(_same(value, harmless) for harmless in neutral):
-        raise unsupported(what, param)
+        raise unsupported(what, param, ERROR_CODES.get(param))
 
 
 def _same(value: Any, harmless: Any) -> bool:

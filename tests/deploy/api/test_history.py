@@ -18,7 +18,11 @@ from tiny_tokenizer import tiny, without_template
 from tool_templates import DEEPSEEK_V31, GLM, KIMI, KIMI_K25
 
 from deploy.api.app import create_app
+from deploy.api.job.bodies import ChatBody
+from deploy.api.job.job import parse_generation
+from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig
+from deploy.routing.request_features import FeatureReader
 from deploy.text.chat import MOST_TOOLS
 from deploy.text.encoders import ENCODERS
 from deploy.text.in_words import MOST_PARTS, readable
@@ -174,10 +178,14 @@ def test_earlier_thinking_by_either_name() -> None:
             {"reasoning": "Hm."},
             {"reasoning_content": "Hm.", "reasoning": "No."},
             {"reasoning": "Hm.", "reasoning_content": None},
+            {"thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]},
+            {"reasoning_details": [{"type": "reasoning.text", "text": "Hm.", "signature": None, "index": 0}]},
+            {"reasoning_details": [{"type": "reasoning.summary", "summary": "Hm."}], "reasoning": None},
+            {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}], "reasoning_content": "Hm."},
         ):
             said = {"role": "assistant", "content": "a", **given}
             assert "<think>Hm.</think>a<|im_end|>" in server.chat([ASK, said, ASK])
-            if "reasoning_content" not in given:
+            if isinstance(given.get("reasoning"), str) and "reasoning_content" not in given:
                 assert "<think>Hm.</think>a<|im_end|>" in server.items([ASK, said, ASK])
         assert "<think></think>a" in server.chat(
             [ASK, {"role": "assistant", "content": "a", "reasoning": {"x": 1}}, ASK]
@@ -474,3 +482,103 @@ def test_what_is_too_much_is_left_for_those_who_refuse_it() -> None:
     results = [{"role": "tool", "content": "r"}] * MOST_TOOLS
     made = readable([answer, *results, ASK])
     assert [message["tool_call_id"] for message in made[1:-1]] == ids
+
+
+def test_a_result_that_is_an_error_is_said_to_be_one() -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    for content, seen in (
+        ("no such city", "[The tool failed.]\nno such city"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "[The tool failed.]\nab"),
+        ("", "[The tool failed.]"),
+        (None, "[The tool failed.]"),
+    ):
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
+        with Server(tiny(), KIMI_K25).clients() as server:
+
+            def prompt(more: dict[str, Any], result: dict[str, Any] = result, server: Server = server) -> str:
+                turns = [
+                    ASK,
+                    {"role": "assistant", "content": [call]},
+                    {"role": "user", "content": [{**result, **more}]},
+                ]
+                return server.turns(turns)
+
+            assert f"{seen}<|im_end|>" in prompt({"is_error": True})
+            assert prompt({"is_error": False}) == prompt({}) == prompt({"is_error": None})
+            assert "failed" not in prompt({})
+
+
+def test_instructions_that_are_empty_are_none() -> None:
+    with Server(tiny(), KIMI).clients() as server:
+        assert server.turns([ASK], system="") == server.turns([ASK])
+        assert server.turns([ASK], system=[{"type": "text", "text": ""}]) == server.turns([ASK])
+        assert server.items([ASK], instructions="") == server.items([ASK])
+        developer = {"role": "developer", "content": "S."}
+        assert server.items([developer, ASK], instructions="") == server.items([ASK], instructions="S.")
+
+
+BEGUN: Any = {"role": "assistant", "content": "It is"}
+
+
+@pytest.mark.parametrize("field", ["prefix", "partial"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_is_begun_is_gone_on_with(kind: str, field: str) -> None:
+    tokenizer, template = KINDS[kind]
+    with Server(tokenizer, template).clients() as server:
+        begun = server.chat([ASK, {**BEGUN, field: True}])
+        asked = {"continue_final_message": True, "add_generation_prompt": False}
+        assert begun == server.chat([ASK, BEGUN], extra_body=asked)
+        assert begun.endswith("It is")
+        raw = json.dumps({"model": "tiny", "messages": [ASK, {**BEGUN, field: True}]})
+        url = f"{server.openai.base_url}".replace("/v1/", "/tokenize")
+        assert httpx.post(url, json=json.loads(raw)).json()["tokens"] == list(server.engine.requests[-1].prompt)
+        plain = server.chat([ASK, BEGUN])
+        assert plain == server.chat([ASK, {**BEGUN, field: False}]) != begun
+        assert server.chat([ASK, {**BEGUN, field: True}, ASK]) == server.chat([ASK, BEGUN, ASK])
+
+
+async def test_routers_see_an_answer_that_is_begun() -> None:
+    messages = [{**ASK, "content": "q " * 200}, {**BEGUN, "content": "It is " * 200, "prefix": True}]
+    raw = json.dumps({"model": "tiny", "messages": messages}).encode()
+    body = parse_generation(raw, ChatBody)
+    ids = tiny().encode(render_messages(tiny(), ApiConfig(chat_template=KIMI), body), False)
+    features = await FeatureReader(tiny(), KIMI).read(raw)
+    assert features.tokens == len(ids)
+
+
+def test_tools_in_the_shapes_of_other_apis_keep_their_parameters() -> None:
+    function = TOOL["function"]
+    flat = {"name": function["name"], "description": function["description"]}
+    with Server(tiny(), KIMI).clients() as server:
+        expected = server.chat([ASK], tools=[TOOL])
+        for tool in ({**flat, "input_schema": SCHEMA}, {**flat, "type": "function", "parameters": SCHEMA}):
+            assert server.chat([ASK], tools=[tool]) == expected
+        for kind in ("custom", "web_search", "builtin_function", "mcp"):
+            with pytest.raises(openai.BadRequestError, match=kind):
+                server.chat([ASK], tools=[{"type": kind, **flat}, TOOL])
+
+
+def test_the_line_that_changes_with_every_request_of_claude_code_is_left_out() -> None:
+    def line(number: int) -> str:
+        return f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={number:05x};"
+
+    def block(text: str) -> dict[str, Any]:
+        return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+
+    with Server(tiny(), KIMI).clients() as server:
+        expected = server.turns([ASK], system="You are Claude Code.\nx")
+        for number in (1, 2):
+            given = (
+                f"{line(number)}\nYou are Claude Code.\nx",
+                f"{line(number)}\n\nYou are Claude Code.\nx",
+                [block(line(number)), block("You are Claude Code.\nx")],
+                [block(f"{line(number)}\n"), block("You are Claude Code."), block("x")],
+            )
+            for system in given:
+                assert server.turns([ASK], system=system) == expected
+                counted = server.anthropic.messages.count_tokens(model="tiny", messages=[ASK], system=system)
+                assert counted.input_tokens == len(server.engine.requests[-1].prompt)
+        assert server.turns([ASK], system=line(1)) == server.turns([ASK])
+        said = f"What is this?\n{line(1)}"
+        assert said in server.turns([ASK], system=said)
+        assert line(1) in server.turns([{"role": "user", "content": line(1)}])

@@ -204,6 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": 5}, "system"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": ""}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config"),
@@ -214,6 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_format": FORM, "output_config": {"format": {**FORM, "schema": {}}}}, "output_format"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"temperature": 1.5}, "temperature"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"max_tokens": 5000}, "messages"),
 ]
 
@@ -277,6 +279,37 @@ def test_errors_are_those_that_the_client_knows() -> None:
         assert (down.value.status_code, down.value.body["error"]["type"]) == (503, "overloaded_error")  # type: ignore
     with served.client("wrong") as client, pytest.raises(anthropic.AuthenticationError):
         ask(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_s_own_loop_with_tools(stream: bool) -> None:
+    """It asks for a thread first, whose refusal it knows, and goes on without one."""
+    served = Served(f"I look.{CALL}")
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather now."""
+        cities.append(city)
+        served.ids[:] = TOKENIZER.encode("It rains.", add_special_tokens=False)
+        served.engine.script = say(served.ids)
+        return "Rain"
+
+    with served.client() as client:
+        runner = client.beta.messages.tool_runner(
+            model="tiny", max_tokens=3000, messages=ASK, tools=[get_weather], stream=stream
+        )
+        last: Any = None
+        for turn in runner:
+            last = turn.get_final_message() if stream else turn
+        assert [block.text for block in last.content if block.type == "text"] == ["It rains."]
+        assert cities == ["Köln"]
+        assert "Return of functions.get_weather:0\nRain" in served.prompt
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.beta.messages.create(
+                model="tiny", max_tokens=9, messages=ASK, extra_body={"thread": {"type": "create"}}
+            )
+    assert refused.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}  # type: ignore[index]
 
 
 def test_a_model_that_does_not_reason() -> None:
@@ -492,6 +525,8 @@ def test_thinking_is_signed_and_its_signature_comes_back() -> None:
         {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "max"}},
         {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, "max_tokens": 2000},
         {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "disabled", "budget_tokens": 0}},
+        {"thinking": {"type": "adaptive", "budget_tokens": -1}},
         {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "x"}, "service_tier": "auto"},
         {"system": [{"type": "text", "text": "Hm.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]},
         {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},

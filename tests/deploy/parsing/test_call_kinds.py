@@ -167,6 +167,8 @@ LOOSE: list[tuple[str, dict[str, Any]]] = [
     ('{"city": "Oslo" "days": 3}', {"city": "Oslo", "days": 3}),
     ('{"places": [{"a": 1,},],}', {"places": [{"a": 1}]}),
     ('{"places": [{"a": 1} {"a": 2}]}', {"places": [{"a": 1}, {"a": 2}]}),
+    ('{"city": "a\\ud83db \\uDC00 \\ud83d\\n"}', {"city": "a\ufffdb \ufffd \ufffd\n"}),
+    ('{"city": "\\ud83d\\uD83D\\ude00 \\ud83d\\u12 \\ud83d"}', {"city": "\ufffd😀 \ufffd\\u12 \ufffd"}),
     ("{'city': 'Oslo'}", {"city": "Oslo"}),
     ("{'city': 'it\\'s \"x\"'}", {"city": 'it\'s "x"'}),
     ('{“city”: “Oslo”}', {"city": "Oslo"}),
@@ -828,3 +830,26 @@ def test_an_argument_that_may_be_one_of_the_tool_s_is_no_such_object(name: str, 
 def test_an_argument_of_such_a_name_that_holds_no_object_is_one() -> None:
     text = "<tool_call>get_weather<arg_key>input</arg_key><arg_value>Oslo</arg_value></tool_call>"
     check("glm", text, "", [("get_weather", {"input": "Oslo"})])
+
+
+HALF = "\\ud83d"
+WITH_HALVES = [
+    ("kimi_k2", spelled('<<[get_weather:0|"{\\"city\\": \\"HALF\\"}"]>>', KIMI)),
+    ("kimi_k2", spelled('<<[get_weather:0|"{\\"city\\": \\"\\HALF\\"}"]>>', KIMI)),
+    ("kimi_k2", spelled('<<{"name": "get_weather", "arguments": {"city": "HALF"}}>>', KIMI)),
+    ("kimi_k2", spelled('<<[get_weather(city="HALF")]>>', KIMI)),
+    ("hermes", '<tool_call>{"arguments": {"city": "HALF"}, "name": "get_weather"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"HALF\\"}"}</tool_call>'),
+    ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "HALF"}}]'),
+    ("glm", '<tool_call>get_weather<arg_key>free</arg_key><arg_value>["HALF"]</arg_value></tool_call>'),
+    ("glm", "<tool_call>get_weather<arg_key>places</arg_key><arg_value>['HALF']</arg_value></tool_call>"),
+    ("glm", "<tool_call>get_weather(city='HALF')</tool_call>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), WITH_HALVES)
+def test_halves_of_surrogate_pairs_are_no_part_of_arguments(name: str, text: str) -> None:
+    answer = found(events_of(parser(name, None, "inside"), [text.replace("HALF", HALF)]))
+    [(_, arguments)] = answer.calls
+    [value] = arguments.values()
+    assert value in ("\ufffd", ["\ufffd"])

@@ -205,6 +205,29 @@ def test_a_grammar_whose_masks_are_costly_is_given_up(
     assert matcher.lost
 
 
+UMLAUTS = {"type": "object", "properties": {"größe": {"enum": ["é1"]}}, "required": ["größe"]}
+EITHER = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in ("éd", "a")]}
+LITERALS = [
+    (Grammar("choice", '["ße", "x"]'), "ße", "\u0dfe"),
+    (Grammar("choice", '["\\u0000a", "a"]'), "\0a", ""),
+    (Grammar("json_schema", json.dumps(UMLAUTS, ensure_ascii=False), strict=True), '{"größe": "é1"}', '{"gr'),
+    (Grammar("regex", "[ße]é1"), "eé1", "\u0dfe"),
+    (Grammar("regex", "[^ße]"), "a", "ß"),
+    (Grammar("ebnf", 'root ::= "a" | "\\u00dfe" [ße]'), "ßee", "\u0dfe"),
+    (Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": EITHER})), "éd", "e"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "taken", "not_taken"), LITERALS)
+def test_letters_before_digits_are_themselves(tmp_path: Path, grammar: Grammar, taken: str, not_taken: str) -> None:
+    """Letters such as ß before one that may be a hexadecimal digit, which xgrammar's cache makes another letter of."""
+    compiler = Compiler(write_grammar_model(tmp_path), VOCAB, (EOS,), lambda grammar_id, error: None)
+    handle = compiler.compile(grammar).handle
+    for text, right in ((taken, True), (not_taken, False)):
+        matcher = xgr.GrammarMatcher(handle, terminate_without_stop_token=True)
+        assert (matcher.accept_string(text) and matcher.is_terminated()) == right
+
+
 @pytest.mark.parametrize(
     ("grammar", "text"),
     [
