@@ -12,7 +12,9 @@ HAProxy does. Exits with 1 if an answer is not what it should be.
 
 With `--parts` that is done so many times, with fresh replicas and another seed each time. `--json` keeps what every
 part found. Who starts the program again with the same file goes on with the parts that are missing there, so a long
-run may be broken off at any time; what is printed in the end is of all parts in the file.
+run may be broken off at any time; what is printed in the end is of all parts in the file. Of each stream that stood
+still for more than a second while something died it prints, and keeps, what happened meanwhile: what was killed, and
+what the replicas said of it, with the seconds since the stream stood still.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -43,6 +46,8 @@ NAMES = ("first", "second")
 START_S = 300.0
 LOSSES_S = 65.0
 ANSWER_S = 180.0
+LONG_S = 1.0
+"""Gap of a stream of which is kept what happened in it."""
 
 
 def replica(name: str, folder: Path) -> None:
@@ -84,6 +89,11 @@ def replica(name: str, folder: Path) -> None:
         "model": "demo", "device": "cpu", "max_rows": 16, "token_budget": 128, "invariant": True, "selftest": False,
     }  # fmt: skip
     config = ServeConfig.model_validate({"engine": engine_settings, "replicas": 2})
+    telling = logging.FileHandler(folder / f"{name}.log")
+    telling.addFilter(lambda record: bool(setattr(record, "now", time.monotonic())) or True)
+    telling.setFormatter(logging.Formatter(f"%(now).3f {name}: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[telling])
+    logging.getLogger("latentserve.access").setLevel(logging.WARNING)
     keeper = WeightKeeper() if config.engine.keep_weights else None
     told = folder / f"{name}.json"
     current: list[LocalReplica] = []
@@ -321,17 +331,19 @@ class Found:
     """Longest gap, in seconds, of each stream that ran at a replica of which something died, by what did."""
     usual: list[float] = field(default_factory=list)
     """The same of streams in whose time nothing died."""
+    long: list[list[str]] = field(default_factory=list)
+    """Of each stream that stood still for more than `LONG_S` while something died: for how long, and what happened."""
 
     def __add__(self, other: Found) -> Found:
         gaps = {kind: [*self.gaps[kind], *other.gaps[kind]] for kind in self.gaps}
         counts = self.answers + other.answers, self.wrong + other.wrong, self.kills + other.kills
-        return Found(*counts, gaps, [*self.usual, *other.usual])
+        return Found(*counts, gaps, [*self.usual, *other.usual], [*self.long, *other.long])
 
     @staticmethod
     def of(kept: dict[str, Any]) -> Found:
         """Return what a file says of a part."""
         wrong, kills = Counter(kept["wrong"]), Counter(kept["kills"])
-        return Found(kept["answers"], wrong, kills, kept["gaps"], kept["usual"])
+        return Found(kept["answers"], wrong, kills, kept["gaps"], kept["usual"], kept.get("long", []))
 
     def to_json(self) -> dict[str, Any]:
         """Return what `of` reads."""
@@ -353,6 +365,19 @@ class Found:
                 p50, p99 = gaps[len(gaps) // 2], gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
                 print(f"{len(gaps)} streams ran at a replica whose {kind} died: longest gap p50 {p50:.2f} s, ", end="")
                 print(f"p99 {p99:.2f} s, longest {gaps[-1]:.2f} s")
+        for lines in self.long:
+            print("\n    ".join(lines))
+
+
+def history(folder: Path, begin: float, end: float, deaths: list[tuple[float, str, str]]) -> list[str]:
+    """What happened from a moment to another one, in order."""
+    found = [(died, f"{kind} of the {victim} replica killed") for died, kind, victim in deaths]
+    for file in folder.glob("*.log"):
+        for line in file.read_text(errors="replace").splitlines():
+            at, _, said = line.partition(" ")
+            with suppress(ValueError):  # a line of a traceback
+                found.append((float(at), said))
+    return [f"{at - begin:.2f} s: {said}" for at, said in sorted(found) if begin <= at <= end]
 
 
 async def run(options: argparse.Namespace, seed: int) -> Found:
@@ -388,6 +413,11 @@ async def run(options: argparse.Namespace, seed: int) -> Found:
                     for died, kind, victim in deaths:
                         if victim == answer.replica and body["stream"] and times[0] < died < times[-1]:
                             found.gaps[kind].append(max(after - before for before, after in pairwise(times)))
+                    for before, after in pairwise(times if body["stream"] else ()):
+                        if after - before > LONG_S and any(before <= died <= after for died, _, _ in deaths):
+                            which = f"{path} at the {answer.replica} replica stood still for {after - before:.2f} s"
+                            found.long.append([which, *history(Path(place), before, after, deaths)])
+                            print("\n    ".join(found.long[-1]), flush=True)
 
             async def kill() -> None:
                 for number in range(options.kills):

@@ -189,7 +189,8 @@ class NeighborStore:
                 continue
             if known is not None:
                 self._leave(known[1])
-            self._clients[name] = addresses, EngineClient(self._config.engine, addresses, self._config.model_name)
+            client = EngineClient(self._config.engine, addresses, self._config.model_name, connected=True)
+            self._clients[name] = addresses, client
 
     def _forget(self, name: str) -> None:
         if (channel := self._channels.pop(name, None)) is not None:

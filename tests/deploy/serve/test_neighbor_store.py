@@ -287,6 +287,25 @@ async def test_a_neighbor_whose_engine_died_is_used_again_once_it_serves(store: 
         one.close()
 
 
+async def test_a_neighbor_whose_front_dies_is_none_any_more_before_it_is_missed(store: Store) -> None:
+    patient = {"engine": {"model": "demo", "heartbeat_timeout_s": 600.0}, "replicas": 3}
+    stores = [opened(name, config=ServeConfig.model_validate(patient)) for name in "ab"]
+    await until(lambda: all(one.neighbors() for one in stores))
+    [client] = stores[0].neighbors()
+    stream = client.generate(Request("r", (1, 2), SamplingParams(9)))
+    [channel] = stores[1]._channels.values()
+    channel._beating.cancel()
+    channel.say = lambda message: None  # type: ignore[method-assign]
+    channel._binding.outputs.close(linger_ms=0)  # as the kernel does it for a process that ends
+    with pytest.raises(EngineFault, match="the connection broke"):
+        async with asyncio.timeout(20):
+            async for _ in stream:
+                pass
+    assert stores[0].neighbors() == []
+    for one in stores:
+        one.close()
+
+
 async def test_a_store_that_fails_keeps_what_is_connected(store: Store) -> None:
     stores = [opened("a"), opened("b")]
     await until(lambda: all(one.neighbors() for one in stores))
