@@ -44,8 +44,8 @@ class EngineClient:
     (`workers.processes.failover` goes on with the next one)."""
 
     def __init__(self, config: EngineConfig, addresses: Addresses, name: str, connected: bool = False) -> None:
-        """Connects in the running event loop; `ready` tells when the replica can serve. `connected`: it is given up when
-        its connection breaks; for an engine whose processes are watched by nobody here."""
+        """Connects in the running event loop; `ready` tells when the replica can serve. `connected`: it is given up
+        when its connection breaks; for an engine whose processes are watched by nobody here."""
         self._config, self._name = config, name
         self._requests = connect_sender(addresses.requests, addresses.keys)
         self._outbox = Outbox(self._requests, self._refuse)

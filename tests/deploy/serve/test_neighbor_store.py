@@ -298,9 +298,7 @@ async def test_a_neighbor_whose_front_dies_is_none_any_more_before_it_is_missed(
     channel.say = lambda message: None  # type: ignore[method-assign]
     channel._binding.outputs.close(linger_ms=0)  # as the kernel does it for a process that ends
     with pytest.raises(EngineFault, match="the connection broke"):
-        async with asyncio.timeout(20):
-            async for _ in stream:
-                pass
+        await asyncio.wait_for(anext(stream), 20)
     assert stores[0].neighbors() == []
     for one in stores:
         one.close()
