@@ -8,7 +8,8 @@ two find each other as they do under Ray Serve. Clients ask for streams and whol
 after the other. Meanwhile a front, a scheduler or a rank is ended by SIGKILL, as soon as both replicas serve. Prints
 how many answers were lost, were different, or had tokens twice, and the longest gap between two pieces of the streams
 that ran when something died. A client whose connection ends before a byte of the answer came asks the other replica, as
-HAProxy does. Exits with 1 if an answer is not what it should be.
+HAProxy does. Exits with 1 if an answer is not what it should be. With `--together N` each Nth time that a front is to
+die both die, and their answers wait for the one that comes first.
 
 With `--parts` that is done so many times, with fresh replicas and another seed each time. `--json` keeps what every
 part found. Who starts the program again with the same file goes on with the parts that are missing there, so a long
@@ -46,6 +47,7 @@ NAMES = ("first", "second")
 START_S = 300.0
 LOSSES_S = 65.0
 ANSWER_S = 180.0
+PATIENCE_S = 120.0
 LONG_S = 1.0
 """Gap of a stream of which is kept what happened in it."""
 
@@ -124,12 +126,14 @@ def replica(name: str, folder: Path) -> None:
 
     async def main() -> None:
         neighbors = NeighborStore("bench", f"{name}-{os.getpid()}", config, Place("node", "127.0.0.1"))
-        engine = FailoverEngine(await start(), start, 120.0, neighbors=neighbors.neighbors)
+        engine = FailoverEngine(await start(), start, PATIENCE_S, neighbors=neighbors.neighbors)
         words = [engine_down("the replica's front died").event(path) for path in FAILURES]
-        watchdog, arrivals = StreamWatchdog(words, silence_s=10.0), Arrivals()
+        shared, arrivals = folder / "fronts", Arrivals()
+        watchdog = StreamWatchdog(words, silence_s=10.0, shared=shared, patience_s=PATIENCE_S)
         app = create_app(engine, Tokenizer.load(config.engine.folder), config.api)
         neighbors.open(engine, watchdog)
-        heir = Heir(app, watchdog, neighbors.answers_as, (b"x-latentserve-replica", name.encode()), arrivals)
+        header = b"x-latentserve-replica", name.encode()
+        heir = Heir(app, watchdog, neighbors.answers_as, header, arrivals, shared)
         neighbors.heir = heir.path
         layer = UnderServe(
             app, name, arrivals, watchdog, journals=Journals(watchdog, neighbors.answers_as)
@@ -427,13 +431,16 @@ async def run(options: argparse.Namespace, seed: int) -> Found:
                     lately = [at for at, what, who in deaths if what != "front" and who == name]
                     if kind != "front" and len(lately) > 1 and time.monotonic() - lately[-2] < LOSSES_S:
                         kind = "front"  # the third such death within a minute is meant to end a replica
-                    told = replicas.told(name)
-                    pid = told["pid"] if kind == "front" else told["engine"][kind == "rank"]
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    deaths.append((time.monotonic(), kind, name))
+                    fronts = found.kills["front"] + 1
+                    both = kind == "front" and options.together and fronts % options.together == 0
+                    told = {victim: replicas.told(victim) for victim in (NAMES if both else (name,))}
+                    for victim, one in told.items():
+                        with suppress(ProcessLookupError):
+                            os.kill(one["pid"] if kind == "front" else one["engine"][kind == "rank"], signal.SIGKILL)
+                        deaths.append((time.monotonic(), kind, victim))
                     found.kills[kind] += 1
-                    print(f"{len(deaths)}: {kind} of the {name} replica killed, {done} answers so far", flush=True)
+                    victims = " and ".join(told)
+                    print(f"{number + 1}: {kind} of the {victims} replica killed, {done} answers so far", flush=True)
                     await asyncio.sleep(1.0)
 
             killing = asyncio.create_task(kill())
@@ -448,6 +455,7 @@ async def run(options: argparse.Namespace, seed: int) -> Found:
 def main(options: argparse.Namespace) -> int:
     """Run the parts that are missing; return the exit code."""
     asked = {name: getattr(options, name) for name in ("answers", "kills", "clients", "tokens")}
+    asked |= {"together": options.together} if options.together else {}
     kept: dict[str, Any] = {"asked": asked, "parts": {}}
     if options.json is not None and options.json.exists():
         kept = json.loads(options.json.read_text())
@@ -476,6 +484,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kills", type=int, default=12, help="at most; there are fewer if the answers end before")
     parser.add_argument("--clients", type=int, default=8, help="clients that ask at one time")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each answer")
+    parser.add_argument("--together", type=int, default=0, metavar="N", help="kill both fronts each Nth time; 0: never")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1, help="how often all of that is done, with seeds that follow")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep what each part found, and go on from there")

@@ -60,7 +60,7 @@ class HealthConfig(BaseModel):
 
     A front that hangs for as long, and at least for a second, is ended."""
     patience_s: Annotated[float, Field(ge=0)] = 60.0
-    """Longest time that streams wait for an engine after theirs died; then they end with an error.
+    """Longest time that streams wait for an engine, or a front, after theirs died; then they end with an error.
 
     Scheduler and ranks are started again in place. Streams go on there, or before that at another replica, with the
     tokens that they would have had. 0: streams end at once, and the whole replica is replaced."""

@@ -4,14 +4,15 @@ A replica that fails tells its streams so itself. One that is killed cannot, and
 connection break. So the connections of answers are also held by a small process of its own
 (`deploy.serve.watchdog_process`), which does nothing until the front's end of their socket pair closes. Then it hands
 each connection to the front of another replica, with the journal of its answer (`deploy.serve.journal`), and that one
-writes the rest. For streams that nobody takes it writes the error event and the end of the body that the front could
-not, and notes the cause for those who come next. A front that hangs, or was stopped, it ends: Ray Serve would take half
-a minute to notice, and then wait for its streams.
+writes the rest. Where there is none, answers wait for one that comes. For streams that nobody takes it writes the error
+event and the end of the body that the front could not, and notes the cause for those who come next. A front that hangs,
+or was stopped, it ends: Ray Serve would take half a minute to notice, and then wait for its streams.
 """
 
 from __future__ import annotations
 
 import array
+import json
 import os
 import socket
 import subprocess
@@ -34,31 +35,33 @@ class StreamWatchdog:
         folder: Path | None = None,
         note: tuple[Path, str] | None = None,
         silence_s: float = 10.0,
+        shared: Path | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         """`last_words`: the events that streams end with, such as `data: {"error": ...}` and a blank line; `hold` says
         which of them a stream does. `folder`: where the replica's socket files are, to be removed in the front's place.
         `note`: a file and its text, written unless somebody wrote there in this front's time: then it noted the cause
         itself. `silence_s`: seconds without a `beat` after which this process is killed, counted from the first; no
-        fewer than `LEAST_SILENCE_S`."""
+        fewer than `LEAST_SILENCE_S`. `shared`: the folder of this node's fronts (`deploy.serve.heir.shared_folder`), in
+        which answers that no front goes on with wait `patience_s` seconds for one that comes."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
         self._loop: AbstractEventLoop | None = None
         self._unsent: dict[int, tuple[int, Sequence[int]]] = {}
         """Messages that the channel has no room for yet: by number their kind and descriptors to hold, if any."""
+        told = {
+            "silence_s": silence_s,
+            "patience_s": patience_s,
+            "last_words": [words.hex() for words in last_words],
+            "folder": str(folder or ""),
+            "shared": str(shared or ""),
+            "starter": os.getppid(),
+            "note": (str(note[0]), note[1], time.time()) if note else None,
+        }
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    *(
-                        sys.executable,
-                        "-SE",
-                        watchdog_process.__file__,
-                        str(theirs.fileno()),
-                        str(silence_s),
-                        ",".join(words.hex() for words in last_words),
-                    ),
-                    *(str(folder or ""), *(map(str, (*note, time.time())) if note else ())),
-                ],
+                [sys.executable, "-SE", watchdog_process.__file__, str(theirs.fileno()), json.dumps(told)],
                 pass_fds=(theirs.fileno(),),
                 # Its own session: a signal to the front's process group must not reach it.
                 start_new_session=True,

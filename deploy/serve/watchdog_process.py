@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import math
 import os
 import select
@@ -45,6 +46,11 @@ _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
 LOOK_MS = 20
 """Milliseconds between two looks at fronts that could not be handed an answer, and at those that say nothing."""
+WAIT_MS = 100
+"""The same where no front is there, and all answers wait for one that comes."""
+HEIR = "heir"
+"""Name of the socket at which a front takes answers over. All fronts of an application on a node have it in folders of
+their own below one that they share."""
 SPARE = 8
 """Descriptors that stay free for handing over and for last words, however many connections are held."""
 _ACKNOWLEDGED = 120
@@ -78,6 +84,13 @@ class Held:
             return True
         valid, given_before, begun = struct.unpack("QQQ", os.pread(self.journal, 24, 0))
         return bool(valid and begun) and given_to(self.connection) > given_before
+
+    @property
+    def left(self) -> bool:
+        """Whether the client is gone, or says that it sends nothing more, which uvicorn takes for the same."""
+        said = select.poll()
+        said.register(self.connection, select.POLLRDHUP)
+        return bool(said.poll(0))
 
 
 def given_to(connection: socket.socket) -> int:
@@ -138,21 +151,66 @@ def keep(
         beats |= kind == BEAT
 
 
-def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
+class Newcomers:
+    """Fronts of the node that nobody told of, and those that come while answers wait for one."""
+
+    def __init__(self, shared: str, patience_s: float, starter: int | None) -> None:
+        """`shared`: the folder in which they have their folders; empty: nobody comes. `patience_s`: how long it is
+        waited for one. `starter`: descriptor of the process that starts fronts here (pidfd); once that has ended no
+        other front comes, and likewise where it is None."""
+        self._shared, self._starter = shared, starter
+        self._until = time.monotonic() + patience_s if shared and starter is not None else 0.0
+        self._known: set[str] = set()
+
+    @property
+    def may_come(self) -> bool:
+        """Whether it is worth waiting for one."""
+        if self._starter is None or time.monotonic() >= self._until:
+            return False
+        ended = select.poll()
+        ended.register(self._starter, select.POLLIN)
+        return not ended.poll(0)
+
+    def new(self, known: Iterable[str]) -> list[str]:
+        """Return the sockets that were not there at the last call, nor are `known` otherwise."""
+        found: list[str] = []
+        if self._until:
+            with contextlib.suppress(OSError):
+                found = sorted(f"{self._shared}/{name}/{HEIR}" for name in os.listdir(self._shared))
+        self._known.update(known)
+        found = [path for path in found if path not in self._known and os.path.exists(path)]
+        self._known.update(found)
+        return found
+
+
+def hand_over(held: Sequence[Held], heirs: Sequence[str], newcomers: Newcomers | None = None) -> list[Held]:
     """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with.
 
     Every answer is offered to one front first, and to the next one as soon as that one refuses it, dies or says nothing
     of it for `WORD_S`. Answers begin at different fronts, so that these share them. Fronts that say nothing come last,
     all at once, and are heard whenever they speak. After `HEIR_S` it is over: whatever a front may have taken without a
-    word is its own, since who owns a journal goes on with its answer."""
+    word is its own, since who owns a journal goes on with its answer.
+
+    An answer that no front refused waits for `newcomers`, which have as long to say something. One that a front refused
+    does not: what comes may well be like that one, as in an update to other weights, and the answer would end later."""
+    newcomers = newcomers or Newcomers("", 0.0, None)
     deadline = time.monotonic() + HEIR_S
     fronts = [_Front(heir) for heir in heirs]
     left: dict[int, _Answer] = {}
     for number, one in enumerate(one for one in held if one.journal is not None):
         first = number % len(fronts) if fronts else 0
         left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]])
+    known: Sequence[str] = heirs
     try:
-        while any(answer.undecided for answer in left.values()) and time.monotonic() < deadline:
+        while (any(answer.undecided for answer in left.values()) and time.monotonic() < deadline) or (
+            any(answer.waits for answer in left.values()) and newcomers.may_come
+        ):
+            for front in map(_Front, newcomers.new(known)):
+                fronts.append(front)
+                deadline = time.monotonic() + HEIR_S
+                for answer in left.values():
+                    answer.unasked.append(front)
+            known = ()
             for answer in left.values():
                 answer.offer()
             for front in fronts:
@@ -166,7 +224,7 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
         for front in fronts:
             front.close()
     if left:
-        asked = ", ".join(heirs) or "there was none"
+        asked = ", ".join(front.heir for front in fronts) or "there was none"
         say(f"guardian: answers that no front said it goes on with: {len(left)}; asked: {asked}")
     return [*(answer.held for answer in left.values()), *(one for one in held if one.journal is None)]
 
@@ -179,8 +237,8 @@ class _Answer:
         self.number, self.held = number, held
         self.unasked, self.asked = fronts, set[_Front]()
         """Fronts that are still to be asked, and those that were and have not said whether they take it."""
-        self.taken = False
-        """Whether one of them said that it, or another one, goes on with it."""
+        self.taken = self.refused = False
+        """Whether one of them said that it, or another one, goes on with it; and whether one said that it does not."""
         self._next_at = 0.0
         """When the next one is asked, even if the one before has said nothing."""
         self._locked_until: float | None = time.monotonic() + RELEASED_S
@@ -194,6 +252,11 @@ class _Answer:
     def undecided(self) -> bool:
         """Whether a front may still take it, or has to release it."""
         return not self.taken and bool(self.locked or self.asked or self.unasked)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is one for a front that comes later."""
+        return not (self.taken or self.refused or self.undecided or self.held.left)
 
     @property
     def due(self) -> bool:
@@ -223,13 +286,18 @@ class _Answer:
 
     def said(self, front: _Front, goes_on: bool) -> None:
         """A front said whether it, or another one, goes on with it."""
-        self.asked.discard(front)
         self.taken |= goes_on
+        self.refused |= not goes_on
+        self.died(front)
+
+    def died(self, front: _Front) -> None:
+        """A front that was to be handed it is not there, and the next one is asked."""
+        self.asked.discard(front)
         self._next_at = 0.0
 
     def died_with(self, front: _Front) -> None:
         """A front that was handed it died. It may have owned it; so may another one that was, and has not died."""
-        self.said(front, goes_on=False)
+        self.died(front)
         if not self.asked:
             self._locked_until = time.monotonic() + RELEASED_S
 
@@ -239,7 +307,7 @@ class _Front:
 
     def __init__(self, heir: str) -> None:
         """`heir`: path of its socket."""
-        self._heir = heir
+        self.heir = heir
         self.channel: socket.socket | None = None
         """To its socket; None while it cannot be connected to."""
         self.died = False
@@ -285,7 +353,7 @@ class _Front:
             return  # no descriptors: each answer that is taken sets two free
         try:
             channel.setblocking(False)
-            channel.connect(self._heir)
+            channel.connect(self.heir)
         except OSError as error:
             channel.close()
             if not isinstance(error, BlockingIOError):  # otherwise it has not taken in those who came before
@@ -316,7 +384,7 @@ class _Front:
         self.died = True
         self.close()
         for answer in self._waiting.values():
-            answer.said(self, goes_on=False)
+            answer.died(self)
         for answer in self._handed.values():
             answer.died_with(self)
         self._waiting, self._handed = {}, {}
@@ -334,8 +402,10 @@ def _wait_for_a_word(fronts: Iterable[_Front], answers: Iterable[_Answer]) -> No
     for front in fronts:
         if front.channel is not None:
             said.register(front.channel, select.POLLIN)
-    wait_ms = LOOK_MS
+    wait_ms = WAIT_MS
     for answer in answers:
+        if not answer.waits:
+            wait_ms = min(wait_ms, LOOK_MS)
         if answer.locked:
             wait_ms = min(wait_ms, 1)
         elif answer.due:
@@ -402,6 +472,14 @@ def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
             return
 
 
+def _opened(process: int) -> int | None:
+    """A descriptor of a process; None where it has ended, or the kernel has none."""
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return None
+
+
 if __name__ == "__main__":
     # It ends after its front, and has most to do where somebody signals both.
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -410,19 +488,25 @@ if __name__ == "__main__":
     number = int(sys.argv[1])
     os.closerange(3, number)
     os.closerange(number + 1, 1024)
-    folders = [sys.argv[4]] if sys.argv[4] else []
+    told = json.loads(sys.argv[2])
+    starter, shared = _opened(told["starter"]), told["shared"]
+    folders = [told["folder"]] if told["folder"] else []
     heirs: list[str] = []
     spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(SPARE)]
-    held = keep(socket.socket(fileno=number), float(sys.argv[2]), folders, heirs)
+    held = keep(socket.socket(fileno=number), told["silence_s"], folders, heirs)
     for descriptor in spare:
         os.close(descriptor)
-    if sys.argv[5:]:  # first, for clients that ask why their stream ended
-        note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
+    if told["note"]:  # first, for clients that ask why their stream ended
+        file, text, since = told["note"]
+        note(Path(file), text, since)
     try:
-        left = hand_over(held, heirs)
+        left = hand_over(held, heirs, Newcomers(shared, told["patience_s"], starter))
     except Exception as error:  # whatever it is, no stream ends without its last words
         say(f"guardian: answers cannot be handed over: {error!r}")
         left = [one for one in held if one.connection.fileno() >= 0]
-    end(left, [bytes.fromhex(words) for words in sys.argv[3].split(",")])
+    end(left, [bytes.fromhex(words) for words in told["last_words"]])
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    if shared:
+        with contextlib.suppress(OSError):  # others are there
+            os.rmdir(shared)
