@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from asyncio import AbstractEventLoop, get_running_loop
 from collections.abc import Sequence
@@ -42,8 +43,9 @@ class StreamWatchdog:
         which of them a stream does. `folder`: where the replica's socket files are, to be removed in the front's place.
         `note`: a file and its text, written unless somebody wrote there in this front's time: then it noted the cause
         itself. `silence_s`: seconds without a `beat` after which this process is killed, counted from the first; no
-        fewer than `LEAST_SILENCE_S`. `shared`: the folder of this node's fronts (`deploy.serve.heir.shared_folder`), in
-        which answers that no front goes on with wait `patience_s` seconds for one that comes."""
+        fewer than `LEAST_SILENCE_S`, and fewer seconds do where the kernel says that it hangs (`STOPPED_S` and others).
+        `shared`: the folder of this node's fronts (`deploy.serve.heir.shared_folder`), in which answers that no front
+        goes on with wait `patience_s` seconds for one that comes."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
@@ -117,14 +119,14 @@ class StreamWatchdog:
             os.close(descriptor)
 
     def beat(self, heirs: Sequence[str] = ()) -> None:
-        """The front's loop turns; to be called every `BEAT_S`. `heirs`: the sockets at which fronts of other replicas
-        take answers over, if this one dies before its next beat."""
+        """The front's loop turns; to be called every `BEAT_S`, in its thread. `heirs`: the sockets at which fronts of
+        other replicas take answers over, if this one dies before its next beat."""
         paths, size = [], MESSAGE.size
         for path in map(os.fsencode, heirs):
             if (size := size + len(path) + 1) > MOST_BYTES:
                 break
             paths.append(path)
-        self._send(BEAT, 0, more=b"\0".join(paths))
+        self._send(BEAT, threading.get_native_id(), more=b"\0".join(paths))
 
     def _send(self, kind: int, number: int, descriptors: Sequence[int] = (), more: bytes = b"") -> bool:
         """False when there is no room: the watchdog is given the processor after everybody else."""

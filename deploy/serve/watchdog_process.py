@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MESSAGE = struct.Struct("<BQ")
-"""Kind and number. Descriptors come with some kinds, and the paths of sockets with `BEAT`."""
+"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, and the paths of
+sockets behind it."""
 FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
 """Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
 says which last words a connection gets."""
@@ -60,6 +61,11 @@ BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
 LEAST_SILENCE_S = 4 * BEAT_S
 """However short the patience: a sign may come a little late."""
+STOPPED_S, BLOCKED_S, BUSY_S = 1.0, 2.0, 3.0
+"""Seconds after which a silent front is given up where the kernel says why it is silent: it was stopped; its loop waits
+for something, and was not given the processor once in this time; its loop computes, and has had the processor for so
+long. A busy machine is none of these: whoever waits for the processor neither sleeps nor has had it. The longest turn
+of a loop that was seen takes 0.05 s (`bench/front_stalls.py`)."""
 WRITE_TIMEOUT_S = 1.0
 """Seconds for all streams together; a client that reads slower than that sees its connection break."""
 
@@ -110,6 +116,64 @@ def _acknowledged(connection: socket.socket) -> int:
     return int(acknowledged)
 
 
+class Silence:
+    """How long a front has given no sign of life, and whether it hangs."""
+
+    def __init__(self, front: int, silence_s: float) -> None:
+        """`front`: its process. `silence_s`: the longest silence."""
+        self._front, self._silence_s = front, max(silence_s, LEAST_SILENCE_S)
+        self._thread = 0
+        self._quiet = self._stopped = self._blocked = 0.0
+        self._before: tuple[str, float, int] | None = None
+        """State, seconds of the processor and context switches of its thread when it was looked at last."""
+        self._had = 0.0
+        """Seconds of the processor at the first look since the last sign."""
+        self._counts = False
+        """Whether this kernel counts context switches."""
+
+    def sign(self) -> None:
+        """It gave one."""
+        self._quiet = self._stopped = self._blocked = 0.0
+
+    def beat(self, thread: int) -> None:
+        """It gave the one that its loop gives, in this thread (`threading.get_native_id`)."""
+        self._thread = thread
+
+    def grows(self) -> str:
+        """`BEAT_S` passed without a sign. Return what is wrong with the front, empty as long as nothing is.
+
+        Time is counted in these, and not measured: on a machine that stood still for a while nobody gave a sign."""
+        if not self._thread:
+            return ""
+        first, self._quiet = not self._quiet, self._quiet + BEAT_S
+        if (now := self._look()) is not None:
+            state, had, switches = now
+            before, self._before = self._before, now
+            self._had = had if first else self._had
+            self._counts |= before is not None and switches > before[2]
+            self._stopped = self._stopped + BEAT_S if state == "T" else 0.0
+            sleeps = self._counts and state == "S" and before == now
+            self._blocked = self._blocked + BEAT_S if sleeps else 0.0
+            if self._stopped >= STOPPED_S:
+                return f"was stopped {self._stopped:g} s ago"
+            if self._blocked >= BLOCKED_S:
+                return f"has waited for {self._blocked:g} s in its loop"
+            if had - self._had >= BUSY_S:
+                return f"has computed for {had - self._had:.1f} s in its loop"
+        return f"was silent for {self._quiet:g} s" if self._quiet >= self._silence_s else ""
+
+    def _look(self) -> tuple[str, float, int] | None:
+        """State, seconds of the processor and context switches of its loop's thread; None where they are not known."""
+        task = f"/proc/{self._front}/task/{self._thread}"
+        try:
+            with open(f"{task}/stat") as stat, open(f"{task}/status") as status:
+                fields = stat.read().rpartition(")")[2].split()
+                switches = [int(line.split()[1]) for line in status if "ctxt_switches:" in line]
+            return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), sum(switches)
+        except (OSError, ValueError, IndexError):
+            return None
+
+
 def keep(
     channel: socket.socket,
     silence_s: float = math.inf,
@@ -119,16 +183,15 @@ def keep(
     """The watchdog's life: keep connections while the front lives; returns those that are left. `folders` become those
     that are to be removed then, `heirs` the sockets of fronts that take answers over."""
     held: dict[int, Held] = {}
-    front, beats, quiet = os.getppid(), False, 0.0
+    front = os.getppid()
+    silence = Silence(front, silence_s)
     while True:
-        # Counted, not measured: a machine that stood still for a while let nobody give a sign.
         if not select.select([channel], [], [], BEAT_S)[0]:
-            quiet += BEAT_S
-            if beats and quiet >= max(silence_s, LEAST_SILENCE_S) and os.getppid() == front:
-                say(f"guardian: the front was silent for {quiet:g} s and is killed")
+            if (wrong := silence.grows()) and os.getppid() == front:
+                say(f"guardian: the front {wrong} and is killed")
                 os.kill(front, signal.SIGKILL)
             continue
-        quiet = 0.0
+        silence.sign()
         data, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, 2)
         if not data:
             return list(held.values())
@@ -146,9 +209,10 @@ def keep(
             os.close(descriptors[0])
         elif kind == RELEASE and number in held:
             held.pop(number).close()
-        elif kind == BEAT and heirs is not None:
-            heirs[:] = map(os.fsdecode, data[MESSAGE.size :].split(b"\0") if data[MESSAGE.size :] else ())
-        beats |= kind == BEAT
+        elif kind == BEAT:
+            silence.beat(number)
+            if heirs is not None:
+                heirs[:] = map(os.fsdecode, data[MESSAGE.size :].split(b"\0") if data[MESSAGE.size :] else ())
 
 
 class Newcomers:
