@@ -3,6 +3,7 @@ has, byte for byte, what an undisturbed front sends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -229,6 +230,48 @@ def test_an_answer_waits_for_no_front_longer_than_its_patience_or_where_one_make
         found = ask(victim["port"], *asked("chat", True), "chat")
         assert b'"code":"engine_down"' in found.body.rpartition(b"data: ")[2]
         wait_for_the_end_of(victim)
+
+
+def test_a_front_whose_watchdog_is_killed_goes_on(zygote: Zygote, undisturbed: Any) -> None:
+    front = zygote.front(pause_s=0.01)
+    threading.Timer(0.2, os.kill, (front["watchdog"], signal.SIGKILL)).start()
+    for _ in range(2):  # the second one begins when it is gone
+        found = ask(front["port"], *asked("message", True), "message")
+        assert found.body == undisturbed["message", True].body
+        assert not is_alive(front["watchdog"])
+
+
+def test_a_watchdog_that_is_killed_while_answers_wait_leaves_no_client_waiting(
+    zygote: Zygote, undisturbed: Any, shared: str
+) -> None:
+    victim = zygote.front(event="sent", count=6, shared=shared, patience_s=600.0)
+    found: list[Received] = []
+    reader = threading.Thread(target=lambda: found.append(ask(victim["port"], *asked("message", True), "message")))
+    reader.start()
+    while is_alive(victim["pid"]):
+        time.sleep(0.005)
+    reader.join(0.3)
+    assert not found
+    os.kill(victim["watchdog"], signal.SIGKILL)
+    reader.join(20)
+    assert undisturbed["message", True].body.startswith(found[0].body)
+    assert b"message_stop" not in found[0].body
+
+
+def test_an_answer_that_was_taken_over_needs_the_watchdog_no_more(zygote: Zygote, undisturbed: Any) -> None:
+    """Of the front that died; the one that goes on has one of its own."""
+    heir = zygote.front(pause_s=0.02)
+    files = len(os.listdir(f"/proc/{heir['pid']}/fd"))
+    victim = zygote.front(heirs=[heir["heir"]], event="sent", count=6)
+    found: list[Received] = []
+    reader = threading.Thread(target=lambda: found.append(ask(victim["port"], *asked("message", True), "message")))
+    reader.start()
+    while len(os.listdir(f"/proc/{heir['pid']}/fd")) < files + 3:  # a channel, the connection and its journal
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):  # it has ended, unless the machine is busy
+        os.kill(victim["watchdog"], signal.SIGKILL)
+    reader.join(60)
+    assert found[0].body == undisturbed["message", True].body
 
 
 def test_many_answers_at_once_and_clients_that_read_slowly(zygote: Zygote, heir: dict[str, Any]) -> None:
