@@ -138,6 +138,8 @@ class Silence:
     def beat(self, thread: int) -> None:
         """It gave the one that its loop gives, in this thread (`threading.get_native_id`)."""
         self._thread = thread
+        if self._before is None:
+            self._before = self._look()
 
     def grows(self) -> str:
         """`BEAT_S` passed without a sign. Return what is wrong with the front, empty as long as nothing is.

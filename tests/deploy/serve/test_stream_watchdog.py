@@ -273,9 +273,9 @@ LIVES = [("S", 0.0, 1), ("S", 0.0, 2)]
 @pytest.mark.parametrize(
     ("looks", "after"),
     [
-        ([*LIVES, ("S", 0.0, 2)], "2.5 has waited"),
-        ([*LIVES, ("T", 0.0, 2)], "1.5 was stopped"),
-        ([*LIVES, *(("R", 0.25 * n, 2) for n in range(99))], "3.75 has computed"),
+        ([*LIVES, ("S", 0.0, 2)], "2.25 has waited"),
+        ([*LIVES, ("T", 0.0, 2)], "1.25 was stopped"),
+        ([*LIVES, *(("R", 0.25 * n, 2) for n in range(99))], "3.5 has computed"),
         # These may be on a busy machine; on a disk that is slow; at a kernel that does not count; in a debugger.
         ([*LIVES, ("R", 0.0, 2)], "10 was silent"),
         ([*LIVES, *(("R", 0.05 * n, 2 + n) for n in range(99))], "10 was silent"),
