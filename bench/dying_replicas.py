@@ -153,7 +153,7 @@ def replica(name: str, folder: Path) -> None:
 
         async def beat() -> None:
             while True:
-                watchdog.beat(neighbors.heirs())
+                watchdog.beat(neighbors.heirs(), neighbors.elsewhere())
                 both = bool(neighbors.heirs()) and bool(neighbors.neighbors()) and not engine.down
                 tell(port=port, serves=both, down=bool(engine.down))
                 if engine.over:

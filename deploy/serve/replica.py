@@ -334,7 +334,8 @@ class EngineReplica:
 
     async def _beat(self, watchdog: StreamWatchdog) -> None:
         while True:
-            watchdog.beat(() if self.neighbor_store is None else self.neighbor_store.heirs())
+            others = self.neighbor_store
+            watchdog.beat(*(() if others is None else (others.heirs(), others.elsewhere())))
             await asyncio.sleep(BEAT_S)
 
     def front(self, engine: Engine) -> ASGIApp:

@@ -118,15 +118,16 @@ class StreamWatchdog:
         else:
             os.close(descriptor)
 
-    def beat(self, heirs: Sequence[str] = ()) -> None:
+    def beat(self, heirs: Sequence[str] = (), elsewhere: bool = False) -> None:
         """The front's loop turns; to be called every `BEAT_S`, in its thread. `heirs`: the sockets at which fronts of
-        other replicas take answers over, if this one dies before its next beat."""
-        paths, size = [], MESSAGE.size
+        other replicas take answers over, if this one dies before its next beat. `elsewhere`: whether there are replicas
+        on other nodes, which can answer what has not begun."""
+        paths, size = [], MESSAGE.size + 1
         for path in map(os.fsencode, heirs):
             if (size := size + len(path) + 1) > MOST_BYTES:
                 break
             paths.append(path)
-        self._send(BEAT, threading.get_native_id(), more=b"\0".join(paths))
+        self._send(BEAT, threading.get_native_id(), more=bytes([elsewhere]) + b"\0".join(paths))
 
     def _send(self, kind: int, number: int, descriptors: Sequence[int] = (), more: bytes = b"") -> bool:
         """False when there is no room: the watchdog is given the processor after everybody else."""

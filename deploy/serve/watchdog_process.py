@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 MESSAGE = struct.Struct("<BQ")
-"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, and the paths of
-sockets behind it."""
+"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, and behind it a
+byte, which is 1 where there are replicas on other nodes, and the paths of sockets."""
 FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
 """Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
 says which last words a connection gets."""
@@ -70,6 +70,16 @@ WRITE_TIMEOUT_S = 1.0
 """Seconds for all streams together; a client that reads slower than that sees its connection break."""
 
 
+class Others:
+    """What a front's last beat told of other fronts."""
+
+    def __init__(self) -> None:
+        self.heirs: list[str] = []
+        """Sockets of those of its node that take answers over."""
+        self.elsewhere = False
+        """Whether there are some on other nodes, which can answer what has not begun."""
+
+
 class Held:
     """A connection that is guarded."""
 
@@ -90,6 +100,14 @@ class Held:
             return True
         valid, given_before, begun = struct.unpack("QQQ", os.pread(self.journal, 24, 0))
         return bool(valid and begun) and given_to(self.connection) > given_before
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client was sent a part of its answer."""
+        if self.journal is None:
+            return True
+        [given_before] = struct.unpack("Q", os.pread(self.journal, 8, 8))
+        return given_to(self.connection) > int(given_before)
 
     @property
     def left(self) -> bool:
@@ -180,10 +198,10 @@ def keep(
     channel: socket.socket,
     silence_s: float = math.inf,
     folders: list[str] | None = None,
-    heirs: list[str] | None = None,
+    others: Others | None = None,
 ) -> list[Held]:
     """The watchdog's life: keep connections while the front lives; returns those that are left. `folders` become those
-    that are to be removed then, `heirs` the sockets of fronts that take answers over."""
+    that are to be removed then, `others` what the last beat told."""
     held: dict[int, Held] = {}
     front = os.getppid()
     silence = Silence(front, silence_s)
@@ -213,18 +231,21 @@ def keep(
             held.pop(number).close()
         elif kind == BEAT:
             silence.beat(number)
-            if heirs is not None:
-                heirs[:] = map(os.fsdecode, data[MESSAGE.size :].split(b"\0") if data[MESSAGE.size :] else ())
+            if others is not None:
+                others.elsewhere, paths = data[MESSAGE.size] == 1, data[MESSAGE.size + 1 :]
+                others.heirs = [os.fsdecode(path) for path in paths.split(b"\0")] if paths else []
 
 
 class Newcomers:
     """Fronts of the node that nobody told of, and those that come while answers wait for one."""
 
-    def __init__(self, shared: str, patience_s: float, starter: int | None) -> None:
+    def __init__(self, shared: str, patience_s: float, starter: int | None, elsewhere: bool = False) -> None:
         """`shared`: the folder in which they have their folders; empty: nobody comes. `patience_s`: how long it is
         waited for one. `starter`: descriptor of the process that starts fronts here (pidfd); once that has ended no
-        other front comes, and likewise where it is None."""
+        other front comes, and likewise where it is None. `elsewhere`: what has not begun waits for none, because a
+        replica of another node can answer it."""
         self._shared, self._starter = shared, starter
+        self.elsewhere = elsewhere
         self._until = time.monotonic() + patience_s if shared and starter is not None else 0.0
         self._known: set[str] = set()
 
@@ -249,8 +270,14 @@ class Newcomers:
         return found
 
 
-def hand_over(held: Sequence[Held], heirs: Sequence[str], newcomers: Newcomers | None = None) -> list[Held]:
-    """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with.
+def hand_over(
+    held: Sequence[Held],
+    heirs: Sequence[str],
+    newcomers: Newcomers | None = None,
+    finish: Callable[[list[Held]], object] | None = None,
+) -> list[Held]:
+    """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with, and that
+    `finish` was not given: it gets those that are over while others still wait.
 
     Every answer is offered to one front first, and to the next one as soon as that one refuses it, dies or says nothing
     of it for `WORD_S`. Answers begin at different fronts, so that these share them. Fronts that say nothing come last,
@@ -265,8 +292,9 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str], newcomers: Newcomers |
     left: dict[int, _Answer] = {}
     for number, one in enumerate(one for one in held if one.journal is not None):
         first = number % len(fronts) if fronts else 0
-        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]])
+        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]], newcomers.elsewhere)
     known: Sequence[str] = heirs
+    unguarded = [one for one in held if one.journal is None]
     try:
         while (any(answer.undecided for answer in left.values()) and time.monotonic() < deadline) or (
             any(answer.waits for answer in left.values()) and newcomers.may_come
@@ -286,21 +314,27 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str], newcomers: Newcomers |
                 front.hear()
             for number in [number for number, answer in left.items() if answer.taken]:
                 left.pop(number).held.close()
+            if finish is not None and not any(answer.undecided for answer in left.values()):
+                over = [number for number, answer in left.items() if not answer.waits]
+                finish([*(left.pop(number).held for number in over), *unguarded])
+                unguarded = []
     finally:
         for front in fronts:
             front.close()
     if left:
         asked = ", ".join(front.heir for front in fronts) or "there was none"
         say(f"guardian: answers that no front said it goes on with: {len(left)}; asked: {asked}")
-    return [*(answer.held for answer in left.values()), *(one for one in held if one.journal is None)]
+    return [*(answer.held for answer in left.values()), *unguarded]
 
 
 class _Answer:
     """An answer that is offered to fronts."""
 
-    def __init__(self, number: int, held: Held, fronts: list[_Front]) -> None:
-        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked."""
+    def __init__(self, number: int, held: Held, fronts: list[_Front], elsewhere: bool = False) -> None:
+        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked. `elsewhere`: see
+        `Newcomers`."""
         self.number, self.held = number, held
+        self._for_others = elsewhere and not held.begun
         self.unasked, self.asked = fronts, set[_Front]()
         """Fronts that are still to be asked, and those that were and have not said whether they take it."""
         self.taken = self.refused = False
@@ -322,7 +356,7 @@ class _Answer:
     @property
     def waits(self) -> bool:
         """Whether it is one for a front that comes later."""
-        return not (self.taken or self.refused or self.undecided or self.held.left)
+        return not (self.taken or self.refused or self.undecided or self._for_others or self.held.left)
 
     @property
     def due(self) -> bool:
@@ -557,20 +591,22 @@ if __name__ == "__main__":
     told = json.loads(sys.argv[2])
     starter, shared = _opened(told["starter"]), told["shared"]
     folders = [told["folder"]] if told["folder"] else []
-    heirs: list[str] = []
+    others = Others()
     spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(SPARE)]
-    held = keep(socket.socket(fileno=number), told["silence_s"], folders, heirs)
+    held = keep(socket.socket(fileno=number), told["silence_s"], folders, others)
     for descriptor in spare:
         os.close(descriptor)
     if told["note"]:  # first, for clients that ask why their stream ended
         file, text, since = told["note"]
         note(Path(file), text, since)
+    words = [bytes.fromhex(one) for one in told["last_words"]]
+    newcomers = Newcomers(shared, told["patience_s"], starter, others.elsewhere)
     try:
-        left = hand_over(held, heirs, Newcomers(shared, told["patience_s"], starter))
+        left = hand_over(held, others.heirs, newcomers, lambda over: end(over, words))
     except Exception as error:  # whatever it is, no stream ends without its last words
         say(f"guardian: answers cannot be handed over: {error!r}")
         left = [one for one in held if one.connection.fileno() >= 0]
-    end(left, [bytes.fromhex(words) for words in told["last_words"]])
+    end(left, words)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     if shared:

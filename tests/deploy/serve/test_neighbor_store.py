@@ -131,12 +131,13 @@ async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_
     ]
     for one, name in zip(stores, "abcde", strict=True):
         one.heir = f"/heir-of-{name}"
-    told: list[Sequence[str]] = []
-    stores[0].on_heirs.append(told.append)
+    told: list[tuple[Sequence[str], bool]] = []
+    stores[0].on_heirs.append(lambda heirs, elsewhere: told.append((heirs, elsewhere)))
     await until(lambda: sorted(stores[0].heirs()) == ["/heir-of-b", "/heir-of-c"])
     await until(lambda: all(len(one.neighbors()) == 3 for one in stores[:4]))
     assert [list(one.heirs()) for one in stores[3:]] == [[], []]
-    assert told[-1] == stores[0].heirs()
+    assert told[-1] == (stores[0].heirs(), True)
+    assert all(one.elsewhere() for one in stores), "d is"
     assert all(before != after for before, after in pairwise(told))
     # Whoever writes answers otherwise is asked, and refuses.
     names = [one.answers_as() for one in stores]

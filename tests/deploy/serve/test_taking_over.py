@@ -356,6 +356,32 @@ def test_an_answer_whose_client_has_left_waits_for_nobody(shared: Path, starter:
         one.close()
 
 
+def test_what_has_not_begun_waits_for_nobody_where_a_replica_of_another_node_can_answer_it(
+    shared: Path, starter: int
+) -> None:
+    """Its connection closes, and proxies ask that one, while what has begun goes on waiting."""
+    left: list[list[Held]] = []
+    finished: list[Held] = []
+    with connected() as (front, client), dead(1) as [waits]:
+        journal, memory = Journal.begin(BEGAN, 0)
+        fresh = Held(os.dup(front.fileno()), 0, memory)
+        journal.close()
+        alone = Held(os.dup(client.fileno()), 0, None)
+        newcomers = Newcomers(str(shared), 600.0, starter, elsewhere=True)
+        work = [waits, fresh, alone], [], newcomers, finished.extend
+        waiting = threading.Thread(target=lambda: left.append(hand_over(*work)))
+        waiting.start()
+        while len(finished) < 2 and waiting.is_alive():
+            time.sleep(0.005)
+        assert waiting.is_alive()
+        assert finished == [fresh, alone], "the latter has no journal"
+        with fronts(Front.take, shared=shared):
+            waiting.join(60)
+        assert left == [[]]
+        fresh.close()
+        alone.close()
+
+
 def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were there before may have been waited for until then."""
     monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
