@@ -8,11 +8,14 @@ two find each other as they do under Ray Serve. Clients ask for streams and whol
 after the other. Meanwhile a front, a scheduler or a rank is ended by SIGKILL, as soon as both replicas serve. Prints
 how many answers were lost, were different, or had tokens twice, and the longest gap between two pieces of the streams
 that ran when something died. A client whose connection ends before a byte of the answer came asks the other replica, as
-HAProxy does. Exits with 1 if an answer is not what it should be.
+HAProxy does. Exits with 1 if an answer is not what it should be. With `--together N` each Nth time that a front is to
+die both die, and their answers wait for the one that comes first.
 
 With `--parts` that is done so many times, with fresh replicas and another seed each time. `--json` keeps what every
 part found. Who starts the program again with the same file goes on with the parts that are missing there, so a long
-run may be broken off at any time; what is printed in the end is of all parts in the file.
+run may be broken off at any time; what is printed in the end is of all parts in the file. Of each stream that stood
+still for more than a second while something died it prints, and keeps, what happened meanwhile: what was killed, and
+what the replicas said of it, with the seconds since the stream stood still.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -43,6 +47,9 @@ NAMES = ("first", "second")
 START_S = 300.0
 LOSSES_S = 65.0
 ANSWER_S = 180.0
+PATIENCE_S = 120.0
+LONG_S = 1.0
+"""Gap of a stream of which is kept what happened in it."""
 
 
 def replica(name: str, folder: Path) -> None:
@@ -84,6 +91,11 @@ def replica(name: str, folder: Path) -> None:
         "model": "demo", "device": "cpu", "max_rows": 16, "token_budget": 128, "invariant": True, "selftest": False,
     }  # fmt: skip
     config = ServeConfig.model_validate({"engine": engine_settings, "replicas": 2})
+    telling = logging.FileHandler(folder / f"{name}.log")
+    telling.addFilter(lambda record: bool(setattr(record, "now", time.monotonic())) or True)
+    telling.setFormatter(logging.Formatter(f"%(now).3f {name}: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[telling])
+    logging.getLogger("latentserve.access").setLevel(logging.WARNING)
     keeper = WeightKeeper() if config.engine.keep_weights else None
     told = folder / f"{name}.json"
     current: list[LocalReplica] = []
@@ -114,12 +126,14 @@ def replica(name: str, folder: Path) -> None:
 
     async def main() -> None:
         neighbors = NeighborStore("bench", f"{name}-{os.getpid()}", config, Place("node", "127.0.0.1"))
-        engine = FailoverEngine(await start(), start, 120.0, neighbors=neighbors.neighbors)
+        engine = FailoverEngine(await start(), start, PATIENCE_S, neighbors=neighbors.neighbors)
         words = [engine_down("the replica's front died").event(path) for path in FAILURES]
-        watchdog, arrivals = StreamWatchdog(words, silence_s=10.0), Arrivals()
+        shared, arrivals = folder / "fronts", Arrivals()
+        watchdog = StreamWatchdog(words, silence_s=10.0, shared=shared, patience_s=PATIENCE_S)
         app = create_app(engine, Tokenizer.load(config.engine.folder), config.api)
         neighbors.open(engine, watchdog)
-        heir = Heir(app, watchdog, neighbors.answers_as, (b"x-latentserve-replica", name.encode()), arrivals)
+        header = b"x-latentserve-replica", name.encode()
+        heir = Heir(app, watchdog, neighbors.answers_as, header, arrivals, shared)
         neighbors.heir = heir.path
         layer = UnderServe(
             app, name, arrivals, watchdog, journals=Journals(watchdog, neighbors.answers_as)
@@ -139,7 +153,7 @@ def replica(name: str, folder: Path) -> None:
 
         async def beat() -> None:
             while True:
-                watchdog.beat(neighbors.heirs())
+                watchdog.beat(neighbors.heirs(), neighbors.elsewhere())
                 both = bool(neighbors.heirs()) and bool(neighbors.neighbors()) and not engine.down
                 tell(port=port, serves=both, down=bool(engine.down))
                 if engine.over:
@@ -321,17 +335,19 @@ class Found:
     """Longest gap, in seconds, of each stream that ran at a replica of which something died, by what did."""
     usual: list[float] = field(default_factory=list)
     """The same of streams in whose time nothing died."""
+    long: list[list[str]] = field(default_factory=list)
+    """Of each stream that stood still for more than `LONG_S` while something died: for how long, and what happened."""
 
     def __add__(self, other: Found) -> Found:
         gaps = {kind: [*self.gaps[kind], *other.gaps[kind]] for kind in self.gaps}
         counts = self.answers + other.answers, self.wrong + other.wrong, self.kills + other.kills
-        return Found(*counts, gaps, [*self.usual, *other.usual])
+        return Found(*counts, gaps, [*self.usual, *other.usual], [*self.long, *other.long])
 
     @staticmethod
     def of(kept: dict[str, Any]) -> Found:
         """Return what a file says of a part."""
         wrong, kills = Counter(kept["wrong"]), Counter(kept["kills"])
-        return Found(kept["answers"], wrong, kills, kept["gaps"], kept["usual"])
+        return Found(kept["answers"], wrong, kills, kept["gaps"], kept["usual"], kept.get("long", []))
 
     def to_json(self) -> dict[str, Any]:
         """Return what `of` reads."""
@@ -353,6 +369,19 @@ class Found:
                 p50, p99 = gaps[len(gaps) // 2], gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
                 print(f"{len(gaps)} streams ran at a replica whose {kind} died: longest gap p50 {p50:.2f} s, ", end="")
                 print(f"p99 {p99:.2f} s, longest {gaps[-1]:.2f} s")
+        for lines in self.long:
+            print("\n    ".join(lines))
+
+
+def history(folder: Path, begin: float, end: float, deaths: list[tuple[float, str, str]]) -> list[str]:
+    """What happened from a moment to another one, in order."""
+    found = [(died, f"{kind} of the {victim} replica killed") for died, kind, victim in deaths]
+    for file in folder.glob("*.log"):
+        for line in file.read_text(errors="replace").splitlines():
+            at, _, said = line.partition(" ")
+            with suppress(ValueError):  # a line of a traceback
+                found.append((float(at), said))
+    return [f"{at - begin:.2f} s: {said}" for at, said in sorted(found) if begin <= at <= end]
 
 
 async def run(options: argparse.Namespace, seed: int) -> Found:
@@ -388,6 +417,11 @@ async def run(options: argparse.Namespace, seed: int) -> Found:
                     for died, kind, victim in deaths:
                         if victim == answer.replica and body["stream"] and times[0] < died < times[-1]:
                             found.gaps[kind].append(max(after - before for before, after in pairwise(times)))
+                    for before, after in pairwise(times if body["stream"] else ()):
+                        if after - before > LONG_S and any(before <= died <= after for died, _, _ in deaths):
+                            which = f"{path} at the {answer.replica} replica stood still for {after - before:.2f} s"
+                            found.long.append([which, *history(Path(place), before, after, deaths)])
+                            print("\n    ".join(found.long[-1]), flush=True)
 
             async def kill() -> None:
                 for number in range(options.kills):
@@ -397,13 +431,16 @@ async def run(options: argparse.Namespace, seed: int) -> Found:
                     lately = [at for at, what, who in deaths if what != "front" and who == name]
                     if kind != "front" and len(lately) > 1 and time.monotonic() - lately[-2] < LOSSES_S:
                         kind = "front"  # the third such death within a minute is meant to end a replica
-                    told = replicas.told(name)
-                    pid = told["pid"] if kind == "front" else told["engine"][kind == "rank"]
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    deaths.append((time.monotonic(), kind, name))
+                    fronts = found.kills["front"] + 1
+                    both = kind == "front" and options.together and fronts % options.together == 0
+                    told = {victim: replicas.told(victim) for victim in (NAMES if both else (name,))}
+                    for victim, one in told.items():
+                        with suppress(ProcessLookupError):
+                            os.kill(one["pid"] if kind == "front" else one["engine"][kind == "rank"], signal.SIGKILL)
+                        deaths.append((time.monotonic(), kind, victim))
                     found.kills[kind] += 1
-                    print(f"{len(deaths)}: {kind} of the {name} replica killed, {done} answers so far", flush=True)
+                    victims = " and ".join(told)
+                    print(f"{number + 1}: {kind} of the {victims} replica killed, {done} answers so far", flush=True)
                     await asyncio.sleep(1.0)
 
             killing = asyncio.create_task(kill())
@@ -418,6 +455,7 @@ async def run(options: argparse.Namespace, seed: int) -> Found:
 def main(options: argparse.Namespace) -> int:
     """Run the parts that are missing; return the exit code."""
     asked = {name: getattr(options, name) for name in ("answers", "kills", "clients", "tokens")}
+    asked |= {"together": options.together} if options.together else {}
     kept: dict[str, Any] = {"asked": asked, "parts": {}}
     if options.json is not None and options.json.exists():
         kept = json.loads(options.json.read_text())
@@ -446,6 +484,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kills", type=int, default=12, help="at most; there are fewer if the answers end before")
     parser.add_argument("--clients", type=int, default=8, help="clients that ask at one time")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each answer")
+    parser.add_argument("--together", type=int, default=0, metavar="N", help="kill both fronts each Nth time; 0: never")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1, help="how often all of that is done, with seeds that follow")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep what each part found, and go on from there")

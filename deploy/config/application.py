@@ -58,9 +58,10 @@ class HealthConfig(BaseModel):
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Time until a health check without an answer counts as failed; three in a row replace the replica.
 
-    A front that hangs for as long, and at least for a second, is ended."""
+    A front that gives no sign of life for as long, and at least for a second, is ended; where the kernel says that it
+    hangs, within some seconds (docs/operations.md)."""
     patience_s: Annotated[float, Field(ge=0)] = 60.0
-    """Longest time that streams wait for an engine after theirs died; then they end with an error.
+    """Longest time that streams wait for an engine, or a front, after theirs died; then they end with an error.
 
     Scheduler and ranks are started again in place. Streams go on there, or before that at another replica, with the
     tokens that they would have had. 0: streams end at once, and the whole replica is replaced."""

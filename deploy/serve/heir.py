@@ -14,8 +14,12 @@ import logging
 import os
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -33,19 +37,47 @@ from deploy.routing.arrivals import Arrivals
 from deploy.serve.journal import Journal, JournalTaken, Recorded, is_chunked
 from deploy.serve.splice import Splice
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import ANSWER, MESSAGE, given_to
-from workers.channel.ports import socket_folder
+from deploy.serve.watchdog_process import ANSWER, HEIR, MESSAGE, given_to
+from workers.channel.ports import fits_sockets, socket_folder
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import RequestOutput
 
 logger = logging.getLogger("latentserve.replica")
 
-_NAME: Final = "heir"
+_COMING: Final = f"{HEIR}.new"
+
 MOST_FRONTS: Final = 4
 """Fronts that may die while they write an answer: it may be what they die of, so no further one gets it."""
 LEAST_LIMIT_S: Final = 0.001
 """Seconds that are left of a client's time limit when it is over: then the application says so."""
 NOT_THE_SAME: Final = "the front that began this answer died, and the next one makes another answer of the request"
+
+
+def shared_folder(application: str) -> Path | None:
+    """Folder in which all fronts of an application on this node have the folders of their sockets. None where such a
+    folder belongs to another user, or lets others in. `application`: its name, and that of its cluster."""
+    name = f"latentserve-{os.getuid()}-{blake2b(application.encode(), digest_size=8).hexdigest()}"
+    usual = tempfile.gettempdir()
+    below = len(f"/{name}/12345678/{_COMING}")
+    folder = Path(usual if fits_sockets(usual, below) else "/tmp") / name
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        logger.warning("answers of fronts that die wait for no other one: %s", error)
+        return None
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
+        logger.warning("answers of fronts that die wait for no other one: %s is not this user's alone", folder)
+        return None
+    return folder
+
+
+def _folder_in(shared: Path) -> Path:
+    """A fresh folder there. The stream watchdog of a front that ends removes the shared one when it is empty."""
+    while True:
+        shared.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return Path(tempfile.mkdtemp(prefix="", dir=shared))
 
 
 class Heir:
@@ -58,18 +90,21 @@ class Heir:
         fingerprint: Callable[[], str],
         replica: tuple[bytes, bytes],
         arrivals: Arrivals,
+        shared: Path | None = None,
     ) -> None:
         """Begin to listen, in the running event loop. `app`: answers requests. `fingerprint`: what is served here.
-        `replica`: the header that names this replica."""
+        `replica`: the header that names this replica. `shared`: the folder in which it is found by stream watchdogs
+        that nobody told of it; None: it is found by none."""
         self._app, self._watchdog, self._fingerprint = app, watchdog, fingerprint
         self._replica, self._arrivals = replica, arrivals
-        self._folder = socket_folder(len(_NAME) + 1)
-        self.path = str(self._folder / _NAME)
+        self._folder = socket_folder(len(_COMING) + 1) if shared is None else _folder_in(shared)
+        self.path = str(self._folder / HEIR)
         """Path of its socket."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
-        self._listener.bind(self.path)
+        self._listener.bind(str(self._folder / _COMING))
         self._listener.listen(128)
+        (self._folder / _COMING).rename(self.path)  # whoever finds it can connect
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._accept)
         self._channels: set[socket.socket] = set()

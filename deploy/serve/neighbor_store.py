@@ -88,13 +88,14 @@ class NeighborStore:
         self._known: tuple[bytes, str] | None = None
         """Root of the engine and the fingerprint of what is served with it."""
         self._heirs: list[str] = []
+        self._elsewhere = False
         self._heir = ""
         self._news = asyncio.Event()
         """Set where the next offer says more than the last one."""
         self.on_folder: list[Callable[[Path | None], None]] = []
         """Told of the folder of each channel that is bound."""
-        self.on_heirs: list[Callable[[Sequence[str]], None]] = []
-        """Told of `heirs` when they are others than before."""
+        self.on_heirs: list[Callable[[Sequence[str], bool], None]] = []
+        """Told of `heirs` and `elsewhere` when they are others than before."""
 
     @property
     def heir(self) -> str:
@@ -136,6 +137,10 @@ class NeighborStore:
         """Return the sockets at which fronts of this node take answers over, if this front dies."""
         return self._heirs
 
+    def elsewhere(self) -> bool:
+        """Return whether there are replicas on other nodes, whatever they serve."""
+        return self._elsewhere
+
     def close(self) -> None:
         """Use no neighbor any more, and let none in; the last offer is forgotten by the others."""
         if self._exchanging is not None:
@@ -170,10 +175,11 @@ class NeighborStore:
         own = self.fingerprint()
         wanted = {name: offer for name, offer in offers.items() if offer.fingerprint == own}
         heirs = [offer.heir for offer in wanted.values() if offer.heir and offer.node == self._place.node]
-        if heirs != self._heirs:
-            self._heirs = heirs
+        elsewhere = any(offer.node != self._place.node for offer in offers.values())
+        if (heirs, elsewhere) != (self._heirs, self._elsewhere):
+            self._heirs, self._elsewhere = heirs, elsewhere
             for listener in self.on_heirs:
-                listener(heirs)
+                listener(heirs, elsewhere)
         for name in {*self._channels, *self._clients} - wanted.keys():
             self._forget(name)
         for name, offer in wanted.items():
@@ -189,7 +195,8 @@ class NeighborStore:
                 continue
             if known is not None:
                 self._leave(known[1])
-            self._clients[name] = addresses, EngineClient(self._config.engine, addresses, self._config.model_name)
+            client = EngineClient(self._config.engine, addresses, self._config.model_name, connected=True)
+            self._clients[name] = addresses, client
 
     def _forget(self, name: str) -> None:
         if (channel := self._channels.pop(name, None)) is not None:

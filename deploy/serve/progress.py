@@ -7,6 +7,8 @@ Written for Ray 2.60.0, whose key-value store is private. Without it a line is l
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -14,6 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from kernels.private_api import PrivateApi
+
+logger = logging.getLogger("latentserve.replica")
 
 _STORE: Final = PrivateApi(
     "ray",
@@ -49,22 +53,45 @@ class StatusStore:
         for old in reports(application)[:-_KEPT_REPORTS]:
             store("del", _key(application, old.replica))
         self.report = Report(replica, time.time())
+        self._changing, self._writing = threading.Lock(), threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._unwritten = False
 
     def say(self, line: str) -> None:
-        """Add a line."""
-        self.report.lines.append(line)
-        if len(self.report.lines) > _KEPT_LINES:
-            del self.report.lines[0]
-            self.report.cut += 1
-        self._write()
+        """Add a line. It is written in a thread: where Ray's store hangs nobody waits for it."""
+        with self._changing:
+            self.report.lines.append(line)
+            if len(self.report.lines) > _KEPT_LINES:
+                del self.report.lines[0]
+                self.report.cut += 1
+            self._unwritten = True
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_all, name="status-store", daemon=True)
+                self._writer.start()
 
     def fail(self, cause: str, lasting: bool = False) -> None:
-        """The replica is going down. `lasting`: another start would end the same."""
-        self.report.failed, self.report.lasting = cause, lasting
+        """The replica is going down; it waits until that is written. `lasting`: another start would end the same."""
+        with self._changing:
+            self.report.failed, self.report.lasting = cause, lasting
         self._write()
 
+    def _write_all(self) -> None:
+        while True:
+            with self._changing:
+                if not self._unwritten:
+                    self._writer = None
+                    return
+                self._unwritten = False
+            try:
+                self._write()
+            except Exception:  # Ray's, of many kinds: its head may be away for a while
+                logger.debug("a line could not be reported", exc_info=True)
+
     def _write(self) -> None:
-        store("put", self._key, msgspec.msgpack.encode(self.report), overwrite=True)
+        with self._writing:  # so that what is written last is the newest
+            with self._changing:
+                report = msgspec.msgpack.encode(self.report)
+            store("put", self._key, report, overwrite=True)
 
 
 def reports(application: str) -> list[Report]:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,7 +27,7 @@ from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.autoscaling import load_of
-from deploy.serve.heir import Heir
+from deploy.serve.heir import Heir, shared_folder
 from deploy.serve.journals import Journals
 from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
@@ -119,6 +120,8 @@ class EngineReplica:
     key_status_store: KeyStatusStore | None = None
     neighbor_store: NeighborStore | None = None
     heir: Heir | None = None
+    shared: Path | None = None
+    """Folder in which this front and the others of its application on the node are found by stream watchdogs."""
     tracing: Tracing | None = None
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -164,8 +167,12 @@ class EngineReplica:
             self.status_store.fail(cause, isinstance(error, EngineFault) and error.lasting)
             raise RuntimeError(cause) from error
         last_words = [engine_down(FRONT_DIED).event(path) for path in FAILURES]
-        silence_s = config.health.timeout_s
-        self.watchdog = StreamWatchdog(last_words, self.processes.folder, fault_note(FRONT_DIED), silence_s)
+        if self.neighbor_store is not None:
+            self.shared = shared_folder(f"{context.app_name} {ray.get_runtime_context().gcs_address}")
+        waits = self.shared, config.health.patience_s
+        self.watchdog = StreamWatchdog(
+            last_words, self.processes.folder, fault_note(FRONT_DIED), config.health.timeout_s, *waits
+        )
         self._beating = asyncio.ensure_future(self._beat(self.watchdog))
         # What was loaded stays: to look through all of it for garbage again and again takes 0.1 s each time, for which
         # no stream goes on.
@@ -327,7 +334,8 @@ class EngineReplica:
 
     async def _beat(self, watchdog: StreamWatchdog) -> None:
         while True:
-            watchdog.beat(() if self.neighbor_store is None else self.neighbor_store.heirs())
+            others = self.neighbor_store
+            watchdog.beat(*(() if others is None else (others.heirs(), others.elsewhere())))
             await asyncio.sleep(BEAT_S)
 
     def front(self, engine: Engine) -> ASGIApp:
@@ -347,7 +355,7 @@ class EngineReplica:
             serves = self.neighbor_store.answers_as
             journals = Journals(self.watchdog, serves)
             replica = (REPLICA_HEADER.encode(), self.name.encode())
-            self.heir = Heir(app, self.watchdog, serves, replica, self.arrivals)
+            self.heir = Heir(app, self.watchdog, serves, replica, self.arrivals, self.shared)
             self.neighbor_store.heir = self.heir.path
         return UnderServe(app, self.name, self.arrivals, self.watchdog, self.handed, journals)
 

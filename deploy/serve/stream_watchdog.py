@@ -4,18 +4,20 @@ A replica that fails tells its streams so itself. One that is killed cannot, and
 connection break. So the connections of answers are also held by a small process of its own
 (`deploy.serve.watchdog_process`), which does nothing until the front's end of their socket pair closes. Then it hands
 each connection to the front of another replica, with the journal of its answer (`deploy.serve.journal`), and that one
-writes the rest. For streams that nobody takes it writes the error event and the end of the body that the front could
-not, and notes the cause for those who come next. A front that hangs, or was stopped, it ends: Ray Serve would take half
-a minute to notice, and then wait for its streams.
+writes the rest. Where there is none, answers wait for one that comes. For streams that nobody takes it writes the error
+event and the end of the body that the front could not, and notes the cause for those who come next. A front that hangs,
+or was stopped, it ends: Ray Serve would take half a minute to notice, and then wait for its streams.
 """
 
 from __future__ import annotations
 
 import array
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from asyncio import AbstractEventLoop, get_running_loop
 from collections.abc import Sequence
@@ -34,31 +36,34 @@ class StreamWatchdog:
         folder: Path | None = None,
         note: tuple[Path, str] | None = None,
         silence_s: float = 10.0,
+        shared: Path | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         """`last_words`: the events that streams end with, such as `data: {"error": ...}` and a blank line; `hold` says
         which of them a stream does. `folder`: where the replica's socket files are, to be removed in the front's place.
         `note`: a file and its text, written unless somebody wrote there in this front's time: then it noted the cause
         itself. `silence_s`: seconds without a `beat` after which this process is killed, counted from the first; no
-        fewer than `LEAST_SILENCE_S`."""
+        fewer than `LEAST_SILENCE_S`, and fewer seconds do where the kernel says that it hangs (`STOPPED_S` and others).
+        `shared`: the folder of this node's fronts (`deploy.serve.heir.shared_folder`), in which answers that no front
+        goes on with wait `patience_s` seconds for one that comes."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
         self._loop: AbstractEventLoop | None = None
         self._unsent: dict[int, tuple[int, Sequence[int]]] = {}
         """Messages that the channel has no room for yet: by number their kind and descriptors to hold, if any."""
+        told = {
+            "silence_s": silence_s,
+            "patience_s": patience_s,
+            "last_words": [words.hex() for words in last_words],
+            "folder": str(folder or ""),
+            "shared": str(shared or ""),
+            "starter": os.getppid(),
+            "note": (str(note[0]), note[1], time.time()) if note else None,
+        }
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    *(
-                        sys.executable,
-                        "-SE",
-                        watchdog_process.__file__,
-                        str(theirs.fileno()),
-                        str(silence_s),
-                        ",".join(words.hex() for words in last_words),
-                    ),
-                    *(str(folder or ""), *(map(str, (*note, time.time())) if note else ())),
-                ],
+                [sys.executable, "-SE", watchdog_process.__file__, str(theirs.fileno()), json.dumps(told)],
                 pass_fds=(theirs.fileno(),),
                 # Its own session: a signal to the front's process group must not reach it.
                 start_new_session=True,
@@ -113,15 +118,16 @@ class StreamWatchdog:
         else:
             os.close(descriptor)
 
-    def beat(self, heirs: Sequence[str] = ()) -> None:
-        """The front's loop turns; to be called every `BEAT_S`. `heirs`: the sockets at which fronts of other replicas
-        take answers over, if this one dies before its next beat."""
-        paths, size = [], MESSAGE.size
+    def beat(self, heirs: Sequence[str] = (), elsewhere: bool = False) -> None:
+        """The front's loop turns; to be called every `BEAT_S`, in its thread. `heirs`: the sockets at which fronts of
+        other replicas take answers over, if this one dies before its next beat. `elsewhere`: whether there are replicas
+        on other nodes, which can answer what has not begun."""
+        paths, size = [], MESSAGE.size + 1
         for path in map(os.fsencode, heirs):
             if (size := size + len(path) + 1) > MOST_BYTES:
                 break
             paths.append(path)
-        self._send(BEAT, 0, more=b"\0".join(paths))
+        self._send(BEAT, threading.get_native_id(), more=bytes([elsewhere]) + b"\0".join(paths))
 
     def _send(self, kind: int, number: int, descriptors: Sequence[int] = (), more: bytes = b"") -> bool:
         """False when there is no room: the watchdog is given the processor after everybody else."""

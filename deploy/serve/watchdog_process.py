@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import math
 import os
 import select
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 MESSAGE = struct.Struct("<BQ")
-"""Kind and number. Descriptors come with some kinds, and the paths of sockets with `BEAT`."""
+"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, and behind it a
+byte, which is 1 where there are replicas on other nodes, and the paths of sockets."""
 FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
 """Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
 says which last words a connection gets."""
@@ -45,6 +47,11 @@ _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
 LOOK_MS = 20
 """Milliseconds between two looks at fronts that could not be handed an answer, and at those that say nothing."""
+WAIT_MS = 100
+"""The same where no front is there, and all answers wait for one that comes."""
+HEIR = "heir"
+"""Name of the socket at which a front takes answers over. All fronts of an application on a node have it in folders of
+their own below one that they share."""
 SPARE = 8
 """Descriptors that stay free for handing over and for last words, however many connections are held."""
 _ACKNOWLEDGED = 120
@@ -54,8 +61,23 @@ BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
 LEAST_SILENCE_S = 4 * BEAT_S
 """However short the patience: a sign may come a little late."""
+STOPPED_S, BLOCKED_S, BUSY_S = 1.0, 2.0, 3.0
+"""Seconds after which a silent front is given up where the kernel says why it is silent: it was stopped; its loop waits
+for something, and was not given the processor once in this time; its loop computes, and has had the processor for so
+long. A busy machine is none of these: whoever waits for the processor neither sleeps nor has had it. The longest turn
+of a loop that was seen takes 0.05 s (`bench/front_stalls.py`)."""
 WRITE_TIMEOUT_S = 1.0
 """Seconds for all streams together; a client that reads slower than that sees its connection break."""
+
+
+class Others:
+    """What a front's last beat told of other fronts."""
+
+    def __init__(self) -> None:
+        self.heirs: list[str] = []
+        """Sockets of those of its node that take answers over."""
+        self.elsewhere = False
+        """Whether there are some on other nodes, which can answer what has not begun."""
 
 
 class Held:
@@ -79,6 +101,21 @@ class Held:
         valid, given_before, begun = struct.unpack("QQQ", os.pread(self.journal, 24, 0))
         return bool(valid and begun) and given_to(self.connection) > given_before
 
+    @property
+    def begun(self) -> bool:
+        """Whether the client was sent a part of its answer."""
+        if self.journal is None:
+            return True
+        [given_before] = struct.unpack("Q", os.pread(self.journal, 8, 8))
+        return given_to(self.connection) > int(given_before)
+
+    @property
+    def left(self) -> bool:
+        """Whether the client is gone, or says that it sends nothing more, which uvicorn takes for the same."""
+        said = select.poll()
+        said.register(self.connection, select.POLLRDHUP)
+        return bool(said.poll(0))
+
 
 def given_to(connection: socket.socket) -> int:
     """Bytes that the kernel was given to send over a TCP connection since it was made, whoever gave them."""
@@ -97,25 +134,84 @@ def _acknowledged(connection: socket.socket) -> int:
     return int(acknowledged)
 
 
+class Silence:
+    """How long a front has given no sign of life, and whether it hangs."""
+
+    def __init__(self, front: int, silence_s: float) -> None:
+        """`front`: its process. `silence_s`: the longest silence."""
+        self._front, self._silence_s = front, max(silence_s, LEAST_SILENCE_S)
+        self._thread = 0
+        self._quiet = self._stopped = self._blocked = 0.0
+        self._before: tuple[str, float, int] | None = None
+        """State, seconds of the processor and context switches of its thread when it was looked at last."""
+        self._had = 0.0
+        """Seconds of the processor at the first look since the last sign."""
+        self._counts = False
+        """Whether this kernel counts context switches."""
+
+    def sign(self) -> None:
+        """It gave one."""
+        self._quiet = self._stopped = self._blocked = 0.0
+
+    def beat(self, thread: int) -> None:
+        """It gave the one that its loop gives, in this thread (`threading.get_native_id`)."""
+        self._thread = thread
+        if self._before is None:
+            self._before = self._look()
+
+    def grows(self) -> str:
+        """`BEAT_S` passed without a sign. Return what is wrong with the front, empty as long as nothing is.
+
+        Time is counted in these, and not measured: on a machine that stood still for a while nobody gave a sign."""
+        if not self._thread:
+            return ""
+        first, self._quiet = not self._quiet, self._quiet + BEAT_S
+        if (now := self._look()) is not None:
+            state, had, switches = now
+            before, self._before = self._before, now
+            self._had = had if first else self._had
+            self._counts |= before is not None and switches > before[2]
+            self._stopped = self._stopped + BEAT_S if state == "T" else 0.0
+            sleeps = self._counts and state == "S" and before == now
+            self._blocked = self._blocked + BEAT_S if sleeps else 0.0
+            if self._stopped >= STOPPED_S:
+                return f"was stopped {self._stopped:g} s ago"
+            if self._blocked >= BLOCKED_S:
+                return f"has waited for {self._blocked:g} s in its loop"
+            if had - self._had >= BUSY_S:
+                return f"has computed for {had - self._had:.1f} s in its loop"
+        return f"was silent for {self._quiet:g} s" if self._quiet >= self._silence_s else ""
+
+    def _look(self) -> tuple[str, float, int] | None:
+        """State, seconds of the processor and context switches of its loop's thread; None where they are not known."""
+        task = f"/proc/{self._front}/task/{self._thread}"
+        try:
+            with open(f"{task}/stat") as stat, open(f"{task}/status") as status:
+                fields = stat.read().rpartition(")")[2].split()
+                switches = [int(line.split()[1]) for line in status if "ctxt_switches:" in line]
+            return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), sum(switches)
+        except (OSError, ValueError, IndexError):
+            return None
+
+
 def keep(
     channel: socket.socket,
     silence_s: float = math.inf,
     folders: list[str] | None = None,
-    heirs: list[str] | None = None,
+    others: Others | None = None,
 ) -> list[Held]:
     """The watchdog's life: keep connections while the front lives; returns those that are left. `folders` become those
-    that are to be removed then, `heirs` the sockets of fronts that take answers over."""
+    that are to be removed then, `others` what the last beat told."""
     held: dict[int, Held] = {}
-    front, beats, quiet = os.getppid(), False, 0.0
+    front = os.getppid()
+    silence = Silence(front, silence_s)
     while True:
-        # Counted, not measured: a machine that stood still for a while let nobody give a sign.
         if not select.select([channel], [], [], BEAT_S)[0]:
-            quiet += BEAT_S
-            if beats and quiet >= max(silence_s, LEAST_SILENCE_S) and os.getppid() == front:
-                say(f"guardian: the front was silent for {quiet:g} s and is killed")
+            if (wrong := silence.grows()) and os.getppid() == front:
+                say(f"guardian: the front {wrong} and is killed")
                 os.kill(front, signal.SIGKILL)
             continue
-        quiet = 0.0
+        silence.sign()
         data, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, 2)
         if not data:
             return list(held.values())
@@ -133,26 +229,82 @@ def keep(
             os.close(descriptors[0])
         elif kind == RELEASE and number in held:
             held.pop(number).close()
-        elif kind == BEAT and heirs is not None:
-            heirs[:] = map(os.fsdecode, data[MESSAGE.size :].split(b"\0") if data[MESSAGE.size :] else ())
-        beats |= kind == BEAT
+        elif kind == BEAT:
+            silence.beat(number)
+            if others is not None:
+                others.elsewhere, paths = data[MESSAGE.size] == 1, data[MESSAGE.size + 1 :]
+                others.heirs = [os.fsdecode(path) for path in paths.split(b"\0")] if paths else []
 
 
-def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
-    """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with.
+class Newcomers:
+    """Fronts of the node that nobody told of, and those that come while answers wait for one."""
+
+    def __init__(self, shared: str, patience_s: float, starter: int | None, elsewhere: bool = False) -> None:
+        """`shared`: the folder in which they have their folders; empty: nobody comes. `patience_s`: how long it is
+        waited for one. `starter`: descriptor of the process that starts fronts here (pidfd); once that has ended no
+        other front comes, and likewise where it is None. `elsewhere`: what has not begun waits for none, because a
+        replica of another node can answer it."""
+        self._shared, self._starter = shared, starter
+        self.elsewhere = elsewhere
+        self._until = time.monotonic() + patience_s if shared and starter is not None else 0.0
+        self._known: set[str] = set()
+
+    @property
+    def may_come(self) -> bool:
+        """Whether it is worth waiting for one."""
+        if self._starter is None or time.monotonic() >= self._until:
+            return False
+        ended = select.poll()
+        ended.register(self._starter, select.POLLIN)
+        return not ended.poll(0)
+
+    def new(self, known: Iterable[str]) -> list[str]:
+        """Return the sockets that were not there at the last call, nor are `known` otherwise."""
+        found: list[str] = []
+        if self._until:
+            with contextlib.suppress(OSError):
+                found = sorted(f"{self._shared}/{name}/{HEIR}" for name in os.listdir(self._shared))
+        self._known.update(known)
+        found = [path for path in found if path not in self._known and os.path.exists(path)]
+        self._known.update(found)
+        return found
+
+
+def hand_over(
+    held: Sequence[Held],
+    heirs: Sequence[str],
+    newcomers: Newcomers | None = None,
+    finish: Callable[[list[Held]], object] | None = None,
+) -> list[Held]:
+    """Hand answers that have a journal to fronts of other replicas; returns those that no front goes on with, and that
+    `finish` was not given: it gets those that are over while others still wait.
 
     Every answer is offered to one front first, and to the next one as soon as that one refuses it, dies or says nothing
     of it for `WORD_S`. Answers begin at different fronts, so that these share them. Fronts that say nothing come last,
     all at once, and are heard whenever they speak. After `HEIR_S` it is over: whatever a front may have taken without a
-    word is its own, since who owns a journal goes on with its answer."""
+    word is its own, since who owns a journal goes on with its answer.
+
+    An answer that no front refused waits for `newcomers`, which have as long to say something. One that a front refused
+    does not: what comes may well be like that one, as in an update to other weights, and the answer would end later."""
+    newcomers = newcomers or Newcomers("", 0.0, None)
     deadline = time.monotonic() + HEIR_S
     fronts = [_Front(heir) for heir in heirs]
     left: dict[int, _Answer] = {}
     for number, one in enumerate(one for one in held if one.journal is not None):
         first = number % len(fronts) if fronts else 0
-        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]])
+        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]], newcomers.elsewhere)
+    known: Sequence[str] = heirs
+    unguarded = [one for one in held if one.journal is None]
     try:
-        while any(answer.undecided for answer in left.values()) and time.monotonic() < deadline:
+        while (any(answer.undecided for answer in left.values()) and time.monotonic() < deadline) or (
+            any(answer.waits for answer in left.values()) and newcomers.may_come
+        ):
+            for front in map(_Front, newcomers.new(known)):
+                fronts.append(front)
+                deadline = time.monotonic() + HEIR_S
+                for answer in left.values():
+                    answer.unasked.append(front)
+            known = ()
             for answer in left.values():
                 answer.offer()
             for front in fronts:
@@ -162,25 +314,31 @@ def hand_over(held: Sequence[Held], heirs: Sequence[str]) -> list[Held]:
                 front.hear()
             for number in [number for number, answer in left.items() if answer.taken]:
                 left.pop(number).held.close()
+            if finish is not None and not any(answer.undecided for answer in left.values()):
+                over = [number for number, answer in left.items() if not answer.waits]
+                finish([*(left.pop(number).held for number in over), *unguarded])
+                unguarded = []
     finally:
         for front in fronts:
             front.close()
     if left:
-        asked = ", ".join(heirs) or "there was none"
+        asked = ", ".join(front.heir for front in fronts) or "there was none"
         say(f"guardian: answers that no front said it goes on with: {len(left)}; asked: {asked}")
-    return [*(answer.held for answer in left.values()), *(one for one in held if one.journal is None)]
+    return [*(answer.held for answer in left.values()), *unguarded]
 
 
 class _Answer:
     """An answer that is offered to fronts."""
 
-    def __init__(self, number: int, held: Held, fronts: list[_Front]) -> None:
-        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked."""
+    def __init__(self, number: int, held: Held, fronts: list[_Front], elsewhere: bool = False) -> None:
+        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked. `elsewhere`: see
+        `Newcomers`."""
         self.number, self.held = number, held
+        self._for_others = elsewhere and not held.begun
         self.unasked, self.asked = fronts, set[_Front]()
         """Fronts that are still to be asked, and those that were and have not said whether they take it."""
-        self.taken = False
-        """Whether one of them said that it, or another one, goes on with it."""
+        self.taken = self.refused = False
+        """Whether one of them said that it, or another one, goes on with it; and whether one said that it does not."""
         self._next_at = 0.0
         """When the next one is asked, even if the one before has said nothing."""
         self._locked_until: float | None = time.monotonic() + RELEASED_S
@@ -194,6 +352,11 @@ class _Answer:
     def undecided(self) -> bool:
         """Whether a front may still take it, or has to release it."""
         return not self.taken and bool(self.locked or self.asked or self.unasked)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is one for a front that comes later."""
+        return not (self.taken or self.refused or self.undecided or self._for_others or self.held.left)
 
     @property
     def due(self) -> bool:
@@ -223,13 +386,18 @@ class _Answer:
 
     def said(self, front: _Front, goes_on: bool) -> None:
         """A front said whether it, or another one, goes on with it."""
-        self.asked.discard(front)
         self.taken |= goes_on
+        self.refused |= not goes_on
+        self.died(front)
+
+    def died(self, front: _Front) -> None:
+        """A front that was to be handed it is not there, and the next one is asked."""
+        self.asked.discard(front)
         self._next_at = 0.0
 
     def died_with(self, front: _Front) -> None:
         """A front that was handed it died. It may have owned it; so may another one that was, and has not died."""
-        self.said(front, goes_on=False)
+        self.died(front)
         if not self.asked:
             self._locked_until = time.monotonic() + RELEASED_S
 
@@ -239,7 +407,7 @@ class _Front:
 
     def __init__(self, heir: str) -> None:
         """`heir`: path of its socket."""
-        self._heir = heir
+        self.heir = heir
         self.channel: socket.socket | None = None
         """To its socket; None while it cannot be connected to."""
         self.died = False
@@ -285,7 +453,7 @@ class _Front:
             return  # no descriptors: each answer that is taken sets two free
         try:
             channel.setblocking(False)
-            channel.connect(self._heir)
+            channel.connect(self.heir)
         except OSError as error:
             channel.close()
             if not isinstance(error, BlockingIOError):  # otherwise it has not taken in those who came before
@@ -316,7 +484,7 @@ class _Front:
         self.died = True
         self.close()
         for answer in self._waiting.values():
-            answer.said(self, goes_on=False)
+            answer.died(self)
         for answer in self._handed.values():
             answer.died_with(self)
         self._waiting, self._handed = {}, {}
@@ -334,8 +502,10 @@ def _wait_for_a_word(fronts: Iterable[_Front], answers: Iterable[_Answer]) -> No
     for front in fronts:
         if front.channel is not None:
             said.register(front.channel, select.POLLIN)
-    wait_ms = LOOK_MS
+    wait_ms = WAIT_MS
     for answer in answers:
+        if not answer.waits:
+            wait_ms = min(wait_ms, LOOK_MS)
         if answer.locked:
             wait_ms = min(wait_ms, 1)
         elif answer.due:
@@ -402,6 +572,14 @@ def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
             return
 
 
+def _opened(process: int) -> int | None:
+    """A descriptor of a process; None where it has ended, or the kernel has none."""
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return None
+
+
 if __name__ == "__main__":
     # It ends after its front, and has most to do where somebody signals both.
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -410,19 +588,27 @@ if __name__ == "__main__":
     number = int(sys.argv[1])
     os.closerange(3, number)
     os.closerange(number + 1, 1024)
-    folders = [sys.argv[4]] if sys.argv[4] else []
-    heirs: list[str] = []
+    told = json.loads(sys.argv[2])
+    starter, shared = _opened(told["starter"]), told["shared"]
+    folders = [told["folder"]] if told["folder"] else []
+    others = Others()
     spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(SPARE)]
-    held = keep(socket.socket(fileno=number), float(sys.argv[2]), folders, heirs)
+    held = keep(socket.socket(fileno=number), told["silence_s"], folders, others)
     for descriptor in spare:
         os.close(descriptor)
-    if sys.argv[5:]:  # first, for clients that ask why their stream ended
-        note(Path(sys.argv[5]), sys.argv[6], float(sys.argv[7]))
+    if told["note"]:  # first, for clients that ask why their stream ended
+        file, text, since = told["note"]
+        note(Path(file), text, since)
+    words = [bytes.fromhex(one) for one in told["last_words"]]
+    newcomers = Newcomers(shared, told["patience_s"], starter, others.elsewhere)
     try:
-        left = hand_over(held, heirs)
+        left = hand_over(held, others.heirs, newcomers, lambda over: end(over, words))
     except Exception as error:  # whatever it is, no stream ends without its last words
         say(f"guardian: answers cannot be handed over: {error!r}")
         left = [one for one in held if one.connection.fileno() >= 0]
-    end(left, [bytes.fromhex(words) for words in sys.argv[3].split(",")])
+    end(left, words)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    if shared:
+        with contextlib.suppress(OSError):  # others are there
+            os.rmdir(shared)

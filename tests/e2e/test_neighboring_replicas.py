@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import httpx
 import pytest
 from served_application import Server
 from timed_client import begin, client, until
@@ -68,18 +69,39 @@ async def test_streams_of_a_front_that_dies_go_on_at_the_other(server: Server, n
         assert [result.text for result in disturbed] == [result.text for result in undisturbed]
         assert len({result.replica for result in disturbed}) == 2, "both had streams"
 
-        async def replaced() -> bool:
-            now = server.pids("ray::ServeReplica:latentserve:engine")
-            return len(now) == 2 and fronts[0] not in now
+        await until(lambda: replaced(server, fronts[:1]), 120.0)
+        await until(lambda: both_serve(server, http), 120.0)
 
-        await until(replaced, 120.0)
 
-        async def both_serve() -> bool:
-            asking = (
-                http.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}) for _ in "123456"
-            )
-            answers = await asyncio.gather(*asking)
-            assert {answer.status_code for answer in answers} == {200}
-            return len({answer.headers["x-latentserve-replica"] for answer in answers}) == 2
+async def test_streams_of_fronts_that_die_together_go_on_at_the_first_one_that_comes(server: Server) -> None:
+    """Nobody is there to write into their connections until Serve has started other replicas."""
+    await asyncio.sleep(3.0)
+    fronts = sorted(server.pids("ray::ServeReplica:latentserve:engine"))
+    assert len(fronts) == 2
+    async with client(300.0) as http:
+        ask = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+        undisturbed = await asyncio.gather(*await begin(http, server.url, 4, **ask))
+        tasks = await begin(http, server.url, 4, **ask)
+        for front in fronts:
+            os.kill(front, signal.SIGKILL)
+        begun = time.monotonic()
+        disturbed = await asyncio.gather(*tasks)
+        print(f"all streams had ended after {time.monotonic() - begun:.1f} s")
+        assert all(result.done for result in disturbed), [result.error or result.broken for result in disturbed]
+        assert [result.text for result in disturbed] == [result.text for result in undisturbed]
+        await until(lambda: replaced(server, fronts), 120.0)
+        await until(lambda: both_serve(server, http), 120.0)
 
-        await until(both_serve, 120.0)
+
+async def replaced(server: Server, died: list[int]) -> bool:
+    """Whether there are two fronts, and none of those that died."""
+    now = server.pids("ray::ServeReplica:latentserve:engine")
+    return len(now) == 2 and not {*died} & {*now}
+
+
+async def both_serve(server: Server, http: httpx.AsyncClient) -> bool:
+    """Whether both answer; one of them does in any case."""
+    asking = (http.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}) for _ in "123456")
+    answers = await asyncio.gather(*asking)
+    assert {answer.status_code for answer in answers} == {200}
+    return len({answer.headers["x-latentserve-replica"] for answer in answers}) == 2

@@ -102,6 +102,7 @@ class Receiver:
     def __init__(self, socket: zmq.Socket[bytes], kind: Any) -> None:
         self.socket = socket
         self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._monitor: zmq.Socket[bytes] | None = None
 
     def receive(self, timeout_ms: int | None = None) -> Any:
         """Next message; None when `timeout_ms` passes first (None waits for ever, 0 does not wait)."""
@@ -116,8 +117,28 @@ class Receiver:
         with contextlib.suppress(ValueError):  # of a process with so many open files that select cannot name this one
             select.select([self.socket.fileno()], [], [], seconds)
 
+    def watch_connection(self) -> int:
+        """Watch whether the connection stays from now on. Returns a file descriptor, which is edge-triggered like those
+        of ZeroMQ's sockets; it is readable when `broke` may say something else than before."""
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor.poll(0)  # a socket that nobody has looked at yet wakes nobody up
+        return self._monitor.fileno()
+
+    def broke(self) -> bool:
+        """Whether the connection, which is watched, broke since the last call. The kernel says so at once when the
+        process at the other end has ended, but not when its node is gone."""
+        assert self._monitor is not None
+        broke = False
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            broke = True
+        return broke
+
     def close(self) -> None:
         """Close at once."""
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
         self.socket.close(linger=0)
 
 

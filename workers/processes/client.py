@@ -42,8 +42,9 @@ class EngineClient:
     """Implements `workers.protocol.front.Engine` over the channel. Single use: after a fault it only reports that
     (`workers.processes.failover` goes on with the next one)."""
 
-    def __init__(self, config: EngineConfig, addresses: Addresses, name: str) -> None:
-        """Connects in the running event loop; `ready` tells when the replica can serve."""
+    def __init__(self, config: EngineConfig, addresses: Addresses, name: str, connected: bool = False) -> None:
+        """Connects in the running event loop; `ready` tells when the replica can serve. `connected`: it is given up
+        when its connection breaks; for an engine whose processes are watched by nobody here."""
         self._config, self._name = config, name
         self._requests = connect_sender(addresses.requests, addresses.keys)
         self._outbox = Outbox(self._requests, self._refuse)
@@ -71,6 +72,10 @@ class EngineClient:
         self._fds = [receiver.socket.fileno() for receiver in (self._outputs, self._pulse)]
         for fd in self._fds:
             self._loop.add_reader(fd, self._drain)
+        self._connected = connected
+        if connected:
+            self._fds.append(self._outputs.watch_connection())
+            self._loop.add_reader(self._fds[-1], self._look_at_connection)
         self._watcher = self._loop.create_task(self._watch())
 
     @property
@@ -184,6 +189,13 @@ class EngineClient:
         except msgspec.MsgspecError as error:
             self.fail(f"unreadable message from the scheduler: {error}")
 
+    def _look_at_connection(self) -> None:
+        """Before it serves, whoever is to be there may come yet, and ZeroMQ connects again."""
+        if self._outputs.broke():
+            self._drain()  # what was said before
+            if self.serves:
+                self.fail("the connection broke: the process at its other end has ended")
+
     def _dispatch(self, message: ToFront) -> None:
         self._heard = time.monotonic()
         match message:
@@ -235,9 +247,12 @@ class EngineClient:
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             self._drain()
+            if self._connected:
+                self._look_at_connection()
             silent = time.monotonic() - self._heard
             if self._ready.done() and silent > self._config.heartbeat_timeout_s:
                 self.fail(f"the scheduler has been silent for {silent:.1f} s")
+            if self.fault is not None:
                 return
 
 

@@ -288,6 +288,8 @@ class FailoverEngine:
             if self._patience is None:
                 self._patience = loop.call_later(self._patience_s, self._lose_patience, cause)
             self._at_neighbors(bereaved)
+            elsewhere = sum(stream.holder is not None for stream in bereaved)
+            logger.warning("%s; of %d streams %d go on at neighbors", cause, len(bereaved), elsewhere)
             self._reviving = loop.create_task(self._revive(client, cause, now))
             tell(self.on_loss, cause)
 
@@ -296,6 +298,7 @@ class FailoverEngine:
         bereaved = self._without(client, cause)
         if self._closed or not bereaved:
             return
+        logger.warning("the engine of a neighbor is lost (%s), and %d streams go on elsewhere", cause, len(bereaved))
         if not self.down:
             now = self._clock()
             for stream in bereaved:

@@ -96,6 +96,10 @@ class Front:
     """How long it may be silent before its watchdog ends it."""
     stalled: bool = False
     """Whether the kernel takes few bytes."""
+    shared: str = ""
+    """Folder in which watchdogs find it, and its own one finds others; none by default."""
+    patience_s: float = 0.0
+    """How long its watchdog waits for one that comes."""
 
 
 def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> None:
@@ -138,8 +142,10 @@ def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> 
 
     async def main() -> None:
         words = [engine_down("the replica's front died").event(path) for path in FAILURES]
-        watchdog, arrivals = StreamWatchdog(words, silence_s=front.silence_s), Arrivals()
-        heir = Heir(app, watchdog, lambda: front.fingerprint, (b"x-latentserve-replica", b"heir"), arrivals)
+        shared = Path(front.shared) if front.shared else None
+        watchdog = StreamWatchdog(words, silence_s=front.silence_s, shared=shared, patience_s=front.patience_s)
+        arrivals = Arrivals()
+        heir = Heir(app, watchdog, lambda: front.fingerprint, (b"x-latentserve-replica", b"heir"), arrivals, shared)
         journals = Journals(watchdog, lambda: front.fingerprint)
         layer = UnderServe(known, "victim", arrivals, watchdog, journals=journals)
 

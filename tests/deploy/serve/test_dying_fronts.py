@@ -3,8 +3,10 @@ has, byte for byte, what an undisturbed front sends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -15,6 +17,7 @@ import pytest
 from dying_fronts import Received, Zygote, ask, is_alive
 
 from deploy.serve.heir import MOST_FRONTS
+from workers.channel.ports import socket_folder
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 130}
@@ -176,6 +179,100 @@ def test_a_stopped_front_is_ended_and_a_dead_heir_is_passed_by(
     )
     wait_for_the_end_of(stopped)
     assert found.body == undisturbed["message", True].body
+
+
+@pytest.fixture
+def shared() -> Iterator[str]:
+    """A folder of a node's fronts."""
+    folder = socket_folder(len("/12345678/heir.new"))
+    yield str(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "stream"),
+    [
+        pytest.param(request, stream, marks=() if stream == (number % 2 == 0) else pytest.mark.soak)
+        for number, request in enumerate(("completion", "choices", "message", "response"))
+        for stream in (True, False)
+    ],
+)
+def test_answers_of_fronts_that_are_down_at_the_same_time_go_on_at_the_next_one_that_comes(
+    zygote: Zygote, undisturbed: Any, shared: str, request_: str, stream: bool
+) -> None:
+    expected = undisturbed[request_, stream]
+    waiting = {"shared": shared, "patience_s": 600.0}
+    second = zygote.front(event="fed" if stream else "taken", count=7 if stream else 1, **waiting)
+    first = zygote.front(event="journalled" if stream else "fed", count=9, **waiting)
+    found: list[Received] = []
+    reader = threading.Thread(target=lambda: found.append(ask(first["port"], *asked(request_, stream), request_)))
+    reader.start()
+    while is_alive(first["pid"]) or is_alive(second["pid"]):
+        time.sleep(0.005)
+    reader.join(0.3)
+    assert not found
+    comes = zygote.front(**waiting)
+    reader.join(60)
+    for front in (first, second):
+        wait_for_the_end_of(front)
+    same(found[0], expected, request_)
+    os.kill(comes["pid"], signal.SIGKILL)
+    wait_for_the_end_of(comes)
+    assert not os.path.exists(shared)
+
+
+def test_an_answer_waits_for_no_front_longer_than_its_patience_or_where_one_makes_another_answer(
+    zygote: Zygote, shared: str
+) -> None:
+    for number, patience_s in enumerate((0.3, 600.0)):
+        if number:
+            zygote.front(shared=shared, fingerprint="other weights")
+        victim = zygote.front(event="sent", count=4, shared=shared, patience_s=patience_s)
+        found = ask(victim["port"], *asked("chat", True), "chat")
+        assert b'"code":"engine_down"' in found.body.rpartition(b"data: ")[2]
+        wait_for_the_end_of(victim)
+
+
+def test_a_front_whose_watchdog_is_killed_goes_on(zygote: Zygote, undisturbed: Any) -> None:
+    front = zygote.front(pause_s=0.01)
+    threading.Timer(0.2, os.kill, (front["watchdog"], signal.SIGKILL)).start()
+    for _ in range(2):  # the second one begins when it is gone
+        found = ask(front["port"], *asked("message", True), "message")
+        assert found.body == undisturbed["message", True].body
+        assert not is_alive(front["watchdog"])
+
+
+def test_a_watchdog_that_is_killed_while_answers_wait_leaves_no_client_waiting(
+    zygote: Zygote, undisturbed: Any, shared: str
+) -> None:
+    victim = zygote.front(event="sent", count=6, shared=shared, patience_s=600.0)
+    found: list[Received] = []
+    reader = threading.Thread(target=lambda: found.append(ask(victim["port"], *asked("message", True), "message")))
+    reader.start()
+    while is_alive(victim["pid"]):
+        time.sleep(0.005)
+    reader.join(0.3)
+    assert not found
+    os.kill(victim["watchdog"], signal.SIGKILL)
+    reader.join(20)
+    assert undisturbed["message", True].body.startswith(found[0].body)
+    assert b"message_stop" not in found[0].body
+
+
+def test_an_answer_that_was_taken_over_needs_the_watchdog_no_more(zygote: Zygote, undisturbed: Any) -> None:
+    """Of the front that died; the one that goes on has one of its own."""
+    heir = zygote.front(pause_s=0.02)
+    files = len(os.listdir(f"/proc/{heir['pid']}/fd"))
+    victim = zygote.front(heirs=[heir["heir"]], event="sent", count=6)
+    found: list[Received] = []
+    reader = threading.Thread(target=lambda: found.append(ask(victim["port"], *asked("message", True), "message")))
+    reader.start()
+    while len(os.listdir(f"/proc/{heir['pid']}/fd")) < files + 3:  # a channel, the connection and its journal
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):  # it has ended, unless the machine is busy
+        os.kill(victim["watchdog"], signal.SIGKILL)
+    reader.join(60)
+    assert found[0].body == undisturbed["message", True].body
 
 
 def test_many_answers_at_once_and_clients_that_read_slowly(zygote: Zygote, heir: dict[str, Any]) -> None:

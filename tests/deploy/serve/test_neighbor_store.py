@@ -133,12 +133,13 @@ async def test_answers_of_a_front_that_dies_go_to_fronts_of_its_node_that_serve_
     ]
     for one, name in zip(stores, "abcde", strict=True):
         one.heir = f"/heir-of-{name}"
-    told: list[Sequence[str]] = []
-    stores[0].on_heirs.append(told.append)
+    told: list[tuple[Sequence[str], bool]] = []
+    stores[0].on_heirs.append(lambda heirs, elsewhere: told.append((heirs, elsewhere)))
     await until(lambda: sorted(stores[0].heirs()) == ["/heir-of-b", "/heir-of-c"])
     await until(lambda: all(len(one.neighbors()) == 3 for one in stores[:4]))
     assert [list(one.heirs()) for one in stores[3:]] == [[], []]
-    assert told[-1] == stores[0].heirs()
+    assert told[-1] == (stores[0].heirs(), True)
+    assert all(one.elsewhere() for one in stores), "d is"
     assert all(before != after for before, after in pairwise(told))
     # Whoever writes answers otherwise is asked, and refuses.
     names = [one.answers_as() for one in stores]
@@ -285,6 +286,23 @@ async def test_a_neighbor_whose_engine_died_is_used_again_once_it_serves(store: 
     stores[1]._engine.down = ""
     await until(lambda: stores[0].neighbors())
     assert stores[0].neighbors() != [client]
+    for one in stores:
+        one.close()
+
+
+async def test_a_neighbor_whose_front_dies_is_none_any_more_before_it_is_missed(store: Store) -> None:
+    patient = {"engine": {"model": "demo", "heartbeat_timeout_s": 600.0}, "replicas": 3}
+    stores = [opened(name, config=ServeConfig.model_validate(patient)) for name in "ab"]
+    await until(lambda: all(one.neighbors() for one in stores))
+    [client] = stores[0].neighbors()
+    stream = client.generate(Request("r", (1, 2), SamplingParams(9)))
+    [channel] = stores[1]._channels.values()
+    channel._beating.cancel()
+    channel.say = lambda message: None  # type: ignore[method-assign]
+    channel._binding.outputs.close(linger_ms=0)  # as the kernel does it for a process that ends
+    with pytest.raises(EngineFault, match="the connection broke"):
+        await asyncio.wait_for(anext(stream), 20)
+    assert stores[0].neighbors() == []
     for one in stores:
         one.close()
 

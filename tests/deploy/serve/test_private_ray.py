@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,6 +397,10 @@ def test_with_rays_store_reports_come_through(lines: list[str], monkeypatch: pyt
     for verb, way in ways.items():
         monkeypatch.setattr(internal_kv, f"_internal_kv_{verb}", way)
     progress.StatusStore("a", "r").say("starting")
+    deadline = time.monotonic() + 20
+    while not kept:  # it is written in a thread
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     assert progress.ProgressReader("a").new_lines() == ["starting"]
     progress.clear("a")
     assert not kept

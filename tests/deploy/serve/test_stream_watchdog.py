@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import os
+import re
 import resource
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 from dying_fronts import is_alive
 
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import HOLD, MESSAGE, WRITE_TIMEOUT_S, Held, end, keep
+from deploy.serve.watchdog_process import BEAT_S, HOLD, MESSAGE, WRITE_TIMEOUT_S, Held, Silence, end, keep
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -196,6 +197,123 @@ def test_a_front_that_hangs_is_ended() -> None:
         assert front.poll() is None
         front.send_signal(signal.SIGSTOP)
         assert front.wait(60) == -signal.SIGKILL
+
+
+def hanging(does: str) -> str:
+    """A front with a long patience that gives signs of life for a while and then hangs, in a thread beside others."""
+    return (
+        "import threading, time\n"
+        "from deploy.serve.stream_watchdog import StreamWatchdog\n"
+        "watchdog = StreamWatchdog([b''], silence_s=600.0)\n"
+        "def loop():\n"
+        "    for _ in range(8): watchdog.beat(); time.sleep(0.3)\n"
+        "    print(flush=True)\n"
+        f"    {does}\n"
+        "threading.Thread(target=loop).start()\n"
+        "while True: time.sleep(0.01)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("threading.Event().wait()", r"has waited for [\d.]+ s in its loop"),
+        pytest.param("while True: pass", r"has computed for [\d.]+ s in its loop", marks=pytest.mark.long),
+        ("while True: watchdog.beat(); time.sleep(0.2)", r"was stopped [\d.]+ s ago"),
+    ],
+)
+def test_a_front_that_hangs_is_ended_sooner_where_the_kernel_says_so(does: str, why: str) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hanging(does)], cwd=ROOT, **pipes) as front:
+        front.stdout.readline()
+        if "stopped" in why:
+            front.send_signal(signal.SIGSTOP)
+        assert front.wait(120) == -signal.SIGKILL
+        assert re.search(why.encode(), front.stderr.read())
+
+
+class Looked(Silence):
+    """What the kernel says of a front, look by look; the last of it for ever."""
+
+    def __init__(self, looks: list[tuple[str, float, int] | None], silence_s: float = 10.0) -> None:
+        super().__init__(1, silence_s)
+        self._looks = iter(looks)
+        self._last = looks[-1]
+        self.beat(2)
+
+    def _look(self) -> tuple[str, float, int] | None:
+        self._last = next(self._looks, self._last)
+        return self._last
+
+    def end(self) -> str:
+        """Let it be silent until it is given up; return after how many seconds, and why."""
+        looks = 1
+        while not (wrong := self.grows()):
+            looks += 1
+        return f"{looks * BEAT_S:g} {wrong.split()[0]} {wrong.split()[1]}"
+
+
+LIVES = [("S", 0.0, 1), ("S", 0.0, 2)]
+"""Two looks at a front between which it was switched to."""
+
+
+@pytest.mark.parametrize(
+    ("looks", "after"),
+    [
+        ([*LIVES, ("S", 0.0, 2)], "2.25 has waited"),
+        ([*LIVES, ("T", 0.0, 2)], "1.25 was stopped"),
+        ([*LIVES, *(("R", 0.25 * n, 2) for n in range(99))], "3.5 has computed"),
+        # These may be on a busy machine; on a disk that is slow; at a kernel that does not count; in a debugger.
+        ([*LIVES, ("R", 0.0, 2)], "10 was silent"),
+        ([*LIVES, *(("R", 0.05 * n, 2 + n) for n in range(99))], "10 was silent"),
+        ([*LIVES, *(("S", 0.05 * n, 2 + n) for n in range(99))], "10 was silent"),
+        ([*LIVES, ("D", 0.0, 2)], "10 was silent"),
+        ([("S", 0.0, 0)], "10 was silent"),
+        ([None], "10 was silent"),
+        ([*LIVES, ("t", 0.0, 2)], "10 was silent"),
+    ],
+)
+def test_a_front_is_given_up_by_what_the_kernel_says_of_it(
+    looks: list[tuple[str, float, int] | None], after: str
+) -> None:
+    assert Looked(looks).end() == after
+
+
+def test_each_sign_of_a_front_begins_anew() -> None:
+    for state in "STR":
+        silence = Looked([*LIVES, *((state, 0.25 * n if state == "R" else 0.0, 2) for n in range(200))])
+        for _ in range(50):
+            assert [silence.grows() for _ in range(3)] == [""] * 3
+            silence.sign()
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_front_that_gets_no_processor_for_long_is_not_ended() -> None:
+    """It is silent for longer than one that hangs may be, because others compute with a thousand times its weight."""
+    code = (
+        "import os, sys, time\n"
+        "from deploy.serve.stream_watchdog import StreamWatchdog\n"
+        "watchdog, longest = StreamWatchdog([b''], silence_s=600.0), 0.0\n"
+        "watchdog.beat()\n"
+        "os.sched_setaffinity(0, {int(sys.argv[1])})\n"
+        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "print(flush=True)\n"
+        "while longest < 2.5:\n"
+        "    begin = time.monotonic()\n"
+        "    while time.monotonic() < begin + 0.2: pass\n"
+        "    watchdog.beat()\n"
+        "    longest = max(longest, time.monotonic() - begin)\n"
+    )
+    cpu = min(os.sched_getaffinity(0))
+    busy = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    with contextlib.ExitStack() as stack:
+        front = stack.enter_context(subprocess.Popen([sys.executable, "-c", code, str(cpu)], cwd=ROOT))
+        stack.callback(front.kill)
+        others = [stack.enter_context(subprocess.Popen([sys.executable, "-c", busy])) for _ in range(4)]
+        for other in others:
+            stack.callback(other.kill)
+        assert front.wait(600) == 0
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import fcntl
 import gc
+import json
 import mmap
 import os
 import resource
@@ -16,11 +17,13 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,10 +33,10 @@ from typing_extensions import override
 
 from deploy.routing.arrivals import Arrivals
 from deploy.serve import watchdog_process
-from deploy.serve.heir import Heir
+from deploy.serve.heir import Heir, shared_folder
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, end, given_to, hand_over, keep
+from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, Newcomers, end, given_to, hand_over, keep
 from workers.channel.ports import socket_folder
 from workers.protocol.messages import RequestOutput
 
@@ -70,10 +73,10 @@ def begun(front: socket.socket) -> tuple[Journal, Held]:
 class Front(threading.Thread):
     """A front at which answers can go on, or not."""
 
-    def __init__(self, does: Callable[[Front, socket.socket], None]) -> None:
-        """`does`: what it does with each watchdog that connects to it."""
+    def __init__(self, does: Callable[[Front, socket.socket], None], shared: Path | None = None) -> None:
+        """`does`: what it does with each watchdog that connects to it. `shared`: where watchdogs look for it."""
         super().__init__()
-        self._folder = socket_folder(len("heir") + 1)
+        self._folder = socket_folder(len("heir") + 1) if shared is None else Path(tempfile.mkdtemp(dir=shared))
         self.path, self._does = str(self._folder / "heir"), does
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.path)
@@ -123,9 +126,9 @@ class Front(threading.Thread):
 
 
 @contextmanager
-def fronts(*does: Callable[[Front, socket.socket], None]) -> Iterator[list[Front]]:
+def fronts(*does: Callable[[Front, socket.socket], None], shared: Path | None = None) -> Iterator[list[Front]]:
     """Fronts that do what they are to do."""
-    made = [Front(one) for one in does]
+    made = [Front(one, shared) for one in does]
     for one in made:
         one.start()
     try:
@@ -293,6 +296,135 @@ def test_locks_of_a_front_that_was_handed_nothing_are_not_waited_for(monkeypatch
     assert time.monotonic() - begin < 30
 
 
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """The folder of a node's fronts; of one that died the socket is still there."""
+    folder = socket_folder(len("/12345678/heir.new"))
+    (folder / "of-one-that-died").mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+        one.bind(str(folder / "of-one-that-died" / "heir"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def starter() -> Iterator[int]:
+    """A descriptor of a process that lives: it may start a front."""
+    opened = os.pidfd_open(os.getpid())
+    yield opened
+    os.close(opened)
+
+
+def test_answers_wait_for_a_front_that_comes(shared: Path, starter: int) -> None:
+    left: list[list[Held]] = []
+    with dead(3) as held:
+        newcomers = Newcomers(str(shared), 600.0, starter)
+        waiting = threading.Thread(target=lambda: left.append(hand_over(held, ["/nobody/heir"], newcomers)))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        with fronts(Front.take, shared=shared) as [front]:
+            waiting.join(60)
+    assert (left, front.found) == ([[]], [True] * 3)
+
+
+def test_a_front_that_nobody_told_of_is_asked_behind_the_others(shared: Path, starter: int) -> None:
+    with dead(3) as held, fronts(Front.take, shared=shared) as [there], fronts(Front.take) as [told]:
+        assert hand_over(held, [told.path], Newcomers(str(shared), 600.0, starter)) == []
+    assert (told.found, there.found) == ([True] * 3, [])
+    with dead(2) as held, fronts(Front.refuse) as [told], fronts(Front.take, shared=shared) as [there]:
+        assert hand_over(held, [told.path], Newcomers(str(shared), 600.0, starter)) == []
+    assert (told.found, there.found) == ([True] * 2, [True] * 2)
+
+
+def test_what_a_front_refused_waits_for_no_other_one(shared: Path, starter: int) -> None:
+    """As in an update, where those that come are of the next version as well."""
+    with dead(2) as held, fronts(Front.refuse, shared=shared) as [_]:
+        assert hand_over(held, [], Newcomers(str(shared), 600.0, starter)) == held
+
+
+def test_nobody_is_waited_for_where_nobody_can_come(shared: Path, starter: int) -> None:
+    """The patience is over; there is no folder; the process that starts fronts has ended."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    opened = os.pidfd_open(ended.pid)
+    ended.wait()
+    for where, patience_s, by in ((shared, 0.2, starter), ("", 600.0, starter), (shared, 600.0, opened)):
+        with dead(2) as held:
+            assert hand_over(held, ["/nobody/heir"], Newcomers(str(where), patience_s, by)) == held
+    os.close(opened)
+
+
+def test_an_answer_whose_client_has_left_waits_for_nobody(shared: Path, starter: int) -> None:
+    with connected() as (front, client):
+        journal, one = begun(front)
+        journal.close()
+        threading.Timer(0.3, client.shutdown, (socket.SHUT_RDWR,)).start()
+        assert hand_over([one], [], Newcomers(str(shared), 600.0, starter)) == [one]
+        one.close()
+
+
+def test_what_has_not_begun_waits_for_nobody_where_a_replica_of_another_node_can_answer_it(
+    shared: Path, starter: int
+) -> None:
+    """Its connection closes, and proxies ask that one, while what has begun goes on waiting."""
+    left: list[list[Held]] = []
+    finished: list[Held] = []
+    with connected() as (front, client), dead(1) as [waits]:
+        journal, memory = Journal.begin(BEGAN, 0)
+        fresh = Held(os.dup(front.fileno()), 0, memory)
+        journal.close()
+        alone = Held(os.dup(client.fileno()), 0, None)
+        newcomers = Newcomers(str(shared), 600.0, starter, elsewhere=True)
+        work = [waits, fresh, alone], [], newcomers, finished.extend
+        waiting = threading.Thread(target=lambda: left.append(hand_over(*work)))
+        waiting.start()
+        while len(finished) < 2 and waiting.is_alive():
+            time.sleep(0.005)
+        assert waiting.is_alive()
+        assert finished == [fresh, alone], "the latter has no journal"
+        with fronts(Front.take, shared=shared):
+            waiting.join(60)
+        assert left == [[]]
+        fresh.close()
+        alone.close()
+
+
+def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were there before may have been waited for until then."""
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+
+    def late(front: Front, channel: socket.socket) -> None:
+        time.sleep(0.3)
+        front.take(channel)
+
+    left: list[list[Held]] = []
+    with dead(1) as held:
+        newcomers = Newcomers(str(shared), 600.0, starter)
+        waiting = threading.Thread(target=lambda: left.append(hand_over(held, [], newcomers)))
+        waiting.start()
+        waiting.join(0.3)
+        monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+        with fronts(late, shared=shared) as [front]:
+            waiting.join(60)
+    assert (left, front.found) == ([[]], [True])
+
+
+def test_the_folder_of_a_node_is_that_of_its_user_alone(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    folder = shared_folder("app at 1.2.3.4:6379")
+    assert folder is not None
+    assert folder == shared_folder("app at 1.2.3.4:6379") != shared_folder("app at 1.2.3.5:6379")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert shared_folder("app at 1.2.3.4:6379") is None
+    folder.rmdir()
+    folder.symlink_to(shared)
+    assert shared_folder("app at 1.2.3.4:6379") is None
+    assert "is not this user's alone" in caplog.text
+
+
 def test_words_that_a_front_said_before_it_left_are_heard() -> None:
     """Where messages were unread the kernel tells of those first."""
     left = threading.Event()
@@ -385,7 +517,9 @@ def test_a_watchdog_that_holds_all_it_can_writes_last_words_though_nobody_reads_
     read, write = os.pipe()
     os.close(read)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = [sys.executable, "-S", watchdog_process.__file__, str(theirs.fileno()), "inf", b"words".hex(), ""]
+    told = {"silence_s": 1e9, "patience_s": 0, "last_words": [b"words".hex()], "folder": "", "shared": "", "starter": 0}
+    settings = json.dumps({**told, "note": None})
+    arguments = [sys.executable, "-S", watchdog_process.__file__, str(theirs.fileno()), settings]
     program = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *arguments]
     process = subprocess.Popen(program, pass_fds=[theirs.fileno()], stderr=write)
     theirs.close()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
-from workers.channel.sockets import Binding
+from workers.channel.sockets import Addresses, Binding, encode, remove_sockets
 from workers.config import EngineConfig
 from workers.processes.client import EngineClient
 from workers.protocol.front import EngineFault, Refused
@@ -257,6 +260,56 @@ async def test_a_scheduler_with_a_pulse_is_alive_though_its_loop_says_nothing() 
         assert client.fault is None
         await asyncio.sleep(2.0)
         assert re.fullmatch(r"the scheduler has been silent for [12]\.\d s", client.fault or "")
+
+
+PEER = """
+import sys
+from workers.channel.sockets import Binding, encode
+from workers.protocol.messages import FromWorker, Ready, ToScheduler
+binding = Binding(1, sys.argv[1] or None, ToScheduler, FromWorker)
+print(encode(binding.addresses).hex(), flush=True)
+binding.requests.receive()
+binding.outputs.send(Ready(-1, pages=9, max_context=200, vocab_size=50, width=3, eos_ids=(1,)))
+binding.requests.receive()
+"""
+"""An engine in a process of its own, which is ready when it is asked for something."""
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+async def test_an_engine_whose_process_ends_is_given_up_without_waiting_for_its_silence(host: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PEER, host, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    assert process.stdout is not None
+    addresses = msgspec.msgpack.decode(bytes.fromhex((await process.stdout.readline()).decode()), type=Addresses)
+    client = EngineClient(EngineConfig(model="demo", heartbeat_timeout_s=600.0), addresses, "it", connected=True)
+    try:
+        stream = client.generate(request("a"))
+        await client.ready(60)
+        process.kill()
+        with pytest.raises(EngineFault, match="the connection broke"):
+            await asyncio.wait_for(anext(stream), 60)
+    finally:
+        await client.close()
+        await process.wait()
+        remove_sockets(addresses)
+
+
+async def test_a_connection_that_breaks_before_anybody_serves_is_made_again() -> None:
+    binding = Binding(1, None, ToScheduler, FromWorker)
+    client = EngineClient(EngineConfig(model="demo"), binding.addresses, "it", connected=True)
+    outputs = binding.outputs._socket
+    await asyncio.to_thread(outputs.poll, 5000, zmq.POLLOUT)  # it is connected
+    outputs.unbind(binding.addresses.outputs)
+    outputs.close(linger=0)
+    again = zmq.Context.instance().socket(zmq.PUSH)
+    again.bind(binding.addresses.outputs)
+    await asyncio.to_thread(again.send, encode(READY))
+    assert (await client.ready(60)).max_context == 200
+    assert client.fault is None
+    await client.close()
+    again.close(linger=0)
+    binding.close()
 
 
 async def test_closing_ends_the_scheduler_and_what_still_streams() -> None:

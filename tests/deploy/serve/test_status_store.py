@@ -1,0 +1,68 @@
+"""What a starting replica says reaches the store, and keeps nobody waiting for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from test_live_status_store import Store
+
+from deploy.serve import progress
+from deploy.serve.progress import StatusStore, reports
+
+
+def lines_at_the_end(count: int) -> list[str]:
+    """The lines of the only report, once there are so many."""
+    deadline = time.monotonic() + 20
+    while len(lines := reports("app")[0].lines if reports("app") else []) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return lines
+
+
+def test_a_store_that_hangs_keeps_nobody_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop says lines, and its streams wait for it."""
+    kept, may_write = Store(), threading.Event()
+
+    def store(verb: str, *what: Any, **options: Any) -> Any:
+        if verb == "put":
+            assert threading.current_thread() is not threading.main_thread()
+            may_write.wait()
+        return kept(verb, *what, **options)
+
+    monkeypatch.setattr(progress, "store", store)
+    made = StatusStore("app", "a")
+    for number in range(9):
+        made.say(f"line {number}")
+    assert reports("app") == []
+    may_write.set()
+    assert lines_at_the_end(9) == [f"line {number}" for number in range(9)]
+
+
+def test_a_store_that_fails_gets_what_it_missed_with_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Store()
+    monkeypatch.setattr(progress, "store", kept)
+    made = StatusStore("app", "a")
+    kept.broken = True
+    made.say("line 0")
+    while made._writer is not None:
+        time.sleep(0.005)
+    kept.broken = False
+    made.say("line 1")
+    assert lines_at_the_end(2) == ["line 0", "line 1"]
+
+
+def test_the_end_is_written_when_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever said it may end the process, and lines that were said before do not come behind it."""
+    monkeypatch.setattr(progress, "store", Store())
+    for _ in range(50):
+        made = StatusStore("app", "a")
+        made.say("line")
+        made.fail("the cause", lasting=True)
+        [report] = reports("app")
+        assert (report.failed, report.lasting, report.lines) == ("the cause", True, ["line"])
+        while made._writer is not None:
+            time.sleep(0.001)
+        assert reports("app")[0].failed == "the cause"
