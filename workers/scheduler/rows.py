@@ -52,6 +52,7 @@ class Rows:
                 savers=config.savers,
                 shards=config.cache_shards,
                 least=config.load_least,
+                token_s=token_s,
             )
         self.disk: DiskTier | None = None
         """The disk behind host memory, where there is one."""

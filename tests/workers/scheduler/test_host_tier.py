@@ -14,6 +14,7 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol import prompt as prompts
 from workers.protocol.prompt import page_keys, unpack_keys
 from workers.protocol.tiers import Pinned
+from workers.scheduler.host_tier import LOAD_S
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.sequence import Phase
 from workers.scheduler.tokens import Tokens
@@ -76,6 +77,23 @@ def test_pages_in_host_memory_whose_keys_have_one_low_half_are_all_found(monkeyp
     assert [served(replica, str(number), prompt) for number, prompt in enumerate((first, second))] == [0, 0]
     assert served(replica, "again", first) == 9 * PAGE_TOKENS
     assert replica.scheduler.stats().host_loaded_pages == 9
+
+
+@pytest.mark.parametrize(
+    ("token_s", "loaded"),
+    [(None, 0), (LOAD_S / (2.9 * PAGE_TOKENS), 3), (LOAD_S / (3.1 * PAGE_TOKENS), 0), (1.0, 3)],
+)
+def test_few_pages_are_loaded_where_computing_them_takes_longer(token_s: float | None, loaded: int) -> None:
+    """The last three pages of nine have left the device."""
+    replica = tiered(load_least=4)
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    tier._token_s = lambda: token_s
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    served(replica, "b", tokens(230, seed=2))
+    assert served(replica, "c", first) == (6 + loaded) * PAGE_TOKENS
+    assert replica.scheduler.stats().host_loaded_pages == loaded
 
 
 def test_a_second_asker_finds_loaded_pages_on_the_device() -> None:
