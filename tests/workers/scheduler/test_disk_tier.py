@@ -13,7 +13,10 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol import prompt as prompts
 from workers.protocol.prompt import page_keys
 from workers.protocol.tiers import DiskMoved
+from workers.scheduler.prefix import PrefixCache
+from workers.scheduler.prefix_summary import Entry
 from workers.scheduler.sequence import Phase
+from workers.scheduler.tokens import Tokens
 
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
 
@@ -89,6 +92,40 @@ def test_what_was_read_for_a_request_stays_until_its_turn(cancelled: bool) -> No
     replica.check_pages()
     assert not disk_of(replica)._kept
     assert cancelled or replica.outputs["c"][0].cached_tokens == LONG
+
+
+def test_pages_are_read_while_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a prompt that has to wait is looked at once for that."""
+    replica = tiered(slots=1, pages=31, host_pages=40, width=1, token_budget=700)
+    asked = filled(replica, 8)
+    looks = 0
+    honest = PrefixCache.match
+
+    def match(self: PrefixCache, found: Tokens, keys: list[bytes], most: int) -> list[Entry]:
+        nonlocal looks
+        looks += 1
+        return honest(self, found, keys, most)
+
+    monkeypatch.setattr(PrefixCache, "match", match)
+    assert replica.add("runs", tokens(100, seed=20), max_tokens=200) is None
+    while replica.scheduler.stats().running == 0:
+        replica.step()
+    assert replica.add("c", [*asked[0], 1], max_tokens=2) is None
+    assert replica.add("computed", tokens(600, seed=21), max_tokens=2) is None
+    looks = 0
+    for _ in range(100):
+        replica.step()
+        replica.check_pages()
+        replica.check_books()
+    assert replica.scheduler.stats().running == 1
+    assert "runs" not in replica.finish
+    assert replica.scheduler._live["c"].phase is Phase.WAITING, "it is at its place again"
+    assert replica.scheduler.stats().disk_loaded_pages == 9
+    assert looks <= 6
+    replica.run()
+    replica.check_tokens()
+    replica.check_rest()
+    assert replica.outputs["c"][0].cached_tokens == LONG
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
