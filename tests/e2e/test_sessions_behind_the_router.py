@@ -110,8 +110,9 @@ async def test_sessions_find_their_pages_behind_the_router_and_behind_a_kill(ser
             os.kill(pid, signal.SIGKILL)
 
         async def back() -> bool:
-            healthy = await figures(http, server, "healthy")
-            return min(healthy) == 1 and not set(server.pids("ray::WorkerActor")) & set(ranks)
+            pids = server.pids("ray::WorkerActor")
+            health = [(await http.get(f"{url}/health")).status_code for url in addresses(server)]
+            return len(pids) == 2 and not set(pids) & set(ranks) and health == [200, 200]
 
         await until(back, 120.0)
 
