@@ -16,8 +16,12 @@ reasoning.
 Routers are told, every 0.2 s, of the 512 newest keys (`newest`), of the 1,024 newest ends and branch points of
 chains (`ends`), what replicas report (`report`), or of every key (`all`); the first two say nothing of host memory.
 Printed are the part of the prompts' tokens that was reused, of that what came from host memory, and what a single cache
-without bounds would have given; the tokens that were computed, the time to the first token, and how far the tokens that
-a router credits a replica with are from those that it has. Exit status 1 where less is reused than `--bound`.
+without bounds would have given; of what was said before and computed again where it was in that moment: on the GPUs of
+another replica, in the host memory of another one, in host memory of the same replica, of which too little was missing
+for a load, or nowhere any more. Then the tokens that were computed, the time to the first token, and how far the tokens
+that a router credits a replica with are from those that it has. `--pool` adds the same sessions on as many replicas
+that share one cache and one host memory, as large as all of theirs: what is lost beside that is lost by the router.
+Exit status 1 where less is reused than `--bound`.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import heapq
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,27 +111,36 @@ class Asked:
 class Replica:
     """A prefix cache, host memory behind it, and a queue in front of one prompt at a time."""
 
-    def __init__(self, pages: int, host_pages: int) -> None:
-        self.cache = PrefixCache(PagePool(pages + 1), reported=SchedulerConfig.prefix_sample)
-        self.tier = HostTier(self.cache, host_pages, 1, reported=SchedulerConfig.tier_sample, batch=max(host_pages, 1))
+    def __init__(self, pages: int, host_pages: int, pool: Replica | None = None) -> None:
+        """`pool`: whose cache and host memory it uses in place of its own."""
+        self.cache = pool.cache if pool else PrefixCache(PagePool(pages + 1), reported=SchedulerConfig.prefix_sample)
+        self.tier = (
+            pool.tier
+            if pool
+            else HostTier(self.cache, host_pages, 1, reported=SchedulerConfig.tier_sample, batch=max(host_pages, 1))
+        )
         self.free_at = 0.0
         self.rows = 0
         self.waiting = 0
         """Tokens of prompts that wait for room, as far as the router counted on computing them."""
+
+    def on_device(self, tokens: Tokens) -> int:
+        """Tokens of a prompt that are cached on the GPUs."""
+        return len(self._found(Asked(tokens, tokens.keys()))) * PAGE_TOKENS
 
     def cached(self, tokens: Tokens) -> int:
         """Tokens of a prompt that are cached, in host memory or before it."""
         asked = Asked(tokens, tokens.keys())
         return max(len(self._found(asked)), len(self.tier.chain(asked, asked.most))) * PAGE_TOKENS
 
-    def begin(self, tokens: Tokens, now: float) -> tuple[RowPages, int, int] | None:
-        """Admit a prompt: its pages, how many of its tokens were cached, and how many of these came from host memory;
-        None where there is no room."""
+    def begin(self, tokens: Tokens, now: float) -> tuple[RowPages, int, int, int] | None:
+        """Admit a prompt: its pages, how many of its tokens were cached, how many of these came from host memory, and
+        how many could have been reused; None where there is no room."""
         asked = Asked(tokens, tokens.keys())
         found, pages = self._found(asked), tokens.length // PAGE_TOKENS + ANSWER_PAGES
         if self.cache.needed(found, pages) > self.cache.available:
             return None
-        loaded, ready_at = 0, now
+        loaded, ready_at, here = 0, now, self.cached(tokens)
         if copies := self.tier.loadable(asked, found, asked.most):
             loaded = len(copies) * PAGE_TOKENS
             self.tier.load(asked, found, copies)
@@ -140,7 +154,7 @@ class Replica:
         hit = len(found) * PAGE_TOKENS
         self.free_at = max(ready_at, self.free_at) + prefill_s(hit, tokens.length)
         self.rows += 1
-        return row, hit, loaded
+        return row, hit, loaded, here
 
     def end(self, row: RowPages, tokens: Tokens) -> None:
         """A prompt was answered; `tokens` has the answer."""
@@ -167,19 +181,27 @@ class Fleet:
 
     kind: str
     options: argparse.Namespace
+    pooled: bool = False
+    """Whether all replicas share one cache and one host memory, as large as all of theirs."""
     prompt_tokens: int = 0
     reused: int = 0
     loaded: int = 0
     """Of these, from host memory."""
     known: int = 0
     """Tokens in whole pages that their session has sent or got before, or that all sessions begin with."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """Of these, tokens that were computed again, by where they were."""
     ttft_s: list[float] = field(default_factory=list)
     credit_errors: list[int] = field(default_factory=list)
 
     def run(self) -> None:
         """Let every session have all its turns."""
         options = self.options
-        self._replicas = [Replica(options.pages, options.host_pages) for _ in range(options.replicas)]
+        if self.pooled:
+            pool = Replica(options.pages * options.replicas, options.host_pages * options.replicas)
+            self._replicas = [pool, *(Replica(0, 0, pool) for _ in range(options.replicas - 1))]
+        else:
+            self._replicas = [Replica(options.pages, options.host_pages) for _ in range(options.replicas)]
         self._book: InFlightAccounting[int] = InFlightAccounting(ROUTER, ROW_TOKENS)
         self._loads: dict[int, Load] = {}
         self._reported = -math.inf
@@ -222,15 +244,30 @@ class Fleet:
             self._at(now + RETRY_S, partial(self._begin, session, replica, tokens, computed, asked_at))
             return
         replica.waiting -= computed
-        row, hit, loaded = begun
+        row, hit, loaded, here = begun
         self.prompt_tokens += tokens.length
         self.reused += hit
         self.loaded += loaded
-        self.known += session.known // PAGE_TOKENS * PAGE_TOKENS
+        known = session.known // PAGE_TOKENS * PAGE_TOKENS
+        self.known += known
+        self._account(replica, tokens, hit, here, known)
         self.ttft_s.append(replica.free_at - asked_at)
         answer = draw(session.random, session.random.randint(300, 1000))
         done = partial(self._answered, session, replica, row, tokens, answer)
         self._at(replica.free_at + len(answer) / TOKENS_PER_S, done)
+
+    def _account(self, replica: Replica, tokens: Tokens, hit: int, here: int, known: int) -> None:
+        """Find where the tokens were that were known and are computed again, because `hit` of them were reused and
+        `here` could have been."""
+        others = [] if self.pooled else [one for one in self._replicas if one is not replica]
+        on_devices = max((one.on_device(tokens) for one in others), default=0)
+        anywhere = max((one.cached(tokens) for one in others), default=0)
+        places = ("here", here), ("on GPUs elsewhere", on_devices), ("in host memory elsewhere", anywhere)
+        for place, there in (*places, ("nowhere", known)):
+            missed = min(there, known) - hit
+            if missed > 0:
+                self.missed[place] += missed
+                hit += missed
 
     def _answered(
         self, session: Session, replica: Replica, row: RowPages, tokens: Tokens, answer: list[int], now: float
@@ -272,12 +309,15 @@ class Fleet:
     def show(self) -> None:
         """Print its figures in a line."""
         ttft, error = sorted(self.ttft_s), sorted(self.credit_errors)
+        missed = "".join(f", {count / self.prompt_tokens:.4f} was {place}" for place, count in self.missed.items())
         prompt, computed = self.prompt_tokens, (self.prompt_tokens - self.reused) / 1e6
+        kind = "a pool" if self.pooled else self.kind
         print(
-            f"{self.kind:7} reused {self.share:.3f} ({self.loaded / prompt:.3f} from host memory) of "
-            f"{self.known / prompt:.3f}, computed {computed:.2f} M tokens, first token p50 {at(ttft, 0.5):.2f} s, p99 "
-            f"{at(ttft, 0.99):.2f} s, credit wrong by {sum(error) / len(error):.0f} tokens in the mean, p50 "
-            f"{at(error, 0.5)}, p99 {at(error, 0.99)}",
+            f"{kind:7} reused {self.share:.3f} ({self.loaded / prompt:.3f} from host memory) of "
+            f"{self.known / prompt:.3f}{missed}, computed {computed:.2f} M tokens, "
+            f"first token p50 {at(ttft, 0.5):.2f} s, p99 {at(ttft, 0.99):.2f} s, "
+            f"credit wrong by {sum(error) / len(error):.0f} tokens in the mean, p50 {at(error, 0.5)}, p99 "
+            f"{at(error, 0.99)}",
             flush=True,
         )
 
@@ -302,6 +342,7 @@ def main() -> int:
     parser.add_argument("--drop", type=int, default=0, help="tokens of an answer that the next prompt leaves out")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(REPORTS), help="which reports to compare")
+    parser.add_argument("--pool", action="store_true", help="also replicas that share all of their caches")
     parser.add_argument("--bound", type=float, help="least share of prompt tokens that is to be reused")
     options = parser.parse_args()
     if options.host_pages < 0:
@@ -313,6 +354,10 @@ def main() -> int:
         fleet = Fleet(kind, options)
         fleet.run()
         fleet.show()
+        if options.pool:
+            pool = Fleet(kind, options, pooled=True)
+            pool.run()
+            pool.show()
         if options.bound is not None and fleet.share < options.bound:
             print(f"less than {options.bound:g} is reused")
             return 1

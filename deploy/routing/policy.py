@@ -1,12 +1,13 @@
 """Which replica a request costs least on: pure arithmetic on reported load, what was sent since, and prompt prefixes.
 
-The unit of cost is the prompt token: cost = tokens queued for prefill before the request + tokens of its own prompt
-that the replica has not cached + a small part of those that it has in host memory or on disk alone + `row_tokens` for
-every request that decodes or waits. A shared prefix therefore draws a request to where its pages are exactly until that
-replica is the busier by more than the prefill it saves. A replica that lacks pages for a request comes last, but for
-one that has most of its prompt: there it waits for others to end, and elsewhere all of it would be computed. Where a
-replica takes several times as long as another for equal steps (`deploy.routing.pace`), all of that and the request's
-own `row_tokens` count so many times.
+The unit of cost is a prompt token that is computed: cost = tokens of the request's own prompt that the replica has not
+cached + a small part of those that it has in host memory or on disk alone + half of the tokens that are queued for
+prefill before the request + `row_tokens` for every request that decodes or waits. Queued tokens keep this request
+waiting; its own ones also keep those waiting that come next, and take pages from what is cached. A shared prefix
+therefore draws a request to where its pages are until the queue there is longer by twice the prefill that it saves. A
+replica that lacks pages for a request comes last, but for one that has most of its prompt: there it waits for others to
+end, and elsewhere all of it would be computed. Where a replica takes several times as long as another for equal steps
+(`deploy.routing.pace`), all of that and the request's own `row_tokens` count so many times.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ TRANSIT_S = 0.05
 
 OUT_OF_SERVICE_TOKENS = 10**9
 """Prompt tokens that a replica without an engine adds to its backlog: more than any other has."""
+QUEUED_TOKEN_COST = 0.5
+"""What a token costs that is queued before a request, beside one that is computed for it."""
 HOST_TOKEN_COST = 0.02
 """What a token in host memory costs where nothing was copied yet, in prompt tokens."""
 DISK_TOKEN_COST = 0.2
@@ -181,7 +184,7 @@ class InFlightAccounting(Generic[R]):
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
         moved = copied * load.host_token_cost + read * load.disk_token_cost
-        tokens = queued + computed + moved + self.row_tokens * rows
+        tokens = computed + moved + QUEUED_TOKEN_COST * queued + self.row_tokens * rows
         return Cost(crowded, pace * tokens + (pace - 1) * self.row_tokens * features.rows)
 
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:

@@ -93,7 +93,7 @@ class SchedulerConfig:
     savers: int = 1
     """Ranks among which the pages of a shard are shared out to be copied (`workers.protocol.tiers.saver_of`)."""
     load_least: int = 4
-    """Pages that are worth a load from host memory: fewer are computed sooner."""
+    """Pages that are worth a load from host memory, however fast prompts are computed; fewer are where that is slow."""
     disk_pages: int = 0
     """Pages that the disk holds behind host memory; 0: there is none."""
     disk_least: int = 8

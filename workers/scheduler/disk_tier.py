@@ -351,6 +351,13 @@ class DiskTier:
             return True
         return False
 
+    def looks_ahead(self, row: Row) -> bool:
+        """Whether a request for which no slot is free should be looked at: once, and again when a load has ended."""
+        if self.failed or row.disk_ahead == self._changes:
+            return False
+        row.disk_ahead = self._changes
+        return True
+
     def _room_beside(self, row: Row, reading: int) -> int:
         """Slots of host memory that a load for this request may take. One may take all of it; several leave half of it
         to what is saved meanwhile."""

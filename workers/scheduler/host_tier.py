@@ -19,14 +19,15 @@ Eviction: among the entries that nothing continues, the one whose last use is lo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final, Protocol
 
-from kernels.page import Shards
+from kernels.page import PAGE_TOKENS, Shards
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned, saver_of
 from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
@@ -36,6 +37,8 @@ from workers.scheduler.tokens import Tokens
 
 MOST_LOADS = 4
 """Loads under way, or done and not yet used."""
+LOAD_S: Final = 0.005
+"""Seconds that a load takes besides those of its pages: prompts whose missing pages are computed sooner have none."""
 REPORTED_ENDS: Final = 0.75
 """Share of what routers are told that is for where prompts end: a session has one such place, or two with that where
 its last turn left the turn before."""
@@ -106,12 +109,15 @@ class HostTier:
         savers: int = 1,
         shards: int = 1,
         least: int = 4,
+        token_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `pins`: whether slots are of
         use only as far as all ranks say that they are pinned. `reported`: keys that `report` names at the most.
         `batch`: pages that one ticket has any rank save at the most; the pages of each of `shards` are shared out among
-        `savers` ranks. `least`: pages that are worth a load; fewer are computed sooner."""
-        self.slots, self._ranks, self._cache, self._batch, self._least = slots, ranks, cache, batch, least
+        `savers` ranks. `least`: pages that are worth a load, however fast prompts are computed. `token_s`: seconds that
+        computing a token of a prompt takes, by now."""
+        self.slots, self._ranks, self._cache, self._batch = slots, ranks, cache, batch
+        self._most_least, self._token_s = least, token_s
         self._savers, self._shards = savers, Shards(shards)
         self.counters = TierCounters()
         self._free = list(range(slots - 1, -1, -1))
@@ -310,18 +316,30 @@ class HostTier:
         they are too few to be worth a load. A request that waits with loaded pages may lack more, if it has waited for
         the load of another one that begins alike; but none waits twice where the first load has brought it nothing."""
         # What is here of a prompt has no gaps: most prompts need no more than this one look.
-        if len(found) + self._least > most or row.keys[len(found)] not in self._copies:
+        if len(found) >= most or row.keys[len(found)] not in self._copies:
+            return []
+        least = len(found) + self._least
+        if least > most:
             return []
         before = self._ticket_of.get(row)
         if before is not None and len(found) <= before.waiting[row]:
             return []
         copies = self.chain(row, most)
-        if len(copies) < len(found) + self._least:
+        if len(copies) < least:
             return []
         for entry, copy in zip(found, copies, strict=False):
             if not has_copy(entry):
                 entry.copy = copy
         return copies[len(found) :]
+
+    @property
+    def _least(self) -> int:
+        """Pages that are worth a load: computing fewer takes no longer than a load takes besides the time of its
+        pages."""
+        token_s = self._token_s()
+        if not token_s:
+            return self._most_least
+        return min(max(math.ceil(LOAD_S / (PAGE_TOKENS * token_s)), 1), self._most_least)
 
     def under_way(self, copies: Sequence[Copy]) -> Ticket | None:
         """The load under way that has the first of these."""

@@ -52,6 +52,7 @@ class Rows:
                 savers=config.savers,
                 shards=config.cache_shards,
                 least=config.load_least,
+                token_s=token_s,
             )
         self.disk: DiskTier | None = None
         """The disk behind host memory, where there is one."""
@@ -105,17 +106,17 @@ class Rows:
         then the wait takes several plans.
 
         Where host memory has more of its prompt than the device, or the disk more than both, the head comes back
-        loading: it lets others pass until its pages are there (`moved`, `read`).
+        loading: it lets others pass until its pages are there (`moved`, `read`). From disk they are read also while no
+        slot is free.
 
         One page for each running row is left over, so that a newcomer is not preempted at once for their growth.
         """
         sequence = self.queue.head()
-        if sequence is None or len(self.free_slots) <= len(self._aside):
+        if sequence is None:
             return None
-        length, cache = sequence.tokens.length, self.cache
-        # At least the last token is computed: its logits are wanted. So are those of all tokens that are to be scored.
-        computed = sequence.scored if sequence.unscored else length - 1
-        most = 0 if sequence.alone else computed // PAGE_TOKENS
+        if len(self.free_slots) <= len(self._aside):
+            return self._read_ahead(sequence)
+        length, cache, most = sequence.tokens.length, self.cache, _most_cached(sequence)
         found = cache.match(sequence.tokens, sequence.keys, most)
         coming = list(takewhile(self._filled.__contains__, sequence.keys[len(found) : most]))
         saves: list[int] = []
@@ -165,6 +166,23 @@ class Rows:
         sequence.upper = 0
         sequence.sound = False
         insort(self.prefilling, sequence, key=by_rank)
+        return sequence
+
+    def _read_ahead(self, sequence: Sequence) -> Sequence | None:
+        """Let the head of the queue, for which no slot is free, have its pages read from disk meanwhile; None where
+        there is nothing to read. Copies from host memory to the device take no time worth that, and pages that rows
+        may need."""
+        if self.disk is None or not self.disk.looks_ahead(sequence):
+            return None
+        most = _most_cached(sequence)
+        found = len(self.cache.match(sequence.tokens, sequence.keys, most))
+        if found < most and sequence.keys[found] in self._filled:
+            return None
+        if not self.disk.load(sequence, found, most):
+            sequence.disk_asked = -1  # by then the device may have less of its prompt
+            return None
+        self.queue.pop()
+        sequence.phase = Phase.LOADING
         return sequence
 
     def _there_is_room(self, sequence: Sequence, found: list[Entry], pages: int) -> bool:
@@ -367,3 +385,10 @@ class Rows:
             self.preemptions += not sequence.void
             sequence.void, sequence.given_up = False, ()
             self.enqueue(sequence)
+
+
+def _most_cached(sequence: Sequence) -> int:
+    """Pages of a prompt that may be cached. At least the last token is computed: its logits are wanted. So are those of
+    all tokens that are to be scored."""
+    computed = sequence.scored if sequence.unscored else sequence.tokens.length - 1
+    return 0 if sequence.alone else computed // PAGE_TOKENS

@@ -107,6 +107,8 @@ class Sequence:
     """Steps, among these, in which all drafts up to that position were accepted."""
     disk_asked: int = -1
     """When it was last seen what the disk has of its prompt, in changes of what it is busy with."""
+    disk_ahead: int = -1
+    """The same where no slot was free for it."""
     disk_left_s: float | None = None
     """Seconds that it may still wait for the disk; None where it never did."""
     disk_until: float = 0.0

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from deploy.routing.policy import (
     FORGET_S,
+    QUEUED_TOKEN_COST,
     REMEMBER_S,
     Cost,
     InFlightAccounting,
@@ -48,15 +49,15 @@ def test_a_burst_of_equal_prompts_is_split_although_they_share_a_prefix(pages: i
 def test_a_long_prompt_sends_the_next_short_ones_to_the_other_replica() -> None:
     book, loads = accounting(), {"a": Load(), "b": Load()}
     long = send(book, loads, RequestFeatures(4000), 100.0)
-    assert {send(book, loads, RequestFeatures(10), 100.0) for _ in range(90)} == {"a", "b"} - {long}
+    assert {send(book, loads, RequestFeatures(10), 100.0) for _ in range(50)} == {"a", "b"} - {long}
     sent = [send(book, loads, RequestFeatures(10), 100.0) for _ in range(40)]
     assert long in sent  # the other one has become as busy
 
 
-def test_a_shared_prefix_returns_to_its_pages_until_that_replica_is_busier_by_what_it_saves() -> None:
+def test_a_shared_prefix_returns_to_its_pages_until_that_replica_is_busier_by_twice_what_it_saves() -> None:
     features = RequestFeatures(700, Prompt.of(range(640)))
     keys = features.keys(NO_ROOT)
-    for backlog, expected in ((0, "b"), (639, "b"), (641, "a"), (5000, "a")):
+    for backlog, expected in ((0, "b"), (1279, "b"), (1281, "a"), (5000, "a")):
         loads = {"a": Load(), "b": Load(backlog=backlog, keys=frozenset(keys))}
         assert choose(accounting(), loads, features, 100.0)[0] == expected, backlog
 
@@ -70,7 +71,7 @@ def test_idle_replicas_take_turns() -> None:
 
 
 def test_rows_cost_what_the_settings_say() -> None:
-    loads = {"a": Load(rows=10), "b": Load(backlog=100)}
+    loads = {"a": Load(rows=10), "b": Load(backlog=200)}
     assert choose(accounting(row_tokens=9), loads, RequestFeatures(1), 0.0) == ["a", "b"]
     assert choose(accounting(row_tokens=11), loads, RequestFeatures(1), 0.0) == ["b", "a"]
 
@@ -129,7 +130,7 @@ def test_who_has_most_of_a_prompt_is_not_passed_over_for_want_of_pages(where: st
     free = Load(pages_free=100)
     assert choose(accounting(), {"a": free, "b": Load(**{where: ninth}, pages_free=0)}, features, 0.0) == ["b", "a"]
     assert choose(accounting(), {"a": free, "b": Load(**{where: fourth}, pages_free=0)}, features, 0.0) == ["a", "b"]
-    busy = Load(**{where: ninth}, pages_free=0, backlog=1000)
+    busy = Load(**{where: ninth}, pages_free=0, backlog=1200)
     assert choose(accounting(), {"a": free, "b": busy}, features, 0.0) == ["a", "b"]
 
 
@@ -144,24 +145,24 @@ def test_sequence_numbers_tell_what_a_report_includes() -> None:
     book = accounting(row_tokens=0)
     for _ in range(3):
         book.record("a", Load(), RequestFeatures(100), 10.0)
-    assert book.cost("a", Load(), RequestFeatures(0), 10.0) == Cost(False, 300)
+    assert book.cost("a", Load(), RequestFeatures(0), 10.0) == Cost(False, 150)
     # A report from before the burst was noticed, although its time is later.
-    assert book.cost("a", Load(seen={ROUTER: 0}, at=11.0), RequestFeatures(0), 11.0).tokens == 300
-    assert book.cost("a", Load(backlog=200, seen={ROUTER: 2}, at=11.0), RequestFeatures(0), 11.0).tokens == 300
+    assert book.cost("a", Load(seen={ROUTER: 0}, at=11.0), RequestFeatures(0), 11.0).tokens == 150
+    assert book.cost("a", Load(backlog=200, seen={ROUTER: 2}, at=11.0), RequestFeatures(0), 11.0).tokens == 150
     assert book.cost("a", Load(seen={ROUTER: 3}, at=12.0), RequestFeatures(0), 12.0).tokens == 0
 
 
 def test_without_sequence_numbers_time_tells_what_a_report_includes() -> None:
     book = accounting(row_tokens=0)
     book.record("a", Load(), RequestFeatures(100), 10.0)
-    assert book.cost("a", Load(at=10.01), RequestFeatures(0), 10.1).tokens == 100
+    assert book.cost("a", Load(at=10.01), RequestFeatures(0), 10.1).tokens == 50
     assert book.cost("a", Load(at=10.2), RequestFeatures(0), 10.3).tokens == 0
 
 
 def test_a_request_that_never_arrived_is_forgotten() -> None:
     book = accounting(row_tokens=0)
     book.record("a", Load(), RequestFeatures(100), 10.0)
-    assert book.cost("a", Load(seen={ROUTER: 0}), RequestFeatures(0), 10.0 + FORGET_S - 0.1).tokens == 100
+    assert book.cost("a", Load(seen={ROUTER: 0}), RequestFeatures(0), 10.0 + FORGET_S - 0.1).tokens == 50
     assert book.cost("a", Load(seen={ROUTER: 0}), RequestFeatures(0), 10.0 + FORGET_S + 0.1).tokens == 0
 
 
@@ -251,8 +252,8 @@ def test_the_load_sent_to_two_idle_replicas_differs_by_one_request_at_most(asks:
     total = {"a": 0.0, "b": 0.0}
     for tokens, pause in asks:
         now += pause
-        total[send(book, loads, RequestFeatures(tokens), now)] += tokens + 32
-    assert abs(total["a"] - total["b"]) <= max(tokens for tokens, _ in asks) + 32
+        total[send(book, loads, RequestFeatures(tokens), now)] += QUEUED_TOKEN_COST * tokens + 32
+    assert abs(total["a"] - total["b"]) <= QUEUED_TOKEN_COST * max(tokens for tokens, _ in asks) + 32
 
 
 @pytest.mark.parametrize(("tokens", "known", "rows"), [(-1, 0, 1), (63, 64, 1), (10, 0, 0)])

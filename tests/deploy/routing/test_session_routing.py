@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -13,7 +14,9 @@ from deploy.routing.policy import STALE_S, InFlightAccounting, Load, RequestFeat
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
 from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, unpack_keys
+from workers.protocol.tiers import Moved
 from workers.scheduler import SchedulerConfig
+from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.tokens import Tokens
@@ -119,6 +122,50 @@ def test_a_session_that_was_evicted_is_not_credited() -> None:
     now = {"a": Arrivals().load(stats), "b": Load()}
     book, features = InFlightAccounting[str]("me", 0), features_of(first)
     assert book.cost("a", now["a"], features, 0.0).tokens == TOKENS - 6_000 // PAGE_TOKENS * PAGE_TOKENS
+
+
+@cache
+def behind_the_device() -> dict[str, EngineStats]:
+    """What two replicas tell of four sessions each, of which the device has room for one, and host memory for all."""
+    told = {}
+    for at, name in enumerate("ab"):
+        held = PrefixCache(PagePool(400), reported=REPORTED)
+        tier = HostTier(held, 4 * 313, 1, reported=SchedulerConfig.tier_sample, batch=400)
+        for number in range(4):
+            tokens = Tokens(Prompt.of(session(4 * at + number)[:20_000]))
+            row = held.open([], 312)
+            held.register(row, tokens, 312)
+            held.vouch(row)
+            tier.save()
+            held.close(row)
+            for moves in tier.take_moves():
+                tier.moved(Moved(0, moves.ticket))
+        assert len(held.match(tokens, tokens.keys(), 312)) == 312
+        assert tier.held == 4 * 312 - 3 * (6_000 // PAGE_TOKENS)
+        told[name] = EngineStats(
+            pages_total=399, pages_free=399, prefix_keys=pack_keys(held.report()), host_keys=pack_keys(tier.report())
+        )
+    return told
+
+
+def returns_home(loads: dict[str, Load]) -> list[bool]:
+    """Of each session whether it is sent to the replica that has it, in the time of a queue of 5,000 tokens there."""
+    homes = []
+    for number in range(8):
+        name = "ab"[number // 4]
+        busy = {other: replace(load, backlog=5_000 * (other == name)) for other, load in loads.items()}
+        features = features_of([*session(number)[:20_000], *range(500)])
+        homes.append(choose(InFlightAccounting[str]("me", 32.0), busy, features, 0.0)[0] == name)
+    return homes
+
+
+def test_sessions_return_to_the_replica_whose_host_memory_has_them() -> None:
+    """And a planted fault: replicas that forget what has left the device."""
+    told = behind_the_device()
+    assert returns_home({name: Arrivals().load(stats) for name, stats in told.items()}) == [True] * 8
+    forgetful = {name: msgspec.structs.replace(stats, host_keys=b"") for name, stats in told.items()}
+    on_device = [False, False, False, True]
+    assert returns_home({name: Arrivals().load(stats) for name, stats in forgetful.items()}) == on_device * 2
 
 
 def test_a_report_is_not_believed_for_long_after_the_last_one() -> None:

@@ -208,7 +208,7 @@ def make_tiers_predictable(run: InlineEngine) -> None:
     """What is worth a load does not depend on how fast this machine is, and single pages are."""
     rows = run.scheduler._rows
     if rows.tier is not None:
-        rows.tier._least = 1
+        rows.tier._most_least = 1
     if rows.disk is not None:
         rows.disk._least = 1
         rows.disk._clock = lambda: 0.0

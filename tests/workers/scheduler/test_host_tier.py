@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
 from replica import Replica
+from simulated_worker import alone
 from workload import config, random_config, random_request, tokens
 
 from kernels.page import PAGE_TOKENS
 from workers.protocol import prompt as prompts
+from workers.protocol.messages import Request
+from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import page_keys, unpack_keys
-from workers.protocol.tiers import Pinned
+from workers.protocol.tiers import Moves, Pinned
+from workers.scheduler.host_tier import LOAD_S, HostTier
 from workers.scheduler.prefix import PrefixCache
-from workers.scheduler.sequence import Phase
+from workers.scheduler.prefix_summary import Copy, Entry
+from workers.scheduler.sequence import Phase, Sequence
 from workers.scheduler.tokens import Tokens
 
 
@@ -76,6 +81,23 @@ def test_pages_in_host_memory_whose_keys_have_one_low_half_are_all_found(monkeyp
     assert [served(replica, str(number), prompt) for number, prompt in enumerate((first, second))] == [0, 0]
     assert served(replica, "again", first) == 9 * PAGE_TOKENS
     assert replica.scheduler.stats().host_loaded_pages == 9
+
+
+@pytest.mark.parametrize(
+    ("token_s", "loaded"),
+    [(None, 0), (LOAD_S / (2.9 * PAGE_TOKENS), 3), (LOAD_S / (3.1 * PAGE_TOKENS), 0), (1.0, 3)],
+)
+def test_few_pages_are_loaded_where_computing_them_takes_longer(token_s: float | None, loaded: int) -> None:
+    """The last three pages of nine have left the device."""
+    replica = tiered(load_least=4)
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    tier._token_s = lambda: token_s
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    served(replica, "b", tokens(230, seed=2))
+    assert served(replica, "c", first) == (6 + loaded) * PAGE_TOKENS
+    assert replica.scheduler.stats().host_loaded_pages == loaded
 
 
 def test_a_second_asker_finds_loaded_pages_on_the_device() -> None:
@@ -481,6 +503,66 @@ def test_ranks_that_save_out_of_order_with_the_plans_are_noticed() -> None:
 
     with pytest.raises(AssertionError, match=r"is saved and not complete|belongs to another prefix|not the row's own"):
         come_back()
+
+
+def test_pages_that_are_found_before_they_are_loaded_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: what is being loaded counts as there."""
+
+    def second_asker() -> None:
+        replica = tiered(pages=30)
+        first = tokens(600, seed=1)
+        served(replica, "a", first)
+        for seed in (2, 3, 4):
+            served(replica, f"b{seed}", tokens(600, seed=seed))
+        ask(replica, "c", [*first, 1])
+        while replica.plan() is not None:
+            pass
+        ask(replica, "d", [*first, 2])
+        replica.run()
+        replica.check_tokens()
+
+    second_asker()
+    honest = HostTier.load
+
+    def load(self: HostTier, row: Sequence, found: list[Entry], copies: list[Copy]) -> None:
+        honest(self, row, found, copies)
+        pages = self._ticket_of[row].row
+        assert pages is not None
+        self._cache.register(pages, row.tokens, len(pages.pages))
+
+    monkeypatch.setattr(HostTier, "load", load)
+    with pytest.raises(AssertionError, match="prefix hit was never written"):
+        second_asker()
+
+
+def test_pages_that_are_loaded_over_what_an_earlier_step_reads_are_noticed() -> None:
+    """A planted fault: ranks load as soon as they are told, and not behind the steps that they were told of before."""
+
+    def overtaken(early: bool) -> None:
+        """A row meets a stop id while one more step of it is under way, and its pages are taken for a load."""
+        replica = tiered(width=1)
+        first, second = tokens(600, seed=1), tokens(600, seed=2)
+        served(replica, "a", first)
+        answer, _ = alone(Request("b", tuple(second), SamplingParams(10)), 640)
+        assert answer[3] not in answer[:3]
+        assert replica.add("b", second, max_tokens=10, stop_ids=(answer[3],)) is None
+        ask(replica, "c", first)
+        under_way = 0
+        while not replica.scheduler.idle:
+            while replica.plan() is not None:
+                pass
+            loads = [item for item in replica.channel if isinstance(item, Moves) and item.loads]
+            under_way += bool(loads) and bool(replica.launched)
+            if early:
+                others = [item for item in replica.channel if item not in loads]
+                replica.channel = deque([*loads, *others])
+            replica.step()
+        replica.check_tokens()
+        assert under_way, "a load was begun while a step was under way"
+
+    overtaken(early=False)
+    with pytest.raises(AssertionError, match="holds None, not the row's own"):
+        overtaken(early=True)
 
 
 def test_pages_that_are_saved_after_they_were_given_away_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

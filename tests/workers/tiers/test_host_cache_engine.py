@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
+from workers.cache.spec import CacheSpec, IndexSpec, LatentSpec
 from workers.config import EngineConfig
-from workers.protocol.plan import SamplingParams
+from workers.protocol.plan import SamplingParams, StepPlan
+from workers.rank.runner import Runner
 from workers.tiers.mover import PageMover
 
 
@@ -90,6 +93,46 @@ def test_a_page_that_comes_back_with_one_bit_changed_is_noticed(
 
     monkeypatch.setattr(PageMover, "move", move)
     assert sessions(engine(folder, cache_pages=11, host_cache_bytes=64 << 20, width=1), turns=2) != expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [
+        pytest.param("v32", IndexSpec, id="index keys"),
+        pytest.param("v3", LatentSpec, id="latents", marks=pytest.mark.long),
+    ],
+)
+def test_a_layer_of_a_page_that_comes_a_step_after_the_page_counts_as_there_is_noticed(
+    kind: str, late: type[CacheSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: a rank answers before the last target layer is copied that has a cache of this kind. One step
+    reads what was in the page before; every later one finds all of it."""
+    folder = write_tiny(tmp_path, kind, seed=3)
+    expected = sessions(engine(folder, cache_pages=200, width=1), turns=2)
+    tiered = engine(folder, cache_pages=11, host_cache_bytes=64 << 20, width=1)
+    cache = tiered.runner.parts.cache
+    layer = max(number for number, spec in enumerate(cache.specs) if isinstance(spec, late))
+    coming: dict[int, torch.Tensor] = {}
+    honest, execute = PageMover.move, Runner.execute
+
+    def move(self: PageMover, moves: Any) -> None:
+        before = {page: cache.layers[layer][page].clone() for _, page in moves.loads}
+        honest(self, moves)
+        for page, content in before.items():
+            coming[page] = cache.layers[layer][page].clone()
+            cache.layers[layer][page].copy_(content)
+
+    def step(self: Runner, plan: StepPlan) -> Any:
+        result = execute(self, plan)
+        for page, content in coming.items():
+            cache.layers[layer][page].copy_(content)
+        coming.clear()
+        return result
+
+    monkeypatch.setattr(PageMover, "move", move)
+    monkeypatch.setattr(Runner, "execute", step)
+    assert sessions(tiered, turns=2) != expected
+    assert tiered.scheduler.stats().host_loaded_pages >= 8
 
 
 def test_what_a_replica_tells_of_its_host_memory(tmp_path: Path) -> None:
