@@ -21,7 +21,8 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import EngineConfig
-from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
+from workers.drafters.draft_model import load_draft_model
+from workers.drafters.eagle3.checkpoint import read_eagle3
 from workers.drafters.eagle3.misfits import aux_hidden_state_layers_of
 from workers.fit.memory_plan import memory_plan
 from workers.fit.settings import Unfit, check_fit
@@ -272,12 +273,8 @@ def test_a_model_with_several_residual_streams_is_refused(drafts_of: dict[str, P
         engine(folder, drafts_of["gqa"])
 
 
-def test_draft_models_in_the_layout_of_mistral_are_refused(folder: Path, tmp_path: Path) -> None:
-    """They have no config.json, and are of another kind."""
-    with pytest.raises(FileNotFoundError, match=r"is not the folder of a draft model: it has no config\.json"):
-        check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
-    (tmp_path / "params.json").write_text(json.dumps({"dim": 48, "n_layers": 2}))
-    with pytest.raises(FileNotFoundError, match=r"has params\.json and no config\.json: .*eagle_linear.*EAGLE-3"):
+def test_a_folder_without_a_draft_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"it has neither config\.json \(EAGLE-3\) nor params\.json"):
         check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
 
 
@@ -308,7 +305,7 @@ def test_tensors_that_do_not_fit(
     save_file(tensors, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
     with pytest.raises(WeightsError, match=said):
-        load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
+        load_draft_model(read_eagle3(tmp_path, model.config, Mesh()), model)
 
 
 def test_other_names_and_an_embedding_of_its_own(folder: Path, drafts_of: dict[str, Path], tmp_path: Path) -> None:
@@ -318,7 +315,7 @@ def test_other_names_and_an_embedding_of_its_own(folder: Path, drafts_of: dict[s
     (tmp_path / "config.json").write_text((drafts_of["gqa"] / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
-    drafter = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
+    drafter = load_draft_model(read_eagle3(tmp_path, model.config, Mesh()), model)
     assert torch.equal(drafter.embedding_YE, tensors["embed_tokens.weight"])
 
 
@@ -362,8 +359,8 @@ def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_p
     tensors = load_file(drafts_of["gqa-all-ids"] / "model.safetensors")
     save_file({n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
-    got = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
-    want = load_eagle3(read_eagle3(drafts_of["gqa-all-ids"], model.config, Mesh()), model)
+    got = load_draft_model(read_eagle3(tmp_path, model.config, Mesh()), model)
+    want = load_draft_model(read_eagle3(drafts_of["gqa-all-ids"], model.config, Mesh()), model)
     assert got.aux_hidden_state_layers == (1, 2, 3)
     assert replace(got.sizes, aux_hidden_state_layers=want.aux_hidden_state_layers) == want.sizes
     assert torch.equal(got.join_EF.plain, want.join_EF.plain)

@@ -399,7 +399,6 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
     for changes, word in (
         ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": "no"}}, "apply_scale must be true or false"),
         ({"yarn": {"factor": 128, "original_max_position_embeddings": 8192}}, "yarn lacks apply_scale, true or false"),
-        ({"yarn": None}, "rope_type"),
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"moe": {**SMALL4_PARAMS["moe"], "use_load_balancing_bias": True}}, "use_load_balancing_bias"),
         ({"moe": {**SMALL4_PARAMS["moe"], "renorm_strategy": "LOGITS"}}, "renorm_strategy"),
@@ -442,7 +441,7 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
         ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers (mistral4) = 1"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"rope_parameters": None}, ["rope_scaling (mistral4) = None", "yarn"]),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rope_parameters (mistral4)", "yarn"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rope_parameters (mistral4)", "yarn"]),
     ],
 )
 def test_errors_of_mistral_name_the_field(changes: dict[str, Any], words: list[str]) -> None:

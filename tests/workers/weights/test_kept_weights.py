@@ -22,7 +22,8 @@ from tiny_models import VOCAB, write_tiny
 from torch import Tensor
 
 from workers.channel.ports import free_port
-from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
+from workers.drafters.draft_model import load_draft_model
+from workers.drafters.eagle3.checkpoint import read_eagle3
 from workers.families import load_model
 from workers.families.registry import load_config
 from workers.memory.keeper import KeeperClient, WeightKeeper
@@ -75,7 +76,7 @@ class Loads:
         model = load_model(folder, group=group, kept=kept, **given)
         if draft is not None:
             read = read_eagle3(draft, load_config(folder), group.mesh)
-            model.drafter = load_eagle3(read, model, kept=kept)
+            model.drafter = load_draft_model(read, model, kept=kept)
         self.tensors = [tensor for tensor in self.tensors if tensor.device == CPU]
         return model
 
