@@ -43,6 +43,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "mistral4": Mistral4(),
     "sarvam_mla": SarvamMla(),
     "youtu": Youtu(),
+    "youtu_llm": Youtu(),
 }
 
 

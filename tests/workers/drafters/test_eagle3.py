@@ -273,6 +273,43 @@ def test_a_model_with_several_residual_streams_is_refused(drafts_of: dict[str, P
         engine(folder, drafts_of["gqa"])
 
 
+def test_drafts_of_a_model_with_sparse_attention(drafts_of: dict[str, Path], tmp_path: Path) -> None:
+    """As published of A.X K2: the layers of the model have gates and indexers, the draft model's has neither."""
+    folder = write_tiny(tmp_path, "axk2", seed=3, num_hidden_layers=LAYERS)
+    made, reference = engine(folder, drafts_of["gqa"]), plain(folder, drafts_of["gqa"])
+    for index, prompt in enumerate(prompts(3, 40, seed=4)):
+        made.add(f"r{index}", prompt, SamplingParams(12, temperature=0.0))
+    tensors, compared = made.runner.parts.state.tensors, 0
+    while made.step():
+        plan = made.plans[made.runner._steps - 1]
+        for sequence in made.scheduler._live.values():
+            if sequence.phase is Phase.DECODE and sequence.tokens.length > sequence.goal and plan.step % 3 == 0:
+                tokens, slot = list(sequence.tokens.span(0, sequence.tokens.length)), sequence.slot
+                states = aux_hidden(folder, tokens[:-1], AUX_HIDDEN_STATE_LAYERS["gqa"])
+                _, want = reference.drafts(states, tokens, plan.drafts)
+                assert tensors.draft_SK[slot, : plan.drafts].tolist() == want
+                compared += plan.drafts
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"speculators_model_type": "dspark", "markov_rank": 256, "block_size": 5, "mask_token_id": 3},
+        {"architectures": ["Qwen3DSparkModel"], "block_size": 5},
+        {"dflash_config": {"mask_token_id": 3}},
+    ],
+)
+def test_draft_models_that_draft_blocks_are_refused(
+    folder: Path, drafts_of: dict[str, Path], tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """As published of A.X K2 and of GLM-5.2: DSpark and DFlash."""
+    config = json.loads((drafts_of["gqa"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(Unfit, match=r"speculators_model_type = 'dspark'|drafts a block at a time"):
+        check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
+
+
 def test_a_folder_without_a_draft_model_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"it has neither config\.json \(EAGLE-3\) nor params\.json"):
         check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))

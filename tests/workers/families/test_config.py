@@ -242,6 +242,7 @@ def test_reads_youtu(tmp_path: Path) -> None:
     bare = {name: value for name, value in YOUTU.items() if name != "tie_word_embeddings"}
     assert parse_config(bare) == parse_config({**YOUTU, "n_routed_experts": 0}) == config
     assert not parse_config({**YOUTU, "tie_word_embeddings": False}).tied_embeddings
+    assert parse_config({**YOUTU, "model_type": "youtu_llm"}) == replace(config, model_type="youtu_llm")
     YoutuConfig(**YOUTU).save_pretrained(tmp_path)
     assert load_config(tmp_path) == config
 

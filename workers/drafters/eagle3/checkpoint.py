@@ -118,10 +118,10 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh, *, host_mem
         "num_hidden_layers": target.num_layers,
         "hc_mult": None if target.streams is None else target.streams.count,
     }
-    if found := misfits(values, of_target, mesh, host_memory=host_memory):
-        raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))
     fields = Fields(values)
     _refuse_unsupported(fields)
+    if found := misfits(values, of_target, mesh, host_memory=host_memory):
+        raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))
     heads, latent = fields.count("num_attention_heads"), None
     is_latent = values.get("kv_lora_rank") is not None
     rope = read_rope(fields, interleaved=fields.flag("rope_interleave", True) if is_latent else False)
@@ -158,6 +158,14 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh, *, host_mem
 
 
 def _refuse_unsupported(fields: Fields) -> None:
+    if (kind := fields.text("speculators_model_type", "eagle3")) != "eagle3":
+        raise fields.unsupported("speculators_model_type", kind, ("eagle3",))
+    for name in ("block_size", "markov_rank", "mask_token_id", "dflash_config"):  # DSpark, DFlash
+        if (value := fields.values.get(name)) is not None:
+            raise ConfigError(
+                f"config.json: {name} = {value!r} is of a draft model that drafts a block at a time, which is served "
+                "of DeepSeek V4 alone; EAGLE-3 draft models have none"
+            )
     if said := unsupported_quantization(fields.values):
         raise ConfigError(f"config.json: {said}")
     for name in ("attention_bias", "mlp_bias", "bias", "norm_before_fc", "mla_use_nope"):
