@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from published_configs import AXK1, GLM, K2, K25, LARGE3_PARAMS, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
-from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
+from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, SarvamMLAConfig, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention, get_llama_4_attn_scale
@@ -265,7 +265,7 @@ def test_errors_of_youtu_name_the_field(changes: dict[str, Any], words: list[str
         assert word in str(error.value)
 
 
-def test_reads_sarvam() -> None:
+def test_reads_sarvam(tmp_path: Path) -> None:
     """The config is read as a DeepSeek V3 of its sizes, in either names, with one group of experts."""
     config = parse_config(SARVAM)
     given = {name: value for name, value in SARVAM.items() if name not in ("num_experts", "num_shared_experts")}
@@ -282,6 +282,8 @@ def test_reads_sarvam() -> None:
     grouped = parse_config({**SARVAM, "n_group": 16, "topk_group": 2})
     assert grouped.routing is not None
     assert (grouped.routing.rule.groups, grouped.routing.rule.top_groups) == (16, 2)
+    SarvamMLAConfig(**SARVAM).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(

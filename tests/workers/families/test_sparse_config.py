@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from published_configs import AXK2, GLM, GLM52, HY4, V3, V32
-from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig, HYV4Config
+from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig, HYV4Config, HYV4VLConfig
 
 from kernels.routing_rule import RoutingRule
 from workers.families.registry import load_config, parse_config
@@ -132,6 +132,8 @@ def test_reads_hy4(tmp_path: Path) -> None:
     assert load_config(tmp_path) == config
     sees = {"model_type": "hy_v4_vl", "text_config": {**HY4, "model_type": "hy_v4_vl_text"}, "vision_config": {}}
     assert parse_config(sees) == replace(config, model_type="hy_v4_vl")
+    HYV4VLConfig(text_config=HY4).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == replace(config, model_type="hy_v4_vl")
     rope = {**HY4["rope_parameters"], "mrope_section": [12, 10, 10]}
     assert parse_config({**sees, "text_config": {**HY4, "rope_parameters": rope}, "eos_token_id": [120025]}) == replace(
         config, model_type="hy_v4_vl"
