@@ -38,6 +38,7 @@ class Mistral4(DeepseekV3):
     """
 
     bias = False
+    drafts = False
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
