@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import Mistral4ForCausalLM
 
 from tests.rank_processes import run_ranks
+from tests.scenarios.served import StandInGraphs
 from tests.tiny_mistral_eagle import PlainEagle, save, write_eagle
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
@@ -201,6 +202,23 @@ def test_steps_pass_the_self_test(folder: Path, drafts_of: dict[str, Path], kind
     made = engine(folder, drafts_of[kind], selftest=True, max_rows=2, token_budget=32, max_context=200)
     assert made.replica.selftest is not None
     assert made.replica.selftest.passed
+
+
+@pytest.mark.parametrize("kind", ["small 4", pytest.param("large 3", marks=pytest.mark.long)])
+def test_replayed_steps_draft_the_same(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
+    """Steps that were made for buckets, whose other rows and tokens are padding, in place of graphs."""
+    asked, sampled = prompts(5, 60, seed=5), SamplingParams(20, temperature=0.0)
+    found = []
+    for replayed in (False, True):
+        made = engine(folder, drafts_of[kind])
+        runner = made.runner
+        if replayed:
+            graphs = StandInGraphs(runner.parts, made.scheduler.config.token_budget, runner.stats)
+            runner.graphs = graphs  # type: ignore[assignment]
+        tokens, stats = made.generate(asked, sampled), made.scheduler.stats()
+        found.append((tokens, stats.drafts_offered, stats.drafts_accepted))
+    assert sum(graphs.replayed.values()) > 10
+    assert found[0] == found[1]
 
 
 def rank_main(rank: int, size: int, folder: Path, root: Path) -> None:
