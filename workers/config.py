@@ -8,13 +8,15 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from workers.model_folder import PARAMS, config_file
+from workers.model_folder import CONFIG, PARAMS, config_file
 from workers.parallel.mesh import CACHE_SHARDS, INVARIANT_RANKS, Mesh
 
 AUTO_WIDTH: Final = 4
 """Most tokens that a decode row feeds where the width is chosen from step to step."""
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 DEMO_DRAFT_MODEL = DEMO_MODEL.parent / "demo_eagle3"
+DRAFT_MODELS: Final = ("eagle", "eagle3")
+"""Values of `drafter` that mean a draft model."""
 
 
 def _absolute(path: str | None) -> str | None:
@@ -73,21 +75,21 @@ class EngineConfig(BaseModel):
     """Tokens a row feeds in one decode step: 1 + drafts. auto: as many as pay at the time. Never changes the output.
 
     auto takes 4 at most. Without a drafter the width is 1, whatever is given."""
-    drafter: Annotated[Literal["auto", "mtp", "eagle3", "ngram", "none"], Flag(everywhere=True)] = "auto"
+    drafter: Annotated[Literal["auto", "mtp", "eagle", "eagle3", "ngram", "none"], Flag(everywhere=True)] = "auto"
     """Drafter. auto: the draft model or the checkpoint's own layer. ngram: look-up in the prompt.
 
     auto drafts with the draft model if one is given, else with the layer, else not at all. mtp: the checkpoint's layer,
-    without which nothing starts. eagle3: the draft model. ngram: what followed the newest tokens where they stood
-    before in the prompt or the output. none: nothing, which is width 1."""
+    without which nothing starts. eagle, eagle3: the draft model, which has to be of that kind. ngram: what followed the
+    newest tokens where they stood before in the prompt or the output. none: nothing, which is width 1."""
     least_draft_confidence: Annotated[float, Field(ge=0, le=1), Flag()] = 0.1
     """Least probability that a draft stands, as the drafter estimates it, for it to be verified. 0: all are.
 
     The estimate is that it and those before it in its row are accepted, and is not calibrated. Only the layers of
     DSpark make one; with other drafters the number has no effect. Never changes the output."""
     draft_model: Annotated[str | None, Flag(metavar="PATH|demo-eagle3", default="none", everywhere=True)] = None
-    """Folder of a draft model (EAGLE-3) for this model, or demo-eagle3: that of the demo model.
+    """Folder of a draft model (EAGLE-3 or EAGLE) for this model, or demo-eagle3: that of the demo model.
 
-    It holds config.json and safetensors."""
+    It holds safetensors and config.json, or Mistral's params.json."""
     invariant: Annotated[bool, Flag(everywhere=True)] = False
     """Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     activations: Annotated[Literal["auto", "bf16"], Flag(everywhere=True)] = "auto"
@@ -269,10 +271,10 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _draft_model_drafts(self) -> Self:
-        if self.draft_model is not None and self.drafter not in ("auto", "eagle3"):
+        if self.draft_model is not None and self.drafter not in ("auto", *DRAFT_MODELS):
             raise ValueError(f"a draft model is given, but drafter = {self.drafter}: leave one of them out")
-        if self.draft_model is None and self.drafter == "eagle3":
-            raise ValueError("drafter = eagle3 needs a draft model: give its folder (--draft-model)")
+        if self.draft_model is None and self.drafter in DRAFT_MODELS:
+            raise ValueError(f"drafter = {self.drafter} needs a draft model: give its folder (--draft-model)")
         return self
 
     def mesh(self, rank: int = 0) -> Mesh:
@@ -290,14 +292,11 @@ class EngineConfig(BaseModel):
         if self.draft_model is None or self.most_width == 1:
             return None
         path = DEMO_DRAFT_MODEL if self.draft_model == "demo-eagle3" else Path(self.draft_model).expanduser()
-        if not (path / "config.json").is_file():
-            if (path / PARAMS).is_file():
-                raise FileNotFoundError(
-                    f"{path} has {PARAMS} and no config.json: it is a draft model in Mistral's own layout, EAGLE with "
-                    "layers behind eagle_linear, which is not supported. Give an EAGLE-3 draft model with a "
-                    "config.json, or --drafter ngram, which needs none"
-                )
-            raise FileNotFoundError(f"{path} is not the folder of a draft model: it has no config.json")
+        if config_file(path) is None:
+            raise FileNotFoundError(
+                f"{path} is not the folder of a draft model: it has neither {CONFIG} (EAGLE-3) nor {PARAMS} (EAGLE as "
+                "Mistral publishes it)"
+            )
         return path
 
     @property

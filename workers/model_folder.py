@@ -90,13 +90,14 @@ def of_params(params: Mapping[str, Any]) -> dict[str, Any]:
     moe, yarn, scaling = (given.pop(name, None) or {} for name in ("moe", "yarn", "llama_4_scaling"))
     quantization = given.pop("quantization", None) or given.pop("quantization_config", None)
     values |= {_OF_EXPERTS.get(name, f"moe.{name}"): value for name, value in dict(moe).items()}
+    if not moe:
+        values["n_routed_experts"] = 0  # all layers are dense
     values |= {_NAMES.get(name, name): value for name, value in given.items()}
     rope = {_OF_YARN.get(name, name): value for name, value in dict(yarn).items()}
-    if yarn:
-        if "apply_scale" not in yarn:
-            # Engines take it for true, and converters for false.
-            raise ValueError("yarn lacks apply_scale, true or false, which says whether the softmax scale is corrected")
-        rope["rope_type"] = "yarn"
+    if yarn and "apply_scale" not in yarn:
+        # Engines take it for true, and converters for false.
+        raise ValueError("yarn lacks apply_scale, true or false, which says whether the softmax scale is corrected")
+    rope["rope_type"] = "yarn" if yarn else "default"
     if "rope_theta" in values:
         rope["rope_theta"] = values["rope_theta"]
     if scaling:

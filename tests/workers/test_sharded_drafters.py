@@ -12,6 +12,7 @@ import torch
 from kernels.page import NULL_PAGE, Shards
 from tests.rank_processes import run_ranks
 from tests.tiny_draft_models import write_draft
+from tests.tiny_mistral_eagle import write_eagle
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from workers.cache.paged import PagedCache
@@ -27,14 +28,15 @@ from workers.protocol.plan import SamplingParams
 from workers.rank.rank import Rank
 
 CPU = torch.device("cpu")
-DRAFTERS = ("mtp", "ngram", "gqa", "mla")
+DRAFTERS = ("mtp", "ngram", "gqa", "mla", "eagle")
 PAGES = 4
 
 
 def settings_of(folder: Path, drafter: str, **settings: Any) -> EngineConfig:
     chosen = {"drafter": drafter} if drafter in ("mtp", "ngram") else {"draft_model": str(folder / drafter)}
     defaults = {"max_rows": 4, "token_budget": 80, "max_context": 400, "device": "cpu", "selftest": False}
-    return EngineConfig(model=str(folder / "v3"), **{**defaults, **chosen, **settings})
+    model = folder / ("mistral4" if drafter == "eagle" else "v3")
+    return EngineConfig(model=str(model), **{**defaults, **chosen, **settings})
 
 
 def drafted(folder: Path, group: Group, drafter: str, **settings: Any) -> dict[str, Any]:
@@ -86,6 +88,7 @@ def test_drafters(tmp_path: Path, ranks: int, shards: int, widths: tuple[int, ..
     write_tiny(tmp_path / "v3", "v3", seed=3, num_hidden_layers=4)
     for layout in ("gqa", "mla"):
         write_draft(tmp_path / layout, layout, hidden_size=48, vocab_size=VOCAB, draft_vocab=90)
+    write_eagle(tmp_path / "eagle", write_tiny(tmp_path / "mistral4", "mistral4", seed=3), fp8=True)
     cases = [(drafter, width) for drafter in DRAFTERS for width in widths if width > 1 or drafter == "mtp"]
     run_ranks(rank_main, ranks, ranks, shards, tmp_path, cases)
     found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]

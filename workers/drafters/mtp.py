@@ -1,22 +1,17 @@
 """Multi-token prediction (DeepSeek-V3, section 2.2): one layer that reads a token beside the hidden state of the
 position before it.
 
-Shape legend: T tokens, R rows, N rows of logits, E hidden features, F = 2 E.
+Shape legend: T tokens, E hidden features, F = 2 E.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kernels.rms_norm import rms_norm
-from workers.cache.paged import PagedCache
+from workers.drafters.chained import ChainedDrafter
 from workers.memory.scratch import Scratch
-from workers.models.batch import Batch
-from workers.models.drafter import DraftedRows, Drafter
 from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
@@ -25,10 +20,8 @@ from workers.weights.part import Part
 from workers.weights.source import WeightSource
 
 
-class Mtp(Drafter):
+class Mtp(ChainedDrafter):
     """The layer behind a model's last one. Its embedding and head are the model's, unless the checkpoint has others."""
-
-    segments: Segments
 
     def __init__(self, source: WeightSource, model: Model, layer: DecoderLayer) -> None:
         """`layer`: of index `config.num_layers`."""
@@ -57,28 +50,6 @@ class Mtp(Drafter):
             len(model.cache),
             query_scale_P=model.query_scale_P,
         )
-
-    @override
-    def catch_up(
-        self, token_T: Tensor, hidden_TE: Tensor, batch: Batch, cache: PagedCache, scratch: Scratch | None = None
-    ) -> Tensor:
-        return self.segments.forward(token_T, hidden_TE, batch, cache, scratch or Scratch(token_T.device))
-
-    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Logits of its hidden states, fp32 [N, V]: of the token behind theirs."""
-        return self.model.logits(hidden_NE, scratch, self.head_YE)
-
-    @override
-    def draft(
-        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
-    ) -> None:
-        """A pass of one token per row leads from each draft to the next."""
-        assert hidden_RE is not None
-        for index in range(drafts):
-            token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
-            batch = rows.feed(token_R, index)
-            if index + 1 < drafts:
-                hidden_RE = self.catch_up(token_R, hidden_RE, batch, cache, scratch)
 
     def _join(self, token_T: Tensor, hidden_TE: Tensor | None, scratch: Scratch) -> tuple[Tensor, None]:
         """Token-wise: embedding, then hidden state, each normed, side by side through one matrix."""

@@ -131,8 +131,17 @@ class HYV4VL(HYV4):
         if (kind := text.text("model_type", _TEXT_TYPES[0])) not in _TEXT_TYPES:
             raise text.unsupported("model_type", kind, _TEXT_TYPES)
         text.values["model_type"] = kind
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := text.values.get(name), dict):
+                text.values[name] = {key: _of_text(key, value) for key, value in rope.items()}
         return replace(super().read(text), model_type=fields.text("model_type"))
 
     @override
     def ignored(self, config: ModelConfig) -> list[str]:
         return [*super().ignored(config), r"^(vit|model\.vision_tower)\."]
+
+
+def _of_text(key: str, value: object) -> object:
+    """A field of the rope as it is for text, of which `mrope` is plain: sections of features take the positions of
+    axes, and these are the same there."""
+    return "default" if key in ("rope_type", "type") and value == "mrope" else value

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from workers.drafters.eagle import EAGLE_JOIN
 from workers.families.family import Family
 from workers.families.registry import FAMILIES, load_config
 from workers.models.config import ModelConfig
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
-from workers.weights.checkpoint import Checkpoint
+from workers.weights.checkpoint import Checkpoint, WeightsError
 from workers.weights.copies import differing
 from workers.weights.kept import KeptSource, KeptWeights
 from workers.weights.loading_progress import LoadingProgress
@@ -54,6 +55,8 @@ def load_model(
     config = load_config(folder)
     family = FAMILIES[config.model_type]
     with Checkpoint.open(folder) as checkpoint:
+        if checkpoint.has_any(EAGLE_JOIN) and not checkpoint.has_any(family.tensor("model.embed_tokens.")):
+            raise WeightsError(f"{folder} is a draft model (it has {EAGLE_JOIN}*): give it with --draft-model")
         draft_layer = draft_layer and has_draft_layer(config, checkpoint.has_any)
 
         def count(own: frozenset[str]) -> DryRun:

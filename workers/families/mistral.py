@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from kernels.routing_rule import RoutingRule
 from workers.families.deepseek import DeepseekV3, refuse_grouped_keys, refuse_others
-from workers.models.config import ConfigError, ModelConfig, QueryScaling, Rope, Yarn
+from workers.models.config import ConfigError, ModelConfig, QueryScaling, Rope, Routing
 from workers.models.fields import Fields, all_ids, read_rope
 from workers.quantization import unsupported_quantization
 
@@ -38,6 +38,7 @@ class Mistral4(DeepseekV3):
     """
 
     bias = False
+    drafts = False
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -75,8 +76,10 @@ class Mistral4(DeepseekV3):
         """The rope, and how queries are scaled."""
         where = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
         given = fields.values.get(where)
-        if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) != "yarn":
-            raise fields.unsupported(f"{where} (mistral4)", given, ({"rope_type": "yarn"},))
+        kind = (given.get("rope_type") or given.get("type")) if isinstance(given, dict) else None
+        if not isinstance(given, dict) or kind not in ("yarn", "default"):
+            known = ({"rope_type": "yarn"}, {"rope_type": "default"})
+            raise fields.unsupported(f"{where} (mistral4)", given, known)
         rope = Fields(given, f"{fields.prefix}{where}.")
         roped = fields.count("qk_rope_head_dim")
         part = roped / (fields.count("qk_nope_head_dim") + roped)
@@ -85,20 +88,29 @@ class Mistral4(DeepseekV3):
         named = {"partial_rotary_factor", "apply_scale", *_BY_POSITION}
         plain = {name: value for name, value in given.items() if name not in named}
         read = read_rope(Fields({**fields.values, where: plain}, fields.prefix), interleaved=self.interleaved(fields))
-        assert read.yarn is not None
         yarn = read.yarn
+        if yarn is None:
+            return read, self._scaling(fields, rope, None)
         if rope.flag("apply_scale", False):
             yarn = replace(yarn, mscale=rope.number("mscale", 1.0), mscale_all_dim=rope.number("mscale_all_dim", 1.0))
         else:
             factor = 1.0 if yarn.attention_factor is None else yarn.attention_factor
             yarn = replace(yarn, attention_factor=factor, mscale=0.0, mscale_all_dim=0.0)
-        return replace(read, yarn=yarn), self._scaling(fields, rope, yarn)
+        return replace(read, yarn=yarn), self._scaling(fields, rope, yarn.original_positions)
 
-    def _scaling(self, fields: Fields, rope: Fields, yarn: Yarn) -> QueryScaling | None:
+    def _scaling(self, fields: Fields, rope: Fields, original: int | None) -> QueryScaling | None:
+        """How queries are scaled; `original`: the positions of yarn, where that is the rope."""
         beta = rope.number("llama_4_scaling_beta", 0.0)
         if not beta:
             return None
-        return QueryScaling(beta, fields.count("llama_4_original_positions", yarn.original_positions))
+        if original is None and fields.values.get("llama_4_original_positions") is None:
+            original = rope.count("original_max_position_embeddings")
+        return QueryScaling(beta, fields.count("llama_4_original_positions", original))
+
+    @override
+    def routing(self, fields: Fields) -> Routing | None:
+        """None where there are said to be 0: a params.json without experts."""
+        return None if fields.values.get("n_routed_experts") == 0 else super().routing(fields)
 
     @override
     def rule(self, fields: Fields) -> RoutingRule:

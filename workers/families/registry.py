@@ -21,7 +21,7 @@ from workers.families.mistral import Mistral3, Mistral4
 from workers.families.sarvam import SarvamMla
 from workers.families.sparse import DeepseekV32, GlmMoeDsa
 from workers.families.youtu import Youtu
-from workers.model_folder import config_file, config_values
+from workers.model_folder import CONFIG, config_file, config_values
 from workers.models.config import ConfigError, ModelConfig
 from workers.models.fields import Fields, all_ids
 
@@ -43,6 +43,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "mistral4": Mistral4(),
     "sarvam_mla": SarvamMla(),
     "youtu": Youtu(),
+    "youtu_llm": Youtu(),
 }
 
 
@@ -59,7 +60,13 @@ def load_config(folder: str | Path) -> ModelConfig:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if generation.exists() and (ids := _json_object(generation).get("eos_token_id")) is not None:
         values["eos_token_id"] = all_ids(values.get("eos_token_id"), ids)
-    return parse_config(values)
+    if path.name == CONFIG:
+        return parse_config(values)
+    try:
+        return parse_config(values)
+    except ConfigError as error:
+        said = str(error).removeprefix("config.json: ")
+        raise ConfigError(f"{path.name}, by the names that a config.json has for its fields: {said}") from None
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

@@ -24,6 +24,8 @@ _NAMES: Final = {"num_experts": "n_routed_experts", "num_shared_experts": "n_sha
 class SarvamMla(DeepseekV3):
     """No layer that drafts. `head_dim`, `q_head_dim` and `use_qk_norm` mean nothing."""
 
+    drafts = False
+
     @override
     def read(self, fields: Fields) -> ModelConfig:
         refuse_grouped_keys(fields)

@@ -13,8 +13,8 @@ from workers.families.glm import dense_layers
 from workers.models.config import ConfigError, Indexing, ModelConfig
 from workers.models.fields import Fields
 
-_LAYER_TYPES: Final = ("indexed_attention", "deepseek_sparse_attention")
-"""Names that versions of transformers have for these layers' attention."""
+_LAYER_TYPES: Final = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention", "sparse")
+"""Names for these layers' attention: of versions of transformers, and of other engines (vLLM, llama.cpp)."""
 
 
 class DeepseekV32(DeepseekV3):

@@ -12,6 +12,8 @@ from workers.models.fields import Fields
 class Youtu(DeepseekV3):
     """No experts, no layer that drafts; the output head is the embedding unless the config says otherwise."""
 
+    drafts = False
+
     @override
     def read(self, fields: Fields) -> ModelConfig:
         refuse_grouped_keys(fields)

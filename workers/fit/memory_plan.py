@@ -21,7 +21,8 @@ from workers.cache.snapshots import snapshot_bytes
 from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
-from workers.drafters.eagle3.checkpoint import counted_eagle3, read_eagle3
+from workers.drafters.draft_model import counted_draft_model
+from workers.families.draft_models import read_draft_model
 from workers.families.loading import counted, has_draft_layer
 from workers.families.registry import FAMILIES, load_config
 from workers.fit.cache_budget import (
@@ -147,11 +148,10 @@ def memory_plan(
         )
         from_files = has_any is not None
     weights, roped = dry_run.bytes, model_config.qk_rope_head_dim + (model_config.query_scaling is not None)
-    if (draft_folder := config.draft_folder) is not None:
-        eagle3 = read_eagle3(draft_folder, model_config, group.mesh, host_memory=config.host_cache_bytes > 0)
-        model.drafter, own = counted_eagle3(eagle3, model, fp8_cache=fp8_cache(config, dtype))
+    if (draft := read_draft_model(config, model_config, group.mesh)) is not None:
+        model.drafter, own = counted_draft_model(draft, model, fp8_cache=fp8_cache(config, dtype))
         weights += own.bytes
-        roped += model.drafter.rotation_PO.shape[1]
+        roped += model.drafter.position_numbers
     width = choose_drafter(model, config)
     sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)
     sampling.allocate(config.max_rows * width)

@@ -5,14 +5,13 @@ Whatever else is wrong with a checkpoint is found by those who read it (`workers
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from typing import Any, Final
 
 from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
-from workers.drafters.eagle3.misfits import misfits
+from workers.families.draft_models import read_draft_model
 from workers.families.registry import load_config
 from workers.model_folder import config_values
 from workers.models.config import ConfigError
@@ -47,7 +46,7 @@ def check_fit(config: EngineConfig, *, gpus: int | None = None) -> None:
     text = values.get("text_config")
     model = {**values, **text} if isinstance(text, dict) else values  # of models that see, the part that writes
     causes = [_quantization(config, values), _ranks(config, model), _context(config, model), _drafter(config)]
-    causes += [_cache_dtype(config, gpus), *_draft_model(config, model), *_tiers(config, model, gpus)]
+    causes += [_cache_dtype(config, gpus), *_draft_model(config), *_tiers(config, model, gpus)]
     if found := [cause for cause in causes if cause]:
         raise Unfit("\n".join(found))
 
@@ -141,14 +140,15 @@ def _drafter(config: EngineConfig) -> str:
     )
 
 
-def _draft_model(config: EngineConfig, values: dict[str, Any]) -> list[str]:
-    if (folder := config.draft_folder) is None:
+def _draft_model(config: EngineConfig) -> list[str]:
+    if config.draft_folder is None:
         return []
     try:
-        draft = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return [f"cannot read {folder / 'config.json'}: {error}"]
-    if not isinstance(draft, dict):
-        return [f"{folder / 'config.json'} does not hold a JSON object"]
-    found = misfits(draft, values, config.mesh(), host_memory=config.host_cache_bytes > 0)
-    return [f"draft_model = {folder} (--draft-model) does not fit the model: {why}" for why in found]
+        target = load_config(config.folder)
+    except ConfigError:
+        return []  # a start says what is wrong with it
+    try:
+        read_draft_model(config, target, config.mesh())
+    except ConfigError as error:
+        return [f"draft_model = {config.draft_folder} (--draft-model): {error}"]
+    return []

@@ -64,6 +64,8 @@ class Drafter(ABC):
     this one selected for the rows' newest tokens: see `Batch.kept_TS`."""
     most_drafts: int | None = None
     """Most drafts that it makes of a row; None: any number."""
+    position_numbers = 0
+    """fp32 numbers of every position in tables of its own."""
     estimates = False
     """Whether it says how likely a draft is to be accepted."""
     least_confidence = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class ExecutionPaths:
         self.group = group
         """Group through which passes reach the other ranks."""
         self._config = config
+        self._beside: list[Formats] = []
         self._quantize_activations = quantize_activations and not invariant
         self._decode, self._few = (
             DecodeOps(group, quantize_activations=quantize_activations, formats=self._formats),
@@ -61,6 +63,14 @@ class ExecutionPaths:
     def decode(self) -> GeneralOps:
         """The path of passes of decode rows alone, whatever number of tokens they have."""
         return self.any if self.invariant else self._decode
+
+    def beside(self, config: ModelConfig, formats: Formats) -> ExecutionPaths:
+        """Return the paths of layers with these sizes and `formats`, of another checkpoint, that run in the same steps:
+        the operations are the same ones, so what holds for those in a context holds for these layers."""
+        paths = copy(self)
+        paths._config, paths._formats = config, formats
+        self._beside.append(formats)
+        return paths
 
     def of(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> LayerOps[Any]:
         """The fastest path for a pass with these rows, of a model in `dtype`. In invariant mode there is one."""
@@ -73,7 +83,7 @@ class ExecutionPaths:
         return (
             self._quantize_activations
             and tokens >= min(MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS)
-            and any(format.w8a8 for format in self._formats.all)
+            and any(format.w8a8 for formats in (self._formats, *self._beside) for format in formats.all)
             and dtype == torch.bfloat16
             and is_hopper(device)
         )

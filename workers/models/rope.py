@@ -30,11 +30,14 @@ def rotation_table(rope: Rope, features: int, positions: int, device: torch.devi
     return table_PI2.flatten(1).to(device)
 
 
-def query_scale_table(scaling: QueryScaling | None, positions: int, device: torch.device) -> Tensor | None:
-    """Compute the factor of the query at each position, fp32 [positions + LOOKAHEAD]; None if there is no scaling."""
+def query_scale_table(
+    scaling: QueryScaling | None, positions: int, device: torch.device, *, ahead: int = 0
+) -> Tensor | None:
+    """Compute the factor of the query at each position, fp32 [positions + LOOKAHEAD]; None if there is no scaling.
+    `ahead`: positions by which a query stands further than the one that its factor is of."""
     if scaling is None:
         return None
-    return query_scale(scaling, torch.arange(positions + LOOKAHEAD)).to(device)
+    return query_scale(scaling, (torch.arange(positions + LOOKAHEAD) - ahead).clamp_(min=0)).to(device)
 
 
 def query_scale(scaling: QueryScaling | None, position_T: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from workers.cache.snapshots import snapshot_bytes
 from workers.cache.spec import page_bytes as bytes_of_page
 from workers.config import EngineConfig
 from workers.drafters.choice import choose_drafter
-from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
+from workers.drafters.draft_model import load_draft_model
 from workers.families import load_model
+from workers.families.draft_models import read_draft_model
 from workers.families.registry import load_config
 from workers.fit.cache_budget import (
     fp8_cache,
@@ -115,10 +116,7 @@ class Rank:
         check_standby(config, role, device)
         dtype = pick_dtype(config, device)
         context = max_context(config)
-        draft_folder, eagle3 = config.draft_folder, None
-        if draft_folder is not None:  # what does not fit is refused before anything is loaded
-            tiers = config.host_cache_bytes > 0
-            eagle3 = read_eagle3(draft_folder, config_of_model, group.mesh, host_memory=tiers)
+        draft = read_draft_model(config, config_of_model, group.mesh)  # is refused before anything is loaded
         kept = None if keeper is None else KeptWeights(keeper, group, device, progress, required=standing_by)
         model = load_model(
             config.folder,
@@ -133,9 +131,9 @@ class Rank:
             progress=progress,
             kept=kept,
         )
-        if eagle3 is not None:
+        if draft is not None:
             fp8 = fp8_cache(config, dtype, device)
-            model.drafter = load_eagle3(eagle3, model, fp8_cache=fp8, progress=progress, kept=kept)
+            model.drafter = load_draft_model(draft, model, fp8_cache=fp8, progress=progress, kept=kept)
         times.end("weights")
         shards = group.mesh.shards
         self._held = None if kept is None or role == "alone" else HeldCache(kept, config, model.caches, shards)

@@ -1,6 +1,7 @@
 """Model folders as their makers ship them, at toy size: the fields of their config.json, generation_config.json and
-tokenizer_config.json, and chat templates that write what the published ones do. Each chats with tools, and thinks,
-through the openai and the anthropic client; what reaches the engine is what the makers' own way gives."""
+tokenizer_config.json, and chat templates that write what the published ones do, as far as these are known. Each chats
+with tools, and thinks, through the openai and the anthropic client; what reaches the engine is what the makers' own way
+gives."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ import jinja2
 import openai
 import pytest
 from fake_engine import INFO, FakeEngine, say, serving
-from published_configs import GLM, GLM52, K2, K25, V3, V32
+from published_configs import AXK1, AXK2, GLM, GLM52, HY4, K2, K25, SMALL4, V3, V32
+from published_configs import YOUTU as YOUTU_CONFIG
 from test_deepseek_chat import V31_SECTION
 from test_tiktoken import CODE, TOKENS
 from tiny_tokenizer import backend
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tool_templates import DEEPSEEK_R1_CALLS, DEEPSEEK_V31_WITHOUT_TOOLS, KIMI, KIMI_K25
+from tool_templates import AX, DEEPSEEK_R1_CALLS, DEEPSEEK_V31_WITHOUT_TOOLS, KIMI, KIMI_K25, MISTRAL_STRICT, YOUTU
 from tool_templates import GLM as GLM_TEMPLATE
+from tool_templates import HY4 as HY4_TEMPLATE
+from transformers import PreTrainedTokenizerFast
 
 from deploy.api.app import create_app
 from deploy.api.job.defaults import read_defaults
@@ -64,6 +68,14 @@ OF_KIMI = (
 OF_GLM = (
     "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
 )  # fmt: skip
+OF_MISTRAL = (
+    "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[THINK]", "[/THINK]",
+)  # fmt: skip
+OF_YOUTU = ("<|begin_of_text|>", "<|end_of_text|>", "<|User|>", "<|Assistant|>")
+OF_CHATML = ("<|im_start|>", "<|im_end|>")
+OF_HY4 = ("<|end|>", "<system>", "<user>", "<assistant>")
 TAGS = ("<think>", "</think>")
 OF_V3 = {"temperature": 0.6, "top_p": 0.95}
 KIMI_CALL = (
@@ -146,6 +158,25 @@ class Shipped:
     more: dict[str, Any] = field(default_factory=dict)
     """Further variables of the makers' code."""
     adds_bos: bool = False
+    begin: str = BEGIN
+    """The token that begins a text."""
+    writes: str = ""
+    """Where the prompt does not open the model's reasoning: how the model writes that by itself."""
+    by_transformers: bool = False
+    """Whether the makers' own way is `apply_chat_template` of the folder's tokenizer."""
+
+    off: dict[str, Any] = field(default_factory=dict)
+    """The variables with which they have it not think, where that was tried."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether chats begin with `begin`."""
+        return self.adds_bos or "bos_token" in (self.template or "")
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model thinks."""
+        return self.opens or bool(self.writes)
 
     def write(self, folder: Path) -> Path:
         names = [*self.special, *TAGS]
@@ -215,6 +246,11 @@ OF_GLM_5 = Shipped(
     {"do_sample": True, "temperature": 1.0, "top_p": 0.95}, ends_in_config=3, prepared=as_objects,
     thinks={"enable_thinking": True},
 )  # fmt: skip
+HERMES_CALL = f'\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+OF_AX = Shipped(
+    AXK1, OF_CHATML, ("<|im_end|>",), AX, HERMES_CALL, True, {"eos_token": "<|im_end|>"}, thinks={"thinking": True},
+    off={"thinking": False}, prepared=as_objects, by_transformers=True,
+)  # fmt: skip
 FOLDERS = {
     "R1": replace(
         DEEPSEEK, template=DEEPSEEK_R1_CALLS, inline=True, prepared=of_r1,
@@ -237,6 +273,28 @@ FOLDERS = {
     "K2.5": replace(OF_K2, config=K25, template=KIMI_K25, more={"tools_ts_str": DECLARED}),
     "GLM-4.7-Flash": replace(OF_GLM_5, config=GLM, generation_config={"temperature": 1.0}),
     "GLM-5": OF_GLM_5,
+    "Mistral Small 4": Shipped(
+        SMALL4, OF_MISTRAL, ("</s>",), MISTRAL_STRICT,
+        f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", False,
+        {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}, adds_bos=True, begin="<s>",
+        writes="[THINK]{}[/THINK]", thinks={"reasoning_effort": "high"}, off={"reasoning_effort": "none"},
+        by_transformers=True,
+    ),
+    "Youtu-LLM": Shipped(
+        YOUTU_CONFIG, OF_YOUTU, ("<|end_of_text|>",), YOUTU, HERMES_CALL, False,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, by_transformers=True,
+        writes="<think>\n{}\n</think>\n\n", thinks={"enable_thinking": True}, off={"enable_thinking": False},
+        begin="<|begin_of_text|>",
+        prepared=as_objects,
+    ),
+    "A.X K1": OF_AX,
+    "A.X K2": replace(OF_AX, config=AXK2),
+    "Hy4": Shipped(
+        HY4, OF_HY4, ("<|end|>",), HY4_TEMPLATE,
+        "<tool_calls><tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call></tool_calls>",
+        True, {"eos_token": "<|end|>"}, thinks={"reasoning_effort": "high"}, off={"reasoning_effort": "no_think"},
+        prepared=as_objects, by_transformers=True,
+    ),
 }  # fmt: skip
 V32_PUBLISHED = (Path(__file__).parent.parent / "text" / "published" / "deepseek_v32_example.txt").read_text()
 
@@ -258,13 +316,20 @@ class Served:
         prompt = self.tokenizer.decode(list(request.prompt), skip_special_tokens=False)
         text = ANSWER if RESULT in prompt else f"{SAID}{self.shipped.call}"
         thinks = prompt.rstrip().endswith("<think>")  # V3.1 does not behind a result
-        ids = self.tokenizer.encode(f"{THOUGHT}</think>" * thinks + text, add_special_tokens=False)
+        thought = f"{THOUGHT}</think>" * thinks + self.shipped.writes.format(THOUGHT)
+        ids = self.tokenizer.encode(thought + text, add_special_tokens=False)
         return iter(say(ids, eos=self.config.eos_ids[-1])(request))
 
-    def expected(self, messages: Messages) -> list[int]:
+    def expected(self, messages: Messages, *, thinks: bool = True, tools: bool = True) -> list[int]:
         """The ids of a prompt by the makers' own way."""
         if self.shipped.template is None:
             return self.tokenizer.encode(v32_prompt(messages), add_special_tokens=False)
+        if self.shipped.by_transformers:
+            hf = PreTrainedTokenizerFast.from_pretrained(self.folder)
+            given = {"tools": [*self.shipped.tools] if tools else None, "add_generation_prompt": True}
+            given |= self.shipped.thinks if thinks else self.shipped.off
+            ids = hf.apply_chat_template(self.shipped.prepared(messages), return_dict=False, **given)
+            return [int(index) for index in ids]
         text = environment().from_string(self.shipped.template)
         prompt = text.render(
             messages=self.shipped.prepared(messages),
@@ -307,7 +372,7 @@ def turns(served: Served, call_id: str) -> list[dict[str, Any]]:
     """The conversation as the templates get it."""
     call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     assistant: dict[str, Any] = {"role": "assistant", "content": SAID, "tool_calls": [call]}
-    if served.shipped.opens:
+    if served.shipped.reasons:
         assistant["reasoning_content"] = THOUGHT
     return [
         {"role": "system", "content": SYSTEM},
@@ -326,7 +391,7 @@ def check(served: Served, call_id: str) -> None:
             list(request.prompt), skip_special_tokens=False
         )
         text = served.tokenizer.decode(list(request.prompt), skip_special_tokens=False)
-        assert text.count(BEGIN) == served.shipped.adds_bos
+        assert text.count(served.shipped.begin) == served.shipped.begins
         sampling = {name: getattr(request.sampling, name) for name in OF_V3}
         assert sampling == {"temperature": 1.0, "top_p": 1.0, **read_defaults(served.folder)}
         assert {*served.config.eos_ids} <= {*request.sampling.stop_ids}
@@ -340,13 +405,13 @@ def test_it_chats_with_tools_through_the_openai_client(served: Served, stream: b
     ):
         messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
         asked: dict[str, Any] = {"model": "toy", "tools": [TOOL]}
-        if served.shipped.opens:
+        if served.shipped.reasons:
             asked["reasoning_effort"] = "high"
         first = said_by(client, {**asked, "messages": messages}, stream)
         assert (first["content"] or "").strip() == SAID
         [call] = first["tool_calls"]
         assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", ARGUMENTS)
-        assert first.get("reasoning_content") == (THOUGHT if served.shipped.opens else None)
+        assert first.get("reasoning_content") == (THOUGHT if served.shipped.reasons else None)
         result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
         second = said_by(client, {**asked, "messages": [*messages, {**first, "content": SAID}, result]}, stream)
         assert second["content"] == ANSWER
@@ -378,12 +443,12 @@ def test_it_chats_with_tools_through_the_anthropic_client(served: Served) -> Non
             "system": SYSTEM,
             "tools": [{"name": "weather", "description": "The weather.", "input_schema": SCHEMA}],
         }
-        if served.shipped.opens:
+        if served.shipped.reasons:
             asked["thinking"] = {"type": "enabled", "budget_tokens": 2048}
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         with client.messages.stream(**asked, messages=messages) as stream:
             first = stream.get_final_message()
-        assert [part.type for part in first.content] == ["thinking"] * served.shipped.opens + ["text", "tool_use"]
+        assert [part.type for part in first.content] == ["thinking"] * served.shipped.reasons + ["text", "tool_use"]
         call: Any = first.content[-1]
         assert (first.stop_reason, call.name, call.input) == ("tool_use", "weather", json.loads(ARGUMENTS))
         content: list[Any] = [part.model_dump(exclude_none=True) for part in first.content]
@@ -397,9 +462,27 @@ def test_it_chats_with_tools_through_the_anthropic_client(served: Served) -> Non
     check(served, call.id)
 
 
+@pytest.mark.parametrize("served", [name for name, shipped in FOLDERS.items() if shipped.off], indirect=True)
+@pytest.mark.parametrize("tools", [False, True])
+def test_it_can_be_told_not_to_think(served: Served, tools: bool) -> None:
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    with serving(served.app) as port:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            asked: dict[str, Any] = {"model": "toy", "messages": messages, "reasoning_effort": "none"}
+            client.chat.completions.create(**asked, **({"tools": [TOOL]} if tools else {}))
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as other:
+            asked = {"model": "toy", "max_tokens": 64, "system": SYSTEM, "messages": messages[1:]}
+            asked["thinking"] = {"type": "disabled"}
+            of_anthropic = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
+            other.messages.create(**asked, **({"tools": [of_anthropic]} if tools else {}))
+    want = served.expected(messages, thinks=False, tools=tools)
+    assert want != served.expected(messages, tools=tools)
+    assert [list(request.prompt) for request in served.engine.requests[-2:]] == [want, want]
+
+
 def test_texts_begin_as_the_makers_tokenizer_has_them_begin(served: Served) -> None:
     plain = served.tokenizer.encode("the fox", add_special_tokens=False)
-    expected = served.tokenizer.encode(BEGIN, False) * served.shipped.adds_bos + plain
+    expected = served.tokenizer.encode(served.shipped.begin, False) * served.shipped.adds_bos + plain
     with serving(served.app) as port:
         url = f"http://127.0.0.1:{port}"
         httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "the fox", "max_tokens": 1})

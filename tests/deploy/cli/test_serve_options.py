@@ -129,7 +129,7 @@ def test_every_command_with_a_model_takes_it_alone(command, name, tmp_path):
 def test_a_draft_model_that_is_not_there_is_missed_at_once(started, command, model_folder, tmp_path):
     ran = command("serve", "--model", model_folder, "--draft-model", str(tmp_path / "none"))
     assert ran.code == 2
-    assert "is not the folder of a draft model: it has no config.json" in ran.err
+    assert "is not the folder of a draft model: it has neither config.json" in ran.err
     assert command("serve", "--model", model_folder, "--draft-model", model_folder, "--drafter", "mtp").code == 2
     assert not started
 

@@ -186,3 +186,42 @@ DEEPSEEK_R1_CALLS = (
 )
 """Template like R1's own, and V3's but for the end: of tools it writes the calls and their results alone, and calls of
 messages that say nothing."""
+_HERMES_TOOLS = (
+    "{{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '\n</tools>' }}"
+)
+_HERMES_CALLS = (
+    "{%- for call in m.tool_calls or [] %}{%- set f = call.function %}"
+    '{{- \'\n<tool_call>\n{"name": "\' + f.name + \'", "arguments": \' }}'
+    "{{- f.arguments if f.arguments is string else f.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}"
+)
+YOUTU = (
+    "{{- bos_token }}{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}"
+    "{%- if tools %}{{- '\n\n' if messages[0].role == 'system' }}" + _HERMES_TOOLS + "{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|User|>' + m.content }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|Assistant|>' }}{%- if m.reasoning_content and loop.last %}"
+    "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{%- endif %}{{- m.content }}"
+    + _HERMES_CALLS
+    + "{{- '<|end_of_text|>' }}{%- elif m.role == 'tool' %}"
+    "{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|User|>' }}{%- endif %}"
+    "{{- '<tool_response>' + m.content + '</tool_response>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|Assistant|>' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}"
+    "{%- endif %}{%- endif %}"
+)
+"""Turns, ends, calls and the closed thinking of Youtu-LLM as ms-swift's template of it has them; its model opens its
+thinking itself."""
+AX = (
+    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}"
+    "{{- messages[0].content + '\n\n' }}{%- endif %}"
+    + _HERMES_TOOLS
+    + "{{- '<|im_end|>\n' }}{%- elif messages[0].role == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\n<think>\n' + (m.reasoning_content or '') }}"
+    "{{- '\n</think>\n\n' + m.content }}" + _HERMES_CALLS + "{{- '<|im_end|>\n' }}{%- elif m.role == 'tool' %}"
+    "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>' }}"
+    "{{- '\n\n</think>\n\n' if thinking is defined and thinking is false }}{%- endif %}"
+)
+"""For A.X K1 and K2, whose recipes name the parsers hermes and deepseek_v3; the templates themselves were not seen."""

@@ -21,7 +21,8 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.harness import InlineEngine
 from tests.workers.models.paged import Paged
 from workers.config import EngineConfig
-from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
+from workers.drafters.draft_model import load_draft_model
+from workers.drafters.eagle3.checkpoint import read_eagle3
 from workers.drafters.eagle3.misfits import aux_hidden_state_layers_of
 from workers.fit.memory_plan import memory_plan
 from workers.fit.settings import Unfit, check_fit
@@ -272,12 +273,45 @@ def test_a_model_with_several_residual_streams_is_refused(drafts_of: dict[str, P
         engine(folder, drafts_of["gqa"])
 
 
-def test_draft_models_in_the_layout_of_mistral_are_refused(folder: Path, tmp_path: Path) -> None:
-    """They have no config.json, and are of another kind."""
-    with pytest.raises(FileNotFoundError, match=r"is not the folder of a draft model: it has no config\.json"):
+def test_drafts_of_a_model_with_sparse_attention(drafts_of: dict[str, Path], tmp_path: Path) -> None:
+    """As published of A.X K2: the layers of the model have gates and indexers, the draft model's has neither."""
+    folder = write_tiny(tmp_path, "axk2", seed=3, num_hidden_layers=LAYERS)
+    made, reference = engine(folder, drafts_of["gqa"]), plain(folder, drafts_of["gqa"])
+    for index, prompt in enumerate(prompts(3, 40, seed=4)):
+        made.add(f"r{index}", prompt, SamplingParams(12, temperature=0.0))
+    tensors, compared = made.runner.parts.state.tensors, 0
+    while made.step():
+        plan = made.plans[made.runner._steps - 1]
+        for sequence in made.scheduler._live.values():
+            if sequence.phase is Phase.DECODE and sequence.tokens.length > sequence.goal and plan.step % 3 == 0:
+                tokens, slot = list(sequence.tokens.span(0, sequence.tokens.length)), sequence.slot
+                states = aux_hidden(folder, tokens[:-1], AUX_HIDDEN_STATE_LAYERS["gqa"])
+                _, want = reference.drafts(states, tokens, plan.drafts)
+                assert tensors.draft_SK[slot, : plan.drafts].tolist() == want
+                compared += plan.drafts
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"speculators_model_type": "dspark", "markov_rank": 256, "block_size": 5, "mask_token_id": 3},
+        {"architectures": ["Qwen3DSparkModel"], "block_size": 5},
+        {"dflash_config": {"mask_token_id": 3}},
+    ],
+)
+def test_draft_models_that_draft_blocks_are_refused(
+    folder: Path, drafts_of: dict[str, Path], tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """As published of A.X K2 and of GLM-5.2: DSpark and DFlash."""
+    config = json.loads((drafts_of["gqa"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(Unfit, match=r"speculators_model_type = 'dspark'|drafts a block at a time"):
         check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
-    (tmp_path / "params.json").write_text(json.dumps({"dim": 48, "n_layers": 2}))
-    with pytest.raises(FileNotFoundError, match=r"has params\.json and no config\.json: .*eagle_linear.*EAGLE-3"):
+
+
+def test_a_folder_without_a_draft_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"it has neither config\.json \(EAGLE-3\) nor params\.json"):
         check_fit(EngineConfig(model=str(folder), draft_model=str(tmp_path)))
 
 
@@ -308,7 +342,7 @@ def test_tensors_that_do_not_fit(
     save_file(tensors, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
     with pytest.raises(WeightsError, match=said):
-        load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
+        load_draft_model(read_eagle3(tmp_path, model.config, Mesh()), model)
 
 
 def test_other_names_and_an_embedding_of_its_own(folder: Path, drafts_of: dict[str, Path], tmp_path: Path) -> None:
@@ -318,7 +352,7 @@ def test_other_names_and_an_embedding_of_its_own(folder: Path, drafts_of: dict[s
     (tmp_path / "config.json").write_text((drafts_of["gqa"] / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
-    drafter = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
+    drafter = load_draft_model(read_eagle3(tmp_path, model.config, Mesh()), model)
     assert torch.equal(drafter.embedding_YE, tensors["embed_tokens.weight"])
 
 
@@ -362,8 +396,8 @@ def test_a_config_of_speculators(folder: Path, drafts_of: dict[str, Path], tmp_p
     tensors = load_file(drafts_of["gqa-all-ids"] / "model.safetensors")
     save_file({n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
     model = engine(folder, None).replica.model
-    got = load_eagle3(read_eagle3(tmp_path, model.config, Mesh()), model)
-    want = load_eagle3(read_eagle3(drafts_of["gqa-all-ids"], model.config, Mesh()), model)
+    got = load_draft_model(read_eagle3(tmp_path, model.config, Mesh()), model)
+    want = load_draft_model(read_eagle3(drafts_of["gqa-all-ids"], model.config, Mesh()), model)
     assert got.aux_hidden_state_layers == (1, 2, 3)
     assert replace(got.sizes, aux_hidden_state_layers=want.aux_hidden_state_layers) == want.sizes
     assert torch.equal(got.join_EF.plain, want.join_EF.plain)

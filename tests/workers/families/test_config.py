@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from published_configs import AXK1, GLM, K2, K25, LARGE3_PARAMS, SARVAM, SMALL4, SMALL4_PARAMS, V2_LITE, V3, YOUTU
-from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, YoutuConfig
+from transformers import AXK1Config, DeepseekV3Config, Glm4MoeLiteConfig, Mistral4Config, SarvamMLAConfig, YoutuConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention, get_llama_4_attn_scale
@@ -242,6 +242,7 @@ def test_reads_youtu(tmp_path: Path) -> None:
     bare = {name: value for name, value in YOUTU.items() if name != "tie_word_embeddings"}
     assert parse_config(bare) == parse_config({**YOUTU, "n_routed_experts": 0}) == config
     assert not parse_config({**YOUTU, "tie_word_embeddings": False}).tied_embeddings
+    assert parse_config({**YOUTU, "model_type": "youtu_llm"}) == replace(config, model_type="youtu_llm")
     YoutuConfig(**YOUTU).save_pretrained(tmp_path)
     assert load_config(tmp_path) == config
 
@@ -264,7 +265,7 @@ def test_errors_of_youtu_name_the_field(changes: dict[str, Any], words: list[str
         assert word in str(error.value)
 
 
-def test_reads_sarvam() -> None:
+def test_reads_sarvam(tmp_path: Path) -> None:
     """The config is read as a DeepSeek V3 of its sizes, in either names, with one group of experts."""
     config = parse_config(SARVAM)
     given = {name: value for name, value in SARVAM.items() if name not in ("num_experts", "num_shared_experts")}
@@ -281,6 +282,8 @@ def test_reads_sarvam() -> None:
     grouped = parse_config({**SARVAM, "n_group": 16, "topk_group": 2})
     assert grouped.routing is not None
     assert (grouped.routing.rule.groups, grouped.routing.rule.top_groups) == (16, 2)
+    SarvamMLAConfig(**SARVAM).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(
@@ -399,7 +402,6 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
     for changes, word in (
         ({"yarn": {**SMALL4_PARAMS["yarn"], "apply_scale": "no"}}, "apply_scale must be true or false"),
         ({"yarn": {"factor": 128, "original_max_position_embeddings": 8192}}, "yarn lacks apply_scale, true or false"),
-        ({"yarn": None}, "rope_type"),
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"moe": {**SMALL4_PARAMS["moe"], "use_load_balancing_bias": True}}, "use_load_balancing_bias"),
         ({"moe": {**SMALL4_PARAMS["moe"], "renorm_strategy": "LOGITS"}}, "renorm_strategy"),
@@ -442,7 +444,7 @@ def test_params_of_mistral_say_what_its_config_does(tmp_path: Path) -> None:
         ({"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers (mistral4) = 1"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"rope_parameters": None}, ["rope_scaling (mistral4) = None", "yarn"]),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rope_parameters (mistral4)", "yarn"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rope_parameters (mistral4)", "yarn"]),
     ],
 )
 def test_errors_of_mistral_name_the_field(changes: dict[str, Any], words: list[str]) -> None:

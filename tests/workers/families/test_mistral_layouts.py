@@ -166,3 +166,23 @@ def test_both_layouts_are_one_model(fp8: bool, tmp_path: Path) -> None:
     got = logits(theirs)
     assert torch.equal(logits(ours), got)
     torch.testing.assert_close(got, oracle_logits(load_oracle(plain), TOKENS), atol=1e-4, rtol=0)
+
+
+def test_without_yarn_and_without_experts(tmp_path: Path) -> None:
+    """Rope is plain, which is yarn with a factor of 1; queries are scaled all the same, and all layers are dense, as
+    vLLM reads such a params.json."""
+    rope = {"rope_type": "yarn", "factor": 1.0, "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    rope |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 8 / 24, "apply_scale": False}
+    theirs, ours = tmp_path / "hugging face", tmp_path / "mistral"
+    write_tiny(theirs, "mistral4", seed=6, first_k_dense_replace=3, rope_parameters=rope)
+    want = oracle_logits(load_oracle(theirs), TOKENS)
+    config = json.loads((theirs / "config.json").read_text())
+    said = {name: value for name, value in params(config).items() if name not in ("moe", "yarn")}
+    ours.mkdir()
+    (ours / "params.json").write_text(json.dumps(said))
+    save_file(as_mistral(load_file(theirs / "model.safetensors")), ours / "consolidated.safetensors")
+    torch.testing.assert_close(logits(ours), want, atol=1e-4, rtol=0)
+    plain = {name: value for name, value in rope.items() if name not in ("factor", "apply_scale")}
+    plain["rope_type"] = "default"
+    (theirs / "config.json").write_text(json.dumps({**config, "rope_parameters": plain}))
+    assert torch.equal(logits(theirs), logits(ours))

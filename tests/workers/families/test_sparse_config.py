@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from published_configs import AXK2, GLM, GLM52, HY4, V3, V32
-from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig, HYV4Config
+from transformers import AXK2Config, DeepseekV32Config, GlmMoeDsaConfig, HYV4Config, HYV4VLConfig
 
 from kernels.routing_rule import RoutingRule
 from workers.families.registry import load_config, parse_config
@@ -66,7 +66,8 @@ def test_deepseek_v32_written_by_transformers_reads_the_same(tmp_path: Path) -> 
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["model_type"] == "deepseek_v32"
     assert load_config(tmp_path) == parse_config(V32)
-    for kind in ("indexed_attention", "deepseek_sparse_attention"):  # as some versions write, and others
+    # As some versions of transformers write, others, vLLM and llama.cpp.
+    for kind in ("indexed_attention", "deepseek_sparse_attention", "sparse_attention", "sparse"):
         assert parse_config({**V32, "layer_types": [kind] * 61}) == parse_config(V32)
 
 
@@ -131,10 +132,16 @@ def test_reads_hy4(tmp_path: Path) -> None:
     assert load_config(tmp_path) == config
     sees = {"model_type": "hy_v4_vl", "text_config": {**HY4, "model_type": "hy_v4_vl_text"}, "vision_config": {}}
     assert parse_config(sees) == replace(config, model_type="hy_v4_vl")
+    HYV4VLConfig(text_config=HY4).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == replace(config, model_type="hy_v4_vl")
     rope = {**HY4["rope_parameters"], "mrope_section": [12, 10, 10]}
     assert parse_config({**sees, "text_config": {**HY4, "rope_parameters": rope}, "eos_token_id": [120025]}) == replace(
         config, model_type="hy_v4_vl"
     )
+    for key in ("rope_type", "type"):  # of text it is plain rope
+        named = {name: value for name, value in rope.items() if name != "rope_type"} | {key: "mrope"}
+        text = {**HY4, "rope_parameters": None, "rope_scaling": named}
+        assert parse_config({**sees, "text_config": text}) == replace(config, model_type="hy_v4_vl")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,8 @@ def test_reads_hy4(tmp_path: Path) -> None:
             ["text_config.learnable_sink (hy_v4) = False"],
         ),
         (HY4, {"rope_interleave": False}, ["rope_interleave (hy_v4) = False"]),
+        (HY4, {"layer_types": ["sparse", "full_attention"] * 39}, ["layer_types", "'sparse_attention'"]),
+        (HY4, {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e7}}, ["type = 'mrope'", "yarn"]),
         (HY4, {"mlp_layer_types": ["sparse", "dense"] * 39}, ["mlp_layer_types must have 78 entries"]),
         (HY4, {"model_type": "hy_v4_vl"}, ["text_config must be an object"]),
         (

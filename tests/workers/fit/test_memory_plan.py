@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ import pytest
 import torch
 from paged import CPU
 from planned_starts import STARTS
-from published_configs import GLM52, HY4, K25, LARGE3_PARAMS, V3, V32
-from quantized_checkpoints import FP8_CONFIG, FP8_NAMES, HYV4_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_NESTED, quantize
+from published_configs import AXK1, GLM52, HY4, K25, LARGE3_PARAMS, SARVAM, SMALL4_PARAMS, V3, V32
+from quantized_checkpoints import (
+    FP8_CONFIG,
+    FP8_MODELOPT_CONFIG,
+    FP8_NAMES,
+    HYV4_NAMES,
+    INT4_CONFIG,
+    INT4_NAMES,
+    MXFP8_NESTED,
+    quantize,
+)
 from random_model import V2_LITE_HEADS
 from tiny_models import write_tiny
 
@@ -93,7 +103,6 @@ def test_weights_are_what_a_start_asks_for(
         pytest.param("Kimi-K2.5", 72.9, marks=pytest.mark.long),
         pytest.param("DeepSeek-V3.2", 83.4, marks=pytest.mark.long),
         pytest.param("GLM-5.2", 91.2, marks=pytest.mark.long),
-        pytest.param("Hy4-preview-FP8", 97.9, marks=pytest.mark.long),
         pytest.param("Mistral Large 3", 81.1, marks=pytest.mark.long),
     ],
 )
@@ -102,8 +111,6 @@ def test_published_models_take_what_the_documentation_says(name: str, gib: float
     kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
     in_fp8 = {"DeepSeek-V3": V3, "DeepSeek-V3.2": V32, "GLM-5.2": GLM52}
     values = {**in_fp8[name], "quantization_config": FP8_CONFIG} if name in in_fp8 else kimi
-    if name == "Hy4-preview-FP8":
-        values = {**HY4, "quantization_config": MXFP8_NESTED}
     file = "config.json"
     if name == "Mistral Large 3":
         values, file = LARGE3_PARAMS, "params.json"
@@ -115,6 +122,39 @@ def test_published_models_take_what_the_documentation_says(name: str, gib: float
     assert f"{gib} GiB" in next(
         line for line in page.splitlines() if line.startswith("|") and name in line and "GB" in line
     )
+
+
+NEAR_KIN: dict[str, tuple[dict[str, Any], str, int]] = {
+    "Hy4-preview-FP8": ({**HY4, "quantization_config": MXFP8_NESTED}, "config.json", 8),
+    "Hy4-preview": (HY4, "config.json", 16),
+    "Mistral Small 4": (SMALL4_PARAMS, "params.json", 1),
+    "Sarvam-105B": (SARVAM, "config.json", 2),
+    "Sarvam-105B in FP8": ({**SARVAM, "quantization_config": FP8_MODELOPT_CONFIG}, "config.json", 1),
+    "A.X K1": (AXK1, "config.json", 16),
+}
+"""Published models with their files, and the GPUs of 141 GB that the documentation gives them."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NEAR_KIN)
+def test_rows_of_the_documentation_are_what_fit_says(name: str, tmp_path: Path) -> None:
+    """Weights on each GPU, and the longest contexts, all of them where the row says nothing."""
+    values, file, ranks = NEAR_KIN[name]
+    (tmp_path / file).write_text(json.dumps(values))
+    plan = memory_plan(EngineConfig(model=str(tmp_path), tensor_parallel=ranks), int(139.8 * GIB))
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    if ranks > 1 or "GiB" in row:
+        assert f"{plan.weights / GIB:.1f} GiB of weights" in row
+    assert row.split("|")[3].strip().startswith("one GPU" if ranks == 1 else f"{ranks} GPUs")
+    said = re.search(r"contexts of up to ([\d,]+) tokens", row)
+    if said is None:
+        assert plan.fits
+    else:
+        assert 0 <= plan.context - int(said[1].replace(",", "")) < 1000 < plan.asked_context - plan.context
+    if shards := re.search(r"--cache-shards (\d+)", row):
+        shared = EngineConfig(model=str(tmp_path), tensor_parallel=ranks, cache_shards=int(shards[1]))
+        assert memory_plan(shared, int(139.8 * GIB)).fits
 
 
 @pytest.mark.parametrize(("rows", "budget", "measured"), [(64, 2048, 366), (256, 16384, 1980)])

@@ -18,12 +18,15 @@ from paged import CPU
 from quantized_checkpoints import quantize
 from rank_processes import run_ranks
 from tiny_draft_models import write_draft
+from tiny_mistral_eagle import write_eagle
 from tiny_models import VOCAB, write_tiny
 from torch import Tensor
 
 from workers.channel.ports import free_port
-from workers.drafters.eagle3.checkpoint import load_eagle3, read_eagle3
+from workers.config import EngineConfig
+from workers.drafters.draft_model import load_draft_model
 from workers.families import load_model
+from workers.families.draft_models import read_draft_model
 from workers.families.registry import load_config
 from workers.memory.keeper import KeeperClient, WeightKeeper
 from workers.memory.weight_memory import HostWeights
@@ -74,8 +77,10 @@ class Loads:
         kept = None if self.keeper is None else KeptWeights(self.keeper.path(), group, CPU, self.told.append)
         model = load_model(folder, group=group, kept=kept, **given)
         if draft is not None:
-            read = read_eagle3(draft, load_config(folder), group.mesh)
-            model.drafter = load_eagle3(read, model, kept=kept)
+            asked = EngineConfig(model=str(folder), draft_model=str(draft))
+            read = read_draft_model(asked, load_config(folder), group.mesh)
+            assert read is not None
+            model.drafter = load_draft_model(read, model, kept=kept)
         self.tensors = [tensor for tensor in self.tensors if tensor.device == CPU]
         return model
 
@@ -128,6 +133,8 @@ def test_draft_models_too(keeper: WeightKeeper, tmp_path: Path, monkeypatch: pyt
     check(folder, keeper, monkeypatch, draft=draft, draft_layer=False)
     assert keeper.pid is not None
     assert len(files_of(keeper.pid)) == 2
+    of_mistral = write_tiny(tmp_path / "mistral4", "mistral4", seed=5)
+    check(of_mistral, keeper, monkeypatch, draft=write_eagle(tmp_path / "eagle", of_mistral, fp8=True))
 
 
 def check(folder: Path, keeper: WeightKeeper, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
+from workers.drafters.draft_model import DraftModel
 from workers.drafters.eagle3.misfits import aux_hidden_state_layers_of, flattened, misfits
 from workers.models.config import ConfigError, ModelConfig, Rope
 from workers.models.fields import Fields, read_rope
@@ -20,17 +23,15 @@ if TYPE_CHECKING:
     from workers.drafters.eagle3.drafter import Eagle3
     from workers.models.model import Model
     from workers.weights.checkpoint import Checkpoint
-    from workers.weights.kept import KeptWeights
-    from workers.weights.source import DryRun, WeightSource
+    from workers.weights.source import WeightSource
 
 _LAYER: Final = "midlayer."
 _OTHER_LAYER: Final = "layers.0."
 """Name of the layer in other checkpoints."""
-_IGNORED: Final = (r"^t2d$", r"^d2t$", r"rotary_emb\.inv_freq$", r"^embed_tokens\.weight$")
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(DraftModel):
     """Values of a draft model's config.json."""
 
     folder: Path
@@ -48,6 +49,56 @@ class Eagle3Config:
     """Features of a head. With grouped-query attention only, like the key heads."""
     latent: ModelConfig | None
     """Sizes of latent attention, where it has that."""
+
+    @override
+    def ignored(self) -> list[str]:
+        return [r"^t2d$", r"^d2t$", r"rotary_emb\.inv_freq$", r"^embed_tokens\.weight$"]
+
+    @override
+    def stored(self, checkpoint: Checkpoint) -> Callable[[str], str]:
+        layer = _LAYER if checkpoint.has_any(_LAYER) else _OTHER_LAYER
+        return lambda name: name.replace(_LAYER, layer, 1)
+
+    @override
+    def check(self, checkpoint: Checkpoint, model: Model) -> None:
+        _target_ids(self, model.config.vocab_size, checkpoint)
+
+    @override
+    def build(self, source: WeightSource, model: Model, checkpoint: Checkpoint, *, fp8_cache: bool) -> Eagle3:
+        from workers.drafters.attention import DraftAttention, DraftLatentAttention, GroupedAttention
+        from workers.drafters.eagle3.drafter import Eagle3, Eagle3Sizes
+        from workers.models.attention.latent import LatentAttention
+        from workers.models.rope import rotation_table
+
+        prefix, hidden, invariant = f"{_LAYER}self_attn.", model.config.hidden_size, model.paths.invariant
+        attention: DraftAttention
+        if self.latent is None:
+            roped, sizes_of_heads = self.features, {"heads": self.heads, "key_heads": self.key_heads}
+            attention = GroupedAttention(source, prefix, hidden=hidden, features=self.features, **sizes_of_heads)
+        else:
+            roped = self.latent.qk_rope_head_dim
+            own = LatentAttention(
+                source, prefix, self.latent, invariant=invariant, fp8_cache=fp8_cache, inputs=2 * hidden
+            )
+            attention = DraftLatentAttention(own, model.group.sharing)
+        sizes = Eagle3Sizes(
+            intermediate=self.intermediate,
+            draft_vocab=self.draft_vocab,
+            eps=self.eps,
+            aux_hidden_state_layers=self.aux_hidden_state_layers,
+            norm_before_residual=self.norm_before_residual,
+            aux_hidden_norms=self.aux_hidden_norms,
+            norm_output=self.norm_output,
+            own_embedding=checkpoint.has_any("embed_tokens."),
+        )
+        rotation_PO = rotation_table(self.rope, roped, model.max_positions, source.device)
+        target_id_D = None
+        if (
+            source.device.type != "meta"
+            and (found := _target_ids(self, model.config.vocab_size, checkpoint)) is not None
+        ):
+            target_id_D = found.to(source.device)
+        return Eagle3(source, model, sizes, attention, rotation_PO, target_id_D)
 
 
 def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh, *, host_memory: bool = False) -> Eagle3Config:
@@ -67,10 +118,10 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh, *, host_mem
         "num_hidden_layers": target.num_layers,
         "hc_mult": None if target.streams is None else target.streams.count,
     }
-    if found := misfits(values, of_target, mesh, host_memory=host_memory):
-        raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))
     fields = Fields(values)
     _refuse_unsupported(fields)
+    if found := misfits(values, of_target, mesh, host_memory=host_memory):
+        raise ConfigError("\n".join(f"the draft model in {folder} does not fit: {why}" for why in found))
     heads, latent = fields.count("num_attention_heads"), None
     is_latent = values.get("kv_lora_rank") is not None
     rope = read_rope(fields, interleaved=fields.flag("rope_interleave", True) if is_latent else False)
@@ -107,6 +158,14 @@ def read_eagle3(folder: str | Path, target: ModelConfig, mesh: Mesh, *, host_mem
 
 
 def _refuse_unsupported(fields: Fields) -> None:
+    if (kind := fields.text("speculators_model_type", "eagle3")) != "eagle3":
+        raise fields.unsupported("speculators_model_type", kind, ("eagle3",))
+    for name in ("block_size", "markov_rank", "mask_token_id", "dflash_config"):  # DSpark, DFlash
+        if (value := fields.values.get(name)) is not None:
+            raise ConfigError(
+                f"config.json: {name} = {value!r} is of a draft model that drafts a block at a time, which is served "
+                "of DeepSeek V4 alone; EAGLE-3 draft models have none"
+            )
     if said := unsupported_quantization(fields.values):
         raise ConfigError(f"config.json: {said}")
     for name in ("attention_bias", "mlp_bias", "bias", "norm_before_fc", "mla_use_nope"):
@@ -119,115 +178,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     inner = fields.values.get("eagle_config")
     if isinstance(inner, dict) and inner.get("use_aux_hidden_state") is False:
         raise fields.unsupported("eagle_config.use_aux_hidden_state", False, (True,))
-
-
-def load_eagle3(
-    config: Eagle3Config,
-    model: Model,
-    *,
-    fp8_cache: bool = False,
-    progress: Callable[[str], None] | None = None,
-    kept: KeptWeights | None = None,
-) -> Eagle3:
-    """Load this rank's share of a draft model for `model`, on its device and in its dtype. Collective. Raises as
-    `load_model` does, which also says what `kept` is."""
-    from workers.weights.checkpoint import Checkpoint
-    from workers.weights.kept import KeptSource
-    from workers.weights.loading_progress import LoadingProgress
-    from workers.weights.memory_check import check_memory
-    from workers.weights.reader import CheckpointReader
-
-    device, dtype = model.norm_E.device, model.norm_E.dtype
-    with Checkpoint.open(config.folder) as checkpoint:
-        _, dry_run = _counted(config, model, checkpoint, fp8_cache=fp8_cache)
-        checkpoint.verify(dry_run.wanted, _IGNORED)
-        target_id_D = _target_ids(config, model.config.vocab_size, checkpoint)
-        mesh, stored = model.group.mesh, _stored(checkpoint)
-
-        def build(source: WeightSource) -> Eagle3:
-            return _build(config, source, model, checkpoint, target_id_D, fp8_cache=fp8_cache)
-
-        shelf = None
-        if kept is not None:
-            shelf = kept.shelf("draft model", (config, checkpoint.identity(), dtype))
-            if (held := shelf.adopt(lambda own: dry_run.census)) is not None:
-                return build(KeptSource(held, mesh, dtype, device, stored, checkpoint.dtype_of))
-        check_memory(dry_run.bytes, model.group, device)
-        told = LoadingProgress(dry_run.bytes, progress)
-        arena = None if shelf is None else shelf.arena(dry_run.census)
-        with CheckpointReader(checkpoint, mesh, dtype, device, told, stored, arena=arena) as reader:
-            reader.progress("draft model")
-            drafter = build(reader)
-            reader.settle()
-        told.end()
-        if shelf is not None and arena is not None:
-            shelf.hand_over(arena)
-        return drafter
-
-
-def counted_eagle3(config: Eagle3Config, model: Model, *, fp8_cache: bool) -> tuple[Eagle3, DryRun]:
-    """The draft model without memory, for a `model` that has none either, and the dry run that says what it wants. The
-    files must be there."""
-    from workers.weights.checkpoint import Checkpoint
-
-    with Checkpoint.open(config.folder) as checkpoint:
-        return _counted(config, model, checkpoint, fp8_cache=fp8_cache)
-
-
-def _counted(config: Eagle3Config, model: Model, checkpoint: Checkpoint, *, fp8_cache: bool) -> tuple[Eagle3, DryRun]:
-    from workers.weights.source import DryRun
-
-    dry_run = DryRun(model.group.mesh, model.norm_E.dtype, _stored(checkpoint), checkpoint.dtype_of)
-    return _build(config, dry_run, model, checkpoint, None, fp8_cache=fp8_cache), dry_run
-
-
-def _stored(checkpoint: Checkpoint) -> Callable[[str], str]:
-    """Return the function that maps a tensor's name to its name in these files."""
-    layer = _LAYER if checkpoint.has_any(_LAYER) else _OTHER_LAYER
-    return lambda name: name.replace(_LAYER, layer, 1)
-
-
-def _build(
-    config: Eagle3Config,
-    source: WeightSource,
-    model: Model,
-    checkpoint: Checkpoint,
-    target_id_D: torch.Tensor | None,
-    *,
-    fp8_cache: bool,
-) -> Eagle3:
-    from workers.drafters.attention import DraftAttention, DraftLatentAttention, GroupedAttention
-    from workers.drafters.eagle3.drafter import Eagle3, Eagle3Sizes
-    from workers.models.attention.latent import LatentAttention
-    from workers.models.rope import rotation_table
-
-    prefix, hidden = f"{_LAYER}self_attn.", model.config.hidden_size
-    attention: DraftAttention
-    if config.latent is None:
-        roped = config.features
-        attention = GroupedAttention(
-            source, prefix, hidden=hidden, heads=config.heads, key_heads=config.key_heads, features=config.features
-        )
-    else:
-        roped, invariant = config.latent.qk_rope_head_dim, model.paths.invariant
-        own = LatentAttention(
-            source, prefix, config.latent, invariant=invariant, fp8_cache=fp8_cache, inputs=2 * hidden
-        )
-        attention = DraftLatentAttention(own, model.group.sharing)
-    sizes = Eagle3Sizes(
-        intermediate=config.intermediate,
-        draft_vocab=config.draft_vocab,
-        eps=config.eps,
-        aux_hidden_state_layers=config.aux_hidden_state_layers,
-        norm_before_residual=config.norm_before_residual,
-        aux_hidden_norms=config.aux_hidden_norms,
-        norm_output=config.norm_output,
-        own_embedding=checkpoint.has_any("embed_tokens."),
-    )
-    rotation_PO = rotation_table(config.rope, roped, model.max_positions, source.device)
-    if target_id_D is not None:
-        target_id_D = target_id_D.to(source.device)
-    return Eagle3(source, model, sizes, attention, rotation_PO, target_id_D)
 
 
 def _target_ids(config: Eagle3Config, vocab: int, checkpoint: Checkpoint) -> torch.Tensor | None:

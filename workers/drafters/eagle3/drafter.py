@@ -65,6 +65,7 @@ class Eagle3(Drafter):
         hidden = model.config.hidden_size
         self.model, self.sizes, self.attention, self.rotation_PO = model, sizes, attention, rotation_PO
         self.aux_hidden_state_layers, self.cache = sizes.aux_hidden_state_layers, [attention.cache]
+        self.position_numbers = rotation_PO.shape[1]
         self.join_EF = source.matrix(Part("fc.weight", hidden, len(sizes.aux_hidden_state_layers) * hidden))
         self.aux_hidden_norms = [
             source.load(f"fc_norm.{index}.weight", hidden)
