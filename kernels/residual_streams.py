@@ -291,24 +291,25 @@ def add_to_streams_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    added = tl.load(x + token * X_STRIDE + e, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(x + token * X_STRIDE + e, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     square = tl.zeros([BLOCK], tl.float32)
     product = tl.zeros([LANES, BLOCK], tl.float32)
     begin = residual + token * STREAMS * FEATURES + e
     old = ()
     if MIXED:
         for stream in tl.static_range(STREAMS):
-            old = old + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0).to(tl.float32),)
+            old_at = begin + stream * FEATURES
+            old = old + (tl.load(old_at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32),)
     for stream in tl.static_range(STREAMS):
         at = begin + stream * FEATURES
         if MIXED:
             mix_at = mix + token * STREAMS * STREAMS + stream
-            value = tl.load(mix_at) * old[0]
+            value = tl.load(mix_at, cache_modifier=".cg") * old[0]
             for other in tl.static_range(1, STREAMS):
-                value += tl.load(mix_at + other * STREAMS) * old[other]
+                value += tl.load(mix_at + other * STREAMS, cache_modifier=".cg") * old[other]
         else:
-            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        value += tl.load(open_gate + token * STREAMS + stream) * added
+            value = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        value += tl.load(open_gate + token * STREAMS + stream, cache_modifier=".cg") * added
         rounded = value.to(residual.dtype.element_ty)
         tl.store(at, rounded, mask=inside)
         if GATES:
@@ -420,8 +421,9 @@ def read_streams_kernel(
         gdc_launch_dependents()
         gdc_wait()
     begin = part + (token * PARTS + p) * PART
-    sums = tl.load(begin[:, None] + m[None, :], mask=(p[:, None] < PARTS) & made_gate[None, :], other=0.0)
-    square = tl.sum(tl.load(begin + LANES, mask=p < PARTS, other=0.0), 0)
+    there = (p[:, None] < PARTS) & made_gate[None, :]
+    sums = tl.load(begin[:, None] + m[None, :], mask=there, other=0.0, cache_modifier=".cg")
+    square = tl.sum(tl.load(begin + LANES, mask=p < PARTS, other=0.0, cache_modifier=".cg"), 0)
     made = tl.sum(sums, 0) * tl.rsqrt(square / (STREAMS * FEATURES) + norm_eps)
     made = made * factor + shift
     if STEPS:  # noqa: SIM102 - the first is known to the compiler
@@ -440,7 +442,8 @@ def read_streams_kernel(
         read = gate + gate_eps
         total = tl.zeros([BLOCK], tl.float32)
         for stream in tl.static_range(STREAMS):
-            value = tl.load(residual + (token * STREAMS + stream) * FEATURES + e, mask=inside, other=0.0)
+            at = residual + (token * STREAMS + stream) * FEATURES + e
+            value = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
             total += tl.sum(tl.where(m == stream, read, 0.0), 0) * value.to(tl.float32)
         total = total.to(residual.dtype.element_ty).to(tl.float32)
         if KEEP:

@@ -127,12 +127,13 @@ def attend(
         position_Q = rows.position_T[token_Q]
         start, end = int(position_Q[0]), int(position_Q[-1]) + 1
         sees_Q1 = (position_Q.clamp(min=end - 1) if block else position_Q).unsqueeze(1)
-        begin, stored = max(first, (end if block else start + 1) - window, 0), end if entry_TD is None else start
+        stored = end if entry_TD is None else start
+        begin = min(max(first, (end if block else start + 1) - window, 0), stored)
         key_SD = ring_XLD[place, torch.arange(begin, stored) % length]
         if entry_TD is not None:
             key_SD = torch.cat([key_SD, entry_TD[token_Q]])
         at_S = torch.arange(begin, end)
-        seen_QS = (at_S <= sees_Q1) & (at_S > sees_Q1 - window)
+        seen_QS = (at_S <= sees_Q1) & (at_S > sees_Q1 - window) & (at_S >= first)
         if first:
             seen_QS &= key_SD.isfinite().all(1)
         if entry_PKD is not None:
@@ -147,8 +148,8 @@ def attend(
             rows.fault_1.add_(int((wanted_QN & ~there_N).sum()))
             key_SD = torch.cat([key_SD, entry_PKD[page_N, last_N % PAGE_TOKENS // ratio]])
             seen_QS = torch.cat([seen_QS, wanted_QN & there_N], 1)
-        # What a token does not see may be anything; of what it sees, all that is not finite is in its weights.
-        score_QHS = scale * _wide(q_THD[token_Q]) @ _wide(key_SD).t()
+        # What a token does not see may be anything; what it sees makes its weights NaN where it is not finite.
+        score_QHS = scale * _wide(q_THD[token_Q]) @ _wide(key_SD).t() + (0 * _wide(key_SD)).sum(1)
         score_QHS = score_QHS.masked_fill(~seen_QS.unsqueeze(1), -torch.inf)
         sink_QH1 = sink_H.to(score_QHS.dtype).view(1, -1, 1).expand(len(token_Q), -1, 1)
         weight_QHS = torch.cat([score_QHS, sink_QH1], 2).softmax(2)[..., :-1]

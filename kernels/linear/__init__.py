@@ -154,7 +154,8 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor, *, dependent
         return
     if not isinstance(weight_FE, BlockScaled) or (groups > 1 and rows % weight_FE.rows):
         raise ValueError(f"{groups} groups of {rows} rows: dequantize the matrix, it is in no blocks of whole groups")
-    if x_TGE.is_cuda and launch.streamable(x_TGE, weight_FE):
+    device = x_TGE.device
+    if x_TGE.is_cuda and tokens and launches_dependently(device) and launch.streamable(x_TGE, weight_FE):
         launch.stream_heads(x_TGE, weight_FE, out_TGU, dependent=dependent)
     elif x_TGE.is_cuda:
         launch_group_linear(x_TGE, weight_FE, out_TGU)

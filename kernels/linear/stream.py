@@ -6,7 +6,7 @@ in 16-byte pieces, with no shared memory on the way. All of a program's first ti
 the kernel before (programmatic dependent launch): weights never change. Only the sums meet, at the end, in a fixed
 order: a token's result depends on neither the number of tokens nor its place among them.
 
-Gluon, for compute capability 8.0 and above (dependent launch: 9.0 and above).
+Gluon, for compute capability 8.0 and above (dependent launch and weights in FP8: 9.0 and above).
 """
 
 # ruff: noqa: E741

@@ -144,3 +144,26 @@ def test_more_roped_features_than_are_turned_back_are_refused() -> None:
     workspace = AttendWorkspace.allocate(TOKENS, HEADS, features, 11, torch.empty, dtype=torch.float32)
     with pytest.raises(ValueError, match="130 roped features of 256: the last 128"):
         attention_launch.attend(**given, workspace=workspace)
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+def test_an_entry_that_is_not_finite_leaves_no_number(number: float) -> None:
+    """Of those that see it, also where its score says that it weighs nothing."""
+    ring, out = torch.zeros(2, 8, 4), torch.zeros(2, 1, 4)
+    ring[1, 1] = torch.tensor([number, 0.0, 0.0, 0.0])
+    of_row = torch.zeros(2, dtype=torch.int32), torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32)
+    rows = TokenRows(torch.tensor([0, 1]), *of_row, torch.zeros(1, dtype=torch.int64), 2)
+    given = torch.ones(2, 1, 4), ring, None, None, None, torch.zeros(1), torch.tensor([[1.0, 0.0]] * 2), out, rows
+    attend(*given, window=4, ratio=0, scale=0.5)
+    assert bool(out[0].isfinite().all())
+    assert bool(out[1].isnan().all())
+
+
+def test_a_token_before_the_first_position_sees_no_window() -> None:
+    out, of_row = torch.ones(2, 1, 4), (torch.zeros(2, dtype=torch.int32), torch.tensor([0]))
+    pages = torch.zeros(1, 1, dtype=torch.int32)
+    rows = TokenRows(torch.tensor([0, 1]), *of_row, pages, torch.zeros(1, dtype=torch.int64))
+    own = torch.ones(2, 4), None, None, torch.zeros(1), torch.tensor([[1.0, 0.0]] * 2)
+    attend(torch.ones(2, 1, 4), torch.zeros(2, 8, 4), *own, out, rows, window=4, ratio=0, scale=0.5, first=1)
+    assert not bool(out[0].any())
+    assert bool((out[1] > 0).all())

@@ -1,5 +1,8 @@
 """Compilation of the token-wise kernels for Hopper: no spills, wide loads, few variants."""
 
+import re
+from functools import partial
+
 import pytest
 from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
 
@@ -30,12 +33,16 @@ CASES = {
 PLAIN = {
     "sinks of Hy4": Sink(2, heads=64, features=256),
     "sinks of Hy4 on 8 ranks": Sink(2, heads=8, features=256),
-    "streams of Hy4": Streams(2, features=6144),
-    "streams at the end of Hy4": Streams(2, features=6144, gates=1),
-    "streams of V4": Streams(2, features=4096, gates=3),
-    "streams at the end of V4": Streams(2, features=4096, gates=1, mixed=True),
-    "streams at the end of DSpark": Streams(2, features=4096, gates=1, mixed=True, keeps=True),
-    "streams of a shared expert of Hy4": Streams(2, features=6144, gates=0),
+}
+
+
+STREAMS = {
+    "streams of Hy4": partial(Streams, features=6144),
+    "streams at the end of Hy4": partial(Streams, features=6144, gates=1),
+    "streams of V4": partial(Streams, features=4096, gates=3),
+    "streams at the end of V4": partial(Streams, features=4096, gates=1, mixed=True),
+    "streams at the end of DSpark": partial(Streams, features=4096, gates=1, mixed=True, keeps=True),
+    "streams of a shared expert of Hy4": partial(Streams, features=6144, gates=0),
 }
 
 
@@ -59,6 +66,28 @@ def test_kernels_that_are_launched_plainly(name: str) -> None:
         found.check(registers=160)
         assert not found.waits
     assert "LDG.E.128" in machine_code(compiled[0]) or "LDG.E.64" in machine_code(compiled[0])
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("tokens", [2, 17])
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams(name: str, tokens: int, dependent: bool) -> None:
+    """Launched dependently they ask for the weights of few tokens' gates before they wait, and read what others have
+    written behind that, and not from L1."""
+    case = STREAMS[name](tokens)
+    with compile_only() as compiled:
+        case.run(dependent)
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check(registers=160)
+        assert found.waits == dependent
+        ptx = kernel.asm["ptx"]
+        before, _, behind = ptx.partition("griddepcontrol.wait") if dependent else ("", "", ptx)
+        early = dependent and ("read_streams" in kernel.name or (tokens <= 16 and case.gates > 0))
+        assert ("ld.global" in before) == early
+        assert "ld.global.cg" not in before
+        assert "ld.global.cg" in behind
+    assert re.search(r"LDG\.E\.(128|64)", machine_code(compiled[0]))
 
 
 def test_the_number_of_tokens_compiles_nothing_new() -> None:
