@@ -341,6 +341,8 @@ class DiskTier:
         if not self._pays(len(there) - len(here), reading, row.disk_left_s):
             return False
         room = self._room_ahead(here) if ahead else self._room_beside(row, reading)
+        if not (ahead or reading) and room < len(there) - len(here):
+            room = self._take_back(row, len(there) - len(here))
         room = min(room, self._most_at_once() - reading)
         slots = there[len(here) : len(here) + max(room, 0)]
         if gained - (len(there) - len(here) - len(slots)) >= self._least:
@@ -366,6 +368,14 @@ class DiskTier:
         others = (copies for other, copies in self._kept.items() if other is not row)
         kept = len({copy for copies in others for copy in copies})  # some are kept for several
         return self._host.usable // 2 - reading - kept if reading or kept else self._host.usable
+
+    def _take_back(self, row: Row, pages: int) -> int:
+        """Let others have what was read for requests behind this one, for which a slot is free, until there is room for
+        so many pages: the last ones first. Returns what there is room for."""
+        behind = sorted((other for other in self._kept if other is not row), key=lambda other: other.rank)
+        while behind and self._room_beside(row, 0) < pages:
+            self.leave(behind.pop())
+        return self._room_beside(row, 0)
 
     def _room_ahead(self, here: Sequence[Copy]) -> int:
         """The same for a request for which no slot is free, whose prompt begins with the pages `here`. What is read for

@@ -169,6 +169,28 @@ def test_what_is_read_while_no_slot_is_free_leaves_half_of_host_memory_to_others
     assert replica.scheduler.stats().disk_loaded_pages - begun.disk_loaded_pages == 36 - common + 38
 
 
+def test_what_is_read_ahead_takes_no_room_from_who_comes_first() -> None:
+    """Half of host memory has pages for a prompt that waits, and a slot is free for one of higher priority."""
+    replica = tiered(slots=1, pages=60, host_pages=40, max_context=2500, disk_pages=400, width=1, token_budget=3000)
+    replica.page_s, disk_of(replica)._token_s = 0.0, lambda: 1.0
+    asked = [tokens(36 * PAGE_TOKENS, seed=40 + number) for number in range(4)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"first {number}", prompt)
+        served(replica, f"second {number}", [*prompt, 4])  # all of it is on disk by then
+    assert replica.add("runs", tokens(9 * PAGE_TOKENS, seed=50), max_tokens=300) is None
+    while not replica.outputs["runs"]:
+        replica.step()
+    assert replica.add("waits", [*asked[0], 1], max_tokens=2) is None
+    while len(replica.tokens["runs"]) < 100:
+        replica.step()
+    assert replica.scheduler.stats().disk_loaded_pages == 20
+    assert replica.add("urgent", [*asked[1], 1], max_tokens=2, priority=-1) is None
+    replica.run()
+    replica.check_tokens()
+    replica.check_rest()
+    assert [replica.outputs[name][0].cached_tokens // PAGE_TOKENS for name in ("urgent", "waits")] == [36, 36]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_who_leaves_while_pages_are_read_loses_none(ranks: int) -> None:
     replica = tiered(ranks=ranks)
