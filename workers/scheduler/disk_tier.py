@@ -312,9 +312,10 @@ class DiskTier:
 
     # Loads
 
-    def load(self, row: Row, device: int, most: int) -> bool:
+    def load(self, row: Row, device: int, most: int, *, ahead: bool = False) -> bool:
         """Whether the request waits from now on for pages of its prompt, up to page number `most`, to be read into host
-        memory, or for room to read them. `device`: pages that it has on the device.
+        memory, or for room to read them. `device`: pages that it has on the device. `ahead`: no slot is free for it, so
+        that what there is no room for is left until one is.
 
         It is looked at again when a load has ended: there may be more of its prompt, or room where there was none. But
         in all it waits no longer than computing would have taken."""
@@ -339,14 +340,17 @@ class DiskTier:
         reading = sum(len(ticket.slots) for ticket in self._tickets.values() if ticket.loads)
         if not self._pays(len(there) - len(here), reading, row.disk_left_s):
             return False
-        room = min(self._room_beside(row, reading), self._most_at_once() - reading)
+        room = self._room_ahead(here) if ahead else self._room_beside(row, reading)
+        if not (ahead or reading) and room < len(there) - len(here):
+            room = self._take_back(row, len(there) - len(here))
+        room = min(room, self._most_at_once() - reading)
         slots = there[len(here) : len(here) + max(room, 0)]
         if gained - (len(there) - len(here) - len(slots)) >= self._least:
             copies = self._host.receive(row, len(here), len(here) + len(slots))
             if copies:
                 self._begin_load(row, slots[: len(copies)], copies, reading)
                 return True
-        if reading:
+        if reading and not ahead:
             self._queued[row] = None
             return True
         return False
@@ -359,11 +363,33 @@ class DiskTier:
         return True
 
     def _room_beside(self, row: Row, reading: int) -> int:
-        """Slots of host memory that a load for this request may take. One may take all of it; several leave half of it
-        to what is saved meanwhile."""
+        """Slots of host memory that a load for this request may take, for which a slot is free. One may take all of it;
+        several leave half of it to what is saved meanwhile."""
         others = (copies for other, copies in self._kept.items() if other is not row)
         kept = len({copy for copies in others for copy in copies})  # some are kept for several
         return self._host.usable // 2 - reading - kept if reading or kept else self._host.usable
+
+    def _take_back(self, row: Row, pages: int) -> int:
+        """Let others have what was read for requests behind this one, for which a slot is free, until there is room for
+        so many pages: the last ones first. Returns what there is room for."""
+        behind = sorted((other for other in self._kept if other is not row), key=lambda other: other.rank)
+        while behind and self._room_beside(row, 0) < pages:
+            self.leave(behind.pop())
+        return self._room_beside(row, 0)
+
+    def _room_ahead(self, here: Sequence[Copy]) -> int:
+        """The same for a request for which no slot is free, whose prompt begins with the pages `here`. What is read for
+        it stays for as long as other answers run, and keeps all that it continues; so does what is read, or was, for
+        others. All of it leaves half of host memory to what is saved meanwhile."""
+        ends = [*here[-1:], *(copies[-1] for copies in self._kept.values())]
+        ends += [ticket.copies[-1] for ticket in self._tickets.values() if ticket.loads]
+        held: set[Entry] = set()
+        for end in ends:
+            at: Entry | None = end
+            while at is not None and at not in held:
+                held.add(at)
+                at = at.parent
+        return self._host.usable // 2 - len(held)
 
     def _begin_load(self, row: Row, slots: list[int], copies: list[Copy], behind: int) -> None:
         self.leave(row)  # what was kept for it is continued by what comes, and stays for that

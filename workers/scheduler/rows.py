@@ -170,7 +170,8 @@ class Rows:
 
     def _read_ahead(self, sequence: Sequence) -> Sequence | None:
         """Let the head of the queue, for which no slot is free, have its pages read from disk meanwhile; None where
-        there is nothing to read. Copies from host memory to the device take no time worth that, and pages that rows
+        there is nothing to read, or no room for it: what is read stays until a slot is free, and others need host
+        memory meanwhile. Copies from host memory to the device take no time worth that, and pages that rows
         may need."""
         if self.disk is None or not self.disk.looks_ahead(sequence):
             return None
@@ -178,7 +179,7 @@ class Rows:
         found = len(self.cache.match(sequence.tokens, sequence.keys, most))
         if found < most and sequence.keys[found] in self._filled:
             return None
-        if not self.disk.load(sequence, found, most):
+        if not self.disk.load(sequence, found, most, ahead=True):
             sequence.disk_asked = -1  # by then the device may have less of its prompt
             return None
         self.queue.pop()

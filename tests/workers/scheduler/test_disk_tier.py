@@ -128,6 +128,69 @@ def test_pages_are_read_while_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -
     assert replica.outputs["c"][0].cached_tokens == LONG
 
 
+@pytest.mark.parametrize("common", [0, 16])
+def test_what_is_read_while_no_slot_is_free_leaves_half_of_host_memory_to_others(common: int) -> None:
+    """A prompt of 36 pages, one behind it and then one before it wait for as long as an answer runs, whose pages are
+    saved meanwhile. Pages with which the first and the answer's prompt begin are in host memory already, and stay there
+    for what continues them: they count, too."""
+    replica = tiered(slots=1, pages=60, host_pages=40, max_context=2500, disk_pages=200, width=1, token_budget=3000)
+    replica.page_s, disk_of(replica)._token_s = 0.0, lambda: 1.0
+    begin = tokens(common * PAGE_TOKENS, seed=30)
+    long = [*begin, *tokens((36 - common) * PAGE_TOKENS, seed=31)]
+    behind, before, last = (tokens(38 * PAGE_TOKENS, seed=seed) for seed in (32, 33, 35))
+    for number, prompt in enumerate([long, behind, before, last]):
+        assert served(replica, f"first {number}", prompt) == 0
+        served(replica, f"second {number}", [*prompt, 4])  # all of it is on disk by then
+    assert replica.add("runs", [*begin, *tokens(9 * PAGE_TOKENS, seed=34)], max_tokens=500) is None
+    while not replica.outputs["runs"]:
+        replica.step()
+    begun = replica.scheduler.stats()
+    assert replica.add("c", [*long, 1], max_tokens=2) is None
+    assert replica.add("d", [*behind, 1], max_tokens=2) is None
+    while len(replica.tokens["runs"]) < 480:
+        replica.step()
+    replica.check_pages()
+    replica.check_books()
+    assert replica.add("e", [*before, 1], max_tokens=2, priority=-1) is None
+    while len(replica.tokens["runs"]) < 490:
+        replica.step()
+    assert "runs" not in replica.finish
+    assert {replica.scheduler._live[name].phase for name in "cde"} == {Phase.WAITING}
+    stats = replica.scheduler.stats()
+    assert stats.disk_loaded_pages - begun.disk_loaded_pages == 20 - common
+    assert stats.host_dropped_pages == begun.host_dropped_pages
+    assert stats.host_saved_pages >= begun.host_saved_pages + 7, "of the answer"
+    replica.cancel("e")
+    replica.run()
+    replica.check_tokens()
+    replica.check_rest()
+    cached = [replica.outputs[name][0].cached_tokens // PAGE_TOKENS for name in "cd"]
+    assert cached == [36, 38], "the rest is read when a slot is free"
+    assert replica.scheduler.stats().disk_loaded_pages - begun.disk_loaded_pages == 36 - common + 38
+
+
+def test_what_is_read_ahead_takes_no_room_from_who_comes_first() -> None:
+    """Half of host memory has pages for a prompt that waits, and a slot is free for one of higher priority."""
+    replica = tiered(slots=1, pages=60, host_pages=40, max_context=2500, disk_pages=400, width=1, token_budget=3000)
+    replica.page_s, disk_of(replica)._token_s = 0.0, lambda: 1.0
+    asked = [tokens(36 * PAGE_TOKENS, seed=40 + number) for number in range(4)]
+    for number, prompt in enumerate(asked):
+        served(replica, f"first {number}", prompt)
+        served(replica, f"second {number}", [*prompt, 4])  # all of it is on disk by then
+    assert replica.add("runs", tokens(9 * PAGE_TOKENS, seed=50), max_tokens=300) is None
+    while not replica.outputs["runs"]:
+        replica.step()
+    assert replica.add("waits", [*asked[0], 1], max_tokens=2) is None
+    while len(replica.tokens["runs"]) < 100:
+        replica.step()
+    assert replica.scheduler.stats().disk_loaded_pages == 20
+    assert replica.add("urgent", [*asked[1], 1], max_tokens=2, priority=-1) is None
+    replica.run()
+    replica.check_tokens()
+    replica.check_rest()
+    assert [replica.outputs[name][0].cached_tokens // PAGE_TOKENS for name in ("urgent", "waits")] == [36, 36]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_who_leaves_while_pages_are_read_loses_none(ranks: int) -> None:
     replica = tiered(ranks=ranks)

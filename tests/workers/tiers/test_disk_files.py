@@ -186,6 +186,41 @@ def test_another_start_finds_what_was_written_in_that_order(tmp_path: Path) -> N
     np.testing.assert_array_equal(out_B, contents(2))
 
 
+def test_a_start_reads_the_headers_in_few_pieces_and_no_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many pages and segments there are: each segment is opened once, for its room."""
+    monkeypatch.setattr(disk_files, "SEGMENT_BYTES", 2 * RECORD)
+    written(tmp_path, range(1, 11)).close()
+    monkeypatch.setattr(disk_files, "_SCANNED", 4)
+    names, reads = list[str](), list[tuple[int, int]]()
+    opens, pread = os.open, os.pread
+
+    def counted_open(path: Any, *args: Any, **named: Any) -> int:
+        names.append(Path(path).name)
+        return opens(path, *args, **named)
+
+    def counted_pread(descriptor: int, size: int, at: int) -> bytes:
+        assert Path(f"/proc/self/fd/{descriptor}").readlink().name == "headers"
+        reads.append((size // HEADER_BYTES, at // HEADER_BYTES))
+        return pread(descriptor, size, at)
+
+    def no_contents(*args: Any) -> int:
+        raise AssertionError("contents are read or written at the start")
+
+    monkeypatch.setattr(disk_files.os, "open", counted_open)
+    monkeypatch.setattr(disk_files.os, "pread", counted_pread)
+    for name in ("preadv", "pwritev", "pwrite"):
+        monkeypatch.setattr(disk_files.os, name, no_contents)
+    files = opened(tmp_path)
+    monkeypatch.undo()
+    assert [number for _, number, *_ in entries(files)] == [*range(1, 11)]
+    assert reads == [(4, 0), (4, 4), (2, 8)]
+    assert sorted(name for name in names if name.startswith("segment")) == [segment_name(at) for at in range(5)]
+    assert names.count("headers") == 2, "for its room, and to be read"
+    files.close()
+
+
 def test_another_root_finds_nothing_and_writes_over_it(tmp_path: Path) -> None:
     written(tmp_path).close()
     other = opened(tmp_path, root=b"another root, so")
