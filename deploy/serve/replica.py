@@ -383,6 +383,8 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """End the replica's own tasks. Serve calls this once every request is through."""
+        if self.watchdog is not None:
+            self.watchdog.leave()  # what follows waits for threads, processes and a collector of spans, in the loop
         for task in (self._reporter, self._beating):
             if task is not None:
                 task.cancel()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -25,6 +26,10 @@ from pathlib import Path
 
 from deploy.serve import watchdog_process
 from deploy.serve.watchdog_process import BEAT, FOLDER, HOLD, HOLD_JOURNAL, MESSAGE, MOST_BYTES, RELEASE
+
+LEAVE_S = 0.5
+"""Seconds in which a watchdog reads what it was sent before, when a front that ends has something to say: less than a
+loop may stand still."""
 
 
 class StreamWatchdog:
@@ -50,6 +55,8 @@ class StreamWatchdog:
         self._socket.setblocking(False)
         self._next = 0
         self._loop: AbstractEventLoop | None = None
+        self._told = b"\0"
+        """What the last beat said of other fronts."""
         self._unsent: dict[int, tuple[int, Sequence[int]]] = {}
         """Messages that the channel has no room for yet: by number their kind and descriptors to hold, if any."""
         told = {
@@ -127,7 +134,17 @@ class StreamWatchdog:
             if (size := size + len(path) + 1) > MOST_BYTES:
                 break
             paths.append(path)
-        self._send(BEAT, threading.get_native_id(), more=bytes([elsewhere]) + b"\0".join(paths))
+        self._told = bytes([elsewhere]) + b"\0".join(paths)
+        self._send(BEAT, threading.get_native_id(), more=self._told)
+
+    def leave(self) -> None:
+        """The front ends in order, and its loop may stand still meanwhile: its silence says nothing any more. Waits
+        `LEAVE_S` at the most for the watchdog to read. What the last beat told of other fronts stays."""
+        deadline = time.monotonic() + LEAVE_S
+        while not self._send(BEAT, 0, more=self._told) and (left_s := deadline - time.monotonic()) > 0:
+            room = select.poll()
+            room.register(self._socket, select.POLLOUT)
+            room.poll(1000 * left_s)
 
     def _send(self, kind: int, number: int, descriptors: Sequence[int] = (), more: bytes = b"") -> bool:
         """False when there is no room: the watchdog is given the processor after everybody else."""

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 MESSAGE = struct.Struct("<BQ")
-"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, and behind it a
-byte, which is 1 where there are replicas on other nodes, and the paths of sockets."""
+"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, 0 where the
+front ends in order, and behind it a byte, which is 1 where there are replicas on other nodes, and the paths of
+sockets."""
 FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
 """Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
 says which last words a connection gets."""
@@ -154,7 +155,8 @@ class Silence:
         self._quiet = self._stopped = self._blocked = 0.0
 
     def beat(self, thread: int) -> None:
-        """It gave the one that its loop gives, in this thread (`threading.get_native_id`)."""
+        """It gave the one that its loop gives, in this thread (`threading.get_native_id`); 0: its loop ends, and how
+        long it is silent from here on says nothing."""
         self._thread = thread
         if self._before is None:
             self._before = self._look()

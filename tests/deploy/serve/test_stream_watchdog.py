@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,18 @@ import pytest
 from dying_fronts import is_alive
 
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import BEAT_S, HOLD, MESSAGE, WRITE_TIMEOUT_S, Held, Silence, end, keep
+from deploy.serve.watchdog_process import (
+    BEAT_S,
+    HOLD,
+    MESSAGE,
+    RELEASE,
+    WRITE_TIMEOUT_S,
+    Held,
+    Others,
+    Silence,
+    end,
+    keep,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -285,6 +297,52 @@ def test_each_sign_of_a_front_begins_anew() -> None:
         for _ in range(50):
             assert [silence.grows() for _ in range(3)] == [""] * 3
             silence.sign()
+
+
+@pytest.mark.parametrize("state", ["S", "T", "R", None])
+def test_a_front_that_ends_in_order_is_not_given_up(state: str | None) -> None:
+    looks = [None if state is None else (state, 0.25 * n if state == "R" else 0.0, 2) for n in range(99)]
+    silence = Looked([*LIVES, *looks])
+    silence.beat(0)
+    assert not any(silence.grows() for _ in range(99))
+
+
+@pytest.mark.long
+def test_a_front_that_ends_in_order_may_wait_for_others_longer_than_a_loop_may() -> None:
+    code = (
+        "import time\n"
+        "from deploy.serve.stream_watchdog import StreamWatchdog\n"
+        "watchdog = StreamWatchdog([b''])\n"
+        "for _ in range(4): watchdog.beat(); time.sleep(0.25)\n"
+        "watchdog.leave()\n"
+        "time.sleep(3.5)\n"
+        "watchdog.close()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_front_that_ends_in_order_still_has_the_heirs_that_it_named(full: bool) -> None:
+    """Its own end may be the SIGKILL of the answers that it took over. `full`: the watchdog has much to read before."""
+    watchdog = StreamWatchdog([b""])
+    watchdog.close()
+    watchdog._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    watchdog._socket.setblocking(False)
+    watchdog.beat(["/one/heir", "/other/heir"], elsewhere=True)
+    others, kept = Others(), []
+    keeping = threading.Thread(target=lambda: kept.append(keep(theirs, others=others)))
+    if full:
+        while watchdog._send(RELEASE, 1):
+            pass
+        threading.Timer(0.05, keeping.start).start()
+    watchdog.leave()
+    watchdog._socket.close()
+    if not full:
+        keeping.start()
+    while not kept:
+        time.sleep(0.005)
+    assert kept == [[]]
+    assert (others.heirs, others.elsewhere) == (["/one/heir", "/other/heir"], True)
 
 
 @pytest.mark.soak
