@@ -575,10 +575,10 @@ def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _opened(process: int) -> int | None:
-    """A descriptor of a process; None where it has ended, or the kernel has none."""
+    """A descriptor of a process; None where it has ended, or kernel or Python have none."""
     try:
         return os.pidfd_open(process)
-    except OSError:
+    except (AttributeError, OSError):  # Pythons that were built for old systems lack the function
         return None
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import json
 import os
 import re
 import resource
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 from dying_fronts import is_alive
 
+from deploy.serve import watchdog_process
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.watchdog_process import (
     BEAT_S,
@@ -343,6 +345,25 @@ def test_a_front_that_ends_in_order_still_has_the_heirs_that_it_named(full: bool
         time.sleep(0.005)
     assert kept == [[]]
     assert (others.heirs, others.elsewhere) == (["/one/heir", "/other/heir"], True)
+
+
+def test_a_python_without_descriptors_of_processes_guards_streams(tmp_path: Path) -> None:
+    """As builds for old systems are."""
+    (tmp_path / "fronts").mkdir()
+    code = "import os, runpy, sys\ndel os.pidfd_open\nrunpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    told = {"silence_s": 10.0, "patience_s": 60.0, "last_words": [b"words".hex()], "folder": "", "note": None}
+    settings = json.dumps({**told, "shared": str(tmp_path / "fronts"), "starter": os.getpid()})
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = [sys.executable, "-SEc", code, watchdog_process.__file__, str(theirs.fileno()), settings]
+    with theirs:
+        process = subprocess.Popen(program, pass_fds=[theirs.fileno()])
+    stream, client = socket.socketpair()
+    with client, client.makefile("rb") as heard:
+        socket.send_fds(ours, [MESSAGE.pack(HOLD, 1)], [stream.fileno()])
+        stream.close()
+        ours.close()
+        assert heard.read() == b"5\r\nwords\r\n0\r\n\r\n"
+    assert process.wait(60) == 0
 
 
 @pytest.mark.soak
