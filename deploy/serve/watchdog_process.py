@@ -145,14 +145,15 @@ class Silence:
         self._quiet = self._stopped = self._blocked = 0.0
         self._before: tuple[str, float, int] | None = None
         """State, seconds of the processor and context switches of its thread when it was looked at last."""
-        self._had = 0.0
-        """Seconds of the processor at the first look since the last sign."""
+        self._had: float | None = None
+        """Seconds of the processor at the first look that the kernel answered since the last sign; None before it."""
         self._counts = False
         """Whether this kernel counts context switches."""
 
     def sign(self) -> None:
         """It gave one."""
         self._quiet = self._stopped = self._blocked = 0.0
+        self._had = None
 
     def beat(self, thread: int) -> None:
         """It gave the one that its loop gives, in this thread (`threading.get_native_id`); 0: its loop ends, and how
@@ -167,11 +168,11 @@ class Silence:
         Time is counted in these, and not measured: on a machine that stood still for a while nobody gave a sign."""
         if not self._thread:
             return ""
-        first, self._quiet = not self._quiet, self._quiet + BEAT_S
+        self._quiet += BEAT_S
         if (now := self._look()) is not None:
             state, had, switches = now
             before, self._before = self._before, now
-            self._had = had if first else self._had
+            self._had = had if self._had is None else self._had
             self._counts |= before is not None and switches > before[2]
             self._stopped = self._stopped + BEAT_S if state == "T" else 0.0
             sleeps = self._counts and state == "S" and before == now

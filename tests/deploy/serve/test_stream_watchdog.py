@@ -285,6 +285,9 @@ LIVES = [("S", 0.0, 1), ("S", 0.0, 2)]
         ([("S", 0.0, 0)], "10 was silent"),
         ([None], "10 was silent"),
         ([*LIVES, ("t", 0.0, 2)], "10 was silent"),
+        # The first look fails, as where no file can be opened for a moment, at a front that has computed for long.
+        ([("R", 0.0, 1), None, ("R", 5000.0, 2), ("S", 5000.0, 3), ("R", 5000.0, 4)], "10 was silent"),
+        ([("R", 0.0, 1), None, *(("R", 5000.0 + 0.25 * n, 2) for n in range(99))], "3.5 has computed"),
     ],
 )
 def test_a_front_is_given_up_by_what_the_kernel_says_of_it(
@@ -345,6 +348,13 @@ def test_a_front_that_ends_in_order_still_has_the_heirs_that_it_named(full: bool
         time.sleep(0.005)
     assert kept == [[]]
     assert (others.heirs, others.elsewhere) == (["/one/heir", "/other/heir"], True)
+
+
+def test_what_a_front_computed_in_a_silence_before_is_not_counted() -> None:
+    silence = Looked([*LIVES, ("R", 1.0, 3), None, ("R", 5000.0, 4), ("R", 5000.25, 4)])
+    assert [silence.grows() for _ in range(2)] == [""] * 2
+    silence.sign()
+    assert [silence.grows() for _ in range(3)] == [""] * 3
 
 
 def test_a_python_without_descriptors_of_processes_guards_streams(tmp_path: Path) -> None:
