@@ -284,11 +284,12 @@ def hand_over(
 
     Every answer is offered to one front first, and to the next one as soon as that one refuses it, dies or says nothing
     of it for `WORD_S`. Answers begin at different fronts, so that these share them. Fronts that say nothing come last,
-    all at once, and are heard whenever they speak. After `HEIR_S` it is over: whatever a front may have taken without a
-    word is its own, since who owns a journal goes on with its answer.
+    all at once, and are heard whenever they speak. After `HEIR_S` none of them is waited for any more: whatever a front
+    may have taken without a word is its own, since who owns a journal goes on with its answer.
 
-    An answer that no front refused waits for `newcomers`, which have as long to say something. One that a front refused
-    does not: what comes may well be like that one, as in an update to other weights, and the answer would end later."""
+    An answer that no front refused waits for `newcomers`, which have as long to say something; so does one of which
+    fronts that are there say nothing: they may hang. One that a front refused does not: what comes may well be like
+    that one, as in an update to other weights, and the answer would end later."""
     newcomers = newcomers or Newcomers("", 0.0, None)
     deadline = time.monotonic() + HEIR_S
     fronts = [_Front(heir) for heir in heirs]
@@ -299,9 +300,15 @@ def hand_over(
     known: Sequence[str] = heirs
     unguarded = [one for one in held if one.journal is None]
     try:
-        while (any(answer.undecided for answer in left.values()) and time.monotonic() < deadline) or (
-            any(answer.waits for answer in left.values()) and newcomers.may_come
-        ):
+        while True:
+            late = time.monotonic() >= deadline
+            if late or not any(answer.undecided for answer in left.values()):
+                if not newcomers.may_come:
+                    break
+                for answer in left.values() if late else ():
+                    answer.pass_by_silent_fronts()
+                if not any(answer.undecided or answer.waits for answer in left.values()):
+                    break
             for front in map(_Front, newcomers.new(known)):
                 fronts.append(front)
                 deadline = time.monotonic() + HEIR_S
@@ -318,8 +325,10 @@ def hand_over(
             for number in [number for number, answer in left.items() if answer.taken]:
                 left.pop(number).held.close()
             if finish is not None and not any(answer.undecided for answer in left.values()):
-                over = [number for number, answer in left.items() if not answer.waits]
-                finish([*(left.pop(number).held for number in over), *unguarded])
+                over = [left.pop(number) for number, answer in [*left.items()] if not answer.waits]
+                for answer in over:
+                    answer.over = True
+                finish([*(answer.held for answer in over), *unguarded])
                 unguarded = []
     finally:
         for front in fronts:
@@ -342,6 +351,8 @@ class _Answer:
         """Fronts that are still to be asked, and those that were and have not said whether they take it."""
         self.taken = self.refused = False
         """Whether one of them said that it, or another one, goes on with it; and whether one said that it does not."""
+        self.over = False
+        """Whether it is ended, and is handed to nobody any more."""
         self._next_at = 0.0
         """When the next one is asked, even if the one before has said nothing."""
         self._locked_until: float | None = time.monotonic() + RELEASED_S
@@ -386,6 +397,11 @@ class _Answer:
             self.asked.add(front)
             front.take_in(self)
         self._next_at = now + WORD_S
+
+    def pass_by_silent_fronts(self) -> None:
+        """Wait no longer for fronts that have it and say nothing. They are still heard: one that wakes up may take it,
+        and only one front ever owns its journal."""
+        self.asked = {front for front in self.asked if not front.silent}
 
     def said(self, front: _Front, goes_on: bool) -> None:
         """A front said whether it, or another one, goes on with it."""
@@ -433,7 +449,8 @@ class _Front:
 
     def hand(self) -> None:
         """Hand over as many as may be under way."""
-        self._waiting = {number: answer for number, answer in self._waiting.items() if not answer.taken}
+        waiting = self._waiting.items()
+        self._waiting = {number: answer for number, answer in waiting if not (answer.taken or answer.over)}
         if self._waiting and self.channel is None:
             self._connect()
         try:

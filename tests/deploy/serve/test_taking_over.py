@@ -409,6 +409,97 @@ def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, mo
     assert (left, front.found) == ([[]], [True])
 
 
+@pytest.mark.parametrize("then", ["it hangs on", "it speaks", "it dies"])
+def test_what_a_front_that_hangs_was_handed_waits_for_one_that_comes(
+    then: str, shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, or wakes up, later than others are waited for."""
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    over = threading.Event()
+
+    def hang(front: Front, channel: socket.socket) -> None:
+        assert over.wait(60)
+        if then == "it speaks":
+            front.take(channel)
+
+    left: list[list[Held]] = []
+    with dead(3) as held, fronts(hang) as [silent]:
+        newcomers = Newcomers(str(shared), 600.0, starter)
+        waiting = threading.Thread(target=lambda: left.append(hand_over(held, [silent.path], newcomers)))
+        waiting.start()
+        waiting.join(0.5)
+        try:
+            assert waiting.is_alive()
+            monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+            if then != "it hangs on":
+                over.set()
+            if then == "it speaks":
+                waiting.join(60)
+            with fronts(Front.take, shared=shared) as [comes]:
+                waiting.join(60)
+        finally:
+            over.set()
+    assert left == [[]]
+    assert (silent.found, comes.found) == (([True] * 3, []) if then == "it speaks" else ([], [True] * 3))
+
+
+def test_what_a_front_refused_ends_though_another_one_hangs(
+    shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an answer that nobody refused waits."""
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    over, left, finished = threading.Event(), list[list[Held]](), list[Held]()
+
+    def hang(front: Front, channel: socket.socket) -> None:
+        assert over.wait(60)
+
+    def refuse_one(front: Front, channel: socket.socket) -> None:
+        """And then hang."""
+        data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], False))
+        assert over.wait(60)
+
+    with dead(2) as held, fronts(hang, refuse_one) as made:
+        newcomers = Newcomers(str(shared), 600.0, starter)
+        work = held, [one.path for one in made], newcomers, finished.extend
+        waiting = threading.Thread(target=lambda: left.append(hand_over(*work)))
+        waiting.start()
+        deadline = time.monotonic() + 60
+        while not finished and waiting.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        try:
+            assert waiting.is_alive()
+            [refused] = finished
+            refused.close()
+            monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+            with fronts(Front.take, shared=shared) as [comes]:
+                waiting.join(60)
+        finally:
+            over.set()
+    assert (left, comes.found) == ([[]], [True])
+
+
+def test_an_answer_that_was_ended_is_handed_to_no_front_that_could_not_be_connected_to_before() -> None:
+    with dead(2) as held, fronts(Front.take) as [heir]:
+        ended, other = (watchdog_process._Answer(number, each, []) for number, each in enumerate(held))
+        front = watchdog_process._Front(heir.path)
+        front.take_in(ended)
+        ended.over = True
+        ended.held.close()
+        front.take_in(other)
+        while not other.taken and not front.died:
+            front.hand()
+            front.hear()
+        assert other.taken
+        front.close()
+        other.held.close()
+    assert heir.found == [True]
+
+
 def test_the_folder_of_a_node_is_that_of_its_user_alone(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
