@@ -66,7 +66,7 @@ def shared_folder(application: str) -> Path | None:
     except OSError as error:
         logger.warning("answers of fronts that die wait for no other one: %s", error)
         return None
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
         logger.warning("answers of fronts that die wait for no other one: %s is not this user's alone", folder)
         return None
     return folder

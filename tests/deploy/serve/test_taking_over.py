@@ -516,6 +516,18 @@ def test_the_folder_of_a_node_is_that_of_its_user_alone(
     assert "is not this user's alone" in caplog.text
 
 
+def test_the_folder_of_a_node_may_be_in_one_whose_group_folders_inherit(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its setgid bit, which they get as well; nobody but their user enters them."""
+    shared.chmod(0o2770)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    folder = shared_folder("app at 1.2.3.4:6379")
+    assert folder is not None
+    assert folder.parent == shared
+    assert folder.stat().st_mode & 0o7777 == 0o2700
+
+
 def test_words_that_a_front_said_before_it_left_are_heard() -> None:
     """Where messages were unread the kernel tells of those first."""
     left = threading.Event()
