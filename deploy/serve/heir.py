@@ -60,24 +60,33 @@ def shared_folder(application: str) -> Path | None:
     usual = tempfile.gettempdir()
     below = len(f"/{name}/12345678/{_COMING}")
     folder = Path(usual if fits_sockets(usual, below) else "/tmp") / name
+    return folder if _is_own(folder) else None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder, which is made where there is none, is this user's alone; logged where it is not."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
         logger.warning("answers of fronts that die wait for no other one: %s", error)
-        return None
+        return False
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
         logger.warning("answers of fronts that die wait for no other one: %s is not this user's alone", folder)
-        return None
-    return folder
+        return False
+    return True
 
 
-def _folder_in(shared: Path) -> Path:
-    """A fresh folder there. The stream watchdog of a front that ends removes the shared one when it is empty."""
-    while True:
-        shared.mkdir(mode=0o700, exist_ok=True)
+def _folder_in(shared: Path) -> Path | None:
+    """A fresh folder there; None where the shared one is not this user's alone any more. The stream watchdog of a front
+    that ends removes that one when it is empty, and it is made again."""
+    while _is_own(shared):
         with contextlib.suppress(FileNotFoundError):
-            return Path(tempfile.mkdtemp(prefix="", dir=shared))
+            made = Path(tempfile.mkdtemp(prefix="", dir=shared))
+            if _is_own(shared):  # from here on it is not empty, and stays
+                return made
+            shutil.rmtree(made, ignore_errors=True)
+    return None
 
 
 class Heir:
@@ -94,10 +103,11 @@ class Heir:
     ) -> None:
         """Begin to listen, in the running event loop. `app`: answers requests. `fingerprint`: what is served here.
         `replica`: the header that names this replica. `shared`: the folder in which it is found by stream watchdogs
-        that nobody told of it; None: it is found by none."""
+        that nobody told of it; None, or a folder that is not this user's alone: it is found by none."""
         self._app, self._watchdog, self._fingerprint = app, watchdog, fingerprint
         self._replica, self._arrivals = replica, arrivals
-        self._folder = socket_folder(len(_COMING) + 1) if shared is None else _folder_in(shared)
+        within = None if shared is None else _folder_in(shared)
+        self._folder = within or socket_folder(len(_COMING) + 1)
         self.path = str(self._folder / HEIR)
         """Path of its socket."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

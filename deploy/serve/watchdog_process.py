@@ -58,6 +58,8 @@ SPARE = 8
 _ACKNOWLEDGED = 120
 """Place of `tcpi_bytes_acked` in Linux's `struct tcp_info`."""
 _TCP_INFO_BYTES = 128
+_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group: Linux's `struct ucred`."""
 BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
 LEAST_SILENCE_S = 4 * BEAT_S
@@ -479,6 +481,11 @@ class _Front:
             if not isinstance(error, BlockingIOError):  # otherwise it has not taken in those who came before
                 self._end()
             return
+        if (user := _user_of(channel)) != os.getuid():
+            say(f"guardian: no answer is handed to user {user}, who listens at {self.heir}")
+            channel.close()
+            self._end()
+            return
         self.channel = channel
 
     def hear(self) -> None:
@@ -514,6 +521,12 @@ class _Front:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+def _user_of(channel: socket.socket) -> int:
+    """User who listens at a socket of the node that was connected to."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def _wait_for_a_word(fronts: Iterable[_Front], answers: Iterable[_Answer]) -> None:

@@ -21,8 +21,8 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -526,6 +526,67 @@ def test_the_folder_of_a_node_may_be_in_one_whose_group_folders_inherit(
     assert folder is not None
     assert folder.parent == shared
     assert folder.stat().st_mode & 0o7777 == 0o2700
+
+
+@asynccontextmanager
+async def listening(shared: Path | None) -> AsyncIterator[Heir]:
+    """A front that takes answers over."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks")
+
+    watchdog = StreamWatchdog([b"words"])
+    heir = Heir(app, watchdog, lambda: "same", (b"x-replica", b"b"), Arrivals(), shared)
+    try:
+        yield heir
+    finally:
+        heir.close()
+        watchdog.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_a_front_does_not_listen_in_a_folder_that_was_made_in_the_place_of_its_user_s(
+    when: str, shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last front's stream watchdog removes it, and somebody else may be the first to make it again."""
+    make = tempfile.mkdtemp
+
+    def made(*what: Any, dir: Path | None = None, **more: Any) -> str:
+        if dir == shared:
+            shared.chmod(0o777)
+        return make(*what, dir=dir, **more)
+
+    before = os.listdir(shared)
+    if when == "before":
+        shared.chmod(0o777)
+    else:
+        monkeypatch.setattr(tempfile, "mkdtemp", made)
+    async with listening(shared) as heir:
+        assert os.path.exists(heir.path)
+        assert shared not in Path(heir.path).parents
+        assert os.listdir(shared) == before
+    assert "is not this user's alone" in caplog.text
+
+
+async def test_a_front_makes_the_folder_of_its_node_again(shared: Path) -> None:
+    shutil.rmtree(shared)
+    async with listening(shared) as heir:
+        assert Path(heir.path).parent.parent == shared
+        assert shared.stat().st_mode & 0o777 == 0o700
+
+
+def test_answers_are_handed_to_no_other_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may write to the folder can listen there."""
+    with dead(2) as held, fronts(Front.take) as [other]:
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        assert hand_over(held, [other.path]) == held
+        for one in held:
+            one.close()
+    assert other.found == []
+    assert f"no answer is handed to user {user}, who listens at {other.path}" in capsys.readouterr().err
 
 
 def test_words_that_a_front_said_before_it_left_are_heard() -> None:
