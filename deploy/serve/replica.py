@@ -57,6 +57,9 @@ START_CAUSE_WAIT_S = 2.0
 """Seconds for that report while the replica starts, when no stream waits and processes are slow."""
 MEMORY_FREED_S = 30.0
 """Seconds in which killed processes give the memory of GPUs and node back: the driver needs some for a full GPU."""
+REPORT_S = 0.5
+"""Seconds for which streams wait, with the event loop, until the end of their replica is reported: it is written in a
+thread, which has `health.flush_s` longer."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
@@ -301,7 +304,7 @@ class EngineReplica:
         try:
             logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
             self.live.failed(cause)
-            self.status_store.fail(cause)
+            self.status_store.fail(cause, wait_s=REPORT_S)
             if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
                 self._forgetting.cancel()
             note_fault(cause)

@@ -125,7 +125,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> Asy
     health = SimpleNamespace(flush_s=0.0, patience_s=30.0, standby=standby)
     engine = EngineConfig(model="demo", start_timeout_s=9.0, tensor_parallel=2)
     made.config = SimpleNamespace(engine=engine, model_name="tiny", health=health)
-    made.status_store = SimpleNamespace(say=made.said.append, fail=made.said.append)
+    made.status_store = SimpleNamespace(say=made.said.append, fail=lambda cause, wait_s: made.said.append(cause))
     made.live = SimpleNamespace(
         starting_again=lambda cause: made.states.append(("starting", cause)),
         serving=lambda engine: made.states.append("serving"),
