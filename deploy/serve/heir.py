@@ -48,6 +48,8 @@ _COMING: Final = f"{HEIR}.new"
 
 MOST_FRONTS: Final = 4
 """Fronts that may die while they write an answer: it may be what they die of, so no further one gets it."""
+LEFT_BEHIND_S: Final = 60.0
+"""Age from which on the folder of a front that nobody listens in is taken for one that was left behind."""
 LEAST_LIMIT_S: Final = 0.001
 """Seconds that are left of a client's time limit when it is over: then the application says so."""
 NOT_THE_SAME: Final = "the front that began this answer died, and the next one makes another answer of the request"
@@ -89,6 +91,22 @@ def _folder_in(shared: Path) -> Path | None:
     return None
 
 
+def _remove_left_behind(shared: Path) -> None:
+    """Remove the folders there of fronts that died together with their stream watchdogs."""
+    now = time.time()
+    for folder in shared.iterdir():
+        try:
+            if now - folder.lstat().st_mtime < LEFT_BEHIND_S:
+                continue  # its front may be about to listen
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as look:
+                look.setblocking(False)
+                look.connect(str(folder / HEIR))
+        except (ConnectionRefusedError, FileNotFoundError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it is busy, or nothing of a front
+            continue
+
+
 class Heir:
     """Takes answers over for a front. Its socket is a file in a folder that only its owner enters."""
 
@@ -107,6 +125,9 @@ class Heir:
         self._app, self._watchdog, self._fingerprint = app, watchdog, fingerprint
         self._replica, self._arrivals = replica, arrivals
         within = None if shared is None else _folder_in(shared)
+        self._shared = None if within is None else shared
+        if within is not None:
+            _remove_left_behind(within.parent)
         self._folder = within or socket_folder(len(_COMING) + 1)
         self.path = str(self._folder / HEIR)
         """Path of its socket."""
@@ -133,6 +154,9 @@ class Heir:
             channel.close()
         self._channels.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._shared is not None:
+            with contextlib.suppress(OSError):  # others are there
+                self._shared.rmdir()
 
     def _accept(self) -> None:
         try:

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from deploy.routing.arrivals import Arrivals
 from deploy.serve import watchdog_process
-from deploy.serve.heir import Heir, shared_folder
+from deploy.serve.heir import LEFT_BEHIND_S, Heir, shared_folder
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, Newcomers, end, given_to, hand_over, keep
@@ -304,7 +304,7 @@ def shared() -> Iterator[Path]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
         one.bind(str(folder / "of-one-that-died" / "heir"))
     yield folder
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -573,6 +573,29 @@ async def test_a_front_makes_the_folder_of_its_node_again(shared: Path) -> None:
     async with listening(shared) as heir:
         assert Path(heir.path).parent.parent == shared
         assert shared.stat().st_mode & 0o777 == 0o700
+
+
+async def test_the_folder_of_a_node_is_removed_by_the_last_front_that_ends_in_order(shared: Path) -> None:
+    shutil.rmtree(shared)
+    async with listening(shared):
+        async with listening(shared):
+            pass
+        assert shared.exists()
+    assert not shared.exists()
+
+
+async def test_folders_of_fronts_that_died_with_their_watchdogs_are_removed_by_the_next_front(shared: Path) -> None:
+    with fronts(Front.take, shared=shared) as [lives]:
+        (shared / "of-one-that-never-listened").mkdir()
+        (shared / "new").mkdir()
+        (shared / "another-file").touch()
+        for each in shared.iterdir():
+            if each.name != "new":
+                os.utime(each, (each.stat().st_mtime - LEFT_BEHIND_S,) * 2)
+        async with listening(shared) as heir:
+            left = {each.name for each in shared.iterdir()}
+            assert left == {"new", "another-file", Path(lives.path).parent.name, Path(heir.path).parent.name}
+        assert lives.is_alive()
 
 
 def test_answers_are_handed_to_no_other_user(
