@@ -60,6 +60,9 @@ MEMORY_FREED_S = 30.0
 REPORT_S = 0.5
 """Seconds for which streams wait, with the event loop, until the end of their replica is reported: it is written in a
 thread, which has `health.flush_s` longer."""
+REWRITTEN_BYTES = 4096
+"""Bytes of HAProxy's buffer, which has `routing.affinity_bytes`, that a request which it is to send again leaves free:
+for headers that it adds, and its own."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
@@ -172,7 +175,7 @@ class EngineReplica:
         last_words = [engine_down(FRONT_DIED).event(path) for path in FAILURES]
         if self.neighbor_store is not None:
             self.shared = shared_folder(f"{context.app_name} {ray.get_runtime_context().gcs_address}")
-        waits = self.shared, config.health.patience_s
+        waits = self.shared, config.health.patience_s, config.routing.affinity_bytes - REWRITTEN_BYTES
         self.watchdog = StreamWatchdog(
             last_words, self.processes.folder, fault_note(FRONT_DIED), config.health.timeout_s, *waits
         )

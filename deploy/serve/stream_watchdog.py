@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import json
+import math
 import os
 import select
 import socket
@@ -43,6 +44,7 @@ class StreamWatchdog:
         silence_s: float = 10.0,
         shared: Path | None = None,
         patience_s: float = 0.0,
+        sent_again_bytes: float = math.inf,
     ) -> None:
         """`last_words`: the events that streams end with, such as `data: {"error": ...}` and a blank line; `hold` says
         which of them a stream does. `folder`: where the replica's socket files are, to be removed in the front's place.
@@ -50,7 +52,8 @@ class StreamWatchdog:
         itself. `silence_s`: seconds without a `beat` after which this process is killed, counted from the first; no
         fewer than `LEAST_SILENCE_S`, and fewer seconds do where the kernel says that it hangs (`STOPPED_S` and others).
         `shared`: the folder of this node's fronts (`deploy.serve.heir.shared_folder`), in which answers that no front
-        goes on with wait `patience_s` seconds for one that comes."""
+        goes on with wait `patience_s` seconds for one that comes. `sent_again_bytes`: requests up to this long whose
+        answers have not begun are sent to replicas of other nodes by proxies, if there are any, and do not wait."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
@@ -62,6 +65,7 @@ class StreamWatchdog:
         told = {
             "silence_s": silence_s,
             "patience_s": patience_s,
+            "sent_again_bytes": sent_again_bytes,
             "last_words": [words.hex() for words in last_words],
             "folder": str(folder or ""),
             "shared": str(shared or ""),

@@ -113,6 +113,11 @@ class Held:
         return given_to(self.connection) > int(given_before)
 
     @property
+    def noted(self) -> int:
+        """Bytes of its journal: its request, and what was made of the answer."""
+        return 0 if self.journal is None else int(struct.unpack("Q", os.pread(self.journal, 8, 0))[0])
+
+    @property
     def left(self) -> bool:
         """Whether the client is gone, or says that it sends nothing more, which uvicorn takes for the same."""
         said = select.poll()
@@ -244,13 +249,21 @@ def keep(
 class Newcomers:
     """Fronts of the node that nobody told of, and those that come while answers wait for one."""
 
-    def __init__(self, shared: str, patience_s: float, starter: int | None, elsewhere: bool = False) -> None:
+    def __init__(
+        self,
+        shared: str,
+        patience_s: float,
+        starter: int | None,
+        elsewhere: bool = False,
+        most_bytes: float = math.inf,
+    ) -> None:
         """`shared`: the folder in which they have their folders; empty: nobody comes. `patience_s`: how long it is
         waited for one. `starter`: descriptor of the process that starts fronts here (pidfd); once that has ended no
         other front comes, and likewise where it is None. `elsewhere`: what has not begun waits for none, because a
-        replica of another node can answer it."""
+        replica of another node can answer it, if its request has no more than `most_bytes`: proxies keep no longer one
+        to send it again."""
         self._shared, self._starter = shared, starter
-        self.elsewhere = elsewhere
+        self._elsewhere, self._most_bytes = elsewhere, most_bytes
         self._until = time.monotonic() + patience_s if shared and starter is not None else 0.0
         self._known: set[str] = set()
 
@@ -262,6 +275,10 @@ class Newcomers:
         ended = select.poll()
         ended.register(self._starter, select.POLLIN)
         return not ended.poll(0)
+
+    def needed_by(self, held: Held) -> bool:
+        """Whether an answer has nobody but a front that comes here."""
+        return not self._elsewhere or held.begun or held.noted > self._most_bytes
 
     def new(self, known: Iterable[str]) -> list[str]:
         """Return the sockets that were not there at the last call, nor are `known` otherwise."""
@@ -298,7 +315,7 @@ def hand_over(
     left: dict[int, _Answer] = {}
     for number, one in enumerate(one for one in held if one.journal is not None):
         first = number % len(fronts) if fronts else 0
-        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]], newcomers.elsewhere)
+        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]], newcomers.needed_by(one))
     known: Sequence[str] = heirs
     unguarded = [one for one in held if one.journal is None]
     try:
@@ -344,11 +361,11 @@ def hand_over(
 class _Answer:
     """An answer that is offered to fronts."""
 
-    def __init__(self, number: int, held: Held, fronts: list[_Front], elsewhere: bool = False) -> None:
-        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked. `elsewhere`: see
-        `Newcomers`."""
+    def __init__(self, number: int, held: Held, fronts: list[_Front], may_wait: bool = True) -> None:
+        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked. `may_wait`: whether it
+        needs a front that comes, see `Newcomers`."""
         self.number, self.held = number, held
-        self._for_others = elsewhere and not held.begun
+        self._may_wait = may_wait
         self.unasked, self.asked = fronts, set[_Front]()
         """Fronts that are still to be asked, and those that were and have not said whether they take it."""
         self.taken = self.refused = False
@@ -372,7 +389,7 @@ class _Answer:
     @property
     def waits(self) -> bool:
         """Whether it is one for a front that comes later."""
-        return not (self.taken or self.refused or self.undecided or self._for_others or self.held.left)
+        return self._may_wait and not (self.taken or self.refused or self.undecided or self.held.left)
 
     @property
     def due(self) -> bool:
@@ -633,7 +650,7 @@ if __name__ == "__main__":
         file, text, since = told["note"]
         note(Path(file), text, since)
     words = [bytes.fromhex(one) for one in told["last_words"]]
-    newcomers = Newcomers(shared, told["patience_s"], starter, others.elsewhere)
+    newcomers = Newcomers(shared, told["patience_s"], starter, others.elsewhere, told["sent_again_bytes"])
     try:
         left = hand_over(held, others.heirs, newcomers, lambda over: end(over, words))
     except Exception as error:  # whatever it is, no stream ends without its last words

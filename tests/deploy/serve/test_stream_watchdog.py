@@ -362,7 +362,7 @@ def test_a_python_without_descriptors_of_processes_guards_streams(tmp_path: Path
     (tmp_path / "fronts").mkdir()
     code = "import os, runpy, sys\ndel os.pidfd_open\nrunpy.run_path(sys.argv.pop(1), run_name='__main__')"
     told = {"silence_s": 10.0, "patience_s": 60.0, "last_words": [b"words".hex()], "folder": "", "note": None}
-    settings = json.dumps({**told, "shared": str(tmp_path / "fronts"), "starter": os.getpid()})
+    settings = json.dumps({**told, "sent_again_bytes": 0, "shared": str(tmp_path / "fronts"), "starter": os.getpid()})
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = [sys.executable, "-SEc", code, watchdog_process.__file__, str(theirs.fileno()), settings]
     with theirs:

@@ -389,6 +389,28 @@ def test_what_has_not_begun_waits_for_nobody_where_a_replica_of_another_node_can
         alone.close()
 
 
+@pytest.mark.parametrize(("most_bytes", "waits"), [(4000, True), (400_000, False)])
+def test_what_has_not_begun_waits_where_proxies_keep_no_request_of_its_length(
+    most_bytes: int, waits: bool, shared: Path, starter: int
+) -> None:
+    """They could not send it to another node."""
+    with connected() as (front, _):
+        journal, memory = Journal.begin(msgspec.structs.replace(BEGAN, body=bytes(5000)), 0)
+        held = Held(os.dup(front.fileno()), 0, memory)
+        journal.close()
+        newcomers = Newcomers(str(shared), 600.0, starter, elsewhere=True, most_bytes=most_bytes)
+        left: list[list[Held]] = []
+        waiting = threading.Thread(target=lambda: left.append(hand_over([held], [], newcomers)))
+        waiting.start()
+        waiting.join(0.5 if waits else 60)
+        assert waiting.is_alive() == waits
+        with fronts(Front.take, shared=shared) as [comes]:
+            waiting.join(60)
+        assert (left, comes.found) == (([[]], [True]) if waits else ([[held]], []))
+        if not waits:
+            held.close()
+
+
 def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were there before may have been waited for until then."""
     monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
@@ -704,7 +726,15 @@ def test_a_watchdog_that_holds_all_it_can_writes_last_words_though_nobody_reads_
     read, write = os.pipe()
     os.close(read)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    told = {"silence_s": 1e9, "patience_s": 0, "last_words": [b"words".hex()], "folder": "", "shared": "", "starter": 0}
+    told = {
+        "silence_s": 1e9,
+        "patience_s": 0,
+        "sent_again_bytes": 0,
+        "last_words": [b"words".hex()],
+        "folder": "",
+        "shared": "",
+        "starter": 0,
+    }
     settings = json.dumps({**told, "note": None})
     arguments = [sys.executable, "-S", watchdog_process.__file__, str(theirs.fileno()), settings]
     program = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *arguments]
