@@ -299,6 +299,8 @@ def runs(pid: int) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
+    except AttributeError:  # Pythons that were built for old systems lack the function
+        return _has_threads(pid)
     except OSError:  # no descriptor is left, for instance
         return True
     try:
@@ -307,6 +309,26 @@ def runs(pid: int) -> bool:
         return not ended.poll(0)
     finally:
         os.close(descriptor)
+
+
+def _has_threads(pid: int) -> bool:
+    """The same by the states of its threads, for which the system reads a file of each."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    for thread in threads:
+        try:
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:
+            return True
+        if state not in "ZX":
+            return True
+    return False
 
 
 def _kill_actor_process(pid: int) -> None:

@@ -48,6 +48,8 @@ _COMING: Final = f"{HEIR}.new"
 
 MOST_FRONTS: Final = 4
 """Fronts that may die while they write an answer: it may be what they die of, so no further one gets it."""
+LEFT_BEHIND_S: Final = 60.0
+"""Age from which on the folder of a front that nobody listens in is taken for one that was left behind."""
 LEAST_LIMIT_S: Final = 0.001
 """Seconds that are left of a client's time limit when it is over: then the application says so."""
 NOT_THE_SAME: Final = "the front that began this answer died, and the next one makes another answer of the request"
@@ -60,24 +62,49 @@ def shared_folder(application: str) -> Path | None:
     usual = tempfile.gettempdir()
     below = len(f"/{name}/12345678/{_COMING}")
     folder = Path(usual if fits_sockets(usual, below) else "/tmp") / name
+    return folder if _is_own(folder) else None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder, which is made where there is none, is this user's alone; logged where it is not."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
         logger.warning("answers of fronts that die wait for no other one: %s", error)
-        return None
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
+        return False
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
         logger.warning("answers of fronts that die wait for no other one: %s is not this user's alone", folder)
-        return None
-    return folder
+        return False
+    return True
 
 
-def _folder_in(shared: Path) -> Path:
-    """A fresh folder there. The stream watchdog of a front that ends removes the shared one when it is empty."""
-    while True:
-        shared.mkdir(mode=0o700, exist_ok=True)
+def _folder_in(shared: Path) -> Path | None:
+    """A fresh folder there; None where the shared one is not this user's alone any more. The stream watchdog of a front
+    that ends removes that one when it is empty, and it is made again."""
+    while _is_own(shared):
         with contextlib.suppress(FileNotFoundError):
-            return Path(tempfile.mkdtemp(prefix="", dir=shared))
+            made = Path(tempfile.mkdtemp(prefix="", dir=shared))
+            if _is_own(shared):  # from here on it is not empty, and stays
+                return made
+            shutil.rmtree(made, ignore_errors=True)
+    return None
+
+
+def _remove_left_behind(shared: Path) -> None:
+    """Remove the folders there of fronts that died together with their stream watchdogs."""
+    now = time.time()
+    for folder in shared.iterdir():
+        try:
+            if now - folder.lstat().st_mtime < LEFT_BEHIND_S:
+                continue  # its front may be about to listen
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as look:
+                look.setblocking(False)
+                look.connect(str(folder / HEIR))
+        except (ConnectionRefusedError, FileNotFoundError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it is busy, or nothing of a front
+            continue
 
 
 class Heir:
@@ -94,10 +121,14 @@ class Heir:
     ) -> None:
         """Begin to listen, in the running event loop. `app`: answers requests. `fingerprint`: what is served here.
         `replica`: the header that names this replica. `shared`: the folder in which it is found by stream watchdogs
-        that nobody told of it; None: it is found by none."""
+        that nobody told of it; None, or a folder that is not this user's alone: it is found by none."""
         self._app, self._watchdog, self._fingerprint = app, watchdog, fingerprint
         self._replica, self._arrivals = replica, arrivals
-        self._folder = socket_folder(len(_COMING) + 1) if shared is None else _folder_in(shared)
+        within = None if shared is None else _folder_in(shared)
+        self._shared = None if within is None else shared
+        if within is not None:
+            _remove_left_behind(within.parent)
+        self._folder = within or socket_folder(len(_COMING) + 1)
         self.path = str(self._folder / HEIR)
         """Path of its socket."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,6 +154,9 @@ class Heir:
             channel.close()
         self._channels.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._shared is not None:
+            with contextlib.suppress(OSError):  # others are there
+                self._shared.rmdir()
 
     def _accept(self) -> None:
         try:

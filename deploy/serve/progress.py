@@ -53,7 +53,7 @@ class StatusStore:
         for old in reports(application)[:-_KEPT_REPORTS]:
             store("del", _key(application, old.replica))
         self.report = Report(replica, time.time())
-        self._changing, self._writing = threading.Lock(), threading.Lock()
+        self._changing = threading.Condition()
         self._writer: threading.Thread | None = None
         self._unwritten = False
 
@@ -64,34 +64,43 @@ class StatusStore:
             if len(self.report.lines) > _KEPT_LINES:
                 del self.report.lines[0]
                 self.report.cut += 1
-            self._unwritten = True
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write_all, name="status-store", daemon=True)
-                self._writer.start()
+            self._write_soon()
 
-    def fail(self, cause: str, lasting: bool = False) -> None:
-        """The replica is going down; it waits until that is written. `lasting`: another start would end the same."""
+    def fail(self, cause: str, lasting: bool = False, wait_s: float = 10.0) -> None:
+        """The replica is going down; it waits until that is written, but no longer than so many seconds. `lasting`:
+        another start would end the same."""
         with self._changing:
             self.report.failed, self.report.lasting = cause, lasting
-        self._write()
+            self._write_soon()
+            if not self._changing.wait_for(lambda: self._writer is None, wait_s):
+                logger.warning("the end of this replica is not reported yet: Ray's store does not answer")
+
+    def _write_soon(self) -> None:
+        self._unwritten = True
+        if self._writer is not None:
+            return
+        writer = threading.Thread(target=self._write_all, name="status-store", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError as error:  # as many threads as may be; the next line tries it again
+            logger.warning("nothing can be reported now: %s", error)
+            return
+        self._writer = writer
 
     def _write_all(self) -> None:
         while True:
             with self._changing:
                 if not self._unwritten:
                     self._writer = None
+                    self._changing.notify_all()
                     return
                 self._unwritten = False
-            try:
-                self._write()
-            except Exception:  # Ray's, of many kinds: its head may be away for a while
-                logger.debug("a line could not be reported", exc_info=True)
-
-    def _write(self) -> None:
-        with self._writing:  # so that what is written last is the newest
-            with self._changing:
                 report = msgspec.msgpack.encode(self.report)
-            store("put", self._key, report, overwrite=True)
+                level = logging.WARNING if self.report.failed else logging.DEBUG
+            try:
+                store("put", self._key, report, overwrite=True)
+            except Exception:  # Ray's, of many kinds: its head may be away for a while
+                logger.log(level, "a line could not be reported", exc_info=True)
 
 
 def reports(application: str) -> list[Report]:

@@ -57,6 +57,12 @@ START_CAUSE_WAIT_S = 2.0
 """Seconds for that report while the replica starts, when no stream waits and processes are slow."""
 MEMORY_FREED_S = 30.0
 """Seconds in which killed processes give the memory of GPUs and node back: the driver needs some for a full GPU."""
+REPORT_S = 0.5
+"""Seconds for which streams wait, with the event loop, until the end of their replica is reported: it is written in a
+thread, which has `health.flush_s` longer."""
+REWRITTEN_BYTES = 4096
+"""Bytes of HAProxy's buffer, which has `routing.affinity_bytes`, that a request which it is to send again leaves free:
+for headers that it adds, and its own."""
 NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
@@ -169,7 +175,7 @@ class EngineReplica:
         last_words = [engine_down(FRONT_DIED).event(path) for path in FAILURES]
         if self.neighbor_store is not None:
             self.shared = shared_folder(f"{context.app_name} {ray.get_runtime_context().gcs_address}")
-        waits = self.shared, config.health.patience_s
+        waits = self.shared, config.health.patience_s, config.routing.affinity_bytes - REWRITTEN_BYTES
         self.watchdog = StreamWatchdog(
             last_words, self.processes.folder, fault_note(FRONT_DIED), config.health.timeout_s, *waits
         )
@@ -301,7 +307,7 @@ class EngineReplica:
         try:
             logger.error("engine failed", extra={logs.FIELDS: {"cause": cause}})
             self.live.failed(cause)
-            self.status_store.fail(cause)
+            self.status_store.fail(cause, wait_s=REPORT_S)
             if self._forgetting is not None:  # the last replica's fault: this one's has just taken its place
                 self._forgetting.cancel()
             note_fault(cause)
@@ -383,6 +389,8 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """End the replica's own tasks. Serve calls this once every request is through."""
+        if self.watchdog is not None:
+            self.watchdog.leave()  # what follows waits for threads, processes and a collector of spans, in the loop
         for task in (self._reporter, self._beating):
             if task is not None:
                 task.cancel()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import array
 import json
+import math
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -25,6 +27,10 @@ from pathlib import Path
 
 from deploy.serve import watchdog_process
 from deploy.serve.watchdog_process import BEAT, FOLDER, HOLD, HOLD_JOURNAL, MESSAGE, MOST_BYTES, RELEASE
+
+LEAVE_S = 0.5
+"""Seconds in which a watchdog reads what it was sent before, when a front that ends has something to say: less than a
+loop may stand still."""
 
 
 class StreamWatchdog:
@@ -38,6 +44,7 @@ class StreamWatchdog:
         silence_s: float = 10.0,
         shared: Path | None = None,
         patience_s: float = 0.0,
+        sent_again_bytes: float = math.inf,
     ) -> None:
         """`last_words`: the events that streams end with, such as `data: {"error": ...}` and a blank line; `hold` says
         which of them a stream does. `folder`: where the replica's socket files are, to be removed in the front's place.
@@ -45,16 +52,20 @@ class StreamWatchdog:
         itself. `silence_s`: seconds without a `beat` after which this process is killed, counted from the first; no
         fewer than `LEAST_SILENCE_S`, and fewer seconds do where the kernel says that it hangs (`STOPPED_S` and others).
         `shared`: the folder of this node's fronts (`deploy.serve.heir.shared_folder`), in which answers that no front
-        goes on with wait `patience_s` seconds for one that comes."""
+        goes on with wait `patience_s` seconds for one that comes. `sent_again_bytes`: requests up to this long whose
+        answers have not begun are sent to replicas of other nodes by proxies, if there are any, and do not wait."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._next = 0
         self._loop: AbstractEventLoop | None = None
+        self._told = b"\0"
+        """What the last beat said of other fronts."""
         self._unsent: dict[int, tuple[int, Sequence[int]]] = {}
         """Messages that the channel has no room for yet: by number their kind and descriptors to hold, if any."""
         told = {
             "silence_s": silence_s,
             "patience_s": patience_s,
+            "sent_again_bytes": sent_again_bytes,
             "last_words": [words.hex() for words in last_words],
             "folder": str(folder or ""),
             "shared": str(shared or ""),
@@ -127,7 +138,17 @@ class StreamWatchdog:
             if (size := size + len(path) + 1) > MOST_BYTES:
                 break
             paths.append(path)
-        self._send(BEAT, threading.get_native_id(), more=bytes([elsewhere]) + b"\0".join(paths))
+        self._told = bytes([elsewhere]) + b"\0".join(paths)
+        self._send(BEAT, threading.get_native_id(), more=self._told)
+
+    def leave(self) -> None:
+        """The front ends in order, and its loop may stand still meanwhile: its silence says nothing any more. Waits
+        `LEAVE_S` at the most for the watchdog to read. What the last beat told of other fronts stays."""
+        deadline = time.monotonic() + LEAVE_S
+        while not self._send(BEAT, 0, more=self._told) and (left_s := deadline - time.monotonic()) > 0:
+            room = select.poll()
+            room.register(self._socket, select.POLLOUT)
+            room.poll(1000 * left_s)
 
     def _send(self, kind: int, number: int, descriptors: Sequence[int] = (), more: bytes = b"") -> bool:
         """False when there is no room: the watchdog is given the processor after everybody else."""

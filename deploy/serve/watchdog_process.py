@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 MESSAGE = struct.Struct("<BQ")
-"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, and behind it a
-byte, which is 1 where there are replicas on other nodes, and the paths of sockets."""
+"""Kind and number. Descriptors come with some kinds; `BEAT` has the thread of the loop as its number, 0 where the
+front ends in order, and behind it a byte, which is 1 where there are replicas on other nodes, and the paths of
+sockets."""
 FOLDER, RELEASE, BEAT, HOLD, HOLD_JOURNAL = 0, 1, 2, 3, 128
 """Kinds of messages. From `HOLD` on, and from `HOLD_JOURNAL` on where a journal comes with the connection, each number
 says which last words a connection gets."""
@@ -57,6 +58,8 @@ SPARE = 8
 _ACKNOWLEDGED = 120
 """Place of `tcpi_bytes_acked` in Linux's `struct tcp_info`."""
 _TCP_INFO_BYTES = 128
+_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group: Linux's `struct ucred`."""
 BEAT_S = 0.25
 """Seconds between two signs of life of a front."""
 LEAST_SILENCE_S = 4 * BEAT_S
@@ -110,6 +113,11 @@ class Held:
         return given_to(self.connection) > int(given_before)
 
     @property
+    def noted(self) -> int:
+        """Bytes of its journal: its request, and what was made of the answer."""
+        return 0 if self.journal is None else int(struct.unpack("Q", os.pread(self.journal, 8, 0))[0])
+
+    @property
     def left(self) -> bool:
         """Whether the client is gone, or says that it sends nothing more, which uvicorn takes for the same."""
         said = select.poll()
@@ -144,17 +152,19 @@ class Silence:
         self._quiet = self._stopped = self._blocked = 0.0
         self._before: tuple[str, float, int] | None = None
         """State, seconds of the processor and context switches of its thread when it was looked at last."""
-        self._had = 0.0
-        """Seconds of the processor at the first look since the last sign."""
+        self._had: float | None = None
+        """Seconds of the processor at the first look that the kernel answered since the last sign; None before it."""
         self._counts = False
         """Whether this kernel counts context switches."""
 
     def sign(self) -> None:
         """It gave one."""
         self._quiet = self._stopped = self._blocked = 0.0
+        self._had = None
 
     def beat(self, thread: int) -> None:
-        """It gave the one that its loop gives, in this thread (`threading.get_native_id`)."""
+        """It gave the one that its loop gives, in this thread (`threading.get_native_id`); 0: its loop ends, and how
+        long it is silent from here on says nothing."""
         self._thread = thread
         if self._before is None:
             self._before = self._look()
@@ -165,11 +175,11 @@ class Silence:
         Time is counted in these, and not measured: on a machine that stood still for a while nobody gave a sign."""
         if not self._thread:
             return ""
-        first, self._quiet = not self._quiet, self._quiet + BEAT_S
+        self._quiet += BEAT_S
         if (now := self._look()) is not None:
             state, had, switches = now
             before, self._before = self._before, now
-            self._had = had if first else self._had
+            self._had = had if self._had is None else self._had
             self._counts |= before is not None and switches > before[2]
             self._stopped = self._stopped + BEAT_S if state == "T" else 0.0
             sleeps = self._counts and state == "S" and before == now
@@ -239,13 +249,21 @@ def keep(
 class Newcomers:
     """Fronts of the node that nobody told of, and those that come while answers wait for one."""
 
-    def __init__(self, shared: str, patience_s: float, starter: int | None, elsewhere: bool = False) -> None:
+    def __init__(
+        self,
+        shared: str,
+        patience_s: float,
+        starter: int | None,
+        elsewhere: bool = False,
+        most_bytes: float = math.inf,
+    ) -> None:
         """`shared`: the folder in which they have their folders; empty: nobody comes. `patience_s`: how long it is
         waited for one. `starter`: descriptor of the process that starts fronts here (pidfd); once that has ended no
         other front comes, and likewise where it is None. `elsewhere`: what has not begun waits for none, because a
-        replica of another node can answer it."""
+        replica of another node can answer it, if its request has no more than `most_bytes`: proxies keep no longer one
+        to send it again."""
         self._shared, self._starter = shared, starter
-        self.elsewhere = elsewhere
+        self._elsewhere, self._most_bytes = elsewhere, most_bytes
         self._until = time.monotonic() + patience_s if shared and starter is not None else 0.0
         self._known: set[str] = set()
 
@@ -257,6 +275,10 @@ class Newcomers:
         ended = select.poll()
         ended.register(self._starter, select.POLLIN)
         return not ended.poll(0)
+
+    def needed_by(self, held: Held) -> bool:
+        """Whether an answer has nobody but a front that comes here."""
+        return not self._elsewhere or held.begun or held.noted > self._most_bytes
 
     def new(self, known: Iterable[str]) -> list[str]:
         """Return the sockets that were not there at the last call, nor are `known` otherwise."""
@@ -281,24 +303,31 @@ def hand_over(
 
     Every answer is offered to one front first, and to the next one as soon as that one refuses it, dies or says nothing
     of it for `WORD_S`. Answers begin at different fronts, so that these share them. Fronts that say nothing come last,
-    all at once, and are heard whenever they speak. After `HEIR_S` it is over: whatever a front may have taken without a
-    word is its own, since who owns a journal goes on with its answer.
+    all at once, and are heard whenever they speak. After `HEIR_S` none of them is waited for any more: whatever a front
+    may have taken without a word is its own, since who owns a journal goes on with its answer.
 
-    An answer that no front refused waits for `newcomers`, which have as long to say something. One that a front refused
-    does not: what comes may well be like that one, as in an update to other weights, and the answer would end later."""
+    An answer that no front refused waits for `newcomers`, which have as long to say something; so does one of which
+    fronts that are there say nothing: they may hang. One that a front refused does not: what comes may well be like
+    that one, as in an update to other weights, and the answer would end later."""
     newcomers = newcomers or Newcomers("", 0.0, None)
     deadline = time.monotonic() + HEIR_S
     fronts = [_Front(heir) for heir in heirs]
     left: dict[int, _Answer] = {}
     for number, one in enumerate(one for one in held if one.journal is not None):
         first = number % len(fronts) if fronts else 0
-        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]], newcomers.elsewhere)
+        left[number] = _Answer(number, one, [*fronts[first:], *fronts[:first]], newcomers.needed_by(one))
     known: Sequence[str] = heirs
     unguarded = [one for one in held if one.journal is None]
     try:
-        while (any(answer.undecided for answer in left.values()) and time.monotonic() < deadline) or (
-            any(answer.waits for answer in left.values()) and newcomers.may_come
-        ):
+        while True:
+            late = time.monotonic() >= deadline
+            if late or not any(answer.undecided for answer in left.values()):
+                if not newcomers.may_come:
+                    break
+                for answer in left.values() if late else ():
+                    answer.pass_by_silent_fronts()
+                if not any(answer.undecided or answer.waits for answer in left.values()):
+                    break
             for front in map(_Front, newcomers.new(known)):
                 fronts.append(front)
                 deadline = time.monotonic() + HEIR_S
@@ -315,8 +344,10 @@ def hand_over(
             for number in [number for number, answer in left.items() if answer.taken]:
                 left.pop(number).held.close()
             if finish is not None and not any(answer.undecided for answer in left.values()):
-                over = [number for number, answer in left.items() if not answer.waits]
-                finish([*(left.pop(number).held for number in over), *unguarded])
+                over = [left.pop(number) for number, answer in [*left.items()] if not answer.waits]
+                for answer in over:
+                    answer.over = True
+                finish([*(answer.held for answer in over), *unguarded])
                 unguarded = []
     finally:
         for front in fronts:
@@ -330,15 +361,17 @@ def hand_over(
 class _Answer:
     """An answer that is offered to fronts."""
 
-    def __init__(self, number: int, held: Held, fronts: list[_Front], elsewhere: bool = False) -> None:
-        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked. `elsewhere`: see
-        `Newcomers`."""
+    def __init__(self, number: int, held: Held, fronts: list[_Front], may_wait: bool = True) -> None:
+        """`number`: by which fronts speak of it. `fronts`: in the order in which they are asked. `may_wait`: whether it
+        needs a front that comes, see `Newcomers`."""
         self.number, self.held = number, held
-        self._for_others = elsewhere and not held.begun
+        self._may_wait = may_wait
         self.unasked, self.asked = fronts, set[_Front]()
         """Fronts that are still to be asked, and those that were and have not said whether they take it."""
         self.taken = self.refused = False
         """Whether one of them said that it, or another one, goes on with it; and whether one said that it does not."""
+        self.over = False
+        """Whether it is ended, and is handed to nobody any more."""
         self._next_at = 0.0
         """When the next one is asked, even if the one before has said nothing."""
         self._locked_until: float | None = time.monotonic() + RELEASED_S
@@ -356,7 +389,7 @@ class _Answer:
     @property
     def waits(self) -> bool:
         """Whether it is one for a front that comes later."""
-        return not (self.taken or self.refused or self.undecided or self._for_others or self.held.left)
+        return self._may_wait and not (self.taken or self.refused or self.undecided or self.held.left)
 
     @property
     def due(self) -> bool:
@@ -383,6 +416,11 @@ class _Answer:
             self.asked.add(front)
             front.take_in(self)
         self._next_at = now + WORD_S
+
+    def pass_by_silent_fronts(self) -> None:
+        """Wait no longer for fronts that have it and say nothing. They are still heard: one that wakes up may take it,
+        and only one front ever owns its journal."""
+        self.asked = {front for front in self.asked if not front.silent}
 
     def said(self, front: _Front, goes_on: bool) -> None:
         """A front said whether it, or another one, goes on with it."""
@@ -430,7 +468,8 @@ class _Front:
 
     def hand(self) -> None:
         """Hand over as many as may be under way."""
-        self._waiting = {number: answer for number, answer in self._waiting.items() if not answer.taken}
+        waiting = self._waiting.items()
+        self._waiting = {number: answer for number, answer in waiting if not (answer.taken or answer.over)}
         if self._waiting and self.channel is None:
             self._connect()
         try:
@@ -458,6 +497,11 @@ class _Front:
             channel.close()
             if not isinstance(error, BlockingIOError):  # otherwise it has not taken in those who came before
                 self._end()
+            return
+        if (user := _user_of(channel)) != os.getuid():
+            say(f"guardian: no answer is handed to user {user}, who listens at {self.heir}")
+            channel.close()
+            self._end()
             return
         self.channel = channel
 
@@ -494,6 +538,12 @@ class _Front:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+def _user_of(channel: socket.socket) -> int:
+    """User who listens at a socket of the node that was connected to."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def _wait_for_a_word(fronts: Iterable[_Front], answers: Iterable[_Answer]) -> None:
@@ -573,10 +623,10 @@ def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _opened(process: int) -> int | None:
-    """A descriptor of a process; None where it has ended, or the kernel has none."""
+    """A descriptor of a process; None where it has ended, or kernel or Python have none."""
     try:
         return os.pidfd_open(process)
-    except OSError:
+    except (AttributeError, OSError):  # Pythons that were built for old systems lack the function
         return None
 
 
@@ -600,7 +650,7 @@ if __name__ == "__main__":
         file, text, since = told["note"]
         note(Path(file), text, since)
     words = [bytes.fromhex(one) for one in told["last_words"]]
-    newcomers = Newcomers(shared, told["patience_s"], starter, others.elsewhere)
+    newcomers = Newcomers(shared, told["patience_s"], starter, others.elsewhere, told["sent_again_bytes"])
     try:
         left = hand_over(held, others.heirs, newcomers, lambda over: end(over, words))
     except Exception as error:  # whatever it is, no stream ends without its last words

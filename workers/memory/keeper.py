@@ -25,6 +25,8 @@ _SOCKET_PATH: Final = 107
 """Most bytes of a socket's path on Linux, see unix(7)."""
 _PATIENCE_S: Final = 30.0
 """Seconds for an answer: others may be asking, each for `keeper_process.PATIENCE_S` at the most."""
+_KILLED_S: Final = 5.0
+"""Seconds for the end of a keeper that was killed: who closes it may be an event loop."""
 
 
 class WeightKeeper:
@@ -81,12 +83,15 @@ class WeightKeeper:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
-        """End the process, and all that it keeps; harmless when repeated."""
+        """End the process, and all that it keeps; harmless when repeated. Waits a few seconds at most."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.kill()
             self._process.stdin.close()
-            self._process.wait()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # the kernel frees its memory, and Python forgets it later
+                self._process.wait(_KILLED_S)
             self._process = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

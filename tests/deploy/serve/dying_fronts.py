@@ -8,9 +8,11 @@ from the id that its client gives it, so two runs of one request can be compared
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from workers.channel.ports import socket_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 CREATED = 1_700_000_000.25
@@ -293,9 +297,11 @@ class Zygote:
 
     def __init__(self) -> None:
         paths = os.pathsep.join(str(ROOT / part) for part in ("", "tests/deploy/api", "tests/deploy/text"))
+        self._folder = socket_folder(len("/latentserve-12345678/heir.new"))
+        """For the folders of the fronts' sockets: tests kill stream watchdogs, which would remove them."""
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self._folder)},
         )  # fmt: skip
         self._fronts: list[dict[str, Any]] = []
         self._told()
@@ -315,13 +321,16 @@ class Zygote:
         return told
 
     def end(self) -> None:
-        """End all that are left."""
+        """End all that are left, and remove what they leave."""
         for front in self._fronts:
             for name in ("watchdog", "pid"):
-                if is_alive(front[name]):
-                    os.kill(front[name], signal.SIGKILL)
+                while is_alive(front[name]):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(front[name], signal.SIGKILL)
+                    time.sleep(0.005)
         self._process.kill()
         self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def is_alive(pid: int) -> bool:

@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,6 +344,23 @@ def test_without_a_front_that_serves_the_same_a_stream_ends_with_the_error_event
     for event, count in (("begun", 1), ("fed", 9)):
         victim = zygote.front(heirs=heirs, event=event, count=count)
         assert ask(victim["port"], *asked("chat", False), "chat").head == b""
+
+
+@pytest.mark.long
+def test_fronts_of_tests_leave_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    top = socket_folder(len("/latentserve-12345678/latentserve-12345678/heir.new"))
+    monkeypatch.setattr(tempfile, "tempdir", str(top))
+    monkeypatch.setenv("TMPDIR", str(top))
+    zygote = Zygote()
+    try:
+        for _ in range(2):
+            front = zygote.front()
+        assert top in Path(front["heir"]).parents
+        os.kill(front["watchdog"], signal.SIGKILL)
+    finally:
+        zygote.end()
+    assert os.listdir(top) == []
+    top.rmdir()
 
 
 FAULTS = {

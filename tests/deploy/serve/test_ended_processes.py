@@ -50,7 +50,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_process_has_ended_once_all_of_its_threads_have() -> None:
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_a_process_has_ended_once_all_of_its_threads_have(descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a Python without descriptors of processes, as builds for old systems are."""
+    if not descriptors:
+        monkeypatch.delattr(os, "pidfd_open")
     with process(SLEEPS) as made:
         assert runs(made.pid)
         made.send_signal(signal.SIGSTOP)

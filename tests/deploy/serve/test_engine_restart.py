@@ -125,19 +125,21 @@ async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> Asy
     health = SimpleNamespace(flush_s=0.0, patience_s=30.0, standby=standby)
     engine = EngineConfig(model="demo", start_timeout_s=9.0, tensor_parallel=2)
     made.config = SimpleNamespace(engine=engine, model_name="tiny", health=health)
-    made.status_store = SimpleNamespace(say=made.said.append, fail=made.said.append)
+    made.status_store = SimpleNamespace(say=made.said.append, fail=lambda cause, wait_s: made.said.append(cause))
     made.live = SimpleNamespace(
         starting_again=lambda cause: made.states.append(("starting", cause)),
         serving=lambda engine: made.states.append("serving"),
         failed=lambda cause: made.states.append(("failed", cause)),
-        close=lambda: None,
+        close=lambda: made.states.append("live is closed"),
     )
-    made.watchdog = SimpleNamespace(remove_at_end=made.folders.append, close=lambda: None)
+    leave = partial(made.states.append, "the watchdog looks for no hang")
+    made.watchdog = SimpleNamespace(remove_at_end=made.folders.append, leave=leave, close=lambda: None)
     made.arrivals, made.key_status_store, made.tracing = Arrivals(), None, None
     made.engine = None
     made._serving, made._forgetting, made._reporter, made._beating = True, None, None, None
     made.lacking = []
-    keeper = SimpleNamespace(lacks=lambda slots: made.lacking[0] if made.lacking else "", close=lambda: None)
+    closed = partial(made.states.append, "the keeper is closed")
+    keeper = SimpleNamespace(lacks=lambda slots: made.lacking[0] if made.lacking else "", close=closed)
     made._keeper, made._new_processes = keeper, Processes
     monkeypatch.setattr(Processes, "hot", standby == "hot")
     monkeypatch.setattr(standby_processes, "HotStandby", partial(HotStandby, backoff_s=0.01, calm_s=0.0))
@@ -180,6 +182,12 @@ async def test_scheduler_and_ranks_are_started_again(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0.01)
         assert not made.engine.down
         assert not made.ended
+
+
+async def test_a_replica_that_ends_in_order_says_so_before_its_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch) as made:
+        made.__del__()
+        assert made.states == ["the watchdog looks for no hang", "the keeper is closed", "live is closed"]
 
 
 async def test_ranks_are_told_how_many_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:

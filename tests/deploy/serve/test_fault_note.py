@@ -17,7 +17,7 @@ from deploy.serve.replica import EngineReplica
 
 def serving_replica() -> EngineReplica:
     failing = object.__new__(EngineReplica)
-    failing.status_store = SimpleNamespace(fail=lambda cause: None)  # type: ignore[assignment]
+    failing.status_store = SimpleNamespace(fail=lambda cause, wait_s: None)  # type: ignore[assignment]
     failing.told = []  # type: ignore[attr-defined]
     failing.live = SimpleNamespace(failed=failing.told.append, close=lambda: None)  # type: ignore[assignment,attr-defined]
     failing.processes = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
@@ -46,7 +46,7 @@ async def test_a_failed_replica_ends_though_nobody_can_be_told(monkeypatch: pyte
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
 
-    def fail(cause: str) -> None:
+    def fail(cause: str, wait_s: float) -> None:
         raise ConnectionError("the controller is gone")
 
     failing = serving_replica()
@@ -74,7 +74,7 @@ async def test_streams_are_flushed_however_long_it_takes_to_tell_others(
 
     failing = serving_replica()
     failing.config.health.flush_s = 0.5
-    failing.status_store = SimpleNamespace(fail=lambda cause: time.sleep(0.6))  # type: ignore[assignment]
+    failing.status_store = SimpleNamespace(fail=lambda cause, wait_s: time.sleep(0.6))  # type: ignore[assignment]
     last_event = asyncio.create_task(stream())
     failing._failed("rank 1 died")
     await last_event

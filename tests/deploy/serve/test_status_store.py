@@ -66,3 +66,62 @@ def test_the_end_is_written_when_it_was_said(monkeypatch: pytest.MonkeyPatch) ->
         while made._writer is not None:
             time.sleep(0.001)
         assert reports("app")[0].failed == "the cause"
+
+
+def test_an_end_is_not_waited_for_without_bound_where_the_store_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streams wait for the event loop, which says it. What is said is written once the store answers."""
+    kept, writing, may_write = Store(), threading.Event(), threading.Event()
+
+    def store(verb: str, *what: Any, **options: Any) -> Any:
+        if verb == "put":
+            writing.set()
+            may_write.wait()
+        return kept(verb, *what, **options)
+
+    monkeypatch.setattr(progress, "store", store)
+    made = StatusStore("app", "a")
+    made.say("line")
+    assert writing.wait(60)
+    failing = threading.Thread(target=made.fail, args=("the cause", True, 0.1), daemon=True)
+    failing.start()
+    failing.join(60)
+    waits = failing.is_alive()
+    may_write.set()
+    assert not waits
+    assert "not reported yet" in caplog.text
+    while made._writer is not None:
+        time.sleep(0.005)
+    [report] = reports("app")
+    assert (report.failed, report.lasting, report.lines) == ("the cause", True, ["line"])
+
+
+def test_an_end_that_the_store_refuses_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Store()
+    monkeypatch.setattr(progress, "store", kept)
+    made = StatusStore("app", "a")
+    kept.broken = True
+    made.fail("the cause")
+    assert "could not be reported" in caplog.text
+    assert "the head is away" in caplog.text
+
+
+def test_a_line_for_which_no_thread_can_start_is_written_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(progress, "store", Store())
+    made = StatusStore("app", "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", full)
+        made.say("line 0")
+        made.fail("the cause")
+    assert "can't start new thread" in caplog.text
+    made.say("line 1")
+    assert lines_at_the_end(2) == ["line 0", "line 1"]
+    assert reports("app")[0].failed == "the cause"

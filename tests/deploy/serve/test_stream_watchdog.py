@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import json
 import os
 import re
 import resource
@@ -10,14 +11,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from dying_fronts import is_alive
 
+from deploy.serve import watchdog_process
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import BEAT_S, HOLD, MESSAGE, WRITE_TIMEOUT_S, Held, Silence, end, keep
+from deploy.serve.watchdog_process import (
+    BEAT_S,
+    HOLD,
+    MESSAGE,
+    RELEASE,
+    WRITE_TIMEOUT_S,
+    Held,
+    Others,
+    Silence,
+    end,
+    keep,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -271,6 +285,9 @@ LIVES = [("S", 0.0, 1), ("S", 0.0, 2)]
         ([("S", 0.0, 0)], "10 was silent"),
         ([None], "10 was silent"),
         ([*LIVES, ("t", 0.0, 2)], "10 was silent"),
+        # The first look fails, as where no file can be opened for a moment, at a front that has computed for long.
+        ([("R", 0.0, 1), None, ("R", 5000.0, 2), ("S", 5000.0, 3), ("R", 5000.0, 4)], "10 was silent"),
+        ([("R", 0.0, 1), None, *(("R", 5000.0 + 0.25 * n, 2) for n in range(99))], "3.5 has computed"),
     ],
 )
 def test_a_front_is_given_up_by_what_the_kernel_says_of_it(
@@ -285,6 +302,78 @@ def test_each_sign_of_a_front_begins_anew() -> None:
         for _ in range(50):
             assert [silence.grows() for _ in range(3)] == [""] * 3
             silence.sign()
+
+
+@pytest.mark.parametrize("state", ["S", "T", "R", None])
+def test_a_front_that_ends_in_order_is_not_given_up(state: str | None) -> None:
+    looks = [None if state is None else (state, 0.25 * n if state == "R" else 0.0, 2) for n in range(99)]
+    silence = Looked([*LIVES, *looks])
+    silence.beat(0)
+    assert not any(silence.grows() for _ in range(99))
+
+
+@pytest.mark.long
+def test_a_front_that_ends_in_order_may_wait_for_others_longer_than_a_loop_may() -> None:
+    code = (
+        "import time\n"
+        "from deploy.serve.stream_watchdog import StreamWatchdog\n"
+        "watchdog = StreamWatchdog([b''])\n"
+        "for _ in range(4): watchdog.beat(); time.sleep(0.25)\n"
+        "watchdog.leave()\n"
+        "time.sleep(3.5)\n"
+        "watchdog.close()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_front_that_ends_in_order_still_has_the_heirs_that_it_named(full: bool) -> None:
+    """Its own end may be the SIGKILL of the answers that it took over. `full`: the watchdog has much to read before."""
+    watchdog = StreamWatchdog([b""])
+    watchdog.close()
+    watchdog._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    watchdog._socket.setblocking(False)
+    watchdog.beat(["/one/heir", "/other/heir"], elsewhere=True)
+    others, kept = Others(), []
+    keeping = threading.Thread(target=lambda: kept.append(keep(theirs, others=others)))
+    if full:
+        while watchdog._send(RELEASE, 1):
+            pass
+        threading.Timer(0.05, keeping.start).start()
+    watchdog.leave()
+    watchdog._socket.close()
+    if not full:
+        keeping.start()
+    while not kept:
+        time.sleep(0.005)
+    assert kept == [[]]
+    assert (others.heirs, others.elsewhere) == (["/one/heir", "/other/heir"], True)
+
+
+def test_what_a_front_computed_in_a_silence_before_is_not_counted() -> None:
+    silence = Looked([*LIVES, ("R", 1.0, 3), None, ("R", 5000.0, 4), ("R", 5000.25, 4)])
+    assert [silence.grows() for _ in range(2)] == [""] * 2
+    silence.sign()
+    assert [silence.grows() for _ in range(3)] == [""] * 3
+
+
+def test_a_python_without_descriptors_of_processes_guards_streams(tmp_path: Path) -> None:
+    """As builds for old systems are."""
+    (tmp_path / "fronts").mkdir()
+    code = "import os, runpy, sys\ndel os.pidfd_open\nrunpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    told = {"silence_s": 10.0, "patience_s": 60.0, "last_words": [b"words".hex()], "folder": "", "note": None}
+    settings = json.dumps({**told, "sent_again_bytes": 0, "shared": str(tmp_path / "fronts"), "starter": os.getpid()})
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = [sys.executable, "-SEc", code, watchdog_process.__file__, str(theirs.fileno()), settings]
+    with theirs:
+        process = subprocess.Popen(program, pass_fds=[theirs.fileno()])
+    stream, client = socket.socketpair()
+    with client, client.makefile("rb") as heard:
+        socket.send_fds(ours, [MESSAGE.pack(HOLD, 1)], [stream.fileno()])
+        stream.close()
+        ours.close()
+        assert heard.read() == b"5\r\nwords\r\n0\r\n\r\n"
+    assert process.wait(60) == 0
 
 
 @pytest.mark.soak

@@ -21,8 +21,8 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from deploy.routing.arrivals import Arrivals
 from deploy.serve import watchdog_process
-from deploy.serve.heir import Heir, shared_folder
+from deploy.serve.heir import LEFT_BEHIND_S, Heir, shared_folder
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, Newcomers, end, given_to, hand_over, keep
@@ -304,7 +304,7 @@ def shared() -> Iterator[Path]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
         one.bind(str(folder / "of-one-that-died" / "heir"))
     yield folder
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -389,6 +389,28 @@ def test_what_has_not_begun_waits_for_nobody_where_a_replica_of_another_node_can
         alone.close()
 
 
+@pytest.mark.parametrize(("most_bytes", "waits"), [(4000, True), (400_000, False)])
+def test_what_has_not_begun_waits_where_proxies_keep_no_request_of_its_length(
+    most_bytes: int, waits: bool, shared: Path, starter: int
+) -> None:
+    """They could not send it to another node."""
+    with connected() as (front, _):
+        journal, memory = Journal.begin(msgspec.structs.replace(BEGAN, body=bytes(5000)), 0)
+        held = Held(os.dup(front.fileno()), 0, memory)
+        journal.close()
+        newcomers = Newcomers(str(shared), 600.0, starter, elsewhere=True, most_bytes=most_bytes)
+        left: list[list[Held]] = []
+        waiting = threading.Thread(target=lambda: left.append(hand_over([held], [], newcomers)))
+        waiting.start()
+        waiting.join(0.5 if waits else 60)
+        assert waiting.is_alive() == waits
+        with fronts(Front.take, shared=shared) as [comes]:
+            waiting.join(60)
+        assert (left, comes.found) == (([[]], [True]) if waits else ([[held]], []))
+        if not waits:
+            held.close()
+
+
 def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were there before may have been waited for until then."""
     monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
@@ -409,6 +431,97 @@ def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, mo
     assert (left, front.found) == ([[]], [True])
 
 
+@pytest.mark.parametrize("then", ["it hangs on", "it speaks", "it dies"])
+def test_what_a_front_that_hangs_was_handed_waits_for_one_that_comes(
+    then: str, shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, or wakes up, later than others are waited for."""
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    over = threading.Event()
+
+    def hang(front: Front, channel: socket.socket) -> None:
+        assert over.wait(60)
+        if then == "it speaks":
+            front.take(channel)
+
+    left: list[list[Held]] = []
+    with dead(3) as held, fronts(hang) as [silent]:
+        newcomers = Newcomers(str(shared), 600.0, starter)
+        waiting = threading.Thread(target=lambda: left.append(hand_over(held, [silent.path], newcomers)))
+        waiting.start()
+        waiting.join(0.5)
+        try:
+            assert waiting.is_alive()
+            monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+            if then != "it hangs on":
+                over.set()
+            if then == "it speaks":
+                waiting.join(60)
+            with fronts(Front.take, shared=shared) as [comes]:
+                waiting.join(60)
+        finally:
+            over.set()
+    assert left == [[]]
+    assert (silent.found, comes.found) == (([True] * 3, []) if then == "it speaks" else ([], [True] * 3))
+
+
+def test_what_a_front_refused_ends_though_another_one_hangs(
+    shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an answer that nobody refused waits."""
+    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    over, left, finished = threading.Event(), list[list[Held]](), list[Held]()
+
+    def hang(front: Front, channel: socket.socket) -> None:
+        assert over.wait(60)
+
+    def refuse_one(front: Front, channel: socket.socket) -> None:
+        """And then hang."""
+        data, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        channel.send(ANSWER.pack(MESSAGE.unpack(data)[1], False))
+        assert over.wait(60)
+
+    with dead(2) as held, fronts(hang, refuse_one) as made:
+        newcomers = Newcomers(str(shared), 600.0, starter)
+        work = held, [one.path for one in made], newcomers, finished.extend
+        waiting = threading.Thread(target=lambda: left.append(hand_over(*work)))
+        waiting.start()
+        deadline = time.monotonic() + 60
+        while not finished and waiting.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        try:
+            assert waiting.is_alive()
+            [refused] = finished
+            refused.close()
+            monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+            with fronts(Front.take, shared=shared) as [comes]:
+                waiting.join(60)
+        finally:
+            over.set()
+    assert (left, comes.found) == ([[]], [True])
+
+
+def test_an_answer_that_was_ended_is_handed_to_no_front_that_could_not_be_connected_to_before() -> None:
+    with dead(2) as held, fronts(Front.take) as [heir]:
+        ended, other = (watchdog_process._Answer(number, each, []) for number, each in enumerate(held))
+        front = watchdog_process._Front(heir.path)
+        front.take_in(ended)
+        ended.over = True
+        ended.held.close()
+        front.take_in(other)
+        while not other.taken and not front.died:
+            front.hand()
+            front.hear()
+        assert other.taken
+        front.close()
+        other.held.close()
+    assert heir.found == [True]
+
+
 def test_the_folder_of_a_node_is_that_of_its_user_alone(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -423,6 +536,102 @@ def test_the_folder_of_a_node_is_that_of_its_user_alone(
     folder.symlink_to(shared)
     assert shared_folder("app at 1.2.3.4:6379") is None
     assert "is not this user's alone" in caplog.text
+
+
+def test_the_folder_of_a_node_may_be_in_one_whose_group_folders_inherit(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its setgid bit, which they get as well; nobody but their user enters them."""
+    shared.chmod(0o2770)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    folder = shared_folder("app at 1.2.3.4:6379")
+    assert folder is not None
+    assert folder.parent == shared
+    assert folder.stat().st_mode & 0o7777 == 0o2700
+
+
+@asynccontextmanager
+async def listening(shared: Path | None) -> AsyncIterator[Heir]:
+    """A front that takes answers over."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks")
+
+    watchdog = StreamWatchdog([b"words"])
+    heir = Heir(app, watchdog, lambda: "same", (b"x-replica", b"b"), Arrivals(), shared)
+    try:
+        yield heir
+    finally:
+        heir.close()
+        watchdog.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_a_front_does_not_listen_in_a_folder_that_was_made_in_the_place_of_its_user_s(
+    when: str, shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last front's stream watchdog removes it, and somebody else may be the first to make it again."""
+    make = tempfile.mkdtemp
+
+    def made(*what: Any, dir: Path | None = None, **more: Any) -> str:
+        if dir == shared:
+            shared.chmod(0o777)
+        return make(*what, dir=dir, **more)
+
+    before = os.listdir(shared)
+    if when == "before":
+        shared.chmod(0o777)
+    else:
+        monkeypatch.setattr(tempfile, "mkdtemp", made)
+    async with listening(shared) as heir:
+        assert os.path.exists(heir.path)
+        assert shared not in Path(heir.path).parents
+        assert os.listdir(shared) == before
+    assert "is not this user's alone" in caplog.text
+
+
+async def test_a_front_makes_the_folder_of_its_node_again(shared: Path) -> None:
+    shutil.rmtree(shared)
+    async with listening(shared) as heir:
+        assert Path(heir.path).parent.parent == shared
+        assert shared.stat().st_mode & 0o777 == 0o700
+
+
+async def test_the_folder_of_a_node_is_removed_by_the_last_front_that_ends_in_order(shared: Path) -> None:
+    shutil.rmtree(shared)
+    async with listening(shared):
+        async with listening(shared):
+            pass
+        assert shared.exists()
+    assert not shared.exists()
+
+
+async def test_folders_of_fronts_that_died_with_their_watchdogs_are_removed_by_the_next_front(shared: Path) -> None:
+    with fronts(Front.take, shared=shared) as [lives]:
+        (shared / "of-one-that-never-listened").mkdir()
+        (shared / "new").mkdir()
+        (shared / "another-file").touch()
+        for each in shared.iterdir():
+            if each.name != "new":
+                os.utime(each, (each.stat().st_mtime - LEFT_BEHIND_S,) * 2)
+        async with listening(shared) as heir:
+            left = {each.name for each in shared.iterdir()}
+            assert left == {"new", "another-file", Path(lives.path).parent.name, Path(heir.path).parent.name}
+        assert lives.is_alive()
+
+
+def test_answers_are_handed_to_no_other_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may write to the folder can listen there."""
+    with dead(2) as held, fronts(Front.take) as [other]:
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        assert hand_over(held, [other.path]) == held
+        for one in held:
+            one.close()
+    assert other.found == []
+    assert f"no answer is handed to user {user}, who listens at {other.path}" in capsys.readouterr().err
 
 
 def test_words_that_a_front_said_before_it_left_are_heard() -> None:
@@ -517,7 +726,15 @@ def test_a_watchdog_that_holds_all_it_can_writes_last_words_though_nobody_reads_
     read, write = os.pipe()
     os.close(read)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    told = {"silence_s": 1e9, "patience_s": 0, "last_words": [b"words".hex()], "folder": "", "shared": "", "starter": 0}
+    told = {
+        "silence_s": 1e9,
+        "patience_s": 0,
+        "sent_again_bytes": 0,
+        "last_words": [b"words".hex()],
+        "folder": "",
+        "shared": "",
+        "starter": 0,
+    }
     settings = json.dumps({**told, "note": None})
     arguments = [sys.executable, "-S", watchdog_process.__file__, str(theirs.fileno()), settings]
     program = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *arguments]

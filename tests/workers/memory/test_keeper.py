@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +171,23 @@ def test_one_that_was_killed_is_started_again_and_keeps_nothing(kept: WeightKeep
     assert KeeperClient(kept.path()).recall("a") is None
     assert kept.pid != pid
     assert not path.exists()
+
+
+def test_one_that_does_not_end_at_once_keeps_nobody_waiting(
+    kept: WeightKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose memory the kernel frees slowly: it is stopped, and the signal that ends it comes later."""
+    folder, process = kept.path().parent, kept._process
+    assert process is not None
+    monkeypatch.setattr(keeper, "_KILLED_S", 0.1)
+    monkeypatch.setattr(process, "kill", lambda: process.send_signal(signal.SIGSTOP))
+    closing = threading.Thread(target=kept.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    process.send_signal(signal.SIGKILL)
+    assert not closing.is_alive()
+    assert not folder.exists()
+    process.wait()
 
 
 STARTER = """
