@@ -49,11 +49,12 @@ async def keep_asking(server: Server, ended: asyncio.Event, method: str, path: s
 
 async def test_each_replica_shows_both(server: Server) -> None:
     async with client() as http:
-        for _ in range(20):
+
+        async def both_serve() -> dict:
             live = (await http.get(f"{server.url}/live")).json()
-            if live["total"]["serving"] == 2:
-                break
-            await asyncio.sleep(1.0)
+            return live if live["total"]["serving"] == 2 else {}
+
+        live = await until(both_serve, 60.0, period_s=1.0)
     assert [replica["state"] for replica in live["replicas"]] == ["serving"] * 2
     assert live["total"]["slots"] == 32
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -79,10 +80,10 @@ async def begin(http: httpx.AsyncClient, url: str, count: int, **body: object) -
     return tasks
 
 
-async def until(condition, timeout_s: float, period_s: float = 0.05):
-    """The first true answer of `condition`, an async function."""
+async def until(condition, timeout_s: float, period_s: float = 0.05, seen: Callable[[], str] = str):
+    """The first true answer of `condition`, an async function. `seen` says what there was instead, if none comes."""
     deadline = time.monotonic() + timeout_s
     while not (answer := await condition()):
-        assert time.monotonic() < deadline, "not in time"
+        assert time.monotonic() < deadline, f"not in time; {seen()}"
         await asyncio.sleep(period_s)
     return answer
