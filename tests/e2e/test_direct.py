@@ -61,7 +61,7 @@ def test_the_openai_client_gets_the_same_text_streamed_and_whole(server: Server)
 
 
 def test_one_request_id_reaches_the_client(server: Server) -> None:
-    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"}, trust_env=False)
+    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"}, trust_env=False, timeout=60)
     assert answer.headers.get_list("x-request-id") == ["mine-1"]
 
 
@@ -69,7 +69,7 @@ def test_live_shows_the_replica_and_what_was_proven(server: Server) -> None:
     body = {"model": "demo", "prompt": "def f(x):", "max_tokens": 32, "ignore_eos": True}
     assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60).status_code == 200
     time.sleep(1.1)  # an answer is kept for a second, and the scheduler reports ten times in it
-    answer = httpx.get(f"{server.url}/live", trust_env=False)
+    answer = httpx.get(f"{server.url}/live", trust_env=False, timeout=60)
     assert answer.status_code == 200
     live = answer.json()
     [replica] = live["replicas"]
@@ -79,24 +79,33 @@ def test_live_shows_the_replica_and_what_was_proven(server: Server) -> None:
     assert figures["slots"] == 16
     assert figures["window_s"] > 0
     assert len(figures["acceptance"]) >= 1
-    assert live["selftest"] == httpx.get(f"{server.url}/selftest", trust_env=False).json()
+    assert live["selftest"] == httpx.get(f"{server.url}/selftest", trust_env=False, timeout=60).json()
 
 
 def test_a_long_chat_comes_encoded_from_its_router(server: Server) -> None:
     def handed() -> float:
-        figures = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        figures = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=60).text
         found = re.search(r"^latentserve_handed_prompts_total (\S+)$", figures, re.MULTILINE)
         assert found
         return float(found[1])
 
-    before = handed()
-    content = "".join(f"def f{number}(x): return x + {number}\n" for number in range(120))
-    for words, more in (("short", 0), (content, 1)):
+    def prompt_tokens(words: str) -> int:
         body = {"model": "demo", "messages": [{"role": "user", "content": words}], "max_tokens": 1}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
         assert answer.status_code == 200
-        assert (answer.json()["usage"]["prompt_tokens"] >= 1024) is bool(more)
-        assert handed() == before + more
+        return answer.json()["usage"]["prompt_tokens"]
+
+    before = handed()
+    assert prompt_tokens("short") < 1024
+    assert handed() == before
+    content = "".join(f"def f{number}(x): return x + {number}\n" for number in range(120))
+    # The router waits a quarter of a second for the replica to take a prompt. A replica that is held up for longer
+    # encodes it itself, as it would without a router.
+    for attempt in range(1, 21):
+        assert prompt_tokens(f"{content}{attempt}") >= 1024
+        if handed() > before:
+            break
+    assert handed() == before + 1
 
 
 async def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
@@ -134,7 +143,7 @@ def test_a_body_larger_than_haproxy_s_buffer_reaches_the_front(server: Server, m
 
 async def test_logs_are_json_with_the_request_id(server: Server) -> None:
     """The line is written behind the answer, which may be here first."""
-    httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "find-me-1"}, trust_env=False)
+    httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "find-me-1"}, trust_env=False, timeout=60)
     session = server.find(r"logs in (\S+)")
 
     async def written() -> list[str]:
@@ -204,20 +213,20 @@ async def test_figures_are_on_ray_s_metrics_endpoint(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "number", "within_s", "cause"),
+    ("title", "number", "cause"),
     [
-        ("ray::WorkerActor", signal.SIGKILL, 1.0, "rank . died"),
+        ("ray::WorkerActor", signal.SIGKILL, "rank . died"),
         # What their streams end with is tested without Ray, too, in tests/workers/processes.
-        ("ray::SchedulerActor", signal.SIGKILL, 1.0, "scheduler died"),
-        ("ray::ServeReplica:latentserve:engine", signal.SIGKILL, 1.0, "front died"),
-        ("ray::WorkerActor", signal.SIGSTOP, 5.0, "silent"),
+        ("ray::SchedulerActor", signal.SIGKILL, "scheduler died"),
+        ("ray::ServeReplica:latentserve:engine", signal.SIGKILL, "front died"),
+        ("ray::WorkerActor", signal.SIGSTOP, "silent"),
     ],
     ids=["worker killed", "scheduler killed", "replica killed", "worker stopped"],
 )
 async def test_a_failure_ends_every_stream_with_its_cause_and_is_repaired(
-    server: Server, title: str, number: int, within_s: float, cause: str
+    server: Server, title: str, number: int, cause: str
 ) -> None:
-    errors = await kill_under_load(server, server.pids(title)[-1], number, within_s)
+    errors = await kill_under_load(server, server.pids(title)[-1], number)
     assert all(re.search(cause, error) for error in errors), errors
 
 

@@ -45,7 +45,7 @@ async def test_the_same_application_serves(server: Server) -> None:
 
 async def test_a_killed_worker_ends_every_stream_and_is_repaired(server: Server) -> None:
     # Serve's proxy holds requests while no replica is ready: /health answers once there is one again.
-    errors = await kill_under_load(server, server.pids("ray::WorkerActor")[0], signal.SIGKILL, 1.0, serve_proxy=True)
+    errors = await kill_under_load(server, server.pids("ray::WorkerActor")[0], signal.SIGKILL, serve_proxy=True)
     assert all("rank 0 died" in error for error in errors)
 
 
