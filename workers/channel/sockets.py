@@ -13,7 +13,6 @@ import os
 import select
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from workers.channel.awake_clock import AwakeClock
 from workers.channel.curve import ClientKeys, Guard
 from workers.channel.ports import socket_folder
 from workers.protocol.messages import Figures, Heartbeat
@@ -265,14 +265,16 @@ class HeartbeatThread:
         sender = connect_sender(self._addresses.results, self._addresses.keys)
         pulse = connect_subscriber(self._addresses.pulse, Heartbeat, self._addresses.keys)
         heard: float | None = None
+        clock = AwakeClock()
         while not self._stop.is_set():
             sender.send(Heartbeat(self._rank, self.figures()))
+            now = clock.look()
             if pulse.receive(timeout_ms=int(HEARTBEAT_PERIOD_S * 1000)) is not None:
-                heard = time.monotonic()
+                heard = clock.look()
                 self._stop.wait(HEARTBEAT_PERIOD_S)
                 while pulse.receive(timeout_ms=0) is not None:
                     pass
-            elif heard is not None and time.monotonic() - heard > self._silence_s:
+            elif heard is not None and now - heard > self._silence_s:
                 logger.error("rank %d: the scheduler has been silent for %.1f s; exiting", self._rank, self._silence_s)
                 os._exit(1)
         sender.close(linger_ms=0)

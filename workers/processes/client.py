@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from workers.channel.awake_clock import AwakeClock
 from workers.channel.sockets import Addresses, connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
 from workers.processes.mailbox import Outbox, OutputMailbox
@@ -53,7 +54,8 @@ class EngineClient:
         self._streams: dict[str, OutputMailbox] = {}
         self._closed = False
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
-        self._heard = time.monotonic()
+        self._clock = AwakeClock()
+        self._heard = self._clock.time
         self.stats = EngineStats()
         self.selftest: SelfTestReport | None = None
         self.fault: str | None = None
@@ -183,7 +185,7 @@ class EngineClient:
         """Read all that has arrived. ZeroMQ's descriptors are edge-triggered: they must be read until empty."""
         try:
             while self._pulse.receive(timeout_ms=0) is not None:
-                self._heard = time.monotonic()
+                self._heard = self._clock.look()
             while (message := self._outputs.receive(timeout_ms=0)) is not None:
                 self._dispatch(message)
         except msgspec.MsgspecError as error:
@@ -197,7 +199,7 @@ class EngineClient:
                 self.fail("the connection broke: the process at its other end has ended")
 
     def _dispatch(self, message: ToFront) -> None:
-        self._heard = time.monotonic()
+        self._heard = self._clock.look()
         match message:
             case Outputs():
                 for item in message.items:
@@ -249,7 +251,7 @@ class EngineClient:
             self._drain()
             if self._connected:
                 self._look_at_connection()
-            silent = time.monotonic() - self._heard
+            silent = self._clock.look() - self._heard
             if self._ready.done() and silent > self._config.heartbeat_timeout_s:
                 self.fail(f"the scheduler has been silent for {silent:.1f} s")
             if self.fault is not None:

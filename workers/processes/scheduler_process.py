@@ -17,6 +17,7 @@ import zmq
 from msgspec import structs
 
 from kernels.page import PAGE_TOKENS
+from workers.channel.awake_clock import AwakeClock
 from workers.channel.sockets import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.processes.inbox import Inbox
@@ -92,7 +93,8 @@ class SchedulerProcess:
         self._ranks = config.mesh().world.size
         self._binding = Binding(self._ranks, host, ToScheduler, FromWorker, folder)
         self.addresses = self._binding.addresses
-        self._heard = [time.monotonic()] * self._ranks
+        self._clock = AwakeClock()
+        self._heard = [self._clock.time] * self._ranks
         self._launched: dict[int, float] = {}
         self._moving: dict[int, float] = {}
         """By ticket: since when pages are copied."""
@@ -150,7 +152,7 @@ class SchedulerProcess:
             match message:
                 case Ready():
                     ready[message.rank] = message
-                    self._heard[message.rank] = time.monotonic()
+                    self._heard[message.rank] = self._clock.look()
                 case DiskFound() | Pinned():
                     early.append(message)
                 case Fault():
@@ -177,7 +179,7 @@ class SchedulerProcess:
                 )
             )
         self._record(first)
-        self._heard = [time.monotonic()] * self._ranks
+        self._heard = [self._clock.look()] * self._ranks
         self._binding.outputs.send(
             Ready(
                 *(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids),
@@ -218,7 +220,7 @@ class SchedulerProcess:
             while (message := results.receive(timeout_ms=0)) is not None:
                 items += self._from_worker(scheduler, message)
             # Here, where all that ranks have said is heard: an iteration may have taken longer than they may be silent.
-            self._watch(time.monotonic())
+            self._watch(self._clock.look())
             for asked in inbox.take():
                 match asked:
                     case Request():
@@ -246,7 +248,7 @@ class SchedulerProcess:
                 payload = encode(plan)
                 for sender in self._binding.plans:
                     sender.send_encoded(payload)
-                self._launched[plan.step] = time.monotonic()
+                self._launched[plan.step] = self._clock.look()
             if items:
                 self._binding.outputs.send(Outputs(tuple(items)))
             scheduler.save_pages()
@@ -264,7 +266,7 @@ class SchedulerProcess:
             payload = encode(capture)
             for sender in self._binding.plans:
                 sender.send_encoded(payload)
-            self._capturing_since = time.monotonic()
+            self._capturing_since = self._clock.look()
         plan = scheduler.plan()
         self._send_moves(scheduler)
         return plan
@@ -275,7 +277,7 @@ class SchedulerProcess:
             for sender in self._binding.plans:
                 sender.send_encoded(payload)
             if isinstance(moves, Moves):  # nobody waits for a disk
-                self._moving[moves.ticket] = time.monotonic()
+                self._moving[moves.ticket] = self._clock.look()
 
     def _from_worker(self, scheduler: Scheduler, message: FromWorker) -> tuple[RequestOutput, ...]:
         match message:
@@ -284,29 +286,29 @@ class SchedulerProcess:
                 if self._launched:
                     # The next step only starts now: its time does not count while it waited.
                     oldest = min(self._launched)
-                    self._launched[oldest] = time.monotonic()
-                self._heard[0] = time.monotonic()
+                    self._launched[oldest] = self._clock.look()
+                self._heard[0] = self._clock.look()
                 if self._recorder is not None:
                     self._recorder.result(message)
                 return scheduler.apply(message)
             case Moved():
-                self._heard[message.rank] = time.monotonic()
+                self._heard[message.rank] = self._clock.look()
                 if scheduler.moved(message):
                     del self._moving[message.ticket]
             case Pinned():
-                self._heard[message.rank] = time.monotonic()
+                self._heard[message.rank] = self._clock.look()
                 scheduler.pinned(message)
             case DiskMoved():
-                self._heard[message.rank] = time.monotonic()
+                self._heard[message.rank] = self._clock.look()
                 scheduler.disk_moved(message)
             case DiskFound():
                 scheduler.disk_found(message)
             case PortionCaptured():
-                self._heard[message.rank] = time.monotonic()
+                self._heard[message.rank] = self._clock.look()
                 scheduler.captured(message)
                 if not scheduler.capturing:
                     self._capturing_since = None
-                    self._launched = dict.fromkeys(self._launched, time.monotonic())  # their time begins now
+                    self._launched = dict.fromkeys(self._launched, self._clock.look())  # their time begins now
             case Progress() | SelfTestReport():
                 self._binding.outputs.send(message)
             case GrammarReady():
@@ -314,7 +316,7 @@ class SchedulerProcess:
             case GrammarProgress():
                 scheduler.grammar_progress(message)
             case Heartbeat():
-                self._heard[message.rank] = time.monotonic()
+                self._heard[message.rank] = self._clock.look()
                 if message.rank == 0:
                     self._figures = message.figures
             case Fault():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from workers.channel.awake_clock import AwakeClock
 from workers.channel.sockets import Addresses, Binding, encode, remove_sockets
 from workers.config import EngineConfig
 from workers.processes.client import EngineClient
@@ -260,6 +262,20 @@ async def test_a_scheduler_with_a_pulse_is_alive_though_its_loop_says_nothing() 
         assert client.fault is None
         await asyncio.sleep(2.0)
         assert re.fullmatch(r"the scheduler has been silent for [12]\.\d s", client.fault or "")
+
+
+async def test_a_front_that_stood_still_gives_nobody_up() -> None:
+    async with front(heartbeat_timeout_s=60.0) as (client, scheduler):
+        lost_s = 0.0
+        client._clock = AwakeClock(lambda: time.monotonic() + lost_s)
+        scheduler.say(EngineStats(running=1))
+        while not client.stats.running:
+            await asyncio.sleep(0.01)
+        lost_s = 7200.0
+        before = client._clock.time
+        while client._clock.time < before + 0.5:  # until it has looked for whether it hears anything
+            await asyncio.sleep(0.05)
+        assert client.fault is None
 
 
 PEER = """

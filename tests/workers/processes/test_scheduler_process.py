@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from workers.channel.awake_clock import AwakeClock
 from workers.channel.sockets import connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
 from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
@@ -217,6 +218,21 @@ def test_a_silent_rank_is_named_though_others_speak() -> None:
     with played(2, heartbeat_timeout_s=1.5) as world:
         world.silent.add(1)
         assert re.fullmatch(r"rank 1 has been silent for \d+\.\d s", world.fault())
+
+
+def test_nobody_is_given_up_because_everything_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine that is moved, say: by the clock ranks are silent for hours then, and so is a step."""
+    lost_s = 0.0
+    clock = AwakeClock(lambda: time.monotonic() + lost_s)
+    monkeypatch.setattr("workers.processes.scheduler_process.AwakeClock", lambda: clock)
+    with played(2, heartbeat_timeout_s=60.0, step_timeout_s=60.0) as world:
+        world.ask("a", tokens=1)
+        plan = world.plan()
+        lost_s = 7200.0
+        for _ in range(3):  # it has looked at the clock since
+            assert isinstance(world.hears(EngineStats), EngineStats)
+        world.answer(plan)
+        assert [item.request_id for item in world.hears(Outputs).items] == ["a"]
 
 
 @pytest.mark.alone
