@@ -17,7 +17,9 @@ CONFIG = {
     "port": 0,
     "ingress": "direct",
     "dashboard": False,
-    "drain": {"timeout_s": 300},
+    # HAProxy, which is reloaded with new replicas, has to know of them before the old ones are gone. That takes longer
+    # than the default of 2 s where fifty processes want two cores.
+    "drain": {"deregister_s": 8.0, "timeout_s": 300},
 }
 SHORT = {"model": "demo", "prompt": "def f(x):", "max_tokens": 2}
 UPDATE_TIMEOUT_S = 360
