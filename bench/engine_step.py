@@ -3,6 +3,7 @@
     python bench/engine_step.py                       # a DeepSeek-V3 slice, 1, 16 and 64 rows
     python bench/engine_step.py --shape v2-lite --rows 16
     python bench/engine_step.py --shape v4-flash --layers 8 --timeline    # of DeepSeek V4 Flash; each kernel's share
+    python bench/engine_step.py --shape v4-flash --layers 8 --prompts 8192,32768 --timeline    # prompts, not rows
 
 A rank and a scheduler run in this process, and steps are launched ahead of the results of those before, as a replica
 does it. All rows get prompts of random tokens, and once all decode, `--steps` steps are timed. Then the graph of these
@@ -10,6 +11,9 @@ rows is replayed, which goes on where the rows stand: what the engine takes more
 `decode_step.py` and `share.py` time, has rows of as many tokens whose contents are drawn: what its graph takes less
 comes of the experts that its tokens choose, which each line says, and of where things lie in memory. `Case` has no rows
 of DeepSeek V4; of its steps the line says the time in which the weights that they need can be read.
+
+With `--prompts` one prompt of so many random tokens is read at a time, in the engine's chunks, the second of three is
+timed, and with `--timeline` the third one's kernels are printed, by name, with the milliseconds that they ran.
 
 The weights are generated as they are read (`bench/generated.py`). Times are medians, in milliseconds.
 """
@@ -34,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from decode_step import chosen_experts, replayed, room
 from generated import GENERATED, first_layers, installed, write_folder
 from shapes import BANDWIDTH, Case, choices, weight_bytes
-from timeline import timeline
+from timeline import by_name, timeline
 from timing import milliseconds
 
 from workers.config import EngineConfig
@@ -55,17 +59,20 @@ REPLAYS = 50
 class Engine:
     """A rank and a scheduler, and rows that decode."""
 
-    def __init__(self, config: EngineConfig, rows: int, steps: int) -> None:
+    def __init__(self, config: EngineConfig, rows: int) -> None:
         with installed():
             self.rank = Rank(config, Group(), torch.device("cuda", torch.cuda.current_device()))
         self.scheduler = Scheduler(scheduler_config(config, self.rank.ready))
-        chance, vocab = random.Random(rows), self.rank.model.config.vocab_size
-        params = SamplingParams(max_tokens=2 * steps + REPLAYS, temperature=0.0)
-        for number in range(rows):
-            prompt = tuple(chance.randrange(vocab) for _ in range(INPUT))
-            if refusal := self.scheduler.add(Request(str(number), prompt, params)):
-                sys.exit(f"the engine refuses a request: {refusal}")
         self.rows, self._under_way = rows, deque[Launched]()
+        self._chance = random.Random(rows)
+
+    def ask(self, tokens: int, most: int) -> None:
+        """Add a request of so many random tokens, for `most` tokens."""
+        vocab = self.rank.model.config.vocab_size
+        prompt = tuple(self._chance.randrange(vocab) for _ in range(tokens))
+        name = str(self._chance.getrandbits(64))
+        if refusal := self.scheduler.add(Request(name, prompt, SamplingParams(max_tokens=most, temperature=0.0))):
+            sys.exit(f"the engine refuses a request: {refusal}")
 
     def _step(self) -> StepPlan:
         """Launch what the scheduler plans, then wait for the oldest step; its plan."""
@@ -88,6 +95,15 @@ class Engine:
             assert not plan.prefill
             ends.append(time.perf_counter())
         return 1e3 * median(after - before for before, after in pairwise(ends))
+
+    def read(self, tokens: int) -> float:
+        """Read a prompt of so many tokens; the milliseconds from the request to its first token."""
+        self.ask(tokens, 1)
+        torch.cuda.synchronize()
+        begin, read = time.perf_counter(), 0
+        while read < tokens:
+            read += sum(len(row.tokens) for row in self._step().prefill)
+        return 1e3 * (time.perf_counter() - begin)
 
     def settle(self) -> StepPlan:
         """Wait for all that is under way; the last plan."""
@@ -137,7 +153,9 @@ def compare(folder: Path, rows: int, steps: int, kernels: bool) -> None:
         prefix_cache=False,
         selftest=False,
     )
-    engine = Engine(config, rows, steps)
+    engine = Engine(config, rows)
+    for _ in range(rows):
+        engine.ask(INPUT, 2 * steps + REPLAYS)
     in_engine = engine.timed(steps)
     plan = engine.settle()
     experts, alone = engine.experts(plan), engine.graph(plan, kernels)
@@ -164,12 +182,37 @@ def compare(folder: Path, rows: int, steps: int, kernels: bool) -> None:
     torch.cuda.empty_cache()
 
 
+def read_prompts(folder: Path, lengths: list[int], kernels: bool) -> None:
+    """Print the line of each length of a prompt."""
+    longest = max(lengths) + 64
+    config = EngineConfig(
+        model=str(folder),
+        device="cuda",
+        max_rows=1,
+        width=1,
+        token_budget=8192,
+        max_context=longest,
+        cache_pages=2 * (longest // 64 + 2),
+        prefix_cache=False,
+        selftest=False,
+    )
+    engine = Engine(config, 1)
+    for tokens in lengths:
+        engine.read(tokens)
+        taken = engine.read(tokens)
+        print(f"prompt of {tokens:6}: {taken:.2f} ms, {1e3 * tokens / taken:,.0f} tokens/s", flush=True)
+        if kernels:
+            by_name(lambda tokens=tokens: engine.read(tokens))
+    engine.rank.runner.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["v3-slice", "v2-lite", "glm-flash", "v4-flash"], default="v3-slice")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prompts", help="numbers of tokens: time reading of prompts instead")
     parser.add_argument("--timeline", action="store_true", help="print what each kernel of a graph takes")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -178,6 +221,9 @@ def main() -> None:
     values = values if given.layers is None else first_layers(values, given.layers)
     with tempfile.TemporaryDirectory() as made:
         write_folder(values, form, Path(made))
+        if given.prompts:
+            read_prompts(Path(made), [int(tokens) for tokens in given.prompts.split(",")], given.timeline)
+            return
         for rows in given.rows.split(","):
             compare(Path(made), int(rows), given.steps, given.timeline)
 

@@ -1,4 +1,4 @@
-"""Time of a graph's replay by kernel, as CUPTI saw them run.
+"""Time of a graph's replay, or of anything else, by kernel, as CUPTI saw them run.
 
 Kernels that are launched dependently overlap, so how long each ran does not add up. What does is how much later than
 the one before it each ended: the time by which the replay would be shorter without it, if nothing else changed.
@@ -42,8 +42,26 @@ def _replay(graph: torch.cuda.CUDAGraph, between: Callable[[], object]) -> list[
     """Name, begin and end (us) of each kernel and copy of one replay."""
     between()
     torch.cuda.synchronize()
+    return _kernels(graph.replay)
+
+
+def by_name(run: Callable[[], object]) -> None:
+    """Print what ran on the device while `run` did its work, by name, the longest first."""
+    found: dict[str, list[float]] = {}
+    events = _kernels(run)
+    for name, begin, end in events:
+        found.setdefault(name, []).append(end - begin)
+    print(f"  {'on the device':44}{'launches':>9}{'ms it ran':>10}")
+    for name, ran in sorted(found.items(), key=lambda item: -sum(item[1])):
+        print(f"  {name:44}{len(ran):9}{sum(ran) / 1e3:10.3f}")
+    spent = (max(end for _, _, end in events) - min(begin for _, begin, _ in events)) / 1e3
+    ran = sum(map(sum, found.values())) / 1e3
+    print(f"  {'sum':44}{len(events):9}{ran:10.3f}, within {spent:.3f} ms", flush=True)
+
+
+def _kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        graph.replay()
+        run()
         torch.cuda.synchronize()
     events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     found = [(_short(event.name), event.time_range.start, event.time_range.end) for event in events]
