@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -202,7 +203,7 @@ def read_prompts(folder: Path, lengths: list[int], kernels: bool) -> None:
         taken = engine.read(tokens)
         print(f"prompt of {tokens:6}: {taken:.2f} ms, {1e3 * tokens / taken:,.0f} tokens/s", flush=True)
         if kernels:
-            by_name(lambda tokens=tokens: engine.read(tokens))
+            by_name(partial(engine.read, tokens))
     engine.rank.runner.close()
 
 
