@@ -27,10 +27,9 @@ from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
 from workers.scheduler.queue import NOT_SERVED, Arrivals, turn, urgency
 from workers.scheduler.results import Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
-from workers.scheduler.sequence import Flight, Phase, Sequence
+from workers.scheduler.sequence import Flight, Phase, Sequence, Tokens
 from workers.scheduler.shares import Shares
 from workers.scheduler.speculation import Speculation
-from workers.scheduler.tokens import Tokens
 
 PLAN_PAGES = 16_384
 """Pages of prompts that a plan looks up before it admits nobody more, some ten milliseconds of work: hundreds of
