@@ -24,11 +24,10 @@ from workers.scheduler.grammars import Grammars
 from workers.scheduler.intake import why_impossible
 from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
-from workers.scheduler.queue import NOT_SERVED, Arrivals, turn, urgency
+from workers.scheduler.queue import NOT_SERVED, Arrivals, Shares, turn, urgency
 from workers.scheduler.results import Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence, Tokens
-from workers.scheduler.shares import Shares
 from workers.scheduler.speculation import Speculation
 
 PLAN_PAGES = 16_384

@@ -11,12 +11,31 @@ from workers.protocol.plan import StepPlan
 from workers.protocol.prompt import NO_ROOT, PAGE_BYTES, TOKEN_BYTES, Prompt, chain_keys, pack_tokens, unpack_tokens
 from workers.protocol.scores import Scores
 from workers.scheduler.pages import RowPages
-from workers.scheduler.shares import Share
 from workers.scheduler.snapshots import Snapshot
 
 Rank = tuple[int, float, int]
 """Priority; what its API key had paid when the request was first served, 0 without keys; arrival number
 (`workers.scheduler.queue`)."""
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Share of one key: the tokens that its requests have had."""
+
+    name: str
+    weight: float
+    """Weight of the key. Keys that always wait are given tokens in proportion to it."""
+    paid: float = 0.0
+    """Tokens by weight; of use only in comparison with that of others."""
+    charged: int = 0
+    """Tokens that this replica computed for it."""
+    told: int = 0
+    """Tokens, among those charged, that other replicas were told of."""
+
+    def charge(self, tokens: int) -> None:
+        """Charge the key for tokens that were computed for it."""
+        self.charged += tokens
+        self.paid += tokens / self.weight
 
 
 class Phase(Enum):
