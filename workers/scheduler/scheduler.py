@@ -18,10 +18,9 @@ from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, St
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.scheduler.captures import Captures
-from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.config import SchedulerConfig, why_impossible
 from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
-from workers.scheduler.intake import why_impossible
 from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
 from workers.scheduler.queue import NOT_SERVED, Arrivals, Shares, turn, urgency
