@@ -2,7 +2,8 @@
 
 `Scheduler` composes a waiting queue that serves API keys fairly (`queue`), a pool of reference-counted pages (`pages`),
 the prefix cache over it (`prefix`), the state of every request (`sequence`), the watch over draft acceptance
-(`acceptance`), that over non-finite rows (`soundness`) and counters.
+(`acceptance`), that over non-finite rows (`soundness`) and counters
+(`results`).
 """
 
 from workers.protocol.prompt import page_keys

@@ -19,12 +19,11 @@ from workers.protocol.prompt import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig, why_impossible
-from workers.scheduler.counters import Counters
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.mixed_target import MixedTarget
 from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
 from workers.scheduler.queue import NOT_SERVED, Arrivals, Shares, turn, urgency
-from workers.scheduler.results import Live, Results, check
+from workers.scheduler.results import Counters, Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence, Tokens
 from workers.scheduler.speculation import Speculation
