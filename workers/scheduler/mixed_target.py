@@ -34,7 +34,7 @@ from typing import Final
 
 from workers.protocol.report import StepTime
 from workers.scheduler.config import SchedulerConfig
-from workers.scheduler.following import Following
+from workers.scheduler.kalman import Following
 from workers.scheduler.prompt_budget import FEWEST, Costs, PromptBudget, padded, pieces
 from workers.scheduler.step_times import StepTimes
 
