@@ -20,8 +20,7 @@ from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves
 from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig, why_impossible
 from workers.scheduler.grammars import Grammars
-from workers.scheduler.mixed_target import MixedTarget
-from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
+from workers.scheduler.prompt_budget import MixedTarget, PromptBudget, PromptSpeed
 from workers.scheduler.queue import NOT_SERVED, Arrivals, Shares, turn, urgency
 from workers.scheduler.results import Counters, Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
