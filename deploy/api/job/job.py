@@ -14,7 +14,7 @@ from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
-from deploy.api.job.defaults import most_asked, with_defaults
+from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.model import Reading, ServedModel, too_long
 from deploy.api.job.unsupported import Endpoint, reject_unsupported
 from deploy.api.limits.admission import Admission
@@ -98,6 +98,26 @@ class Job:
     def kept(self) -> frozenset[int]:
         """Special tokens that stand in the text in any case."""
         return frozenset() if self.reading is None else self.reading.kept
+
+
+def with_defaults(body: Asked, defaults: SamplingDefaults, vocab_size: int) -> Asked:
+    """`body` with the defaults of the fields that its client left out, but for `max_tokens`, which bounds
+    answers where the context has room for them (`build_job`)."""
+    missing = {
+        name: value for name, value in defaults.items() if name not in body.model_fields_set and name != "max_tokens"
+    }
+    if "logit_bias" in defaults:
+        biases = {token: bias for token, bias in defaults["logit_bias"].items() if int(token) < vocab_size}
+        missing["logit_bias"] = {**body.logit_bias, **biases}
+    made = body.model_copy(update=missing) if missing else body
+    if "min_tokens" in missing:
+        made.model_fields_set.discard("min_tokens")  # `build_job` keeps to what may be generated: nobody asked for more
+    return made
+
+
+def most_asked(body: GenerationBody) -> int | None:
+    """The most tokens that a request asks for; None if it does not say."""
+    return (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
