@@ -30,6 +30,8 @@ Asked = TypeVar("Asked", bound=GenerationBody)
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by it would overflow."""
 DEFAULT_COMPLETION_TOKENS = 16
+NO_STREAM_OPTIONS = StreamOptions()
+"""Options of a request that names none."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def build_job(
 ) -> Job:
     """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow. `most`:
     the most tokens of an answer, where neither the request nor the settings say it. `draws`: what the request draws."""
-    draws, options = draws or Draws(), body.stream_options or StreamOptions()
+    draws, options = draws or Draws(), body.stream_options or NO_STREAM_OPTIONS
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     wanted = most_asked(body)
