@@ -22,6 +22,7 @@ from deploy.routing.policy import RequestFeatures
 from deploy.text.chat import (
     MOST_MESSAGES,
     MOST_TEMPLATE_VARIABLES,
+    ChatTemplateError,
     Content,
     content_of,
     is_begun,
@@ -30,7 +31,6 @@ from deploy.text.chat import (
     tools_of,
 )
 from deploy.text.effort import thinking_of
-from deploy.text.errors import ChatTemplateError
 from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
 from deploy.text.in_words import readable
 from deploy.text.lane import aside, at_once

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.text.chat import speaks_of_tools, with_system_messages
+from deploy.text.chat import ChatTemplateError, speaks_of_tools, with_system_messages
 from deploy.text.content_parts import separators, with_joined_parts
 from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.deepseek_chat import with_tools_in_system_message
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 from deploy.text.effort import EFFORT, KEEPERS, SWITCHES, KnownThinking, Thinking, tried
 from deploy.text.encoders import Encoder, encoder_of
-from deploy.text.errors import ChatTemplateError
 from deploy.text.kimi_chat import DECLARATIONS, is_of_kimi, sorted_by_name, with_own_ids
 from deploy.text.mending import without_halves
 from deploy.text.stop import StopMatcher

@@ -25,9 +25,8 @@ from deploy.parsing.registry import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from deploy.text.chat import joined, template_message
+from deploy.text.chat import ChatTemplateError, ToolsUnknown, joined, template_message
 from deploy.text.effort import SWITCHES
-from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.handed import HandedPrompts
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import Engine, ModelInfo
