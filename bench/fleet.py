@@ -49,7 +49,7 @@ from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Entry
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 TOKEN_S, ATTENDED_S = 21e-6, 1e-9
 REPORT_S, RETRY_S = 0.2, 0.5

@@ -34,8 +34,7 @@ from workers.scheduler.disk_tier import FOUND_A_TURN, DiskTier
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
-from workers.scheduler.sequence import Sequence
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Sequence, Tokens
 from workers.scheduler.write_budget import WriteBudget
 
 TOKENS = 100_000

@@ -16,8 +16,7 @@ from deploy.api.generation.generate import NOT_ENFORCED, Generator
 from deploy.api.generation.resumable import ResumableStream
 from deploy.api.http import errors
 from deploy.api.http.body import ClientDisconnected, Intake
-from deploy.api.http.ignored_tools import IGNORED_TOOLS
-from deploy.api.http.middleware import AccessLayer, DeadlineLayer
+from deploy.api.http.middleware import IGNORED_TOOLS, AccessLayer, DeadlineLayer
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.model import ServedModel

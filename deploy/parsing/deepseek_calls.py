@@ -1,4 +1,16 @@
-"""The heads of calls as DeepSeek V3, R1 and V3.1 write them, each of which is read in the other's form, too."""
+"""Tool calls of DeepSeek V3 (0324) and R1 (0528), as their chat templates write them:
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+```json
+ARGUMENTS
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+And those of DeepSeek V3.1:
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+Each of them is read in the other's form, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +19,7 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
+from deploy.parsing.call_grammar import AllowedTool, Tag, json_object, name_of, sequence, text
 from deploy.parsing.json_calls import JsonCalls
 from deploy.parsing.parser import MOST_NAME, is_name, known_name
 
@@ -99,3 +112,20 @@ class DeepSeekCalls(JsonCalls):
         self._call = call
         self._take(found.start())
         return True
+
+
+class DeepSeekV3Calls(DeepSeekCalls):
+    """Reads one answer of DeepSeek V3 or R1."""
+
+    between = "\n"
+
+    @override
+    @classmethod
+    def one_call(cls, tool: AllowedTool) -> Tag:
+        """A call, as `grammar_for` has it."""
+        head = (text(f"{cls.call_begin}function{cls.separator}"), name_of(tool), text("\n```json\n"))
+        return sequence(*head, json_object(tool), text(f"\n```{cls.call_end}"))
+
+
+class DeepSeekV31Calls(DeepSeekCalls):
+    """Reads one answer of DeepSeek V3.1."""

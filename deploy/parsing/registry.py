@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from deploy.parsing.call_grammar import AllowedTool, Tag
-from deploy.parsing.deepseek_v3 import DeepSeekV3Calls
-from deploy.parsing.deepseek_v31 import DeepSeekV31Calls
+from deploy.parsing.deepseek_calls import DeepSeekV3Calls, DeepSeekV31Calls
 from deploy.parsing.deepseek_v32 import DeepSeekV32Calls
 from deploy.parsing.glm import GlmCalls
 from deploy.parsing.hermes import HermesCalls

@@ -22,6 +22,7 @@ from deploy.routing.policy import RequestFeatures
 from deploy.text.chat import (
     MOST_MESSAGES,
     MOST_TEMPLATE_VARIABLES,
+    ChatTemplateError,
     Content,
     content_of,
     is_begun,
@@ -29,9 +30,7 @@ from deploy.text.chat import (
     template_message,
     tools_of,
 )
-from deploy.text.chat_prompt import ChatPrompts
 from deploy.text.effort import thinking_of
-from deploy.text.errors import ChatTemplateError
 from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
 from deploy.text.in_words import readable
 from deploy.text.lane import aside, at_once
@@ -65,7 +64,7 @@ class FeatureReader:
         """`tokenizer`, settings and `salts`: the same as the replicas', so that page hashes agree; None for a model
         without a tokenizer."""
         self._tokenizer, self._salts = tokenizer, salts
-        self._chats = ChatPrompts(tokenizer, chat_template, control_tokens_in_text) if tokenizer else None
+        self._template, self._control_tokens_in_text = chat_template, control_tokens_in_text
         self._recent: OrderedDict[bytes, tuple[RequestFeatures, EncodedPrompt | None]] = OrderedDict()
         self._held = 0
         """Bytes of the prompts in `_recent`."""
@@ -150,7 +149,7 @@ class FeatureReader:
         ]
 
     async def _chat(self, data: Mapping[str, Any]) -> _Encoded:
-        if self._chats is None:
+        if self._tokenizer is None:
             raise TypeError("no tokenizer")
         given, extra = data["messages"], data.get("chat_template_kwargs") or {}
         if len(given) > MOST_MESSAGES or len(extra) > MOST_TEMPLATE_VARIABLES:
@@ -163,13 +162,15 @@ class FeatureReader:
         tools = tools_of(data.get("tools") or []) if data.get("tool_choice") not in ("none", {"type": "none"}) else []
         begun = is_begun(given)
         render = partial(
-            self._chats.text,
+            self._tokenizer.render_chat,
             messages,
             tools=tools,
-            thinking=thinking_of(data),
-            variables=extra,
+            template=self._template,
             add_generation_prompt=data.get("add_generation_prompt") is not False and not begun,
             continue_final_message=data.get("continue_final_message") is True or begun,
+            thinking=thinking_of(data),
+            extra=extra,
+            control_tokens_in_text=self._control_tokens_in_text,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
         return await self._encode(text, data.get("add_special_tokens") is True)

@@ -18,6 +18,15 @@ Content = str | list[dict[str, str]]
 """Content of a message: a text, or several parts of one, each `{"type": "text", "text": ...}`."""
 
 
+class ChatTemplateError(Exception):
+    """The messages do not fit the chat template, or there is none; the text says why."""
+
+
+class ToolsUnknown(ChatTemplateError):
+    """The chat template would leave tools, or what was done with them, out without a word. The text names
+    them."""
+
+
 def template_message(role: str, content: Content, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """One message. What else the client gave is in `more`; answers keep their reasoning and their calls, results the
     call that they belong to, and all of them the name of who speaks."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from deploy.text.chat import joined
-from deploy.text.errors import ChatTemplateError
+from deploy.text.chat import ChatTemplateError, joined
 
 Render = Callable[[Sequence[dict[str, Any]]], str]
 """Messages to a prompt. ChatTemplateError."""

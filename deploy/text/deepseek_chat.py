@@ -13,8 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from deploy.text.chat import tool_results_in_order
-from deploy.text.errors import ChatTemplateError
+from deploy.text.chat import ChatTemplateError, tool_results_in_order
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]

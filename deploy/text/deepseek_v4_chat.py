@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from deploy.text.chat import tool_results_in_order
+from deploy.text.chat import ChatTemplateError, tool_results_in_order
 from deploy.text.deepseek_chat import ASSISTANT, BEGIN, CLOSE, END, OPEN, USER, Messages, Tools, as_json, dsml_call
-from deploy.text.errors import ChatTemplateError
 
 REMINDER: Final = "<｜latest_reminder｜>"
 EFFORTS: Final = (None, "high", "max")

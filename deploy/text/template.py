@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from deploy.text.chat import template_message
-from deploy.text.errors import ChatTemplateError
+from deploy.text.chat import ChatTemplateError, template_message
 from deploy.text.template_variables import environment
 from workers.vocabulary.folder import PROCESSOR_TEMPLATE
 

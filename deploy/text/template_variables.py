@@ -1,4 +1,4 @@
-"""The variables that a chat template reads."""
+"""The variables that a chat template reads, and those that no request may set."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+"""Names that a request's `chat_template_kwargs` must not set."""
 
 
 class Generation(Extension):

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.text.chat import speaks_of_tools, with_system_messages
+from deploy.text.chat import ChatTemplateError, speaks_of_tools, with_system_messages
 from deploy.text.content_parts import separators, with_joined_parts
 from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.deepseek_chat import with_tools_in_system_message
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 from deploy.text.effort import EFFORT, KEEPERS, SWITCHES, KnownThinking, Thinking, tried
 from deploy.text.encoders import Encoder, encoder_of
-from deploy.text.errors import ChatTemplateError
 from deploy.text.kimi_chat import DECLARATIONS, is_of_kimi, sorted_by_name, with_own_ids
 from deploy.text.mending import without_halves
 from deploy.text.stop import StopMatcher
-from deploy.text.template_variables import read_variables
+from deploy.text.template_variables import RESERVED_TEMPLATE_NAMES, read_variables
 from deploy.text.tool_template import ToolTemplate
 from deploy.text.turn_order import in_strict_order
 from deploy.text.typescript import declarations
@@ -35,28 +34,6 @@ the longest of a few requests at once would be more memory than there is."""
 
 PIECE_CHARS = 2**16
 """Texts that may have too many tokens are counted in pieces of this length."""
-
-RESERVED_TEMPLATE_NAMES = frozenset(
-    (
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    )
-)
-"""Names that a request's `chat_template_kwargs` must not set."""
 
 
 class TooManyTokens(Exception):
@@ -278,6 +255,7 @@ class Tokenizer:
         template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        thinking: Thinking | None = None,
         extra: Mapping[str, Any] | None = None,
         control_tokens_in_text: bool = False,
     ) -> str:
@@ -285,15 +263,18 @@ class Tokenizer:
         (`deploy.text.control_tokens`) where messages, tools or variables spell a control token, unless
         `control_tokens_in_text`.
 
-        `messages` and `tools`: as `deploy.text.chat` makes them. `template` overrides the folder's; `extra` goes to the
-        template as variables. ChatTemplateError when the template rejects the messages or there is none, ToolsUnknown
-        when it would leave out tools, calls or their results.
+        `messages` and `tools`: as `deploy.text.chat` makes them. `template` overrides the folder's; it is told of
+        `thinking` by its variables, and `extra` goes to it as variables, too, which have the last word.
+        ChatTemplateError when the template rejects the messages or there is none, ToolsUnknown when it would leave out
+        tools, calls or their results.
         """
         extra = extra or {}
         if reserved := RESERVED_TEMPLATE_NAMES.intersection(extra):
             raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
         if template is None and not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        if thinking is not None:
+            extra = {**self.thinking_variables(thinking, template, bool(tools)), **extra}
         given = [dict(message) for message in messages]
         if self.encoder_for(template) is None:
             given = with_system_messages(given)

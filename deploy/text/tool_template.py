@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deploy.text.call_ids import with_short_ids
-from deploy.text.chat import tool_results_in_order
-from deploy.text.errors import ChatTemplateError, ToolsUnknown
+from deploy.text.chat import ChatTemplateError, ToolsUnknown, tool_results_in_order
 from deploy.text.mending import object_of
 
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]

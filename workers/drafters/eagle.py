@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.drafters.chained import ChainedDrafter
+from workers.drafters.mtp import ChainedDrafter
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig, QueryScaling
 from workers.models.layer import DecoderLayer

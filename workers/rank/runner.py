@@ -191,12 +191,13 @@ class Runner:
         parts = self.parts
         before = self._mark()
         parts.cache.zero_fill(plan.zero_fill)
-        parts.state.admit(plan.admissions)
+        if plan.admissions:
+            parts.state.admit(plan.admissions)
+            if parts.sampling is not None:
+                parts.sampling.admit(plan.admissions)
+            if self._constrained is not None:
+                self._constrained.admit(plan.admissions)
         parts.state.grant(plan.grants)
-        if parts.sampling is not None:
-            parts.sampling.admit(plan.admissions)
-        if self._constrained is not None:
-            self._constrained.admit(plan.admissions)
         if self.graphs is None:
             self.stats.eager["no graphs"] += 1
         dead_ends: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """The scheduler of one replica: which rows run in the next step, on which pages. Pure Python.
 
-`Scheduler` composes a waiting queue (`queue`), a pool of reference-counted pages (`pages`), the prefix cache over it
-(`prefix`), the state of every request (`sequence`), the watch over draft acceptance (`acceptance`), that over
-non-finite rows (`soundness`), what each API key has had (`shares`) and counters.
+`Scheduler` composes a waiting queue that serves API keys fairly (`queue`), a pool of reference-counted pages (`pages`),
+the prefix cache over it (`prefix`), the state of every request (`sequence`), the choice of the width by draft
+acceptance (`speculation`), the watch over non-finite rows (`soundness`) and counters (`results`).
 """
 
 from workers.protocol.prompt import page_keys

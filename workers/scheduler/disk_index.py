@@ -18,7 +18,7 @@ from itertools import chain, count, islice
 from typing import Final
 
 from workers.protocol.tiers import check_of
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 NONE: Final = -1
 """No slot."""

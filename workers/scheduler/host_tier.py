@@ -33,7 +33,7 @@ from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
 from workers.scheduler.sequence import Sequence as Row
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 MOST_LOADS = 4
 """Loads under way, or done and not yet used."""

@@ -30,8 +30,8 @@ from typing import Protocol
 
 from workers.scheduler.pages import PagePool, PageSupply, RowPages
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
+from workers.scheduler.sequence import Tokens
 from workers.scheduler.snapshots import Snapshots
-from workers.scheduler.tokens import Tokens
 
 
 class Tier(Protocol):

@@ -1,17 +1,43 @@
-"""Budget of prompts in a step that has decode rows: tokens, and the time that they are expected to cost; and how fast
-prompts are computed.
+"""Number of prompt tokens that a mixed step feeds, so that it takes as long as its decode rows may wait for their next
+token (`MixedTarget`); the budget of them that a step is filled by (`PromptBudget`); and how fast prompts are computed.
+
+A mixed step of prompts with n tokens each, that have d entries before them, is expected to take
+
+    T(rows, width) + (a o + b c N + e c (STARTED p + D / ENTRIES) + g c A / DEPTH) (1 + s)
+
+seconds. T is what a step of its decode rows alone takes. o is what prompts add whatever their number: such a step is no
+single graph, and it wakes experts that few rows leave asleep. c is what a token costs in large steps. N are all tokens
+of prompts with those that a graph pads the step with, each counted as what it costs at its place: the first thousand
+may cost little beside the weights that are read for any number of them, and each one behind them as much as its
+products. D is the sum of d: these entries are expanded anew, however short the chunks are, in p pieces. A is the sum of
+n (d + n / 2): every token attends to what stands before it. o, c and N are measured when the replica proves its steps,
+with few entries before tokens. The factors a, b, e and g follow mixed steps. What they leave unexplained of steps that
+are padded alike, s, is followed for itself.
+
+Where nobody says what a mixed step may take, it may take twice as long as one of its decode rows alone. Few rows make
+short steps, of which all that is not tokens would leave nothing for them. Then tokens take as long as all that, and the
+less beyond the target the more it leaves them.
 
 Imports no torch, as all of the scheduler.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, combinations, pairwise
 from math import inf
+from statistics import median
 from typing import Final
+
+from workers.protocol.report import StepTime
+from workers.scheduler.config import SchedulerConfig
+from workers.scheduler.kalman import Following
+from workers.scheduler.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
 
 FEWEST: Final = 64
 """Prompt tokens that are open in every mixed step, whatever they cost: prompts must not starve."""
@@ -155,6 +181,187 @@ def padded(tokens: int, buckets: Sequence[int]) -> int:
     """The smallest of the buckets that holds so many tokens of a step; as many where there is none."""
     place = bisect_left(buckets, tokens)
     return buckets[place] if place < len(buckets) else tokens
+
+
+DECODE_STEPS: Final = 2.0
+"""Target time of a mixed step where none is set, in multiples of a step of its decode rows alone."""
+AIM: Final = 0.945
+"""Share of the target time that is aimed at: steps take a percent or two more or less than is expected, and nearly all
+are to keep to the target."""
+LEAST_FIXED: Final = 0.05
+"""Least time that prompts are assumed to add whatever their number, as a share of a step of the decode rows alone."""
+ENTRIES: Final = 40.0
+"""Entries before a chunk that are taken to cost as much as one of its tokens, before anything is known."""
+STARTED: Final = 120.0
+"""Tokens that a piece of them is taken to cost, however few it has, before anything is known."""
+DEPTH: Final = 32_768.0
+"""Entries before a token that are taken to double its cost, before anything is known."""
+OWN_RATE: Final = 1 / 4
+"""Weight of the newest step in what factors do not explain of steps like it."""
+MOST_OWN: Final = 0.25
+"""Largest correction for steps of one kind, as a share of what prompts add to a step."""
+LEAST_SHARE: Final = 0.1
+"""Least share of the first mixed step that its prompts are assumed to have added, where nothing was measured."""
+LARGE: Final = 4
+"""Ratio of the largest step's tokens to those of the smallest step that still counts as large."""
+APART: Final = 1.5
+"""Least ratio of the tokens of two measured steps from which the cost of a token is computed."""
+
+
+class MixedTarget:
+    """The budget for prompts of steps that have decode rows."""
+
+    def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
+        """`times`: of steps of decode rows, as they are followed."""
+        self._times, self._target = times, config.mixed_step_target_s
+        # Without a target times must be known: those that are only followed begin with any number.
+        self._wanted = bool(config.step_times) if self._target is None else self._target > 0
+        self._buckets = config.token_buckets
+        measured = Measured.of(config.step_times, self._buckets)
+        self._start = 0.0 if measured is None else measured.start
+        """Seconds that a mixed step would take without any token."""
+        self._cost = _slope(config.step_times) if measured is None else measured.cost
+        """Seconds that a token costs."""
+        self._counts = float if measured is None else measured.counts
+        """Token counts, as in `Costs`."""
+        if measured is not None:
+            logger.info("a mixed step takes %.1f ms, and %.1f us a token", 1e3 * self._start, 1e6 * measured.cost)
+        # What o and c are off by shows in every step, what entries cost in those of long prompts alone. Steps of about
+        # as many tokens do not tell o from c, but where both were measured most of what they are off by is the same.
+        own, common = (0.5, 0.0) if measured is None else (0.2, 0.5)
+        self._factors = Following([1.0, 1.0, 1.0, 1.0], [own, own, 1.0, 2.0], [common, common, 0.0, 0.0])
+        """a, b, e and g."""
+        self._own: dict[tuple[int, bool], float] = {}
+        """See `Costs`."""
+
+    def prompt_budget(self, rows: int, width: int, most: int) -> PromptBudget:
+        """Return the budget of prompts in a step with `rows` decode rows: `most` tokens at the most."""
+        if not rows or not self._wanted or self._cost is None:
+            return PromptBudget(most)
+        alone = self._times.seconds(rows, width)
+        target = DECODE_STEPS * alone if self._target is None else self._target
+        return PromptBudget(
+            most,
+            seconds=max(0.0, AIM * target - alone),
+            costs=self._costs(rows, width, self._cost),
+            generous=self._target is None,
+            beside=rows * width,
+            buckets=self._buckets,
+        )
+
+    def observe(self, rows: int, width: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take in the time of a step with `rows` decode rows. `chunks`: entries before and tokens computed, for each
+        prompt in it."""
+        tokens = sum(count for _, count in chunks)
+        if not rows or not tokens or seconds <= 0 or not self._wanted:
+            return
+        alone = self._times.seconds(rows, width)
+        if seconds <= alone:  # which says nothing of prompts: a step of these rows alone would have taken less
+            self._times.observe(rows, width, seconds)
+            return
+        step = padded(rows * width + tokens, self._buckets)
+        tokens = step - rows * width
+        if self._cost is None:
+            if tokens < FEWEST:
+                return  # of so few others take most of the time
+            self._cost = max(seconds - alone, seconds * LEAST_SHARE) / tokens
+        before = sum(before for before, _ in chunks)
+        entries = STARTED * pieces(before) + before / ENTRIES
+        deep = sum(count * (before + count / 2) for before, count in chunks) / DEPTH
+        counted = self._counts(step) - self._counts(rows * width)
+        parts = [self._fixed(rows, width, self._cost), *(self._cost * share for share in (counted, entries, deep))]
+        like = step, before > 0
+        own, added = self._own.get(like, 0.0), seconds - alone
+        if self._factors.observe(parts, added / (1 + own), beside=alone, kind=like) and self._buckets:
+            own += OWN_RATE * (added / self._factors.total(parts) - 1 - own)
+            self._own[like] = min(max(own, -MOST_OWN), MOST_OWN)
+
+    def _costs(self, rows: int, width: int, cost: float) -> Costs:
+        """Return the costs as far as they are known."""
+        fixed, each, entry, deeper = self._factors.values
+        return Costs(
+            fixed=fixed * self._fixed(rows, width, cost),
+            each=each * cost,
+            piece=entry * cost * STARTED,
+            entry=entry * cost / ENTRIES,
+            deeper=deeper * cost / DEPTH,
+            own=self._own,
+            counts=self._counts,
+        )
+
+    def _fixed(self, rows: int, width: int, cost: float) -> float:
+        """Seconds that prompts are taken to add to a step of so many rows, whatever their number."""
+        alone = self._times.seconds(rows, width)
+        return max(self._start + cost * self._counts(rows * width) - alone, LEAST_FIXED * alone)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured times of mixed steps whose tokens have few entries before them."""
+
+    start: float
+    """Seconds of one without any token."""
+    cost: float
+    """Seconds per token of large ones: for as long counts what counts as one token."""
+    points: tuple[tuple[int, float], ...]
+    """Tokens of a step, and as how many they count; in order."""
+
+    @classmethod
+    def of(cls, measured: Sequence[StepTime], buckets: Sequence[int]) -> Measured | None:
+        """Fit the measured steps; None if they do not suffice. Start and cost are Theil and Sen's estimate: a step that
+        something else held up changes little."""
+        least: dict[int, float] = {}
+        for time in measured:
+            if time.prompt_tokens:
+                step = padded(time.prompt_tokens + time.rows * time.width, buckets)
+                least[step] = min(time.seconds, least.get(step, inf))
+        mixed = sorted(least.items())
+        if not (slopes := _slopes(mixed)) or (rise := median(slopes)) <= 0:
+            return None
+        start = max(0.0, median(seconds - rise * tokens for tokens, seconds in mixed))
+        # More tokens take no less: a step that took longer than one of more tokens was held up by something else. So
+        # was the largest one as far as its tokens took longer than any others.
+        *others, (last, longest) = mixed
+        few, before = others[-1]
+        steepest = max(0.0, max(_slopes(others), default=inf))
+        mixed[-1] = last, min(longest, before + steepest * (last - few))
+        tokens = [step for step, _ in mixed]
+        taken = [*accumulate((seconds for _, seconds in reversed(mixed)), min)][::-1]
+        large = _slopes([(step, seconds) for step, seconds in zip(tokens, taken, strict=True) if LARGE * step >= last])
+        cost = max(median(large), rise) if large else rise
+        counted = [max(0.0, (seconds - start) / cost) for seconds in taken]
+        return cls(start, cost, tuple(zip(tokens, counted, strict=True)))
+
+    def counts(self, tokens: int) -> float:
+        """Return the cost of a step's tokens in tokens of large steps. Between two measured steps it is on a line,
+        below the first one on a line from the origin, and beyond the last one each token counts as one."""
+        place = bisect_left(self.points, (tokens, 0.0))
+        few, low = self.points[place - 1] if place else (0, 0.0)
+        if place == len(self.points):
+            return low + tokens - few
+        many, high = self.points[place]
+        return low + (high - low) * (tokens - few) / (many - few)
+
+
+def _slopes(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Seconds per token from each step to those of clearly more tokens, where these are in order."""
+    pairs = combinations(points, 2)
+    return [(more - less) / (many - few) for (few, less), (many, more) in pairs if many >= APART * few]
+
+
+def _slope(measured: Sequence[StepTime]) -> float | None:
+    """Seconds that one token more takes in the largest steps of decode rows that were measured; None where nothing says
+    it."""
+    alone = [time for time in measured if not time.prompt_tokens]
+    widest = max((time.width for time in alone), default=0)
+    seconds = {time.rows * widest: time.seconds for time in alone if time.width == widest}
+    largest = max(seconds, default=0)
+    # A token costs little beside a step, so steps of about as many tokens say nothing of it.
+    other = max((tokens for tokens in seconds if 2 * tokens <= largest), default=0)
+    if not other:
+        return None
+    found = (seconds[largest] - seconds[other]) / (largest - other)
+    return found if found > 0 else None
 
 
 class PromptSpeed:

@@ -1,22 +1,35 @@
-"""Requests that wait for a slot and pages: by priority, then fairly among API keys, then by arrival."""
+"""Requests that wait for a slot and pages: by priority, then fairly among API keys, then by arrival.
+
+Fair is weighted fair queueing by tokens that are known only once they are generated: the virtual token counter of
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). A key pays for the prompt tokens that are
+computed for it and for the tokens that are generated, each divided by its weight (`Share`). Among those that wait, the
+key that has paid least goes next. Who did not wait saves nothing up: it begins with what those who wait have paid.
+
+Keys also pay for what other replicas give them, of which a replica hears about once a second (`Charges`).
+"""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, count
 from math import inf
 from operator import attrgetter
 from typing import Final
 
-from workers.scheduler.sequence import Phase, Rank, Sequence
-from workers.scheduler.shares import Share
+from workers.protocol.messages import Charge, Charges
+from workers.scheduler.sequence import Phase, Rank, Sequence, Share
 
 _by_rank = attrgetter("rank")
 NOT_SERVED: Final = inf
 """Stands in the rank of a request whose turn among the keys has not come: it changes while the request waits."""
 _BELOW: Final = 64
 """Bits for the count of those that arrived in the same microsecond."""
+AHEAD_S = 30.0
+"""Seconds that bound how far other replicas' work for a key puts it behind: at most by what all keys pay here in that
+time. A key never has to wait longer for others to catch up, whatever it was given elsewhere."""
 
 
 class Arrivals:
@@ -32,6 +45,48 @@ class Arrivals:
         """The number of a request that arrived at that time of the clock, by default now."""
         at = self._clock() if arrived is None else arrived
         return (round(at * 1e6) << _BELOW) + next(self._count)
+
+
+class Shares:
+    """Shares of all keys that a request has named so far."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._known: dict[str, Share] = {}
+        self._clock = clock
+        self._looks: deque[tuple[float, float]] = deque([(clock(), 0.0)])  # when, and what all had paid here by then
+
+    def of(self, name: str, weight: float) -> Share | None:
+        """Return the share of a key, with the weight it has now; None for requests without a key, which are served in
+        order of arrival."""
+        if not name:
+            return None
+        share = self._known.get(name)
+        if share is None:
+            share = self._known[name] = Share(name, weight)
+        share.weight = weight
+        return share
+
+    def news(self) -> Charges | None:
+        """Return the charges since the last call; None if there were none."""
+        found = []
+        for share in self._known.values():
+            if share.charged > share.told:
+                found.append(Charge(share.name, share.weight, share.charged - share.told))
+                share.told = share.charged
+        return Charges(tuple(found)) if found else None
+
+    def ahead(self) -> float:
+        """Return what all keys pay here in `AHEAD_S`, by what they paid lately."""
+        now, paid = self._clock(), sum(share.charged / share.weight for share in self._known.values())
+        looks = self._looks
+        while len(looks) > 1 and looks[1][0] <= now - AHEAD_S:
+            looks.popleft()
+        begun, before = looks[0]
+        looks.append((now, paid))
+        seconds = now - begun
+        # Weights may change from one request to the next, and with them what was paid.
+        return max(paid - before, 0.0) * (min(AHEAD_S / seconds, 1.0) if seconds else 1.0)
 
 
 def urgency(sequence: Sequence) -> Rank:

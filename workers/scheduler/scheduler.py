@@ -18,19 +18,14 @@ from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, St
 from workers.protocol.prompt import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.scheduler.captures import Captures
-from workers.scheduler.config import SchedulerConfig
-from workers.scheduler.counters import Counters
+from workers.scheduler.config import SchedulerConfig, why_impossible
 from workers.scheduler.grammars import Grammars
-from workers.scheduler.intake import why_impossible
-from workers.scheduler.mixed_target import MixedTarget
-from workers.scheduler.prompt_budget import PromptBudget, PromptSpeed
-from workers.scheduler.queue import NOT_SERVED, Arrivals, turn, urgency
-from workers.scheduler.results import Live, Results, check
+from workers.scheduler.prompt_budget import MixedTarget, PromptBudget, PromptSpeed
+from workers.scheduler.queue import NOT_SERVED, Arrivals, Shares, turn, urgency
+from workers.scheduler.results import Counters, Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
-from workers.scheduler.sequence import Flight, Phase, Sequence
-from workers.scheduler.shares import Shares
+from workers.scheduler.sequence import Flight, Phase, Sequence, Tokens
 from workers.scheduler.speculation import Speculation
-from workers.scheduler.tokens import Tokens
 
 PLAN_PAGES = 16_384
 """Pages of prompts that a plan looks up before it admits nobody more, some ten milliseconds of work: hundreds of

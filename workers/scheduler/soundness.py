@@ -22,8 +22,7 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt
-from workers.scheduler.sequence import Phase, Sequence
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Phase, Sequence, Tokens
 
 CANARY_ID: Final = "the replica's own probe"
 CANARY_TOKEN: Final = 0

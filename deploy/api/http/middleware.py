@@ -8,8 +8,9 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +25,10 @@ log = logging.getLogger("latentserve.access")
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,128}")
 QUIET = frozenset({"/health", "/metrics", "/live"})
 """Polled all the time: good answers of these are logged at debug level."""
+IGNORED_TOOLS: Final = b"x-latentserve-ignored-tools"
+"""The header that names tools of which a model is not told, and formats of tools that it is not held to."""
+MOST_HEADER: Final = 1024
+"""Most characters of it."""
 
 
 def request_id_of(scope: Scope, draws: Draws) -> str:
@@ -118,6 +123,13 @@ class AccessLayer:
                 **record,
             }
             log.log(level, "request", extra={FIELDS: fields})
+
+
+def name_ignored_tools(scope: Scope, names: Iterable[str]) -> None:
+    """Have the answer to the request of this scope name tools of which the model is not told, each once; no header
+    where there are none. `names` are in characters that a header can hold."""
+    if told := ", ".join(dict.fromkeys(names)):
+        scope["latentserve.headers"].append((IGNORED_TOOLS, told[:MOST_HEADER].encode()))
 
 
 HEADER = b"x-request-timeout-seconds"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from deploy.api.http.body import validate
 from deploy.api.http.errors import ApiError
-from deploy.api.job.bodies import ChatBody, GenerationBody
+from deploy.api.job.bodies import GenerationBody
 from workers.protocol.sampling import TABLE
 
 FIELDS: Final = tuple(row.name for row in TABLE if row.parameter.in_generation_config)
 """The fields of generation_config.json that are taken as they are; requests have them under the same names."""
 SamplingDefaults = Mapping[str, Any]
 """Fields of a request's body by name. `max_tokens` bounds answers where the context has room for them."""
-Asked = TypeVar("Asked", bound=GenerationBody)
 
 _OTHERWISE_NAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 """Fields of a request's body by the fields of generation_config.json that mean the same."""
@@ -94,25 +93,6 @@ def not_taken(folder: Path) -> list[str]:
     if any(len(words) > 1 for words in _lists(values.get("bad_words_ids"))):
         beyond.append("bad_words_ids of several tokens")
     return sorted(beyond)
-
-
-def with_defaults(body: Asked, defaults: SamplingDefaults, vocab_size: int) -> Asked:
-    """`body` with the defaults of the fields that its client left out, but for `max_tokens`: see `most_tokens`."""
-    missing = {
-        name: value for name, value in defaults.items() if name not in body.model_fields_set and name != "max_tokens"
-    }
-    if "logit_bias" in defaults:
-        biases = {token: bias for token, bias in defaults["logit_bias"].items() if int(token) < vocab_size}
-        missing["logit_bias"] = {**body.logit_bias, **biases}
-    made = body.model_copy(update=missing) if missing else body
-    if "min_tokens" in missing:
-        made.model_fields_set.discard("min_tokens")  # `build_job` keeps to what may be generated: nobody asked for more
-    return made
-
-
-def most_asked(body: GenerationBody) -> int | None:
-    """The most tokens that a request asks for; None if it does not say."""
-    return (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
 
 
 def _values(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
-from deploy.api.job.defaults import most_asked, with_defaults
+from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.model import Reading, ServedModel, too_long
 from deploy.api.job.unsupported import Endpoint, reject_unsupported
 from deploy.api.limits.admission import Admission
@@ -30,6 +30,8 @@ Asked = TypeVar("Asked", bound=GenerationBody)
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by it would overflow."""
 DEFAULT_COMPLETION_TOKENS = 16
+NO_STREAM_OPTIONS = StreamOptions()
+"""Options of a request that names none."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,26 @@ class Job:
     def kept(self) -> frozenset[int]:
         """Special tokens that stand in the text in any case."""
         return frozenset() if self.reading is None else self.reading.kept
+
+
+def with_defaults(body: Asked, defaults: SamplingDefaults, vocab_size: int) -> Asked:
+    """`body` with the defaults of the fields that its client left out, but for `max_tokens`, which bounds
+    answers where the context has room for them (`build_job`)."""
+    missing = {
+        name: value for name, value in defaults.items() if name not in body.model_fields_set and name != "max_tokens"
+    }
+    if "logit_bias" in defaults:
+        biases = {token: bias for token, bias in defaults["logit_bias"].items() if int(token) < vocab_size}
+        missing["logit_bias"] = {**body.logit_bias, **biases}
+    made = body.model_copy(update=missing) if missing else body
+    if "min_tokens" in missing:
+        made.model_fields_set.discard("min_tokens")  # `build_job` keeps to what may be generated: nobody asked for more
+    return made
+
+
+def most_asked(body: GenerationBody) -> int | None:
+    """The most tokens that a request asks for; None if it does not say."""
+    return (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -206,7 +228,7 @@ def build_job(
 ) -> Job:
     """The sequences of a request, all under one `grammar`; 400 for what the model or the settings do not allow. `most`:
     the most tokens of an answer, where neither the request nor the settings say it. `draws`: what the request draws."""
-    draws, options = draws or Draws(), body.stream_options or StreamOptions()
+    draws, options = draws or Draws(), body.stream_options or NO_STREAM_OPTIONS
     chat = isinstance(body, ChatBody)
     param = "messages" if chat else "prompt"
     wanted = most_asked(body)

@@ -25,10 +25,8 @@ from deploy.parsing.registry import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from deploy.text.chat import joined, template_message
-from deploy.text.chat_prompt import ChatPrompts
+from deploy.text.chat import ChatTemplateError, ToolsUnknown, joined, template_message
 from deploy.text.effort import SWITCHES
-from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.handed import HandedPrompts
 from deploy.text.tokenizer import Tokenizer, TooManyTokens
 from workers.protocol.front import Engine, ModelInfo
@@ -139,13 +137,15 @@ def render_messages(tokenizer: Tokenizer, config: ApiConfig, body: ChatTemplateF
         )
     tools = shown(body.tools) if body.tools and body.tool_choice != "none" else ()
     try:
-        return ChatPrompts(tokenizer, config.chat_template, config.control_tokens_in_text).text(
+        return tokenizer.render_chat(
             [template_message(message.role, message.content, message.model_dump()) for message in body.messages],
             tools=tools,
-            thinking=body.asked_thinking(),
-            variables=body.chat_template_kwargs,
+            template=config.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            thinking=body.asked_thinking(),
+            extra=body.chat_template_kwargs,
+            control_tokens_in_text=config.control_tokens_in_text,
         )
     except ToolsUnknown as error:
         raise unsupported(str(error), "tools" if body.tools else "messages") from None

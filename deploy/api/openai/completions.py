@@ -12,8 +12,7 @@ from deploy.api.http.body import Incoming
 from deploy.api.http.errors import invalid
 from deploy.api.job.bodies import CompletionBody
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
-from deploy.api.job.defaults import with_defaults
-from deploy.api.job.job import Job, Prompt, build_job, check_limits
+from deploy.api.job.job import Job, Prompt, build_job, check_limits, with_defaults
 from deploy.api.job.model import ServedModel
 from deploy.api.limits.admission import Admission
 from deploy.api.openai.format import MARK, AnswerFormat, finite, most_probable, usage

@@ -18,7 +18,7 @@ from deploy.api.generation.generate import Generator
 from deploy.api.generation.journaling import CONVERSATION
 from deploy.api.http.body import Intake
 from deploy.api.http.errors import ApiError, invalid
-from deploy.api.http.ignored_tools import name_ignored_tools
+from deploy.api.http.middleware import name_ignored_tools
 from deploy.api.http.openapi import Endpoints
 from deploy.api.job.job import chat_job
 from deploy.api.job.model import PLAIN, ServedModel

@@ -96,7 +96,7 @@ def test_a_model_folder_can_say_what_holds_for_requests_that_leave_it_out(tmp_pa
     code = (
         "import sys; from pathlib import Path; from tests.deploy.api import toy_parameter; "
         "from deploy.api.job.bodies import CompletionBody; "
-        "from deploy.api.job.defaults import read_defaults, with_defaults; "
+        "from deploy.api.job.defaults import read_defaults; from deploy.api.job.job import with_defaults; "
         "defaults = read_defaults(Path(sys.argv[1])); bodies = [CompletionBody(model='x', prompt='y', **more) "
         "for more in ({}, {'top_a': 0.5})]; "
         "print(defaults, [with_defaults(body, defaults, 9).top_a for body in bodies])"

@@ -33,7 +33,7 @@ from deploy.observability.logs import LOGGERS, configure
 from workers.graphs.stats import GraphStats
 from workers.protocol.messages import EngineStats
 from workers.rank.step_reads import STEP_READS
-from workers.scheduler.counters import Counters
+from workers.scheduler.results import Counters
 
 IDS = tiny().encode("the fox", add_special_tokens=False)
 BODY = {"model": "tiny", "prompt": "a very secret prompt", "max_tokens": 50}

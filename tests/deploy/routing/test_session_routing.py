@@ -19,7 +19,7 @@ from workers.scheduler import SchedulerConfig
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 TOKENS = 100_000
 SESSIONS = 8

@@ -13,8 +13,8 @@ from tool_templates import DEEPSEEK_R1_CALLS, DEEPSEEK_V31_WITHOUT_TOOLS
 
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
+from deploy.text.chat import ChatTemplateError, ToolsUnknown
 from deploy.text.encoders import ENCODERS, encoder_of
-from deploy.text.errors import ChatTemplateError, ToolsUnknown
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
 from deploy.text.tool_template import ToolTemplate

@@ -12,10 +12,10 @@ from tiny_tokenizer import without_template
 
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
+from deploy.text.chat import ChatTemplateError
 from deploy.text.deepseek_v4_chat import encode_v4
 from deploy.text.effort import thinking_of
 from deploy.text.encoders import ENCODERS
-from deploy.text.errors import ChatTemplateError
 from deploy.text.tokenizer import Tokenizer
 
 PUBLISHED = Path(__file__).parent / "published"

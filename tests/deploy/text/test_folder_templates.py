@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
-from deploy.text.errors import ChatTemplateError
+from deploy.text.chat import ChatTemplateError
 from deploy.text.template import check_template
 from deploy.text.tokenizer import Tokenizer
 

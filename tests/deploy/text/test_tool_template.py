@@ -18,7 +18,7 @@ from tool_templates import (
     ONE_CALL,
 )
 
-from deploy.text.errors import ToolsUnknown
+from deploy.text.chat import ToolsUnknown
 from deploy.text.tokenizer import Tokenizer
 from deploy.text.tool_template import ToolTemplate
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import with_special
 from tool_templates import GLM, MISTRAL_STRICT
 
-from deploy.text.errors import ChatTemplateError
+from deploy.text.chat import ChatTemplateError
 from deploy.text.turn_order import in_strict_order
 
 TOKENIZER = with_special("[THINK]", "[/THINK]")

@@ -9,22 +9,12 @@ from hypothesis import strategies as st
 from kernels.mla_decode import DecodeShape, Workspace
 from kernels.mla_decode.schedule import hopper_tiling
 from workers.models.attention.absorbed_chunks import ChunkRows
-from workers.models.batch import Batch, PrefillBatch
-from workers.protocol.plan import BatchLayout
+from workers.models.batch import PrefillBatch
 
 
 def rows_of(start: list[int], count: list[int], heads: int, pages: int, shards: int = 1) -> ChunkRows:
     table = torch.arange(len(start) * pages, dtype=torch.int32).view(-1, pages)
-    batch = Batch(
-        BatchLayout(1, 0, tuple(count), (True,) * len(count)),
-        torch.empty(0),
-        torch.empty(0),
-        None,
-        PrefillBatch(tuple(start), tuple(count), table),
-    )
-    rows = ChunkRows.of(batch, heads, shards)
-    assert rows is not None
-    return rows
+    return ChunkRows.of(PrefillBatch(tuple(start), tuple(count), table), heads, shards)
 
 
 chunks = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 70)), min_size=1, max_size=6)

@@ -15,8 +15,7 @@ from kernels.page import PAGE_TOKENS, pages_for
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Heads
 from workers.models.attention.expanded import CONTEXT_ENTRIES, ExpandedChunks, PrefillGeometry, entries_of_a_row
-from workers.models.batch import Batch, PrefillBatch
-from workers.protocol.plan import BatchLayout
+from workers.models.batch import PrefillBatch
 from workers.scheduler import prompt_budget
 
 CPU = torch.device("cpu")
@@ -38,10 +37,7 @@ contexts = (
 
 def geometry_of(contexts: list[int], first: int, page_NP: torch.Tensor) -> PrefillGeometry:
     start, count = tuple(first + length for length in contexts), tuple(1 + row % 70 for row in range(len(contexts)))
-    layout = BatchLayout(1, 0, count, (True,) * len(count))
-    batch = Batch(layout, torch.empty(0), torch.empty(0), None, PrefillBatch(start, count, page_NP), first)
-    geometry = PrefillGeometry.of(batch)
-    assert geometry is not None
+    geometry = PrefillGeometry.of(PrefillBatch(start, count, page_NP), first)
     assert geometry.max_q == max(count)
     assert geometry.cu_q_B1.diff().tolist() == list(count)
     assert geometry.page_BP is page_NP

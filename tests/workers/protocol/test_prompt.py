@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.page import PAGE_TOKENS
 from workers.protocol import prompt as prompts
 from workers.protocol.prompt import Prompt, pack_tokens, page_keys
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 lengths = st.integers(0, 3) | st.integers(62, 66) | st.integers(126, 200)
 

@@ -15,8 +15,7 @@ from workers.protocol.prompt import page_keys
 from workers.protocol.tiers import DiskMoved
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Entry
-from workers.scheduler.sequence import Phase
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Phase, Tokens
 
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
 

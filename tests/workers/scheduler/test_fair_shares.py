@@ -12,10 +12,8 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt
 from workers.scheduler import max_pages_per_row
-from workers.scheduler.queue import NOT_SERVED, WaitingQueue, urgency
-from workers.scheduler.sequence import Sequence
-from workers.scheduler.shares import Shares
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.queue import NOT_SERVED, Shares, WaitingQueue, urgency
+from workers.scheduler.sequence import Sequence, Tokens
 
 
 def flood(replica: Replica, key: str, count: int, prompt: int = 50, most: int = 40, **more: object) -> None:

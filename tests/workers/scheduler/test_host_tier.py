@@ -20,8 +20,7 @@ from workers.protocol.tiers import Moves, Pinned
 from workers.scheduler.host_tier import LOAD_S, HostTier
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry
-from workers.scheduler.sequence import Phase, Sequence
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Phase, Sequence, Tokens
 
 
 def tiered(**changes: object) -> Replica:

@@ -18,8 +18,7 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.mixed_target import AIM, DECODE_STEPS, Measured, MixedTarget
-from workers.scheduler.prompt_budget import FEWEST, PIECE, TAIL, padded
+from workers.scheduler.prompt_budget import AIM, DECODE_STEPS, FEWEST, PIECE, TAIL, Measured, MixedTarget, padded
 from workers.scheduler.step_times import StepTimes
 from workers.step.buckets import token_buckets
 

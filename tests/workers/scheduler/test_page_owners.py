@@ -13,7 +13,7 @@ from workers.protocol.prompt import Prompt
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 
 def owners(row: RowPages, shards: int) -> list[int]:

@@ -17,7 +17,7 @@ from workers.protocol import prompt as prompts
 from workers.protocol.prompt import NO_ROOT, Prompt, page_keys, salted_root, unpack_keys
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 SEVEN = bytes(15) + b"\x07"
 """A key that many pages have."""

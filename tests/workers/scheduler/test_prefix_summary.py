@@ -17,7 +17,7 @@ from workers.scheduler import prefix_summary
 from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Entry, PrefixSummary
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Tokens
 
 
 def prompt(*parts: tuple[int, int]) -> Tokens:

@@ -13,8 +13,7 @@ import pytest
 from workload import config
 
 from workers.protocol.report import StepTime
-from workers.scheduler.acceptance import SETTLED, WINDOW, Acceptance, Baseline
-from workers.scheduler.speculation import Speculation
+from workers.scheduler.speculation import SETTLED, WINDOW, Acceptance, Baseline, Speculation
 from workers.scheduler.step_times import StepTimes
 from workers.step.buckets import DecodeBuckets, row_buckets
 

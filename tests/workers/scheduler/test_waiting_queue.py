@@ -10,8 +10,7 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import Prompt
 from workers.scheduler.queue import WaitingQueue
-from workers.scheduler.sequence import Phase, Sequence
-from workers.scheduler.tokens import Tokens
+from workers.scheduler.sequence import Phase, Sequence, Tokens
 
 
 def sequence(priority: int, arrival: int) -> Sequence:

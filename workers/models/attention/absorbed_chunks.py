@@ -22,7 +22,7 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, plan_rows
 from workers.models.attention.shards import ShardedRows
-from workers.models.batch import Batch, DecodeBatch
+from workers.models.batch import DecodeBatch, PrefillBatch
 from workers.parallel.group import Group
 
 WIDEST: Final = 8
@@ -53,12 +53,9 @@ class ChunkRows(Geometry):
     page_RP: Tensor
 
     @staticmethod
-    def of(batch: Batch, heads: int, shards: int = 1) -> ChunkRows | None:
-        """The prefill rows of `batch`, or None when it has none. `heads`: of all `shards`, which a rank attends with to
-        its own entries."""
-        prefill = batch.prefill
-        if prefill is None or not prefill.count:
-            return None
+    def of(prefill: PrefillBatch, heads: int, shards: int = 1) -> ChunkRows:
+        """The rows of `prefill`, of which there are some. `heads`: of all `shards`, which a rank attends with to its
+        own entries."""
         width = ChunkRows.width_of(heads)
         token: list[int] = []
         place: list[int] = []

@@ -33,7 +33,7 @@ from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.shards import SharedContext
-from workers.models.batch import Batch
+from workers.models.batch import PrefillBatch
 from workers.parallel.group import Group
 
 CONTEXT_ENTRIES: Final = 4096
@@ -98,12 +98,9 @@ class PrefillGeometry(Geometry):
     pieces: tuple[ContextPiece, ...]
 
     @staticmethod
-    def of(batch: Batch) -> PrefillGeometry | None:
-        """Geometry of `batch`, or None when it has no prefill rows."""
-        prefill = batch.prefill
-        if prefill is None or not prefill.count:
-            return None
-        bounds = [batch.first + end for end in (0, *_ends([start - batch.first for start in prefill.start]))]
+    def of(prefill: PrefillBatch, first: int) -> PrefillGeometry:
+        """Geometry of prefill rows, of which there are some. `first`: see `Batch`."""
+        bounds = [first + end for end in (0, *_ends([start - first for start in prefill.start]))]
         counts = [[max(0, min(end, start) - begin) for start in prefill.start] for begin, end in pairwise(bounds)]
         # Cumulative sums of the queries', then of every piece's keys: one copy for all of them. Each begins at a
         # multiple of 16 bytes, whatever the number of rows: kernels are compiled anew where that differs.

@@ -177,11 +177,14 @@ class LatentAttention:
         return replace(batch, decode=planned)
 
     def geometry(self, batch: Batch) -> Geometry | None:
-        """Return the positions of the prefill rows, for all layers. In invariant mode they are computed as decode rows
-        are."""
+        """Return the positions of the prefill rows, for all layers; None where there are no such rows. In invariant
+        mode they are computed as decode rows are."""
+        prefill = batch.prefill
+        if prefill is None or not prefill.count:
+            return None
         if self.heads.invariant:
-            return ChunkRows.of(batch, self.shards * self.heads.count, self.shards)
-        return PrefillGeometry.of(batch)
+            return ChunkRows.of(prefill, self.shards * self.heads.count, self.shards)
+        return PrefillGeometry.of(prefill, batch.first)
 
     def largest_geometries(self, tokens: int, rows: int, pages: int, device: torch.device) -> Sequence[Geometry]:
         """Return geometries of this number of tokens, rows and pages per row, of which one needs as much memory as
