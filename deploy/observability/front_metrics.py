@@ -47,7 +47,7 @@ COUNTERS: dict[str, str] = {
     "host_saved_pages": "Pages copied to host memory.",
     "host_loaded_pages": "Pages copied back from host memory.",
     "host_load_seconds": "Seconds that copying pages back from host memory took.",
-    "host_dropped_pages": "Pages not copied to host memory, for lack of time or of room.",
+    "host_dropped_pages": "Pages that left the device and were never copied to host memory: time or room lacked.",
     "host_lost_pages": "Pages of host memory forgotten because a copy failed.",
     "disk_saved_pages": "Pages copied from host memory to the disk.",
     "disk_loaded_pages": "Pages read back from the disk into host memory.",

@@ -183,8 +183,14 @@ class HostTier:
         is not kept: what continues it offers it again."""
         if len(self._offered) < 2 * self.usable:
             self._offered.append((entry, number))
-        else:
-            self.counters.dropped += 1
+
+    def evicted(self, entries: Sequence[Entry]) -> None:
+        """Hear that pages have left the device. Those are counted that were vouched for and never copied: before that
+        a page may be tried many times, or be copied together with one that continues it."""
+        for entry in entries:
+            if entry.sound and entry.copy is None:
+                known = self._copies.get(entry.key)  # of a page that was computed again
+                self.counters.dropped += known is None or known.tokens != entry.tokens
 
     def save(self) -> None:
         """Have pages copied that were offered, those that have not been given away since."""
@@ -226,7 +232,6 @@ class HostTier:
         while at is not None and not has_copy(at):
             known = self._copies.get(at.key)
             if not self._cache.has(at) or not at.sound or (known is not None and known.tokens != at.tokens):
-                self.counters.dropped += 1
                 return []
             missing.append(at)
             at = at.parent
@@ -234,11 +239,9 @@ class HostTier:
         while missing and (known := self._copies.get(missing[-1].key)) is not None:
             last = missing.pop()
             if known.parent is not (last.parent.copy if last.parent is not None else None):
-                self.counters.dropped += 1
                 return []
             last.copy = known
         if any(one.key in self._copies for one in missing):  # by another prompt, whose keys collide with these
-            self.counters.dropped += 1
             return []
         return missing
 
@@ -251,7 +254,6 @@ class HostTier:
         if parent is not None:
             parent.pins -= 1
         if slot is None:
-            self.counters.dropped += 1
             return None
         entry.copy = copy = Copy(entry.key, entry.tokens, parent, slot, pins=1, number=number)
         self._copies[copy.key] = copy
