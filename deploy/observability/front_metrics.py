@@ -52,7 +52,7 @@ COUNTERS: dict[str, str] = {
     "disk_saved_pages": "Pages copied from host memory to the disk.",
     "disk_loaded_pages": "Pages read back from the disk into host memory.",
     "disk_load_seconds": "Seconds that reading pages back from the disk took.",
-    "disk_dropped_pages": "Pages not copied to the disk, as they had left host memory before they might be written.",
+    "disk_dropped_pages": "Pages that left host memory and were never copied to the disk: leave or room lacked.",
     "disk_lost_pages": "Pages on disk forgotten because they could not be written, or were not read as written.",
     "disk_late_loads": "Prompts computed because the disk took longer than that.",
     "drafts_offered": "Draft tokens verified, or left out as unlikely.",

@@ -193,11 +193,18 @@ class DiskTier:
             return
         if len(offered) > 2 * self._host.held + WRITE_BATCH:  # some twice, or gone, with all pages before them
             kept = dict.fromkeys(one for one in offered if not one.gone)
-            self.counters.dropped += len({one for one in offered if one.gone})
             offered.clear()
             offered.extend(kept)
-        self.counters.dropped += len(offered) == MOST_OFFERED
         offered.append(copy)
+
+    def evicted(self, copy: Copy) -> None:
+        """Hear that a page has left host memory, as its slot is needed for another one. It is counted if it was never
+        put on disk: before that it may be tried many times."""
+        if self.failed or self._budget.none or copy.on_disk:
+            return
+        slot = self.index.slot(copy.key)
+        there = slot != NONE and self.index.agrees(slot, self._slot_of(copy.parent), copy.tokens)
+        self.counters.dropped += not there
 
     def turn(self) -> None:
         """Take in a part of what was on disk at the start, and have pages saved and erased."""
@@ -226,7 +233,6 @@ class DiskTier:
                 slot = self._slot_for(copy)
                 if slot == NONE:
                     self._begin_saves(copies, slots)
-                    self.counters.dropped += 1
                     offered.popleft()
                     return False
                 copies.append(copy)
@@ -256,12 +262,10 @@ class DiskTier:
         while at is not None and at.key not in self.index:
             assert isinstance(at, Copy)
             if at.gone or not at.written:
-                self.counters.dropped += at.gone
                 return []
             missing.append(at)
             at = at.parent
         if missing and at is not None and not self._is_there(at):  # another prompt, whose keys collide with these
-            self.counters.dropped += 1
             return []
         return missing
 

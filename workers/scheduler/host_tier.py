@@ -87,6 +87,9 @@ class Disk(Protocol):
     def used(self, copy: Copy) -> None:
         """Hear that a prompt has begun with the pages up to this one, which were there before."""
 
+    def evicted(self, copy: Copy) -> None:
+        """Hear that a page has left host memory, as its slot is needed for another one."""
+
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers."""
 
@@ -273,6 +276,8 @@ class HostTier:
                 pinned.append((used, key))
             else:
                 self._forget([copy])
+                if self.disk is not None:
+                    self.disk.evicted(copy)
         for item in pinned:
             heappush(self._ends, item)
         return self._free.pop() if self._free else None

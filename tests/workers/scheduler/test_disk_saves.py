@@ -40,7 +40,9 @@ def test_what_waits_to_be_saved_is_no_more_than_host_memory_holds() -> None:
     disk = disk_of(replica)
     for waiting in (disk._again, disk._new):
         assert len(waiting) <= 2 * 40 + disk_tier.WRITE_BATCH + 1
-    assert replica.scheduler.stats().disk_dropped_pages > 0
+    stats = replica.scheduler.stats()
+    assert stats.disk_saved_pages == 2
+    assert stats.disk_dropped_pages == 30 * 9 - 2 - stats.host_pages, "all others that have left host memory, once each"
 
 
 def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once(
