@@ -8,6 +8,11 @@ therefore draws a request to where its pages are until the queue there is longer
 replica that lacks pages for a request comes last, but for one that has most of its prompt: there it waits for others to
 end, and elsewhere all of it would be computed. Where a replica takes several times as long as another for equal steps
 (`deploy.routing.pace`), all of that and the request's own `row_tokens` count so many times.
+
+A session stays where its first prompt was sent, and all that is cached of that one is what others begin with, such as a
+system prompt. Where only the cost above decided, all sessions would gather on the replica that computed it first, and
+others would be idle. So a replica that lacks it costs less while the one that has it decodes more than twice as many
+rows (`SESSION_ROW_TOKENS`): it is computed once more, and all sessions that begin later find it in both places.
 """
 
 from __future__ import annotations
@@ -40,6 +45,10 @@ HOST_TOKEN_COST = 0.02
 DISK_TOKEN_COST = 0.2
 """What a token on disk costs where nothing was read yet."""
 
+SESSION_ROW_TOKENS = 4096
+"""What a session that begins costs for each row too many beside it, in prompt tokens: about what two answers of 600
+tokens take longer in a batch of one row more. Without it sessions stay for good where their system prompt was first."""
+
 R = TypeVar("R", bound=Hashable)
 
 
@@ -58,6 +67,9 @@ class RequestFeatures:
     """Sequences it generates."""
     salt: bytes = b""
     """As in `workers.protocol.messages.Request`."""
+    begins: bool = False
+    """Whether it is the first of its session, as far as is known: what is cached of its prompt is what others have in
+    common with it."""
     _keys: dict[bytes, list[bytes]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -171,8 +183,30 @@ class InFlightAccounting(Generic[R]):
         for gone in set(self._accounts) - wanted:
             del self._accounts[gone]
 
-    def cost(self, replica: R, load: Load, features: RequestFeatures, now: float, pace: float = 1.0) -> Cost:
-        """Cost of `features` on `replica`, in prompt tokens. `pace`: how many times as long as others it takes."""
+    def spared(self, loads: Mapping[R, Load], features: RequestFeatures, now: float) -> dict[R, float]:
+        """What each replica costs less, in prompt tokens, because a session begins: a part of the tokens that it lacks
+        and another replica has, as many as that one has more than twice its rows."""
+        if not (features.begins and loads):
+            return dict.fromkeys(loads, 0.0)
+        rows: dict[R, int] = {}
+        there: dict[R, int] = {}
+        for replica, load in loads.items():
+            account = self._accounts.setdefault(replica, _Account())
+            self._settle(account, load, now)
+            there[replica] = sum(self._cached(account, load, features, now))
+            rows[replica] = load.rows + sum(sent.rows for sent in account.sent)
+        most = max(there.values())
+        fewest = min(rows[replica] for replica, tokens in there.items() if tokens == most)
+        return {
+            replica: min(most - there[replica], SESSION_ROW_TOKENS * max(fewest - 2 * rows[replica], 0))
+            for replica in loads
+        }
+
+    def cost(
+        self, replica: R, load: Load, features: RequestFeatures, now: float, pace: float = 1.0, spared: float = 0.0
+    ) -> Cost:
+        """Cost of `features` on `replica`, in prompt tokens. `pace`: how many times as long as others it takes.
+        `spared`: tokens that it computes and that cost nothing, as `spared` says."""
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
         cached, copied, read = self._cached(account, load, features, now)
@@ -184,7 +218,7 @@ class InFlightAccounting(Generic[R]):
             left = load.pages_free - sum(sent.pages for sent in account.sent)
             crowded = pages_for(features.tokens - cached) > left
         moved = copied * load.host_token_cost + read * load.disk_token_cost
-        tokens = computed + moved + QUEUED_TOKEN_COST * queued + self.row_tokens * rows
+        tokens = computed - spared + moved + QUEUED_TOKEN_COST * queued + self.row_tokens * rows
         return Cost(crowded, pace * tokens + (pace - 1) * self.row_tokens * features.rows)
 
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
@@ -234,8 +268,9 @@ def choose(
     names = list(loads)
     turn = accounting.sent % max(len(names), 1)
     pace = paces({replica: load.step_times for replica, load in loads.items()})
+    spared = accounting.spared(loads, features, now)
     costs = {
-        replica: accounting.cost(replica, loads[replica], features, now, pace[replica])
+        replica: accounting.cost(replica, loads[replica], features, now, pace[replica], spared[replica])
         for replica in names[turn:] + names[:turn]
     }
     return sorted(costs, key=lambda replica: costs[replica])

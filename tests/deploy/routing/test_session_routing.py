@@ -205,3 +205,85 @@ def test_an_earlier_version_can_read_a_report() -> None:
     assert len(unpack_keys(on_disk["host_keys"])) == 4
     assert len(report["keys"]) == 4 * 8
     assert len(report["host_keys"]) == 0
+
+
+SYSTEM = list(range(6_000))
+"""With which all sessions of agents begin."""
+
+
+def agents(begins: bool) -> list[tuple[str, int]]:
+    """The replicas of two, turn by turn, that get 16 sessions of 8 turns, each of which has the next turn under way as
+    soon as the one before is answered. Every prompt takes an instant, and an answer as long as eight others take to
+    come. Only prompts that are the first of their session say so, if `begins`."""
+    book = InFlightAccounting[str]("me", 32.0)
+    caches = {name: PrefixCache(PagePool(10_000), reported=REPORTED) for name in "ab"}
+    rows, decoding, sent = dict.fromkeys("ab", 0), list[tuple[str, int]](), list[tuple[str, int]]()
+    histories = {number: [*SYSTEM, *random.Random(number).choices(range(100_000), k=1_000)] for number in range(16)}
+    waiting, now = list(histories), 0.0
+    turns = dict.fromkeys(histories, 0)
+    while waiting or decoding:
+        if len(decoding) == 8 or not waiting:
+            name, number = decoding.pop(0)
+            rows[name] -= 1
+            if turns[number] < 8:
+                histories[number] += random.Random(f"{number} {turns[number]}").choices(range(100_000), k=500)
+                waiting.append(number)
+            continue
+        number, now = waiting.pop(0), now + 1.0
+        prompt = histories[number]
+        features = RequestFeatures(len(prompt), Prompt.of(prompt), begins=begins and not turns[number])
+        loads = {
+            name: Load(0, rows[name], keys=frozenset(key[:8] for key in held.report()), seen={"me": book.sent}, at=now)
+            for name, held in caches.items()
+        }
+        name = choose(book, loads, features, now)[0]
+        book.record(name, loads[name], features, now)
+        take(caches[name], prompt)
+        rows[name], turns[number] = rows[name] + 1, turns[number] + 1
+        decoding.append((name, number))
+        sent.append((name, number))
+    return sent
+
+
+def test_sessions_with_one_system_prompt_share_both_replicas_and_stay_where_they_began() -> None:
+    sent = agents(begins=True)
+    assert len(sent) == 16 * 8
+    homes = {number: {name for name, other in sent if other == number} for number in range(16)}
+    assert all(len(names) == 1 for names in homes.values())
+    of_a = sum(names == {"a"} for names in homes.values())
+    assert 6 <= of_a <= 10
+    assert {name for name, _ in agents(begins=False)} == {"a"}, "where nobody says so, one of the two is idle"
+
+
+@pytest.mark.parametrize(
+    ("begins", "tokens", "home", "other", "chosen"),
+    [
+        (True, 6_000, 1, 0, "home"),  # it would take longer to compute it again
+        (True, 6_000, 2, 0, "other"),
+        (False, 6_000, 16, 0, "home"),
+        (True, 6_000, 12, 6, "home"),
+        (True, 6_000, 12, 5, "other"),
+        (True, 30_000, 7, 0, "home"),
+        (True, 30_000, 8, 0, "other"),
+    ],
+)
+def test_a_session_begins_where_its_system_prompt_is_unless_twice_as_many_rows_are_there(
+    begins: bool, tokens: int, home: int, other: int, chosen: str
+) -> None:
+    prompt = Prompt.of(range(tokens + 500))
+    features = RequestFeatures(prompt.length, prompt, begins=begins)
+    there = frozenset({features.keys(NO_ROOT)[tokens // PAGE_TOKENS - 1]})
+    loads = {"home": Load(rows=home, keys=there), "other": Load(rows=other)}
+    assert choose(InFlightAccounting[str]("me", 32.0), loads, features, 0.0)[0] == chosen
+
+
+def test_what_a_burst_of_sessions_was_sent_counts_before_any_report() -> None:
+    book = InFlightAccounting[str]("me", 32.0)
+    prompts = [Prompt.of([*SYSTEM, *random.Random(number).choices(range(100_000), k=500)]) for number in range(16)]
+    loads = {"a": Load(), "b": Load()}
+    sent = []
+    for prompt in prompts:
+        features = RequestFeatures(prompt.length, prompt, begins=True)
+        sent.append(choose(book, loads, features, 0.0)[0])
+        book.record(sent[-1], loads[sent[-1]], features, 0.0)
+    assert 6 <= sent.count("a") <= 10
