@@ -211,6 +211,7 @@ class HostTier:
                     copy = self._copied(entry, number)
                     if copy is None:
                         room = False
+                        self._leave_out(entry)
                     else:
                         copies.append(copy)
                         pages.append((entry.page, copy.page))
@@ -222,6 +223,12 @@ class HostTier:
                 self._begin(copies, Moves(next(self._numbers), saves=tuple(pages)))
             if not room:
                 return
+
+    def _leave_out(self, entry: Entry) -> None:
+        """There is no slot for an entry, so neither is there for those offered behind it that continue it: others come
+        next. What continues them later offers them again."""
+        while self._offered and self._offered[0][0].parent is entry:
+            entry, _ = self._offered.popleft()
 
     def _share(self, page: int, slot: int) -> tuple[int, int]:
         """Shard and saver, which name the rank of each node that copies this page to this slot."""

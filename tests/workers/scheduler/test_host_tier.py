@@ -387,6 +387,18 @@ def test_host_memory_that_is_smaller_than_the_device_starves_nobody() -> None:
     assert served(replica, "last", tokens(600, seed=3)) == 9 * PAGE_TOKENS  # it is on the device
 
 
+def test_a_prompt_for_which_host_memory_is_too_small_keeps_others_from_it_no_longer_than_a_turn() -> None:
+    """Its first pages fill all slots, and the next one would take that of the page before it."""
+    replica = tiered(host_pages=3, pages=40)
+    served(replica, "long", tokens(600, seed=1))
+    served(replica, "other", tokens(100, seed=2))
+    assert replica.scheduler._rows.cache.cached == 10, "both are on the device"
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    assert page_keys(tokens(100, seed=2))[0] in tier._copies
+    replica.check_pages()
+
+
 def test_pages_that_leave_unsaved_are_counted_once_each() -> None:
     """Three pages of each prompt of nine find a slot; the others are tried turn by turn while they are there."""
     replica = tiered(host_pages=3)
