@@ -23,8 +23,8 @@ without bounds would have given; of what was said before and computed again wher
 another replica, in the host memory of another one, in host memory of the same replica, of which too little was missing
 for a load, or nowhere any more. Then the tokens that were computed, the time to the first token, how far the tokens
 that a router credits a replica with are from those that it has, how many prompts each replica got, and how many rows a
-decode step of each had in the mean while it decoded. With `--raw` prompts do not say whether they begin a session, as
-those of chats do, but texts of /v1/completions do not. `--pool` adds the same sessions on as many replicas
+decode step of each had in the mean while it decoded. With `--gather` the routers do not let a session begin where its
+system prompt is not cached yet because fewer rows are there. `--pool` adds the same sessions on as many replicas
 that share one cache and one host memory, as large as all of theirs: what is lost beside that is lost by the router.
 Exit status 1 where less is reused than `--bound`.
 """
@@ -221,6 +221,8 @@ class Fleet:
         else:
             self._replicas = [Replica(options.pages, options.host_pages) for _ in range(options.replicas)]
         self._book: InFlightAccounting[int] = InFlightAccounting(ROUTER, ROW_TOKENS)
+        if options.gather:
+            self._book._beginnings.is_common = lambda key, then: False  # type: ignore[method-assign]
         self._loads: dict[int, Load] = {}
         self._reported = -math.inf
         self._number, self._events = count(), []
@@ -239,8 +241,7 @@ class Fleet:
 
     def _ask(self, session: Session, now: float) -> None:
         tokens = Tokens(Prompt.of(session.ids))
-        begins = session.turns == self.options.turns and not self.options.raw
-        features = RequestFeatures(tokens.length, tokens.prompt, begins=begins)
+        features = RequestFeatures(tokens.length, tokens.prompt)
         self._listen(now)
         chosen = choose(self._book, self._loads, features, now)[0]
         _, computed = self._book.record(chosen, self._loads[chosen], features, now)
@@ -373,7 +374,7 @@ def main() -> int:
     }
     for name, (kind, default, text) in ranges.items():
         parser.add_argument(name, type=kind, nargs=2, default=default, metavar=("LOW", "HIGH"), help=text)
-    parser.add_argument("--raw", action="store_true", help="nothing tells routers which prompts begin a session")
+    parser.add_argument("--gather", action="store_true", help="a common beginning holds sessions like their own past")
     parser.add_argument("--arrive", type=float, default=120.0, help="seconds in which all sessions begin")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(REPORTS), help="which reports to compare")

@@ -123,8 +123,7 @@ class FeatureReader:
         first = prompts[0]
         asked = data.get("cache_salt")
         salt = self._salts.salt(key, asked if isinstance(asked, str) else None)
-        rows = min(_rows(data) * len(prompts), MOST_ROWS)
-        features = RequestFeatures(sum(lengths), first, rows, salt, first.begins and not cut)
+        features = RequestFeatures(sum(lengths), first, min(_rows(data) * len(prompts), MOST_ROWS), salt)
         if cut:
             # The last word was cut: it may be other tokens in the whole text.
             known = Prompt(first.packed[: max(first.length - 1, 0) // PAGE_TOKENS * PAGE_BYTES])
@@ -173,9 +172,7 @@ class FeatureReader:
             continue_final_message=data.get("continue_final_message") is True or begun,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
-        encoded = await self._encode(text, data.get("add_special_tokens") is True)
-        encoded.begins = all(message["role"] != "assistant" for message in messages)
-        return encoded
+        return await self._encode(text, data.get("add_special_tokens") is True)
 
     async def _encode(self, text: Any, special: bool) -> _Encoded:
         if self._tokenizer is None or not isinstance(text, str):
@@ -190,8 +187,6 @@ class _Encoded(Prompt):
     def __init__(self, packed: bytes, digest: bytes = b"") -> None:
         super().__init__(packed)
         self.digest = digest
-        self.begins = False
-        """Whether it is a chat without any answer so far."""
 
 
 def _loaded(body: bytes, cut: bool) -> Any:

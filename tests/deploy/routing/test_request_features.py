@@ -179,34 +179,3 @@ class Slow:
         for _ in range(3):
             await asyncio.sleep(0)
         return [ord(char) for char in text]
-
-
-FIRST = {"role": "user", "content": TEXT}
-ANSWER = {"role": "assistant", "content": "x"}
-AGAIN = {"role": "user", "content": "y"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "begins"),
-    [
-        ({"messages": [{"role": "system", "content": "s"}, FIRST]}, True),
-        ({"messages": [FIRST, ANSWER, AGAIN]}, False),
-        ({"messages": [FIRST], "system": "s", "max_tokens": 9}, True),
-        ({"messages": [FIRST, ANSWER, AGAIN], "system": "s", "max_tokens": 9}, False),
-        ({"input": TEXT, "instructions": "s"}, True),
-        ({"input": [FIRST, ANSWER, AGAIN]}, False),
-        ({"input": [FIRST, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, False),
-        ({"prompt": TEXT}, False),  # nobody knows whether it goes on from others
-    ],
-)
-async def test_a_chat_without_an_answer_begins_a_session(
-    tokenizer: Tokenizer, fields: dict[str, object], begins: bool
-) -> None:
-    features = await FeatureReader(tokenizer).read(body(**fields))
-    assert (features.begins, features.prompt.length > 0) == (begins, True)
-
-
-async def test_a_chat_of_which_the_head_is_known_may_have_an_answer_behind_it(tokenizer: Tokenizer) -> None:
-    whole = body(messages=[FIRST, ANSWER, AGAIN])
-    features = await FeatureReader(tokenizer).read(whole[: len(TEXT)], len(whole))
-    assert (features.begins, features.prompt.length > 0) == (False, True)
