@@ -10,13 +10,10 @@ import os
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from deploy.serve.held_connection import MESSAGE
+from deploy.serve.held_connection import MESSAGE, Held
 from deploy.serve.last_words import say
-
-if TYPE_CHECKING:
-    from deploy.serve.hand_over import OfferedAnswer
 
 ANSWER = struct.Struct("<QB")
 """Of a front that is handed an answer: its number, and whether it, or another front, goes on with it."""
@@ -26,6 +23,27 @@ _UNDER_WAY = 32
 """Answers that one front is handed before it has said anything."""
 _CREDENTIALS = struct.Struct("iII")
 """Process, user and group: Linux's `struct ucred`."""
+
+
+class Offered(Protocol):
+    """An answer that is offered to fronts."""
+
+    number: int
+    """By which fronts speak of it."""
+    held: Held
+    taken: bool
+    """Whether a front goes on with it."""
+    over: bool
+    """Whether it is ended, and is handed to nobody any more."""
+
+    def said(self, front: AskedFront, goes_on: bool) -> None:
+        """A front said whether it, or another one, goes on with it."""
+
+    def died(self, front: AskedFront) -> None:
+        """A front that was to be handed it is not there."""
+
+    def died_with(self, front: AskedFront) -> None:
+        """A front that was handed it died."""
 
 
 class AskedFront:
@@ -38,8 +56,8 @@ class AskedFront:
         """To its socket; None while it cannot be connected to."""
         self.died = False
         """Whether it is not there, or no more."""
-        self._waiting: dict[int, OfferedAnswer] = {}
-        self._handed: dict[int, OfferedAnswer] = {}
+        self._waiting: dict[int, Offered] = {}
+        self._handed: dict[int, Offered] = {}
         """By their numbers, the answers that it is to be handed, and those of which it has said nothing yet."""
         self._heard = 0.0
 
@@ -48,7 +66,7 @@ class AskedFront:
         """Whether it could have said something for `WORD_S`, and did not."""
         return bool(self._waiting or self._handed) and time.monotonic() >= self._heard + WORD_S
 
-    def take_in(self, answer: OfferedAnswer) -> None:
+    def take_in(self, answer: Offered) -> None:
         """Hand it an answer as soon as may be."""
         if not (self._waiting or self._handed):
             self._heard = time.monotonic()
