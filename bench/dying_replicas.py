@@ -61,12 +61,12 @@ def replica(name: str, folder: Path) -> None:
     from deploy.config.application import ServeConfig
     from deploy.routing.arrivals import Arrivals
     from deploy.serve import neighbor_store, progress
+    from deploy.serve.front_silence import BEAT_S
     from deploy.serve.heir import Heir
     from deploy.serve.journals import Journals
     from deploy.serve.neighbor_store import NeighborStore, Place
     from deploy.serve.stream_watchdog import StreamWatchdog
     from deploy.serve.under_serve import UnderServe
-    from deploy.serve.watchdog_process import BEAT_S
     from deploy.text.tokenizer import Tokenizer
     from workers.memory.keeper import WeightKeeper
     from workers.processes.client import EngineClient

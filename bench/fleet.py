@@ -3,13 +3,16 @@
     python bench/fleet.py
     python bench/fleet.py --sessions 24 --replicas 4 --drop 100000 --kinds newest,report
     python bench/fleet.py --sessions 160 --host-pages 78000 --kinds report --bound 0.88
+    python bench/fleet.py --sessions 16 --replicas 2 --turns 20 --kinds report --first 500 4000 --arrive 60 \
+        --think 1 5 --answer 100 400 --added 200 2000
 
 A simulation without a model: prefix caches, host memory behind them, reports and the routers' policy are the project's
 own, and the time that prompts take is that of DeepSeek-V3 in FP8 on eight H200, 21 us a token and 1 ns for each token
 that it attends to, one prompt after another. Pages come back from host memory at 50 GB/s, beside what is computed, and
-are saved as soon as their prompt is answered. Sessions share a system prompt of 6,000 tokens and begin at 26,000 to
-96,000. Each of their turns answers in 300 to 1,000 tokens, 50 a second, then the user thinks for 5 to 120 s and adds
-500 to 4,000 tokens.
+are saved as soon as their prompt is answered. Sessions share a system prompt of 6,000 tokens (`--system`; with
+`--groups N` there are N different ones) and begin at 26,000 to 96,000 (`--first`, without the system prompt). Each of
+their turns answers in 300 to 1,000 tokens (`--answer`), 50 a second, then the user thinks for 5 to 120 s (`--think`)
+and adds 500 to 4,000 tokens (`--added`).
 `--drop N`: what comes next leaves out the first N tokens of the answer before it, as chat templates leave out
 reasoning.
 
@@ -18,8 +21,10 @@ chains (`ends`), what replicas report (`report`), or of every key (`all`); the f
 Printed are the part of the prompts' tokens that was reused, of that what came from host memory, and what a single cache
 without bounds would have given; of what was said before and computed again where it was in that moment: on the GPUs of
 another replica, in the host memory of another one, in host memory of the same replica, of which too little was missing
-for a load, or nowhere any more. Then the tokens that were computed, the time to the first token, and how far the tokens
-that a router credits a replica with are from those that it has. `--pool` adds the same sessions on as many replicas
+for a load, or nowhere any more. Then the tokens that were computed, the time to the first token, how far the tokens
+that a router credits a replica with are from those that it has, how many prompts each replica got, and how many rows a
+decode step of each had in the mean while it decoded. With `--gather` the routers do not let a session begin where its
+system prompt is not cached yet because fewer rows are there. `--pool` adds the same sessions on as many replicas
 that share one cache and one host memory, as large as all of theirs: what is lost beside that is lost by the router.
 Exit status 1 where less is reused than `--bound`.
 """
@@ -121,6 +126,9 @@ class Replica:
         )
         self.free_at = 0.0
         self.rows = 0
+        self.prompts = 0
+        self.decoded: list[tuple[float, float]] = []
+        """From when to when each answer was decoded."""
         self.waiting = 0
         """Tokens of prompts that wait for room, as far as the router counted on computing them."""
 
@@ -154,6 +162,7 @@ class Replica:
         hit = len(found) * PAGE_TOKENS
         self.free_at = max(ready_at, self.free_at) + prefill_s(hit, tokens.length)
         self.rows += 1
+        self.prompts += 1
         return row, hit, loaded, here
 
     def end(self, row: RowPages, tokens: Tokens) -> None:
@@ -165,6 +174,15 @@ class Replica:
             self._move()
         self.cache.close(row)
         self.rows -= 1
+
+    @property
+    def step_rows(self) -> float:
+        """Rows of a decode step in the mean, over the time in which there were any."""
+        busy = last = 0.0
+        for begin, end in sorted(self.decoded):
+            busy += max(end - max(begin, last), 0.0)
+            last = max(end, last)
+        return sum(end - begin for begin, end in self.decoded) / busy if busy else 0.0
 
     def _move(self) -> None:
         """Let what is to be copied be copied at once."""
@@ -203,15 +221,17 @@ class Fleet:
         else:
             self._replicas = [Replica(options.pages, options.host_pages) for _ in range(options.replicas)]
         self._book: InFlightAccounting[int] = InFlightAccounting(ROUTER, ROW_TOKENS)
+        if options.gather:
+            self._book._beginnings.is_common = lambda key, then: False  # type: ignore[method-assign]
         self._loads: dict[int, Load] = {}
         self._reported = -math.inf
         self._number, self._events = count(), []
-        system = draw(random.Random(0), 6000)
+        systems = [draw(random.Random(number), options.system) for number in range(options.groups)]
         for number in range(options.sessions):
             source = random.Random(options.seed * 1000 + number)
-            ids = system + draw(source, source.randint(20_000, 90_000))
-            session = Session(source, ids, options.turns, len(system))
-            self._at(source.uniform(0, 120), partial(self._ask, session))
+            ids = systems[number % options.groups] + draw(source, source.randint(*options.first))
+            session = Session(source, ids, options.turns, options.system)
+            self._at(source.uniform(0, options.arrive), partial(self._ask, session))
         while self._events:
             now, _, act = heapq.heappop(self._events)
             act(now)
@@ -252,9 +272,11 @@ class Fleet:
         self.known += known
         self._account(replica, tokens, hit, here, known)
         self.ttft_s.append(replica.free_at - asked_at)
-        answer = draw(session.random, session.random.randint(300, 1000))
+        answer = draw(session.random, session.random.randint(*self.options.answer))
         done = partial(self._answered, session, replica, row, tokens, answer)
-        self._at(replica.free_at + len(answer) / TOKENS_PER_S, done)
+        done_at = replica.free_at + len(answer) / TOKENS_PER_S
+        replica.decoded.append((replica.free_at, done_at))
+        self._at(done_at, done)
 
     def _account(self, replica: Replica, tokens: Tokens, hit: int, here: int, known: int) -> None:
         """Find where the tokens were that were known and are computed again, because `hit` of them were reused and
@@ -277,10 +299,11 @@ class Fleet:
         replica.end(row, tokens)
         source = session.random
         session.known = len(session.ids) + (0 if self.options.drop else len(answer))
-        session.ids = session.ids + answer[self.options.drop :] + draw(source, source.randint(500, 4000))
+        session.ids = session.ids + answer[self.options.drop :] + draw(source, source.randint(*self.options.added))
         session.turns -= 1
         if session.turns:
-            think_s = math.exp(source.uniform(math.log(5), math.log(120)))
+            shortest, longest = map(math.log, self.options.think)
+            think_s = math.exp(source.uniform(shortest, longest))
             self._at(now + think_s, partial(self._ask, session))
 
     def _listen(self, now: float) -> None:
@@ -317,7 +340,8 @@ class Fleet:
             f"{self.known / prompt:.3f}{missed}, computed {computed:.2f} M tokens, "
             f"first token p50 {at(ttft, 0.5):.2f} s, p99 {at(ttft, 0.99):.2f} s, "
             f"credit wrong by {sum(error) / len(error):.0f} tokens in the mean, p50 {at(error, 0.5)}, p99 "
-            f"{at(error, 0.99)}",
+            f"{at(error, 0.99)}, prompts {' / '.join(str(one.prompts) for one in self._replicas)}, "
+            f"rows of a step {' / '.join(f'{one.step_rows:.1f}' for one in self._replicas)}",
             flush=True,
         )
 
@@ -340,6 +364,18 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=12_500, help="of 64 tokens in each replica's cache")
     parser.add_argument("--host-pages", type=int, default=0, help="the same in its host memory; 0: there is none")
     parser.add_argument("--drop", type=int, default=0, help="tokens of an answer that the next prompt leaves out")
+    parser.add_argument("--system", type=int, default=6000, help="tokens with which all sessions begin")
+    parser.add_argument("--groups", type=int, default=1, help="different beginnings; sessions take turns with them")
+    ranges = {
+        "--first": (int, (20_000, 90_000), "tokens of a session's first prompt behind those, from and to"),
+        "--answer": (int, (300, 1000), "tokens of an answer, from and to"),
+        "--added": (int, (500, 4000), "tokens that a further prompt adds, from and to"),
+        "--think": (float, (5.0, 120.0), "seconds between an answer and the next prompt, from and to"),
+    }
+    for name, (kind, default, text) in ranges.items():
+        parser.add_argument(name, type=kind, nargs=2, default=default, metavar=("LOW", "HIGH"), help=text)
+    parser.add_argument("--gather", action="store_true", help="a common beginning holds sessions like their own past")
+    parser.add_argument("--arrive", type=float, default=120.0, help="seconds in which all sessions begin")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(REPORTS), help="which reports to compare")
     parser.add_argument("--pool", action="store_true", help="also replicas that share all of their caches")

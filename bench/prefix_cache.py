@@ -129,7 +129,7 @@ def measure_disk(pages: int) -> None:
     host.received(copies, [])
     disk.written(copies)
     saves = []
-    while disk._new:
+    while disk._saves._new:
         saves.append(took(disk.turn))
         answered()
     doubted = [took(lambda row=row: disk.doubt([row.keys[0]])) for row in rows[:3]]

@@ -37,7 +37,7 @@ from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
 from workers.protocol.tiers import MOST_SAVES, DiskMoved, DiskMoves, DiskPage, Moved, Moves
-from workers.scheduler.disk_tier import MOST_WRITES, WRITE_BATCH
+from workers.scheduler.disk_saves import MOST_WRITES, WRITE_BATCH
 from workers.tiers.disk_files import HEADER_BYTES, DiskFiles
 from workers.tiers.disk_mover import DiskMover
 from workers.tiers.host_memory import HostMemory

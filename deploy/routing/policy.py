@@ -8,6 +8,13 @@ therefore draws a request to where its pages are until the queue there is longer
 replica that lacks pages for a request comes last, but for one that has most of its prompt: there it waits for others to
 end, and elsewhere all of it would be computed. Where a replica takes several times as long as another for equal steps
 (`deploy.routing.pace`), all of that and the request's own `row_tokens` count so many times.
+
+A session stays where its first prompt was sent, and all that is cached of that one is what others begin with, too, such
+as a system prompt. Where only the cost above decided, all sessions would gather on the replica that computed it first,
+and others would be idle. So a replica that lacks it costs less while the one that has it decodes more than twice as
+many rows (`SESSION_ROW_TOKENS`): it is computed once more, and all sessions that begin later find it in both places.
+What is common is seen from prompts (`CommonBeginnings`): several that go on differently had the same page as the last
+one that was cached. Turns of a session do not: each finds what the one before it added.
 """
 
 from __future__ import annotations
@@ -17,9 +24,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from deploy.routing.common_beginnings import CommonBeginnings
 from deploy.routing.pace import StepTimes, paces
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.protocol.prompt import NO_ROOT, REPORTED_BYTES, Prompt, salted_root
+from workers.protocol.prompt import NO_ROOT, PAGE_BYTES, REPORTED_BYTES, Prompt, salted_root
 
 REMEMBER_S = 10.0
 """Seconds a sent prefix counts as cached before the replica itself reports it."""
@@ -39,6 +47,10 @@ HOST_TOKEN_COST = 0.02
 """What a token in host memory costs where nothing was copied yet, in prompt tokens."""
 DISK_TOKEN_COST = 0.2
 """What a token on disk costs where nothing was read yet."""
+
+SESSION_ROW_TOKENS = 4096
+"""What a session that begins costs for each row too many beside it, in prompt tokens: about what two answers of 600
+tokens take longer in a batch of one row more."""
 
 R = TypeVar("R", bound=Hashable)
 
@@ -151,6 +163,26 @@ class Cost:
     tokens: float
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a replica has of a prompt and has to do, by its report and by what was sent since."""
+
+    cached: int
+    """Tokens on the device."""
+    copied: int
+    """Tokens behind those that are in host memory."""
+    read: int
+    """Tokens behind those that are on disk."""
+    queued: int
+    rows: int
+    pages_sent: int
+
+    @property
+    def there(self) -> int:
+        """Tokens of the prompt that it has anywhere."""
+        return self.cached + self.copied + self.read
+
+
 class InFlightAccounting(Generic[R]):
     """Keeps account of what this router sent to each replica that the replica's report cannot include yet."""
 
@@ -158,6 +190,7 @@ class InFlightAccounting(Generic[R]):
         """`router`: the name under which replicas report this router's sequence numbers."""
         self.router, self.row_tokens = router, row_tokens
         self._accounts: dict[R, _Account] = {}
+        self._beginnings = CommonBeginnings()
         self._sequence_number = 0
 
     @property
@@ -171,20 +204,59 @@ class InFlightAccounting(Generic[R]):
         for gone in set(self._accounts) - wanted:
             del self._accounts[gone]
 
+    def costs(
+        self, loads: Mapping[R, Load], features: RequestFeatures, now: float, pace: Mapping[R, float]
+    ) -> dict[R, Cost]:
+        """Cost of `features` on each replica, in the order of `loads`. `pace`: how many times as long as others each
+        takes."""
+        seen = {replica: self._seen(replica, load, features, now) for replica, load in loads.items()}
+        spared = self._spared(seen, loads, features)
+        return {
+            replica: self._cost(seen[replica], load, features, pace[replica], spared[replica])
+            for replica, load in loads.items()
+        }
+
     def cost(self, replica: R, load: Load, features: RequestFeatures, now: float, pace: float = 1.0) -> Cost:
-        """Cost of `features` on `replica`, in prompt tokens. `pace`: how many times as long as others it takes."""
+        """Cost of `features` on `replica`, in prompt tokens, without a look at others. `pace`: how many times as long
+        as others it takes."""
+        return self._cost(self._seen(replica, load, features, now), load, features, pace, 0.0)
+
+    def _seen(self, replica: R, load: Load, features: RequestFeatures, now: float) -> _Seen:
         account = self._accounts.setdefault(replica, _Account())
         self._settle(account, load, now)
-        cached, copied, read = self._cached(account, load, features, now)
-        queued = load.backlog + sum(sent.tokens for sent in account.sent)
-        rows = load.rows + sum(sent.rows for sent in account.sent)
-        computed = features.tokens - cached - copied - read
+        return _Seen(
+            *self._cached(account, load, features, now),
+            load.backlog + sum(sent.tokens for sent in account.sent),
+            load.rows + sum(sent.rows for sent in account.sent),
+            sum(sent.pages for sent in account.sent),
+        )
+
+    def _spared(self, seen: Mapping[R, _Seen], loads: Mapping[R, Load], features: RequestFeatures) -> Mapping[R, float]:
+        """What each replica costs less, in prompt tokens, where nothing of a prompt is cached anywhere but what others
+        begin with, too: a part of the tokens that it lacks and another replica has, the more rows that one has beyond
+        twice its own."""
+        most = max((one.there for one in seen.values()), default=0)
+        having = [replica for replica, one in seen.items() if one.there == most]
+        nothing = dict.fromkeys(loads, 0.0)
+        if not most:
+            return nothing
+        pages = pages_for(most)
+        key = features.keys(loads[having[0]].root)[pages - 1]
+        if not self._beginnings.is_common(key, features.prompt.packed[pages * PAGE_BYTES : (pages + 1) * PAGE_BYTES]):
+            return nothing
+        fewest = min(seen[replica].rows for replica in having)
+        return {
+            replica: min(most - one.there, SESSION_ROW_TOKENS * max(fewest - 2 * one.rows, 0))
+            for replica, one in seen.items()
+        }
+
+    def _cost(self, seen: _Seen, load: Load, features: RequestFeatures, pace: float, spared: float) -> Cost:
+        computed = features.tokens - seen.there
         crowded = False
         if load.pages_free is not None and computed > features.tokens / 2:
-            left = load.pages_free - sum(sent.pages for sent in account.sent)
-            crowded = pages_for(features.tokens - cached) > left
-        moved = copied * load.host_token_cost + read * load.disk_token_cost
-        tokens = computed + moved + QUEUED_TOKEN_COST * queued + self.row_tokens * rows
+            crowded = pages_for(features.tokens - seen.cached) > load.pages_free - seen.pages_sent
+        moved = seen.copied * load.host_token_cost + seen.read * load.disk_token_cost
+        tokens = computed - spared + moved + QUEUED_TOKEN_COST * seen.queued + self.row_tokens * seen.rows
         return Cost(crowded, pace * tokens + (pace - 1) * self.row_tokens * features.rows)
 
     def record(self, replica: R, load: Load, features: RequestFeatures, now: float) -> tuple[int, int]:
@@ -234,8 +306,5 @@ def choose(
     names = list(loads)
     turn = accounting.sent % max(len(names), 1)
     pace = paces({replica: load.step_times for replica, load in loads.items()})
-    costs = {
-        replica: accounting.cost(replica, loads[replica], features, now, pace[replica])
-        for replica in names[turn:] + names[:turn]
-    }
+    costs = accounting.costs({replica: loads[replica] for replica in names[turn:] + names[:turn]}, features, now, pace)
     return sorted(costs, key=lambda replica: costs[replica])

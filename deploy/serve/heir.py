@@ -34,10 +34,12 @@ from deploy.api.http.middleware import HEADER
 from deploy.api.limits.admission import CONTINUED
 from deploy.observability import logs
 from deploy.routing.arrivals import Arrivals
+from deploy.serve.asked_front import ANSWER
+from deploy.serve.held_connection import MESSAGE, given_to
 from deploy.serve.journal import Journal, JournalTaken, Recorded, is_chunked
+from deploy.serve.newcomers import HEIR
 from deploy.serve.splice import Splice
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import ANSWER, HEIR, MESSAGE, given_to
 from workers.channel.ports import fits_sockets, socket_folder
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import RequestOutput

@@ -16,9 +16,9 @@ from deploy.api.generation.journaling import CONVERSATION, WritePiece
 from deploy.api.http.body import BODY
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import failure_of
+from deploy.serve.held_connection import given_to
 from deploy.serve.journal import Began, Journal, JournalledTransport
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import given_to
 
 logger = logging.getLogger("latentserve.replica")
 

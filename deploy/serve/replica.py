@@ -27,6 +27,7 @@ from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.autoscaling import load_of
+from deploy.serve.front_silence import BEAT_S
 from deploy.serve.heir import Heir, shared_folder
 from deploy.serve.journals import Journals
 from deploy.serve.key_status_store import KeyStatusStore
@@ -36,7 +37,6 @@ from deploy.serve.progress import StatusStore
 from deploy.serve.standby import Standby
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
-from deploy.serve.watchdog_process import BEAT_S
 from deploy.text.handed import EncodedPrompt, HandedPrompts
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.serve import watchdog_process
-from deploy.serve.watchdog_process import BEAT, FOLDER, HOLD, HOLD_JOURNAL, MESSAGE, MOST_BYTES, RELEASE
+from deploy.serve.held_connection import BEAT, FOLDER, HOLD, HOLD_JOURNAL, MESSAGE, MOST_BYTES, RELEASE
 
 LEAVE_S = 0.5
 """Seconds in which a watchdog reads what it was sent before, when a front that ends has something to say: less than a

@@ -252,7 +252,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     host_load_seconds: float = 0.0
     """Time that these copies took, each as long as on the slowest rank."""
     host_dropped_pages: int = 0
-    """Not saved: they, or what they continue, had left the device before, or all of host memory was in use."""
+    """Left the device and were never saved: they, or what they continue, left it too soon, or all of host memory was in
+    use. Each is counted once, as it leaves."""
     host_lost_pages: int = 0
     """Forgotten because a copy of them failed."""
     disk_keys: bytes = b""
@@ -268,7 +269,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     disk_load_seconds: float = 0.0
     """Time that these copies took, each as long as on the slowest rank."""
     disk_dropped_pages: int = 0
-    """Not saved: they had left host memory before there was leave to write them, or no room could be made."""
+    """Left host memory and were never saved: there was no leave to write them before, or no room could be made. Each is
+    counted once, as it leaves."""
     disk_lost_pages: int = 0
     """Forgotten because they could not be written, or were not read as they had been written."""
     disk_late_loads: int = 0

@@ -87,6 +87,9 @@ class Disk(Protocol):
     def used(self, copy: Copy) -> None:
         """Hear that a prompt has begun with the pages up to this one, which were there before."""
 
+    def evicted(self, copy: Copy) -> None:
+        """Hear that a page has left host memory, as its slot is needed for another one."""
+
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers."""
 
@@ -183,8 +186,14 @@ class HostTier:
         is not kept: what continues it offers it again."""
         if len(self._offered) < 2 * self.usable:
             self._offered.append((entry, number))
-        else:
-            self.counters.dropped += 1
+
+    def evicted(self, entries: Sequence[Entry]) -> None:
+        """Hear that pages have left the device. Those are counted that were vouched for and never copied: before that
+        a page may be tried many times, or be copied together with one that continues it."""
+        for entry in entries:
+            if entry.sound and entry.copy is None:
+                known = self._copies.get(entry.key)  # of a page that was computed again
+                self.counters.dropped += known is None or known.tokens != entry.tokens
 
     def save(self) -> None:
         """Have pages copied that were offered, those that have not been given away since."""
@@ -202,6 +211,7 @@ class HostTier:
                     copy = self._copied(entry, number)
                     if copy is None:
                         room = False
+                        self._leave_out(entry)
                     else:
                         copies.append(copy)
                         pages.append((entry.page, copy.page))
@@ -213,6 +223,12 @@ class HostTier:
                 self._begin(copies, Moves(next(self._numbers), saves=tuple(pages)))
             if not room:
                 return
+
+    def _leave_out(self, entry: Entry) -> None:
+        """There is no slot for an entry, so neither is there for those offered behind it that continue it: others come
+        next. What continues them later offers them again."""
+        while self._offered and self._offered[0][0].parent is entry:
+            entry, _ = self._offered.popleft()
 
     def _share(self, page: int, slot: int) -> tuple[int, int]:
         """Shard and saver, which name the rank of each node that copies this page to this slot."""
@@ -226,7 +242,6 @@ class HostTier:
         while at is not None and not has_copy(at):
             known = self._copies.get(at.key)
             if not self._cache.has(at) or not at.sound or (known is not None and known.tokens != at.tokens):
-                self.counters.dropped += 1
                 return []
             missing.append(at)
             at = at.parent
@@ -234,11 +249,9 @@ class HostTier:
         while missing and (known := self._copies.get(missing[-1].key)) is not None:
             last = missing.pop()
             if known.parent is not (last.parent.copy if last.parent is not None else None):
-                self.counters.dropped += 1
                 return []
             last.copy = known
         if any(one.key in self._copies for one in missing):  # by another prompt, whose keys collide with these
-            self.counters.dropped += 1
             return []
         return missing
 
@@ -251,7 +264,6 @@ class HostTier:
         if parent is not None:
             parent.pins -= 1
         if slot is None:
-            self.counters.dropped += 1
             return None
         entry.copy = copy = Copy(entry.key, entry.tokens, parent, slot, pins=1, number=number)
         self._copies[copy.key] = copy
@@ -271,6 +283,8 @@ class HostTier:
                 pinned.append((used, key))
             else:
                 self._forget([copy])
+                if self.disk is not None:
+                    self.disk.evicted(copy)
         for item in pinned:
             heappush(self._ends, item)
         return self._free.pop() if self._free else None

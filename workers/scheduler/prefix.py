@@ -40,6 +40,9 @@ class Tier(Protocol):
     def offer(self, entry: Entry, number: int) -> None:
         """Hear that an entry, page `number` of its prompt where 1 is the first, is complete and vouched for."""
 
+    def evicted(self, entries: Sequence[Entry]) -> None:
+        """Hear that these are not cached any more, because their pages are needed for something else."""
+
     def doubt(self, entries: Sequence[Entry]) -> None:
         """Hear that these may hold no numbers, and are not cached any more."""
 
@@ -54,7 +57,7 @@ class PrefixCache:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by key, most recently used last
         self._summary = PrefixSummary(self._entries, pool.total, reported)
         self._of_page: dict[int, Entry] = {}
-        self._supply = PageSupply(pool, self._forget)
+        self._supply = PageSupply(pool, self._evict)
         self._unheld = self._supply.unheld
         self.tier: Tier | None = None
         """Where copies of its pages are kept."""
@@ -276,6 +279,11 @@ class PrefixCache:
     def _remember(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self._of_page[entry.page] = entry
+
+    def _evict(self, entries: Sequence[Entry]) -> None:
+        self._forget(entries)
+        if self.tier is not None:
+            self.tier.evicted(entries)
 
     def _forget(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

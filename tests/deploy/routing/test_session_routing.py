@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from deploy.routing.arrivals import Arrivals, load_from_report, load_to_report
+from deploy.routing.common_beginnings import COMMON_AFTER, MOST_PAGES, CommonBeginnings
 from deploy.routing.policy import STALE_S, InFlightAccounting, Load, RequestFeatures, choose
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
@@ -205,3 +206,114 @@ def test_an_earlier_version_can_read_a_report() -> None:
     assert len(unpack_keys(on_disk["host_keys"])) == 4
     assert len(report["keys"]) == 4 * 8
     assert len(report["host_keys"]) == 0
+
+
+SYSTEM = list(range(6_000))
+"""With which all sessions of agents begin."""
+
+
+def agents(book: InFlightAccounting[str]) -> list[tuple[str, int]]:
+    """The replicas of two, turn by turn, that get 16 sessions of 8 turns, eight of which are being answered at any
+    time."""
+    caches = {name: PrefixCache(PagePool(10_000), reported=REPORTED) for name in "ab"}
+    rows, decoding, sent = dict.fromkeys("ab", 0), list[tuple[str, int]](), list[tuple[str, int]]()
+    histories = {number: [*SYSTEM, *random.Random(number).choices(range(100_000), k=1_000)] for number in range(16)}
+    waiting, turns = list(histories), dict.fromkeys(histories, 0)
+    while waiting or decoding:
+        if len(decoding) == 8 or not waiting:
+            name, number = decoding.pop(0)
+            rows[name] -= 1
+            if turns[number] < 8:
+                histories[number] += random.Random(f"{number} {turns[number]}").choices(range(100_000), k=500)
+                waiting.append(number)
+            continue
+        number, now = waiting.pop(0), 20.0 * len(sent)  # what was sent before is known from reports alone
+        prompt = histories[number]
+        features = features_of(prompt)
+        loads = {
+            name: Load(0, rows[name], keys=frozenset(key[:8] for key in held.report()), seen={"me": book.sent}, at=now)
+            for name, held in caches.items()
+        }
+        name = choose(book, loads, features, now)[0]
+        book.record(name, loads[name], features, now)
+        take(caches[name], prompt)
+        rows[name], turns[number] = rows[name] + 1, turns[number] + 1
+        decoding.append((name, number))
+        sent.append((name, number))
+    return sent
+
+
+def test_sessions_with_one_system_prompt_share_both_replicas_and_stay_where_they_began() -> None:
+    """And a planted fault: nothing is known of what they have in common, and one of two replicas is idle."""
+    sent = agents(InFlightAccounting[str]("me", 32.0))
+    assert len(sent) == 16 * 8
+    homes = {number: {name for name, other in sent if other == number} for number in range(16)}
+    assert all(len(names) == 1 for names in homes.values())
+    assert 6 <= sum(names == {"a"} for names in homes.values()) <= 10
+    gathering = InFlightAccounting[str]("me", 32.0)
+    gathering._beginnings.is_common = lambda key, then: False  # type: ignore[method-assign]
+    assert len({name for name, _ in agents(gathering)}) == 1
+
+
+def begun(book: InFlightAccounting[str], tokens: int, home: int, other: int) -> str:
+    """Which of two replicas gets the third prompt that begins with `tokens` which only one of them has: `home` rows
+    are there, and `other` rows at the other one."""
+    for number in range(3):
+        features = features_of([*range(tokens), *[number] * 500])
+        there = frozenset({features.keys(NO_ROOT)[tokens // PAGE_TOKENS - 1]})
+        loads = {"home": Load(rows=home, keys=there), "other": Load(rows=other)}
+        chosen = choose(book, loads, features, 0.0)[0]
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("tokens", "home", "other", "chosen"),
+    [
+        (6_000, 1, 0, "home"),  # it would take longer to compute it again
+        (6_000, 2, 0, "other"),
+        (6_000, 12, 6, "home"),
+        (6_000, 14, 6, "other"),
+        (30_000, 7, 0, "home"),
+        (30_000, 8, 0, "other"),
+    ],
+)
+def test_a_session_begins_where_its_system_prompt_is_unless_twice_as_many_rows_are_there(
+    tokens: int, home: int, other: int, chosen: str
+) -> None:
+    assert begun(InFlightAccounting[str]("me", 32.0), tokens, home, other) == chosen
+
+
+def test_a_prompt_that_is_sent_again_stays_where_it_is() -> None:
+    """So do the turns of a session, of which the one before is where the next one goes on."""
+    prompt, book = [*SYSTEM, *[7] * 500], InFlightAccounting[str]("me", 32.0)
+    for _ in range(5):
+        features = features_of(prompt)
+        there = frozenset({features.keys(NO_ROOT)[6_000 // PAGE_TOKENS - 1]})
+        loads = {"home": Load(rows=16, keys=there), "other": Load()}
+        assert choose(book, loads, features, 0.0)[0] == "home"
+    for turn in range(5):
+        there = frozenset(features_of(prompt).keys(NO_ROOT))
+        prompt = [*prompt, *[turn] * 500]
+        loads = {"home": Load(rows=16, keys=there), "other": Load()}
+        assert choose(book, loads, features_of(prompt), 0.0)[0] == "home"
+
+
+def test_a_burst_of_sessions_is_shared_before_any_report() -> None:
+    book = InFlightAccounting[str]("me", 32.0)
+    loads, sent = {"a": Load(), "b": Load()}, []
+    for number in range(16):
+        features = features_of([*SYSTEM, *random.Random(number).choices(range(100_000), k=500)])
+        sent.append(choose(book, loads, features, 0.0)[0])
+        book.record(sent[-1], loads[sent[-1]], features, 0.0)
+    assert 6 <= sent.count("a") <= 10
+
+
+def test_how_prompts_went_on_is_remembered_of_so_many_pages_alone() -> None:
+    beginnings = CommonBeginnings()
+    for number in range(3 * MOST_PAGES):
+        assert not beginnings.is_common(number.to_bytes(8), b"")
+    for number in range(10):
+        beginnings.is_common(b"common", bytes([number]))
+    assert beginnings.is_common(b"common", b"another")
+    assert len(beginnings._went_on) == MOST_PAGES
+    assert max(map(len, beginnings._went_on.values())) <= COMMON_AFTER + 1

@@ -116,12 +116,12 @@ def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> 
     from deploy.api.http.errors import FAILURES, engine_down
     from deploy.config.api import ApiConfig
     from deploy.routing.arrivals import Arrivals
+    from deploy.serve.front_silence import BEAT_S
     from deploy.serve.heir import Heir
     from deploy.serve.journal import Journal
     from deploy.serve.journals import Journals
     from deploy.serve.stream_watchdog import StreamWatchdog
     from deploy.serve.under_serve import UnderServe
-    from deploy.serve.watchdog_process import BEAT_S
 
     events = 0
 
@@ -186,7 +186,7 @@ def plant(front: Front, happened: Callable[[str], None], journal: Any) -> None:
     """Let the front tell what happens in it, and make the mistake that it is to make."""
     from deploy.api.http.draws import Draws
     from deploy.serve import heir, journals
-    from deploy.serve.watchdog_process import given_to
+    from deploy.serve.held_connection import given_to
 
     fed, begin, feeder = journal.fed, journals.Journals.begin, journal.feeder
 

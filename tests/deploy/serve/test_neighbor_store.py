@@ -17,10 +17,11 @@ from test_live_status_store import Store
 
 from deploy.config.application import ServeConfig
 from deploy.serve import neighbor_store, progress
+from deploy.serve.asked_front import ANSWER
+from deploy.serve.held_connection import MESSAGE
 from deploy.serve.journal import Began, Journal
 from deploy.serve.neighbor_store import NeighborStore, Offer, Place, fingerprint
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import ANSWER, MESSAGE
 from workers.channel.ports import socket_folder
 from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo

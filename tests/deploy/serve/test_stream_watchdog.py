@@ -19,19 +19,11 @@ import pytest
 from dying_fronts import is_alive
 
 from deploy.serve import watchdog_process
+from deploy.serve.front_silence import BEAT_S, Silence
+from deploy.serve.held_connection import HOLD, MESSAGE, RELEASE, Held
+from deploy.serve.last_words import WRITE_TIMEOUT_S, end
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import (
-    BEAT_S,
-    HOLD,
-    MESSAGE,
-    RELEASE,
-    WRITE_TIMEOUT_S,
-    Held,
-    Others,
-    Silence,
-    end,
-    keep,
-)
+from deploy.serve.watchdog_process import Others, keep
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -357,6 +349,23 @@ def test_what_a_front_computed_in_a_silence_before_is_not_counted() -> None:
     assert [silence.grows() for _ in range(3)] == [""] * 3
 
 
+def test_the_process_imports_the_standard_library_and_nothing_heavy_of_the_project() -> None:
+    """It starts with every front, and stays with it: no package of others, and of the project only what it is made
+    of."""
+    code = (
+        "import runpy, sys\n"
+        "sys.argv[1:] = [sys.argv[1], 'no settings']\n"
+        "try: runpy.run_path(sys.argv[1], run_name='__main__')\n"
+        "except ValueError: pass\n"
+        "print(*(name for name in sys.modules if name.partition('.')[0] not in sys.stdlib_module_names))"
+    )
+    program = [sys.executable, "-SEc", code, watchdog_process.__file__]
+    loaded = subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True).stdout.split()
+    own = "asked_front", "front_silence", "hand_over", "held_connection", "last_words", "newcomers"
+    parts = {"__main__", "deploy", "deploy.serve", *(f"deploy.serve.{name}" for name in own)}
+    assert set(loaded) == parts
+
+
 def test_a_python_without_descriptors_of_processes_guards_streams(tmp_path: Path) -> None:
     """As builds for old systems are."""
     (tmp_path / "fronts").mkdir()
@@ -410,7 +419,7 @@ def test_a_front_that_gets_no_processor_for_long_is_not_ended() -> None:
 def test_a_front_whose_patience_is_short_is_not_ended_between_two_signs_of_life() -> None:
     code = (
         "import time; from deploy.serve.stream_watchdog import StreamWatchdog\n"
-        "from deploy.serve.watchdog_process import BEAT_S\n"
+        "from deploy.serve.front_silence import BEAT_S\n"
         "watchdog = StreamWatchdog([b''], silence_s=0.1)\n"
         "print(flush=True)\n"
         "while True: watchdog.beat(); time.sleep(1.5 * BEAT_S)"  # a loop has other things to do, too

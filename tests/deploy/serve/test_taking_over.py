@@ -32,11 +32,18 @@ import uvloop
 from typing_extensions import override
 
 from deploy.routing.arrivals import Arrivals
-from deploy.serve import watchdog_process
+from deploy.serve import asked_front, watchdog_process
+from deploy.serve import hand_over as handing
+from deploy.serve import newcomers as coming
+from deploy.serve.asked_front import ANSWER, AskedFront
+from deploy.serve.hand_over import OfferedAnswer, hand_over
 from deploy.serve.heir import LEFT_BEHIND_S, Heir, shared_folder
+from deploy.serve.held_connection import HOLD_JOURNAL, MESSAGE, Held, given_to
 from deploy.serve.journal import Began, Journal, JournalTaken, checksum
+from deploy.serve.last_words import end
+from deploy.serve.newcomers import Newcomers
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.watchdog_process import ANSWER, HOLD_JOURNAL, MESSAGE, Held, Newcomers, end, given_to, hand_over, keep
+from deploy.serve.watchdog_process import keep
 from workers.channel.ports import socket_folder
 from workers.protocol.messages import RequestOutput
 
@@ -47,7 +54,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A front of a test may be late."""
-    monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+    monkeypatch.setattr(handing, "HEIR_S", 60.0)
 
 
 @contextmanager
@@ -155,7 +162,7 @@ def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_releas
 ) -> None:
     with fronts(Front.take) as [heir], connected() as (front, _):
         journal, held = begun(front)
-        look = watchdog_process._owned
+        look = handing.owned
 
         def late(memory: int) -> int | None:
             """The kernel is later than the watchdog's first look."""
@@ -163,7 +170,7 @@ def test_an_answer_is_handed_over_once_the_lock_of_the_front_that_died_is_releas
                 journal.close()
             return own
 
-        monkeypatch.setattr(watchdog_process, "_owned", late)
+        monkeypatch.setattr(handing, "owned", late)
         assert hand_over([held], [heir.path]) == []
     assert heir.found == [True]
 
@@ -192,7 +199,7 @@ def test_every_answer_is_offered_to_every_front_until_one_takes_it(capsys: pytes
 
 
 def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_process, "WORD_S", 60.0)
+    monkeypatch.setattr(asked_front, "WORD_S", 60.0)
     handed = threading.Event()
 
     def wait(front: Front, channel: socket.socket) -> None:
@@ -211,7 +218,7 @@ def test_a_front_that_says_nothing_keeps_no_answer_from_another_one(monkeypatch:
 def test_a_front_that_says_nothing_for_long_is_waited_for_when_no_other_one_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(asked_front, "WORD_S", 0.01)
     refused = threading.Event()
 
     def refuse(front: Front, channel: socket.socket) -> None:
@@ -227,7 +234,7 @@ def test_a_front_that_says_nothing_for_long_is_waited_for_when_no_other_one_is_l
 
 
 def test_all_that_fronts_are_waited_for_is_once_however_many_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
+    monkeypatch.setattr(asked_front, "WORD_S", 0.01)
     waits: list[float] = []
     clock = [0.0]
 
@@ -237,11 +244,12 @@ def test_all_that_fronts_are_waited_for_is_once_however_many_say_nothing(monkeyp
         monotonic = staticmethod(lambda: clock[0])
 
     def wait(*what: object) -> None:
-        waits.append(watchdog_process.LOOK_MS / 1000)
+        waits.append(handing.LOOK_MS / 1000)
         clock[0] += waits[-1]
 
-    monkeypatch.setattr(watchdog_process, "time", Clock)
-    monkeypatch.setattr(watchdog_process, "_wait_for_a_word", wait)
+    for module in (handing, asked_front, coming):
+        monkeypatch.setattr(module, "time", Clock)
+    monkeypatch.setattr(handing, "_wait_for_a_word", wait)
     over = threading.Event()
 
     def hang(front: Front, channel: socket.socket) -> None:
@@ -252,13 +260,13 @@ def test_all_that_fronts_are_waited_for_is_once_however_many_say_nothing(monkeyp
         over.set()
         for one in held:
             one.close()
-    assert sum(waits) == pytest.approx(watchdog_process.HEIR_S, abs=0.1)
+    assert sum(waits) == pytest.approx(handing.HEIR_S, abs=0.1)
 
 
 def test_what_a_front_refuses_is_offered_on_while_another_front_takes_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog_process, "WORD_S", 60.0)
+    monkeypatch.setattr(asked_front, "WORD_S", 60.0)
     offered_on = threading.Event()
 
     def slow(front: Front, channel: socket.socket) -> None:
@@ -276,9 +284,9 @@ def test_what_a_front_refuses_is_offered_on_while_another_front_takes_its_time(
 
 def test_locks_of_a_front_that_was_handed_nothing_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot own them; one that has said nothing yet may, for as long as it writes the answer."""
-    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
-    monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
-    monkeypatch.setattr(watchdog_process, "RELEASED_S", 60.0)
+    monkeypatch.setattr(asked_front, "WORD_S", 0.01)
+    monkeypatch.setattr(handing, "HEIR_S", 60.0)
+    monkeypatch.setattr(handing, "RELEASED_S", 60.0)
     owned: list[Journal] = []
 
     def own(front: Front, channel: socket.socket) -> None:
@@ -413,7 +421,7 @@ def test_what_has_not_begun_waits_where_proxies_keep_no_request_of_its_length(
 
 def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were there before may have been waited for until then."""
-    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    monkeypatch.setattr(handing, "HEIR_S", 0.1)
 
     def late(front: Front, channel: socket.socket) -> None:
         time.sleep(0.3)
@@ -425,7 +433,7 @@ def test_a_front_that_comes_has_its_time_to_speak(shared: Path, starter: int, mo
         waiting = threading.Thread(target=lambda: left.append(hand_over(held, [], newcomers)))
         waiting.start()
         waiting.join(0.3)
-        monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+        monkeypatch.setattr(handing, "HEIR_S", 60.0)
         with fronts(late, shared=shared) as [front]:
             waiting.join(60)
     assert (left, front.found) == ([[]], [True])
@@ -436,8 +444,8 @@ def test_what_a_front_that_hangs_was_handed_waits_for_one_that_comes(
     then: str, shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed, or wakes up, later than others are waited for."""
-    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
-    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    monkeypatch.setattr(asked_front, "WORD_S", 0.01)
+    monkeypatch.setattr(handing, "HEIR_S", 0.1)
     over = threading.Event()
 
     def hang(front: Front, channel: socket.socket) -> None:
@@ -453,7 +461,7 @@ def test_what_a_front_that_hangs_was_handed_waits_for_one_that_comes(
         waiting.join(0.5)
         try:
             assert waiting.is_alive()
-            monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+            monkeypatch.setattr(handing, "HEIR_S", 60.0)
             if then != "it hangs on":
                 over.set()
             if then == "it speaks":
@@ -470,8 +478,8 @@ def test_what_a_front_refused_ends_though_another_one_hangs(
     shared: Path, starter: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While an answer that nobody refused waits."""
-    monkeypatch.setattr(watchdog_process, "WORD_S", 0.01)
-    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    monkeypatch.setattr(asked_front, "WORD_S", 0.01)
+    monkeypatch.setattr(handing, "HEIR_S", 0.1)
     over, left, finished = threading.Event(), list[list[Held]](), list[Held]()
 
     def hang(front: Front, channel: socket.socket) -> None:
@@ -497,7 +505,7 @@ def test_what_a_front_refused_ends_though_another_one_hangs(
             assert waiting.is_alive()
             [refused] = finished
             refused.close()
-            monkeypatch.setattr(watchdog_process, "HEIR_S", 60.0)
+            monkeypatch.setattr(handing, "HEIR_S", 60.0)
             with fronts(Front.take, shared=shared) as [comes]:
                 waiting.join(60)
         finally:
@@ -507,8 +515,8 @@ def test_what_a_front_refused_ends_though_another_one_hangs(
 
 def test_an_answer_that_was_ended_is_handed_to_no_front_that_could_not_be_connected_to_before() -> None:
     with dead(2) as held, fronts(Front.take) as [heir]:
-        ended, other = (watchdog_process._Answer(number, each, []) for number, each in enumerate(held))
-        front = watchdog_process._Front(heir.path)
+        ended, other = (OfferedAnswer(number, each, []) for number, each in enumerate(held))
+        front = AskedFront(heir.path)
         front.take_in(ended)
         ended.over = True
         ended.held.close()
@@ -650,8 +658,8 @@ def test_words_that_a_front_said_before_it_left_are_heard() -> None:
         left.set()
 
     with dead(2) as held, fronts(leave, Front.take) as [one, other]:
-        offers = [watchdog_process._Answer(number, each, []) for number, each in enumerate(held)]
-        front = watchdog_process._Front(one.path)
+        offers = [OfferedAnswer(number, each, []) for number, each in enumerate(held)]
+        front = AskedFront(one.path)
         for offer in offers:
             offer.asked.add(front)
             front.take_in(offer)
@@ -712,7 +720,7 @@ def no_more_descriptors() -> Iterator[None]:
 
 
 def test_answers_stay_where_there_are_no_descriptors_to_hand_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_process, "HEIR_S", 0.1)
+    monkeypatch.setattr(handing, "HEIR_S", 0.1)
     with dead(2) as held, fronts(Front.take) as [heir], connected() as (front, client):
         held.append(Held(os.dup(front.fileno()), 0, None))
         with no_more_descriptors():

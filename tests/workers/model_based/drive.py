@@ -210,9 +210,10 @@ def make_tiers_predictable(run: InlineEngine) -> None:
     if rows.tier is not None:
         rows.tier._most_least = 1
     if rows.disk is not None:
-        rows.disk._least = 1
-        rows.disk._clock = lambda: 0.0
-        rows.disk._computing_s = lambda pages: math.inf  # type: ignore[method-assign]
+        rows.disk._loads._least = 1
+        for part in (rows.disk, rows.disk._loads, rows.disk._tickets):
+            part._clock = lambda: 0.0
+        rows.disk._pace.computing_s = lambda pages: math.inf  # type: ignore[method-assign]
 
 
 def misplaced(record: Finished) -> str:

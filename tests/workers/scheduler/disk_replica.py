@@ -76,7 +76,7 @@ def of_speed(replica: Replica, page_s: float) -> Replica:
     again = replica.start_again()
     again.page_s = page_s
     again.scheduler.save_pages()
-    disk_of(again)._token_s = lambda: 1e-3 / PAGE_TOKENS
+    disk_of(again)._pace._token_s = lambda: 1e-3 / PAGE_TOKENS
     return again
 
 

@@ -376,9 +376,9 @@ def check_tier(tier: HostTier, disk: DiskTier | None = None) -> None:
     """No slot of host memory leaked or used twice; every copy continues one that is there; who is to be evicted is
     found."""
     copies = list(tier._copies.values())
-    tickets = [*tier._tickets.values(), *(disk._tickets.values() if disk is not None else ())]
+    tickets = [*tier._tickets.values(), *(disk._tickets.under_way.values() if disk is not None else ())]
     pins = Counter(copy for ticket in tickets for copy in ticket.copies)
-    pins.update(copy for kept in (disk._kept.values() if disk is not None else ()) for copy in kept)
+    pins.update(copy for kept in (disk._loads._kept.values() if disk is not None else ()) for copy in kept)
     slots = [copy.page for copy in copies] + [copy.page for copy in pins if copy.gone]
     assert sorted([*slots, *tier._free, *tier._unpinned]) == list(range(tier.slots))
     assert all(slot < tier.usable for slot in [*slots, *tier._free])
@@ -401,7 +401,7 @@ def check_tier(tier: HostTier, disk: DiskTier | None = None) -> None:
 def check_disk(disk: DiskTier) -> None:
     """No slot of the disk leaked or used twice; every page continues one that is there; who is to be evicted is
     found."""
-    index, tickets = disk.index, list(disk._tickets.values())
+    index, tickets = disk.index, list(disk._tickets.under_way.values())
     held = {slot for slot in range(index.slots) if index._number[slot]}
     assert {index._key[slot]: slot for slot in held} == {
         key: slot for slots in index._slots_of for key, slot in slots.items()
@@ -420,6 +420,7 @@ def check_disk(disk: DiskTier) -> None:
         if index._child[slot] == NONE:
             assert (index._used[slot], slot) in ends
         assert index._complete[slot] or pins[slot]
-    assert set(disk._ticket_of) == {row for ticket in tickets for row in ticket.waiting}
-    assert all(row.phase is Phase.WAITING for row in disk._kept if row not in disk._ticket_of | disk._queued)
-    assert disk._ticket_of.keys().isdisjoint(disk._queued)
+    loads = disk._loads
+    assert set(loads._ticket_of) == {row for ticket in tickets for row in ticket.waiting}
+    assert all(row.phase is Phase.WAITING for row in loads._kept if row not in loads._ticket_of | loads._queued)
+    assert loads._ticket_of.keys().isdisjoint(loads._queued)

@@ -10,8 +10,9 @@ from replica import Replica
 from workload import tokens
 
 from workers.protocol.tiers import DiskMoved
-from workers.scheduler import disk_tier
-from workers.scheduler.disk_tier import LONGEST_S, DiskTier
+from workers.scheduler import read_pace
+from workers.scheduler.disk_loads import DiskLoads
+from workers.scheduler.read_pace import LONGEST_S
 from workers.scheduler.sequence import Phase
 
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
@@ -80,7 +81,7 @@ def late_and_answered(replica: Replica) -> None:
     while replica.plan() is not None:
         pass
     replica.move()
-    _, second = (ticket.number for ticket in disk_of(replica)._tickets.values() if ticket.loads)
+    _, second = (ticket.number for ticket in disk_of(replica)._tickets.loads)
     replica.now += 20
     replica.disk_answers = [answer for answer in replica.disk_answers if answer.ticket == second]
 
@@ -114,15 +115,15 @@ def test_no_more_is_read_at_once_than_comes_long_before_a_disk_counts_as_failed(
     replica = tiered(disk_page_s=1e-4)
     replica.page_s = 1e-4
     first = filled(replica)[0]
-    begin, sizes = DiskTier._begin_load, []
+    begin, sizes = DiskLoads._begin, []
 
-    def watched(self: DiskTier, row: Any, slots: list[int], *given: Any) -> None:
+    def watched(self: DiskLoads, row: Any, slots: list[int], copies: list[Any]) -> None:
         sizes.append(len(slots))
-        begin(self, row, slots, *given)
+        begin(self, row, slots, copies)
 
-    monkeypatch.setattr(DiskTier, "_begin_load", watched)
+    monkeypatch.setattr(DiskLoads, "_begin", watched)
     disk_of(replica)._pace.measured = margin == "MARGIN"
-    monkeypatch.setattr(disk_tier, margin, LONGEST_S / 4.5e-4)
+    monkeypatch.setattr(read_pace, margin, LONGEST_S / 4.5e-4)
     assert served(replica, "again", first) == LONG
     assert sizes == read
 
@@ -146,7 +147,7 @@ def test_a_disk_that_reads_slower_than_computing_is_tried_once_and_more_and_more
     assert served(again, "second", asked[1]) == 0
     tried = []
     for minute in range(1, 9):
-        again.now += disk_tier.LONGEST_S * 2
+        again.now += read_pace.LONGEST_S * 2
         served(again, f"minute {minute}", asked[minute + 1])
         tried.append(again.scheduler.stats().disk_loaded_pages)
         served(again, f"beside that {minute}", tokens(600, seed=100 + minute))
@@ -190,8 +191,9 @@ def test_time_in_the_queue_is_no_wait_for_the_disk() -> None:
     again = of_speed(replica, page_s=1e-4)
     disk_of(again)._pace.observe(1e-4, worthwhile=True)
     assert again.add("c", first, max_tokens=2) is None
-    honest, disk = DiskTier._most_at_once, disk_of(again)
-    disk._most_at_once = lambda: 4  # type: ignore[method-assign]
+    pace = disk_of(again)._pace
+    honest = pace.most_at_once
+    pace.most_at_once = lambda least, most: 4  # type: ignore[method-assign]
     while again.plan() is not None:
         pass
     assert again.add("busy", tokens(20, seed=77), max_tokens=30, priority=-1) is None
@@ -201,7 +203,7 @@ def test_time_in_the_queue_is_no_wait_for_the_disk() -> None:
         again.answer_of_disk()
     again.now += 10.0
     assert again.scheduler._live["c"].phase is Phase.WAITING
-    disk._most_at_once = lambda: honest(disk)  # type: ignore[method-assign]
+    pace.most_at_once = honest  # type: ignore[method-assign]
     again.run()
     again.check_tokens()
     assert again.outputs["c"][0].cached_tokens == LONG
@@ -220,7 +222,7 @@ def test_who_comes_before_a_disk_was_measured_waits_for_that(monkeypatch: pytest
     """So little is read at once before anything was measured that there is one load at a time."""
     replica = tiered(host_pages=200, pages=100, slots=8, max_context=1000, disk_page_s=1e-4)
     asked = filled(replica, prompts=5)
-    monkeypatch.setattr(disk_tier, "FIRST_MARGIN", LONGEST_S / 9.5e-4)
+    monkeypatch.setattr(read_pace, "FIRST_MARGIN", LONGEST_S / 9.5e-4)
     again = replica.start_again()
     again.scheduler.save_pages()
     assert asked_together(again, asked) == [9] * 5
@@ -237,10 +239,10 @@ def test_who_waits_for_room_goes_on_when_computing_would_have_ended() -> None:
         pass
     again.move()
     disk = disk_of(again)
-    assert (len(disk._ticket_of), len(disk._queued)) == (2, 1)
+    assert (len(disk._loads._ticket_of), len(disk._loads._queued)) == (2, 1)
     stalled, again.disk_answers = again.disk_answers, []
     patience = again.scheduler.patience_s(LONGEST_S)
-    assert patience == pytest.approx(LONG * disk_tier.TOKEN_S)
+    assert patience == pytest.approx(LONG * read_pace.TOKEN_S)
     again.now += 1.01 * patience
     again.scheduler.expire()
     assert not disk.waiting

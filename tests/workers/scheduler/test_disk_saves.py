@@ -12,8 +12,7 @@ from workload import tokens
 from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import page_keys
 from workers.protocol.tiers import DiskMoved
-from workers.scheduler import disk_tier
-from workers.scheduler.disk_tier import DiskTier
+from workers.scheduler.disk_saves import WRITE_BATCH, DiskSaves
 from workers.scheduler.write_budget import WriteBudget
 
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
 
 def offered(replica: Replica) -> int:
     """Pages that wait to be saved."""
-    return len(disk_of(replica)._new) + len(disk_of(replica)._again)
+    return len(disk_of(replica)._saves._new) + len(disk_of(replica)._saves._again)
 
 
 def test_pages_do_not_wait_for_a_disk_to_which_nothing_is_ever_written() -> None:
@@ -38,9 +37,11 @@ def test_what_waits_to_be_saved_is_no_more_than_host_memory_holds() -> None:
         for again in range(2):
             served(replica, f"{seed}.{again}", tokens(600, seed=seed))
     disk = disk_of(replica)
-    for waiting in (disk._again, disk._new):
-        assert len(waiting) <= 2 * 40 + disk_tier.WRITE_BATCH + 1
-    assert replica.scheduler.stats().disk_dropped_pages > 0
+    for waiting in (disk._saves._again, disk._saves._new):
+        assert len(waiting) <= 2 * 40 + WRITE_BATCH + 1
+    stats = replica.scheduler.stats()
+    assert stats.disk_saved_pages == 2
+    assert stats.disk_dropped_pages == 30 * 9 - 2 - stats.host_pages, "all others that have left host memory, once each"
 
 
 def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once(
@@ -52,16 +53,16 @@ def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once
     served(replica, "first", prompt)
     disk = disk_of(replica)
     assert disk.index.held == 8, "the other half is for pages that a second prompt begins with"
-    disk._new.clear()
+    disk._saves._new.clear()
     looked: list[int] = []
-    honest = DiskTier._missing
+    honest = DiskSaves._missing
 
-    def missing(self: DiskTier, copy: Any) -> Any:
+    def missing(self: DiskSaves, copy: Any) -> Any:
         found = honest(self, copy)
         looked.append(len(found))
         return found
 
-    monkeypatch.setattr(DiskTier, "_missing", missing)
+    monkeypatch.setattr(DiskSaves, "_missing", missing)
     served(replica, "second", [*prompt, 1])
     while disk.index.held < 100:
         before = disk.index.held
@@ -77,7 +78,7 @@ def test_pages_do_not_wait_for_a_disk_that_has_failed() -> None:
     replica = tiered(disk_writes_per_s=1.0, disk_writes_saved_up=20.0)
     filled(replica)
     assert offered(replica) > 0
-    (ticket,) = [disk_of(replica)._begin([], [])]
+    (ticket,) = [disk_of(replica)._tickets.begin([], [])]
     replica.scheduler.disk_moved(DiskMoved(0, ticket.number, off=True))
     assert offered(replica) == 0
     served(replica, "more", tokens(600, seed=9))
@@ -87,9 +88,9 @@ def test_pages_do_not_wait_for_a_disk_that_has_failed() -> None:
 
 def test_a_host_slot_that_is_given_away_while_it_is_saved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: slots of host memory are not pinned."""
-    honest = DiskTier._begin_saves
+    honest = DiskSaves._begin
 
-    def careless(self: DiskTier, copies: list, slots: list) -> None:  # type: ignore[type-arg]
+    def careless(self: DiskSaves, copies: list, slots: list) -> None:  # type: ignore[type-arg]
         honest(self, copies, slots)
         for copy in copies:
             copy.pins -= 1
@@ -108,7 +109,7 @@ def test_a_host_slot_that_is_given_away_while_it_is_saved_is_noticed(monkeypatch
         replica.run()
 
     asked()
-    monkeypatch.setattr(DiskTier, "_begin_saves", careless)
+    monkeypatch.setattr(DiskSaves, "_begin", careless)
     with pytest.raises(AssertionError, match="was written while it was saved"):
         asked()
 

@@ -20,7 +20,7 @@ def test_pages_that_a_rank_did_not_look_at_are_found_by_another_start() -> None:
     first = waiting(replica)
     replica.move()
     number = replica.disk_answers[0].ticket
-    slots = disk_of(replica)._tickets[number].slots
+    slots = disk_of(replica)._tickets.under_way[number].slots
     replica.disk_answers.clear()
     del replica.bad[number]
     replica.worker.moved_on_disk(number, set(slots))

@@ -85,11 +85,11 @@ def test_what_was_read_for_a_request_stays_until_its_turn(cancelled: bool) -> No
     tier._free += [slot for slot in others if slot is not None]
     if cancelled:
         replica.cancel("c")
-        assert not disk_of(replica)._kept
+        assert not disk_of(replica)._loads._kept
     replica.run()
     replica.check_tokens()
     replica.check_pages()
-    assert not disk_of(replica)._kept
+    assert not disk_of(replica)._loads._kept
     assert cancelled or replica.outputs["c"][0].cached_tokens == LONG
 
 
@@ -133,7 +133,7 @@ def test_what_is_read_while_no_slot_is_free_leaves_half_of_host_memory_to_others
     saved meanwhile. Pages with which the first and the answer's prompt begin are in host memory already, and stay there
     for what continues them: they count, too."""
     replica = tiered(slots=1, pages=60, host_pages=40, max_context=2500, disk_pages=200, width=1, token_budget=3000)
-    replica.page_s, disk_of(replica)._token_s = 0.0, lambda: 1.0
+    replica.page_s, disk_of(replica)._pace._token_s = 0.0, lambda: 1.0
     begin = tokens(common * PAGE_TOKENS, seed=30)
     long = [*begin, *tokens((36 - common) * PAGE_TOKENS, seed=31)]
     behind, before, last = (tokens(38 * PAGE_TOKENS, seed=seed) for seed in (32, 33, 35))
@@ -171,7 +171,7 @@ def test_what_is_read_while_no_slot_is_free_leaves_half_of_host_memory_to_others
 def test_what_is_read_ahead_takes_no_room_from_who_comes_first() -> None:
     """Half of host memory has pages for a prompt that waits, and a slot is free for one of higher priority."""
     replica = tiered(slots=1, pages=60, host_pages=40, max_context=2500, disk_pages=400, width=1, token_budget=3000)
-    replica.page_s, disk_of(replica)._token_s = 0.0, lambda: 1.0
+    replica.page_s, disk_of(replica)._pace._token_s = 0.0, lambda: 1.0
     asked = [tokens(36 * PAGE_TOKENS, seed=40 + number) for number in range(4)]
     for number, prompt in enumerate(asked):
         served(replica, f"first {number}", prompt)

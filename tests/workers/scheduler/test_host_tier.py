@@ -206,13 +206,14 @@ def test_nothing_is_saved_before_host_memory_is_pinned() -> None:
     assert (stats.host_pages_total, stats.host_pages, stats.host_lost_pages) == (0, 0, 0)
     tier = replica.scheduler._rows.tier
     assert tier is not None
-    assert stats.host_dropped_pages == 9, "each is counted once"
     assert not tier._offered, "nor kept"
+    assert stats.host_dropped_pages == 0, "all of them are on the device"
     pinned(replica, 100, 9)
     second = tokens(600, seed=2)
     served(replica, "b", second)
     served(replica, "c", tokens(640 - 60, seed=3)[:100])
-    assert replica.scheduler.stats().host_pages_total == 9
+    stats = replica.scheduler.stats()
+    assert (stats.host_pages_total, stats.host_saved_pages, stats.host_dropped_pages) == (9, 10, 9)
     saves = [message.page for message in replica.scheduler._rows.tier._copies.values()]  # type: ignore[union-attr]
     assert saves == sorted(saves), "slots side by side are copied at once"
 
@@ -383,6 +384,46 @@ def test_host_memory_that_is_smaller_than_the_device_starves_nobody() -> None:
     assert stats.host_pages == 3
     assert stats.host_dropped_pages > 0
     assert served(replica, "last", tokens(600, seed=3)) == 9 * PAGE_TOKENS  # it is on the device
+
+
+def test_a_prompt_for_which_host_memory_is_too_small_keeps_others_from_it_no_longer_than_a_turn() -> None:
+    """Its first pages fill all slots, and the next one would take that of the page before it."""
+    replica = tiered(host_pages=3, pages=40)
+    served(replica, "long", tokens(600, seed=1))
+    served(replica, "other", tokens(100, seed=2))
+    assert replica.scheduler._rows.cache.cached == 10, "both are on the device"
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    assert page_keys(tokens(100, seed=2))[0] in tier._copies
+    replica.check_pages()
+
+
+def test_pages_that_leave_unsaved_are_counted_once_each() -> None:
+    """Three pages of each prompt of nine find a slot; the others are tried turn by turn while they are there."""
+    replica = tiered(host_pages=3)
+    left = [served(replica, f"{seed}", tokens(600, seed=seed)) for seed in range(4)]
+    assert left == [0] * 4
+    for _ in range(50):
+        replica.scheduler.save_pages()
+    stats = replica.scheduler.stats()
+    on_device = replica.scheduler._rows.cache.cached
+    assert stats.host_saved_pages == 4 * 3
+    assert stats.host_dropped_pages == 4 * (9 - 3) - (on_device - 3)
+
+
+def test_pages_that_wait_for_host_memory_and_are_saved_at_last_are_not_counted() -> None:
+    """Nine pages find host memory that is not pinned yet, and are saved together with a tenth that continues them."""
+    replica = pinned(tiered(pins_pages=True, pages=30, max_context=720), 0)
+    first = tokens(600, seed=1)
+    served(replica, "a", first)
+    pinned(replica, 100)
+    served(replica, "b", [*first, *tokens(100, seed=2)])
+    served(replica, "c", tokens(600, seed=3))
+    served(replica, "d", tokens(600, seed=4))
+    served(replica, "e", tokens(600, seed=5))
+    stats = replica.scheduler.stats()
+    assert stats.host_saved_pages == 10 + 3 * 9
+    assert stats.host_dropped_pages == 0
 
 
 def test_the_copies_that_were_used_last_stay() -> None:

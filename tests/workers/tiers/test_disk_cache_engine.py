@@ -18,7 +18,7 @@ from tests.workers.tiers.test_host_cache_engine import engine, sessions, tokens
 from workers.config import EngineConfig
 from workers.processes.scheduler_process import scheduler_config
 from workers.protocol.plan import SamplingParams
-from workers.scheduler import disk_tier
+from workers.scheduler import read_pace
 from workers.scheduler.read_pace import ReadPace
 from workers.tiers import disk_files
 from workers.tiers.disk_files import HEADER_BYTES, DiskFiles, segment_name
@@ -27,7 +27,7 @@ from workers.tiers.mover import record_layout
 
 def worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have short prompts read from disk, however fast this machine computes them."""
-    monkeypatch.setattr(disk_tier, "FIRST_S", 0.0)
+    monkeypatch.setattr(read_pace, "FIRST_S", 0.0)
     monkeypatch.setattr(ReadPace, "page_s", lambda self: 0.0)
     monkeypatch.setattr(harness, "scheduler_config", lambda *given: replace(scheduler_config(*given), disk_least=1))
 
