@@ -51,7 +51,7 @@ class CompressedInputs:
     index_q_TJI: Tensor | None
     """Roped."""
     index_weight_TJ: Tensor | None
-    """fp32, with all factors in it."""
+    """fp32, without the factor that all scores have."""
 
     def of(self, own: slice) -> CompressedInputs:
         """Those of some tokens alone."""
