@@ -74,12 +74,15 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "tokens", "stored"),
-    [(DecodeOps, 1, True), (DecodeOps, 8, True), (DecodeOps, 9, False), (GeneralOps, 1, False)],
+    [
+        *((DecodeOps, 8, True), (GeneralOps, 1, True), (GeneralOps, 8, True), (GeneralOps, 9, False)),
+        (DeterministicOps, 1, False),
+    ],
 )
-def test_few_tokens_of_decode_rows_are_multiplied_by_fp8_weights_as_they_are_stored(
+def test_few_tokens_are_multiplied_by_fp8_weights_as_they_are_stored(
     kind: type[GeneralOps], tokens: int, stored: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales are powers of two, as DeepSeek V4 has them."""
+    """In invariant mode they are dequantized, as for many tokens. Scales are powers of two, as DeepSeek V4 has them."""
     random, widened = torch.Generator().manual_seed(tokens), []
     data = torch.randn(200, 256, generator=random).to(torch.float8_e4m3fn)
     scales = torch.exp2(torch.randint(-9, 3, (2, 2), generator=random).float())
