@@ -473,8 +473,8 @@ class GeneralOps(LayerOps[Rows]):
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
-        """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks, or its
-        norm where the mixture has one; out = rms_norm(residual)."""
+        """residual += `own_TE` and the weighted sum of a token's experts, summed over ranks, or its norm where the
+        mixture has one; out = rms_norm(residual)."""
         x_TE, out_TE, workspace = tensor_of(x), tensor_of(out), None
         part_TE = out_TE if self._alone else self.group.part(out_TE)
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
@@ -482,7 +482,7 @@ class GeneralOps(LayerOps[Rows]):
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        alone = self._alone and mixture.norm_E is None and norm.memory is None
+        alone = self._alone and mixture.norm_E is None and norm.memory is None and own_TE is None
         moe.experts(
             x_TE,
             id_TK,
@@ -492,6 +492,7 @@ class GeneralOps(LayerOps[Rows]):
             part_TE,
             shared=shared,
             add_norm=norm if alone else None,
+            before_TE=own_TE,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
             rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
@@ -503,8 +504,6 @@ class GeneralOps(LayerOps[Rows]):
             if isinstance(out, RoundedRows):
                 self._round(out)
             return
-        if own_TE is not None:
-            part_TE += own_TE
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)
         self.add_experts_sum(out, mixture, norm)
