@@ -69,6 +69,15 @@ class LayerAttention:
     rotation_YO: Tensor
     """fp32 rotations by position."""
 
+    def tensors(self, caches: LayerCaches) -> list[Tensor]:
+        """What attention of this layer reads and writes that no other layer does, with its caches."""
+        weights, own = self.weights, [caches.window.data_XLC, self.weights.kv_norm_D, self.weights.sink_H]
+        of_indexer = None if weights.indexer is None else weights.indexer.compressor
+        for compressor, where in ((weights.compressor, caches.compressor), (of_indexer, caches.indexer)):
+            if compressor is not None and where is not None:
+                own += [compressor.bias_RC, compressor.norm_D, where.state.data_XLC, where.entries.data_PKD]
+        return own
+
 
 class CompressedRows:
     """Attention of some rows of a pass; made once, for all of its layers."""
