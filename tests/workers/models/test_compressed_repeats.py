@@ -1,5 +1,5 @@
 """Attention of DeepSeek V4 on a CPU that passes for a GPU: what is repeated for a layer is what the layer itself would
-launch.
+launch, and the memory that it takes is what is reserved for it.
 
 Kernels compute nothing here, as in test_repeated_launches.py; test_compressed_pass_gpu.py compares results on a real
 GPU."""
@@ -20,6 +20,7 @@ from kernels.runtime.repeat import Layers, Repeat
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model
 from workers.models.attention import compressed_rows
+from workers.models.attention.compressed_rows import reserve
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.models.choices import Recorded
 from workers.models.compressed_pass import CompressedPass
@@ -80,6 +81,33 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     for repeated, own in compared:
         assert repeated == own
         assert {"rope_store_kernel", "attend"} <= {name for name, *_ in own}
+
+
+@pytest.mark.parametrize("kind", ["plain", "published ratios"])
+@pytest.mark.parametrize(("step", "width"), [(STEPS[2], 0), (([40, 9], 2, []), 2)])
+@torch.inference_mode()
+def test_attention_takes_the_memory_that_is_reserved_for_it(
+    step: tuple[list[int], int, list[Chunk]],
+    width: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[Launch],
+) -> None:
+    """`latentserve fit` counts with that."""
+    monkeypatch.setattr(compressed_rows, "ATTENDING", 8)
+    model, given, scratch = case(kind).model, batch(*step), Scratch(CPU)
+    cache, segments = poisoned(model), model.segments
+    assert isinstance(segments, CompressedPass)
+    buffers = segments.buffers(len(given.position_T), scratch)
+    (rows,) = segments._rows(given, cache, buffers, scratch)
+    for layer, caches in zip(segments.layers, segments._caches(cache), strict=True):
+        taken, reserved = Scratch(CPU), Scratch(CPU)
+        with monkeypatch.context() as patch, Operators(log):
+            patch.setattr(Tensor, "is_cuda", True)
+            rows.attend(layer.attention, layer.inputs(buffers), caches, buffers.attended_THD, taken)
+        sizes = tuple(buffers.q_THD.shape), buffers.q_THD.dtype
+        reserve({layer.kind}, model.compression, *sizes, 4, width, reserved)
+        assert taken.peak == reserved.peak > 0
 
 
 def test_where_nothing_can_be_repeated_every_layer_launches_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
