@@ -96,15 +96,17 @@ def attend(
 ) -> None:
     """Attention of some tokens: see `kernels.compressed.attend`. Scores are divided by the root of an entry's
     features."""
+    tokens, heads, features = q_THD.shape
     pages, selected = rows.page_RP.shape[1], 0 if selected_TS is None else selected_TS.shape[1]
     with scratch.scope():
-        workspace = _attending(q_THD.shape, q_THD.dtype, window, ratio, pages, selected, scratch)
+        shape = tokens, heads, features
+        workspace = _attending(shape, q_THD.dtype, window, ratio, pages, selected, scratch)
         given = q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows, workspace
-        compressed.attend(*given, window=window, ratio=ratio, scale=q_THD.shape[2] ** -0.5, first=first, block=block)
+        compressed.attend(*given, window=window, ratio=ratio, scale=features**-0.5, first=first, block=block)
 
 
 def reserve_attention(
-    shape: tuple[int, ...],
+    shape: tuple[int, int, int],
     dtype: torch.dtype,
     window: int,
     ratio: int,
@@ -119,7 +121,7 @@ def reserve_attention(
 
 
 def _attending(
-    shape: tuple[int, ...],
+    shape: tuple[int, int, int],
     dtype: torch.dtype,
     window: int,
     ratio: int,
@@ -129,8 +131,8 @@ def _attending(
 ) -> AttendWorkspace:
     """Memory of attention; see `reserve_attention`."""
     entries = window + (selected or (pages * PAGE_TOKENS // ratio if ratio else 0))
-    sizes, programs = (*shape, entries), multiprocessors(scratch.device)
-    return AttendWorkspace.allocate(*sizes, scratch.empty, programs=programs, dtype=dtype)
+    (tokens, heads, features), programs = shape, multiprocessors(scratch.device)
+    return AttendWorkspace.allocate(tokens, heads, features, entries, scratch.empty, programs=programs, dtype=dtype)
 
 
 def project_groups(x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch) -> None:
