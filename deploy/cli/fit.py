@@ -143,9 +143,7 @@ def _lines(
         f"each of {ranks} GPU{'s' * (ranks > 1)} ({gpu}) {gib(plan.total).strip()}, of which "
         f"{config.memory_fraction:.0%} may be used",
         f"weights   {gib(plan.weights)}  {stored}",
-        "graphs    not estimated of such a model yet; a start measures it"
-        if plan.graphs is None
-        else f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
+        f"graphs    {gib(plan.graphs)}  estimated; a start measures it",
         f"other     {gib(plan.rest)}  sampling, page tables, rope",
         *([f"rows      {gib(plan.rings)}  newest tokens of {config.max_rows} requests"] if plan.rings else []),
         *(

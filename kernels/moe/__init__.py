@@ -95,6 +95,7 @@ def experts(
     *,
     shared: int = 0,
     add_norm: AddNorm | None = None,
+    before_TE: Tensor | None = None,
     workspace: Tensor | None = None,
     quantize_activations: bool = False,
     rounded: tuple[Tensor, Tensor] | None = None,
@@ -118,6 +119,8 @@ def experts(
       changes nothing but how the work is cut up.
     - `add_norm`: the sum, rounded as above, is added to a residual instead, and `out_TE` gets the residual's norm: as
       `kernels.rms_norm.add_rms_norm` of the sum. The residual shares no memory with anything else.
+    - `before_TE`: without a norm, what the sum is added to in fp32, before it is rounded; of any floating dtype, and in
+      memory of its own. Rows may be strided. ValueError for other sizes, or beside `add_norm`.
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
     - `quantize_activations`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many
@@ -130,14 +133,19 @@ def experts(
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
     """
+    if before_TE is not None and (add_norm is not None or before_TE.shape != out_TE.shape or before_TE.stride(1) != 1):
+        raise ValueError(
+            f"a sum of {tuple(out_TE.shape)} is added to rows of as many features side by side, and has no norm behind "
+            f"it then; {tuple(before_TE.shape)} was given {'without' if add_norm is None else 'with'} a norm"
+        )
     if not x_TE.is_cuda:
-        reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE, limit)
+        reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE, limit, before_TE)
         if add_norm is not None:
             add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
         return
     shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, quantize_activations=quantize_activations, limit=limit)
     tensors = x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE
-    _launch(tensors, shape, workspace, dependent, add_norm, rounded)
+    _launch(tensors, shape, workspace, dependent, add_norm, rounded, before_TE)
 
 
 def add_experts(
@@ -172,13 +180,14 @@ def _launch(
     dependent: bool = False,
     add_norm: AddNorm | None = None,
     rounded: tuple[Tensor, Tensor] | None = None,
+    before_TE: Tensor | None = None,
 ) -> None:
     tiling = schedule.tiling(shape, (stored(tensors[3]), stored(tensors[4])))
     if workspace is None:
         device = tensors[0].device
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
-    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm, rounded).run()
+    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm, rounded, before_TE).run()
 
 
 def experts_shape(

@@ -225,7 +225,9 @@ def combine(
     partial,
     ids,
     weight,
+    before,
     out,
+    BEFORE_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -237,7 +239,7 @@ def combine(
     DEPENDENT: tl.constexpr,
 ):
     """out[token, g] = the sum of its pairs' partial results times their weights, in their order, in fp32; with ADD
-    added, in that order, to what stands there. Grid: tokens, blocks of features, groups.
+    added, in that order, to before[token, g], which may be the output itself. Grid: tokens, blocks of features, groups.
 
     Ids are read before the wait, as in `combine_norm`."""
     token = tl.program_id(0).to(tl.int64)
@@ -252,13 +254,14 @@ def combine(
     group = 0
     if GROUPS > 1:
         group = tl.program_id(2)
-    target = out + token * OUT_STRIDE + group * FEATURES + e
+    at = group * FEATURES + e
     sum = tl.zeros([BLOCK], tl.float32)
     if ADD:
-        sum = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
+        begun = tl.load(before + token * BEFORE_STRIDE + at, mask=inside, other=0.0, cache_modifier=".cg")
+        sum = begun.to(tl.float32)
     result = partial + (first * GROUPS + group) * FEATURES + e
     sum = _weighted(sum, result, weight + first, exist, inside, GROUPS * FEATURES, COLUMNS, BATCH)
-    tl.store(target, sum.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * OUT_STRIDE + at, sum.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

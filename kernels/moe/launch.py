@@ -111,6 +111,8 @@ class ExpertLaunches:
     """Norm after the sum; None: `out_TE` gets the sum itself."""
     rounded: tuple[Tensor, Tensor] | None = None
     """The tokens in FP8 and their scales, where they have been rounded before; see `kernels.moe.experts`."""
+    before_TE: Tensor | None = None
+    """What a token's sum is added to, where there is no norm after it; see `kernels.moe.experts`."""
 
     @property
     def _dependent(self) -> bool:
@@ -282,20 +284,23 @@ class ExpertLaunches:
         )
 
     def combine(self) -> None:
-        """The weighted sum over every token's pairs."""
+        """The weighted sum over every token's pairs, added to what comes before it."""
         shape = self.shape
+        before = self.out_TE if self.before_TE is None else self.before_TE
         block = min(triton.next_power_of_2(shape.hidden), 1024)
         kernel.combine[(shape.tokens, triton.cdiv(shape.hidden, block), shape.parts)](
             self.scratch.partial_YGE,
             self.id_TK,
             self.weight_TK,
+            before,
             self.out_TE,
+            BEFORE_STRIDE=before.stride(0),
             OUT_STRIDE=self.out_TE.stride(0),
             COLUMNS=shape.chosen,
             EXPERTS=shape.experts,
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
-            ADD=shape.groups > 0,
+            ADD=shape.groups > 0 or self.before_TE is not None,
             **self.sums(block),
         )
 
@@ -338,10 +343,10 @@ class ExpertLaunches:
         )
 
     def down_singly(self) -> None:
-        """Down, pair by pair, and the weighted sum."""
-        product, shape = self.tiling.down, self.shape
+        """Down, pair by pair, and the weighted sum, with what comes before it."""
+        product, shape, before = self.tiling.down, self.shape, self.before_TE
         if not isinstance(self.down_XEI, Tensor):
-            call = (self.scratch, shape, self.tiling, self._dependent)
+            call = (self.scratch, shape, self.tiling, self._dependent, before)
             scaled_launch.down_singly(self.id_TK, self.weight_TK, self.down_XEI, self.out_TE, *call)
             return
         single.down[(shape.tokens * product.blocks(shape.hidden),)](
@@ -349,10 +354,13 @@ class ExpertLaunches:
             self.down_XEI,
             self.id_TK,
             self.weight_TK,
+            self.out_TE if before is None else before,
             self.out_TE,
+            BEFORE_STRIDE=0 if before is None else before.stride(0),
             OUT_STRIDE=self.out_TE.stride(0),
             K=shape.intermediate,
             FEATURES=shape.hidden,
+            ADD=before is not None,
             **self._rows(product),
         )
 

@@ -99,14 +99,18 @@ def experts_grouped(
     down_XEI: Matrix,
     out_TE: Tensor,
     limit: float = 0.0,
+    before_TE: Tensor | None = None,
 ) -> None:
-    """Sort the pairs by expert and run every wanted expert once over its tokens."""
+    """Sort the pairs by expert and run every wanted expert once over its tokens. `before_TE`: see
+    `kernels.moe.experts`."""
     chosen = id_TK.shape[1]
     sorted_Y, order_Y = id_TK.flatten().sort(stable=True)
     ids, counts = torch.unique_consecutive(sorted_Y, return_counts=True)
     token_Y = order_Y.div(chosen, rounding_mode="floor")
     weight_Y1 = weight_TK.flatten()[order_Y].unsqueeze(-1)
     sum_TE = torch.zeros_like(x_TE, dtype=torch.promote_types(x_TE.dtype, torch.float32))
+    if before_TE is not None:
+        sum_TE += before_TE
     begin = 0
     for expert, count in zip(ids.tolist(), counts.tolist(), strict=True):
         part = slice(begin, begin + count)

@@ -109,8 +109,9 @@ def down_singly(
     shape: ExpertsShape,
     tiling: ExpertTiling,
     dependent: bool,
+    before_TE: Tensor | None,
 ) -> None:
-    """Down of weights in FP8, pair by pair, and the weighted sum."""
+    """Down of weights in FP8, pair by pair, and the weighted sum, with what comes before it."""
     product, how = tiling.down, _fp8(matrix, tiling.stored[1])
     scaled_single.down[(shape.tokens * product.blocks(shape.hidden),)](
         scratch.act_YI,
@@ -118,12 +119,15 @@ def down_singly(
         matrix.scales,
         id_TK,
         weight_TK,
+        out_TE if before_TE is None else before_TE,
         out_TE,
+        BEFORE_STRIDE=0 if before_TE is None else before_TE.stride(0),
         OUT_STRIDE=out_TE.stride(0),
         COLUMNS=shape.chosen,
         EXPERTS=shape.experts,
         K=shape.intermediate,
         FEATURES=shape.hidden,
+        ADD=before_TE is not None,
         STORED=how,
         BLOCK=product.block,
         BLOCK_K=product.block_k,

@@ -95,18 +95,22 @@ def down(
     scales,
     ids,
     factor,
+    before,
     out,
+    BEFORE_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
     K: tl.constexpr,
     FEATURES: tl.constexpr,
+    ADD: tl.constexpr,
     STORED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token] = the sum over its pairs, in order, of factor[pair] * down[expert] · act[pair], rounded once.
+    """out[token] = the sum over its pairs, in order, of factor[pair] * down[expert] · act[pair], with ADD and
+    before[token], rounded once.
 
     Ids are read before the wait: `gate_up` lets this kernel start only when they are there."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
@@ -128,4 +132,6 @@ def down(
                 w, scale = _load(data, scales, expert, feature, k0, K, FEATURES, STORED, BLOCK_K)
                 one = _added(one, w, scale, act + pair * K, k0, K, BLOCK_K)
             sum += tl.sum(one, 1) * tl.load(factor + pair, cache_modifier=".cg")
+    if ADD:
+        sum += tl.load(before + token * BEFORE_STRIDE + feature, cache_modifier=".cg").to(tl.float32)
     tl.store(out + token * OUT_STRIDE + feature, sum.to(out.dtype.element_ty))

@@ -78,17 +78,21 @@ def down(
     weight,
     ids,
     factor,
+    before,
     out,
+    BEFORE_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
     K: tl.constexpr,
     FEATURES: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token] = the sum over its pairs, in order, of factor[pair] * down[expert] · act[pair], rounded once.
+    """out[token] = the sum over its pairs, in order, of factor[pair] * down[expert] · act[pair], with ADD and
+    before[token], rounded once.
 
     A step is a pair and BLOCK_K of its K features; the next step's weights and inputs are on their way during a step.
     Ids and the first weights are read before the wait: `gate_up` lets this kernel start only when the ids are there.
@@ -122,4 +126,7 @@ def down(
         w = next_w
         a = next_a
         f = next_f
-    tl.store(out + token * OUT_STRIDE + feature, tl.sum(sum, 1).to(out.dtype.element_ty))
+    total = tl.sum(sum, 1)
+    if ADD:
+        total += tl.load(before + token * BEFORE_STRIDE + feature, cache_modifier=".cg").to(tl.float32)
+    tl.store(out + token * OUT_STRIDE + feature, total.to(out.dtype.element_ty))

@@ -16,6 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashR
 from kernels import moe
 from kernels.matrix import BlockScaled, GroupScaled, Matrix
 from kernels.moe import reference
+from kernels.rms_norm import AddNorm
 from kernels.routing_rule import RoutingRule, Scoring
 
 
@@ -237,6 +238,22 @@ def test_scaled_experts_match_fp64(formats: tuple[str, str], groups: int) -> Non
     assert bool((out[3] == 0).all())
     error = torch.linalg.vector_norm(out[some] - want, dim=1) / torch.linalg.vector_norm(want, dim=1)
     assert error.max() < 2**-7
+
+
+def test_what_a_sum_is_added_to() -> None:
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(9, 10), torch.randn(6, 8, 10), torch.randn(6, 10, 4)
+    ids, weights = torch.stack([torch.randperm(6)[:3] for _ in range(9)]), torch.rand(9, 3)
+    ids[4] = -1
+    before, alone, out = torch.randn(9, 20)[:, :10], torch.empty_like(x), torch.empty_like(x)
+    moe.experts(x, ids, weights, gate_up, down, alone)
+    moe.experts(x, ids, weights, gate_up, down, out, before_TE=before)
+    torch.testing.assert_close(out.double(), before.double() + alone.double(), rtol=1e-6, atol=1e-5)
+    assert torch.equal(out[4], before[4])
+    norm = AddNorm(torch.zeros_like(x), torch.ones(10), 1e-6)
+    for wrong in ({"before_TE": before[:8]}, {"before_TE": before, "add_norm": norm}):
+        with pytest.raises(ValueError, match=r"a sum of \(9, 10\) is added to rows of as many features"):
+            moe.experts(x, ids, weights, gate_up, down, out, **wrong)
 
 
 @pytest.mark.parametrize("way", [reference.experts_gathered, reference.experts_grouped])

@@ -8,9 +8,11 @@ from typing import Final
 import torch
 
 from kernels import moe
-from workers.graphs.capture import Warmed, count_graphs
+from workers.fit.compressed_graph_memory import CompressedMemory
+from workers.graphs.capture import COMPRESSED_GRAPH_BYTES, Warmed, count_graphs
 from workers.graphs.mixed_warm_up import reserve_attention, reserve_decode
 from workers.memory.scratch import Scratch
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
 from workers.step.parts import StepParts
@@ -29,31 +31,47 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     and so is that of attention where its kernels are the same on any GPU; the rest, and so the whole, may be a fifth
     off."""
     scratch, inner, decode = (Scratch(parts.device) for _ in range(3))
-    reserve_attention(Stage(parts, token_budget, scratch, inner))  # of a long context it may need most
-    reserve_decode(parts, max_rows, decode)
-    tokens, dequantized = max_rows * parts.width, _dequantized_bytes(parts.model)
+    stage, tokens, model = Stage(parts, token_budget, scratch, inner), max_rows * parts.width, parts.model
+    compressed = CompressedMemory(parts, model) if isinstance(model, CompressedModel) else None
+    weights = _weights(model) if compressed is None else compressed.weights
+    dequantized = _dequantized_bytes(weights, model.norm_E.dtype)
 
     def beside(tokens: int, scored: int) -> int:
         """Estimate the bytes that segments of so many tokens take, with the logits of `scored` of them."""
-        feed_forward = int(BESIDE_EXPERTS * _feed_forward_bytes(parts.model, tokens))
-        return feed_forward + scored * parts.model.config.vocab_size * torch.float32.itemsize + dequantized
+        experts = _feed_forward_bytes(model, tokens) if compressed is None else compressed.experts(tokens)
+        return int(BESIDE_EXPERTS * experts) + scored * model.config.vocab_size * torch.float32.itemsize + dequantized
 
-    mixed = beside(token_budget, max(tokens, at_once(max_rows)))
+    mixed, alone = beside(token_budget, max(tokens, at_once(max_rows))), beside(tokens, tokens)
     graphs = count_graphs(parts, max_rows, token_budget)
-    return Warmed(max(scratch.peak, decode.peak + beside(tokens, tokens)), max(inner.peak, mixed), graphs)
+    if compressed is not None:  # attention, layers and drafts have the same memory in turn
+        parts.aux_hidden(tokens, decode)
+        attending, drafting = compressed.attention(tokens, parts.width), compressed.drafts(max_rows)
+        passed = compressed.handed_on(tokens) + max(attending, alone)
+        decoding = decode.peak + max(passed, compressed.caught_up(tokens, alone), drafting)
+        between = max(attending, compressed.attention(token_budget, 0), compressed.caught_up(token_budget, mixed))
+        handed_on = max(scratch.peak + drafting, decoding)
+        return Warmed(handed_on, max(between, mixed), graphs, COMPRESSED_GRAPH_BYTES)
+    reserve_attention(stage)  # of a long context it may need most
+    reserve_decode(parts, max_rows, decode)
+    return Warmed(max(scratch.peak, decode.peak + alone), max(inner.peak, mixed), graphs)
 
 
-def _dequantized_bytes(model: Model) -> int:
-    """Return the bytes of the largest matrix that the general path needs in the model's dtype and that is stored in
-    another one."""
-    weights = [
+def _weights(model: Model) -> list[Weight]:
+    """Return the matrices outside of routed experts."""
+    return [
         weight
         for layer in model.layers
         for part in (layer.attention, layer.feed_forward, getattr(layer.feed_forward, "shared", None))
         for weight in (vars(part).values() if part is not None else ())
-        if isinstance(weight, Weight) and weight.format is not PLAIN
+        if isinstance(weight, Weight)
     ]
-    return max((math.prod(weight.shape) * model.norm_E.dtype.itemsize for weight in weights), default=0)
+
+
+def _dequantized_bytes(weights: list[Weight], dtype: torch.dtype) -> int:
+    """Return the bytes of the largest matrix that the general path needs in the model's dtype and that is stored in
+    another one."""
+    stored = [weight for weight in weights if weight.format is not PLAIN]
+    return max((math.prod(weight.shape) * dtype.itemsize for weight in stored), default=0)
 
 
 def _feed_forward_bytes(model: Model, tokens: int) -> int:

@@ -58,8 +58,8 @@ class MemoryPlan:
     weights: int
     from_files: bool
     """Whether the files said how their tensors are stored; else config.json did."""
-    graphs: int | None
-    """Estimated; None where nobody knows, as no graph of such a model was captured yet."""
+    graphs: int
+    """Estimated."""
     rest: int
     """Sampling, the slots' state, rope tables, memory of exchanges between ranks that share out the cache."""
     rings: int
@@ -161,10 +161,10 @@ def memory_plan(
     specs = model.rings(width)
     rings = (config.max_rows + 1) * sum(ring.slot_bytes for ring in specs)
     snapshots = config.prefix_snapshots * snapshot_bytes(specs) if config.prefix_cache else 0
-    graphs: int | None = 0
+    graphs = 0
     if compressed:
-        graphs, roped = None, 2 * roped  # it has two ropes
-    elif config.graphs:
+        roped = 2 * roped  # it has two ropes
+    if config.graphs:
         adaptive = config.width == "auto"
         parts = StepParts(model, PagedCache.allocate(model.caches, 2, meta), state, sampling, group, width, adaptive)
         graphs = estimate(parts, config.max_rows, config.token_budget).bytes
@@ -183,9 +183,9 @@ def memory_plan(
     second = 0
     if standby:
         few = fewest_pages(config, shards, pages_to_select(model_config, width)) * page_bytes
-        second = standby_bytes(rest + rings + snapshots + (graphs or 0), few, len(model.caches))
+        second = standby_bytes(rest + rings + snapshots + graphs, few, len(model.caches))
     taken = DRIVER_BYTES + weights + rest + rings + snapshots + second
-    room = gpu_cache_budget(total - taken, total, graphs or 0, config.memory_fraction)
+    room = gpu_cache_budget(total - taken, total, graphs, config.memory_fraction)
     if cache_bytes is not None:
         room = cache_bytes
     placed: dict[str, Any] = {"shards": shards.count, "in_pieces": config.invariant}

@@ -41,7 +41,7 @@ def smallest_change(config: EngineConfig, plan: MemoryPlan, larger: dict[str, in
         return Change("no --standby", tried)
     if plan.context >= LEAST_CONTEXT:
         return Change(f"--context {plan.context}", plan)
-    if plan.room > -(plan.graphs or 0):
+    if plan.room > -plan.graphs:
         rows = max(1, config.max_rows // 4)
         budget = max(rows * config.most_width + 1, config.token_budget // 4)
         smaller = config.model_copy(update={"max_rows": rows, "token_budget": budget})

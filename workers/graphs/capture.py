@@ -15,6 +15,7 @@ from kernels.sampling import TokenMasks
 from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_segments
 from workers.graphs.record import record
 from workers.memory.scratch import Scratch
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.protocol.plan import GraphKey
 from workers.step.buckets import TokenBuckets
 from workers.step.decode import DecodeStep
@@ -89,6 +90,9 @@ def capture_split_steps(
 GRAPH_BYTES = 1 << 19
 """Device memory for a graph itself, and its share of what the driver and cuBLAS take while graphs are captured: more
 than the 0.22 MiB (of 718 graphs) and 0.4 MiB (of 1,131) that starts on an H200 took beyond the scratch memory."""
+COMPRESSED_GRAPH_BYTES = 1 << 20
+"""The same of DeepSeek V4, whose layers launch more: a start of Flash on two H200, with 1,152 graphs, took 0.84 MiB for
+each beyond the scratch memory that is estimated of it."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,13 @@ class Warmed:
     inner: int
     """Bytes for what the segments and tails of mixed steps, or attention between them, need on their way."""
     graphs: int
+    of_graph: int = GRAPH_BYTES
+    """Bytes for each."""
 
     @property
     def bytes(self) -> int:
         """Device memory that a capture will take in all, in bytes."""
-        return self.scratch + self.inner + self.graphs * GRAPH_BYTES
+        return self.scratch + self.inner + self.graphs * self.of_graph
 
 
 @torch.inference_mode()
@@ -152,7 +158,10 @@ def warm_up(parts: StepParts, max_rows: int, token_budget: int, masks: TokenMask
     for key in parts.buckets(max_rows).split_keys():
         DecodeStep(few, key, scratch).run(lambda: masks)
     warm_up_mixed_steps(Stage(few, token_budget, scratch, inner), masks)
-    return Warmed(scratch.peak, inner.peak, count_graphs(parts, max_rows, token_budget))
+    graphs = count_graphs(parts, max_rows, token_budget)
+    if isinstance(parts.model, CompressedModel):
+        return Warmed(scratch.peak, inner.peak, graphs, COMPRESSED_GRAPH_BYTES)
+    return Warmed(scratch.peak, inner.peak, graphs)
 
 
 def count_graphs(parts: StepParts, max_rows: int, token_budget: int) -> int:

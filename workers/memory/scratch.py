@@ -38,6 +38,11 @@ class Scratch:
         self.peak = 0
         """Most bytes that were in use at once."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether equal requests get the same memory each time: that of a buffer."""
+        return self._buffer is not None
+
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor whose contents are arbitrary."""
         size = math.prod(shape) * dtype.itemsize

@@ -47,9 +47,7 @@ def select(
     for keys that stand for more tokens than a page has."""
     if ratio > PAGE_TOKENS:
         raise ValueError(f"an index key for {ratio} tokens is not supported, only one for up to {PAGE_TOKENS}")
-    # Whole pages of 64 scores, whatever number of keys a page has.
-    scores = -(-rows.page_RP.shape[1] * key_PKI.shape[1] // PAGE_TOKENS) * PAGE_TOKENS
-    turn = max(1, SCORES // scores // max(rows.width, 1)) * max(rows.width, 1)
+    scores, turn = _turn(rows.page_RP.shape[1], key_PKI.shape[1], rows.width)
     for begin in range(0, len(q_TJI), turn):
         own = slice(begin, begin + turn)
         with scratch.scope():
@@ -62,6 +60,21 @@ def select(
                 most = selected_TS.shape[1]
                 workspace = SelectWorkspace.allocate(tokens, scores, scratch.empty, selected=most)
             select_positions(score_TN, bound, selected_TS[own], rows.fault_1, workspace)
+
+
+def reserve_selection(tokens: int, pages: int, keys: int, selected: int, width: int, scratch: Scratch) -> None:
+    """Take the memory that `select` takes on a GPU, for rows of at most `pages` pages of `keys` keys each."""
+    scores, turn = _turn(pages, keys, width)
+    with scratch.scope():
+        scratch.empty(min(tokens, turn), scores, dtype=torch.float32)
+        SelectWorkspace.allocate(min(tokens, turn), scores, scratch.empty, selected=selected)
+
+
+def _turn(pages: int, keys: int, width: int) -> tuple[int, int]:
+    """Scores of a token, in whole pages of 64 whatever number of keys a page has, and tokens that are scored at
+    once."""
+    scores = -(-pages * keys // PAGE_TOKENS) * PAGE_TOKENS
+    return scores, max(1, SCORES // scores // max(width, 1)) * max(width, 1)
 
 
 def attend(
@@ -84,16 +97,42 @@ def attend(
     """Attention of some tokens: see `kernels.compressed.attend`. Scores are divided by the root of an entry's
     features."""
     tokens, heads, features = q_THD.shape
-    entries = window
-    if selected_TS is not None:
-        entries += selected_TS.shape[1]
-    elif ratio:
-        entries += rows.page_RP.shape[1] * PAGE_TOKENS // ratio
+    pages, selected = rows.page_RP.shape[1], 0 if selected_TS is None else selected_TS.shape[1]
     with scratch.scope():
-        sizes, programs = (tokens, heads, features, entries), multiprocessors(q_THD.device)
-        workspace = AttendWorkspace.allocate(*sizes, scratch.empty, programs=programs, dtype=q_THD.dtype)
+        shape = tokens, heads, features
+        workspace = _attending(shape, q_THD.dtype, window, ratio, pages, selected, scratch)
         given = q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows, workspace
         compressed.attend(*given, window=window, ratio=ratio, scale=features**-0.5, first=first, block=block)
+
+
+def reserve_attention(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    ratio: int,
+    pages: int,
+    selected: int,
+    scratch: Scratch,
+) -> None:
+    """Take the memory that `attend` takes for queries of this shape, [T, H, D], whose rows have at most `pages` pages;
+    `selected` entries of each are attended to, 0: all."""
+    with scratch.scope():
+        _attending(shape, dtype, window, ratio, pages, selected, scratch)
+
+
+def _attending(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    ratio: int,
+    pages: int,
+    selected: int,
+    scratch: Scratch,
+) -> AttendWorkspace:
+    """Memory of attention; see `reserve_attention`."""
+    entries = window + (selected or (pages * PAGE_TOKENS // ratio if ratio else 0))
+    (tokens, heads, features), programs = shape, multiprocessors(scratch.device)
+    return AttendWorkspace.allocate(tokens, heads, features, entries, scratch.empty, programs=programs, dtype=dtype)
 
 
 def project_groups(x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch) -> None:

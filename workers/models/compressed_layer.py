@@ -54,7 +54,7 @@ class CompressedBuffers:
     """The same of an indexer's compressor."""
     index_q_TJI: Tensor
     index_weight_TJ: Tensor
-    """fp32."""
+    """fp32, without the factor that all scores have."""
     attended_THD: Tensor
     ended: bool
     """Whether the last layer ends for all tokens of a pass, because more than its norm is read of them."""
@@ -173,8 +173,8 @@ class CompressedDecoderLayer:
             return
         ops.linear(latent, indexer.q_FA, q_TJI.flatten(1), scratch)
         rope_queries(q_TJI, inputs.rotation_TO)
+        # Without the factor that all scores of a model have: whatever it is, the same entries are the best.
         _wide(ops, x, indexer.weight_JE, weight_TJ, scratch)
-        weight_TJ.mul_((self._compression.index_heads * self._compression.index_features) ** -0.5)
         _wide(ops, x, indexer.compressor.both_FE, inputs.index_made_TF, scratch)
 
     def finish(

@@ -14,6 +14,8 @@ this rank, D features of an entry.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from kernels.rms_norm import AddNorm
+from kernels.runtime.repeat import Layers, Repeat
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import CompressedRows, live_tokens, rows_of_pass
 from workers.models.batch import Batch
 from workers.models.compressed_layer import CompressedBuffers, CompressedDecoderLayer, shallow_layers
+from workers.models.config import CompressedLayer
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches
 from workers.models.general import GeneralOps, tensor_of
@@ -46,6 +50,10 @@ class CompressedPass(StepPass):
         self.model = model
         self._indices = range(len(model.blocks)) if indices is None else indices
         self.layers = [self._layer(index) for index in self._indices]
+        kinds = [layer.kind for layer in self.layers]
+        self._places = [(kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
+        """The kind of each layer, and how many of that kind come before it."""
+        self._layers_of: tuple[list[Tensor], dict[CompressedLayer, Layers]] | None = None
 
     def _layer(self, index: int) -> CompressedDecoderLayer:
         model = self.model
@@ -142,12 +150,39 @@ class CompressedPass(StepPass):
     ) -> None:
         buffers, caches = _buffers(tensors), self._caches(cache)
         with scratch.scope():
-            rows = self._rows(batch, cache, buffers, scratch)
+            rows, repeats = self._rows(batch, cache, buffers, scratch), self._repeats(batch, cache, buffers, inner)
             for index, layer in enumerate(self.layers):
                 segment(index)
-                attend(layer, rows, buffers, caches[index], inner)
+                call = partial(attend, layer, rows, buffers, caches[index], inner)
+                if repeats is None:
+                    call()
+                else:
+                    kind, place = self._places[index]
+                    repeats[kind](place, call)
             for index in range(len(self.layers), len(self) - (tensors.out_TE is None)):
                 segment(index)
+
+    def _repeats(
+        self, batch: Batch, cache: PagedCache, buffers: CompressedBuffers, inner: Scratch
+    ) -> dict[CompressedLayer, Repeat] | None:
+        """What repeats the launches of the first layer of each kind for the others. None where nothing does: on a CPU,
+        where each layer's attention gets memory of its own, and where selections are handed on, which is no launch."""
+        if not batch.position_T.is_cuda or not inner.fixed or buffers.ops.choices is not None:
+            return None
+        return {kind: Repeat(layers) for kind, layers in self.own_tensors(cache).items()}
+
+    def own_tensors(self, cache: PagedCache) -> dict[CompressedLayer, Layers]:
+        """Return the tensors that attention of each layer has for itself, of the layers of each kind in their order;
+        the cache is nearly always the one it was the last time."""
+        tensors = [*cache.layers, *cache.rings]
+        before = self._layers_of
+        # Not the cache's identity: somebody may have given it other tensors.
+        if before is None or len(tensors) != len(before[0]) or not all(map(is_, tensors, before[0])):
+            own: dict[CompressedLayer, list[list[Tensor]]] = {}
+            for layer, caches in zip(self.layers, self._caches(cache), strict=True):
+                own.setdefault(layer.kind, []).append(layer.attention.tensors(caches))
+            before = self._layers_of = tensors, {kind: Layers(of_kind) for kind, of_kind in own.items()}
+        return before[1]
 
     def _rows(
         self, batch: Batch, cache: PagedCache, buffers: CompressedBuffers, scratch: Scratch

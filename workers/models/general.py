@@ -144,7 +144,8 @@ def choose_experts(
 
 class GeneralOps(LayerOps[Rows]):
     """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream; where
-    products read it in FP8, it is kept so, too."""
+    products read it in FP8, it is kept so, too. Few tokens are multiplied by matrices in FP8 as these are stored, by
+    the small-batch path's kernels: of passes that cannot take that path as a whole."""
 
     def __init__(self, group: Group, *, quantize_activations: bool = False, formats: Formats | None = None) -> None:
         """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
@@ -210,7 +211,10 @@ class GeneralOps(LayerOps[Rows]):
             linear(x_TE, weight, out_TF, dependent=dependent(x_TE))
             return
         with scratch.scope():
-            if self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
+            if takes_fp8(x_TE, weight):
+                early = dependent(out_TF)
+                linear(few_rows(x_TE, weight, scratch, dependent=early), weight, out_TF, dependent=early)
+            elif self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
                 self._w8a8_linear(self._in_fp8(x, scratch), weight, out_TF, scratch)
             else:  # not dependent: what is dequantized in the launch before must not be read early
                 linear(x_TE, plain(weight_FE, x_TE.dtype, scratch), out_TF)
@@ -469,8 +473,8 @@ class GeneralOps(LayerOps[Rows]):
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
-        """residual += the weighted sum of a token's experts and, of several ranks, `own_TE`, summed over ranks, or its
-        norm where the mixture has one; out = rms_norm(residual)."""
+        """residual += `own_TE` and the weighted sum of a token's experts, summed over ranks, or its norm where the
+        mixture has one; out = rms_norm(residual)."""
         x_TE, out_TE, workspace = tensor_of(x), tensor_of(out), None
         part_TE = out_TE if self._alone else self.group.part(out_TE)
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
@@ -478,7 +482,7 @@ class GeneralOps(LayerOps[Rows]):
         if x_TE.is_cuda:
             shape = moe.experts_shape(x_TE, id_TK, down_XEI, shared=shared)
             workspace = scratch.empty(moe.workspace_bytes(shape), dtype=torch.uint8)
-        alone = self._alone and mixture.norm_E is None and norm.memory is None
+        alone = self._alone and mixture.norm_E is None and norm.memory is None and own_TE is None
         moe.experts(
             x_TE,
             id_TK,
@@ -488,6 +492,7 @@ class GeneralOps(LayerOps[Rows]):
             part_TE,
             shared=shared,
             add_norm=norm if alone else None,
+            before_TE=own_TE,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
             rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
@@ -499,8 +504,6 @@ class GeneralOps(LayerOps[Rows]):
             if isinstance(out, RoundedRows):
                 self._round(out)
             return
-        if own_TE is not None:
-            part_TE += own_TE
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)
         self.add_experts_sum(out, mixture, norm)
@@ -530,20 +533,9 @@ class GeneralOps(LayerOps[Rows]):
 
 class DecodeOps(GeneralOps):
     """Token-wise work of passes of decode rows alone. Some products of their tokens leave parts of sums for the kernel
-    behind to add up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs. Few tokens
-    are multiplied by matrices in FP8 as these are stored, by the small-batch path's kernels: of a model that does not
-    take that path as a whole."""
+    behind to add up: cuBLAS's kernels, which start late and read nothing early, take longer than that costs."""
 
     decode_alone = True
-
-    @override
-    def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        x_TE, weight, early = tensor_of(x), weight_FE.matrix, dependent(out_TF)
-        if not takes_fp8(x_TE, weight):
-            super().linear(x, weight_FE, out_TF, scratch)
-            return
-        with scratch.scope():
-            linear(few_rows(x_TE, weight, scratch, dependent=early), weight, out_TF, dependent=early)
 
     @override
     def parts(self, tokens: int, weight_FE: Weight) -> int:

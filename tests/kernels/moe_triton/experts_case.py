@@ -90,6 +90,8 @@ class Experts:
     """Formats of gate_up and of down, where there are none to share."""
     quantize_activations: bool = False
     """Whether activations may be quantized to FP8: `w8a8_stages` checks such calls."""
+    added: bool = False
+    """Sums are added to rows that stand somewhere else."""
     limit: float = 0.0
     """Where above 0 gate and up are clamped, which are of the order of 1."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -130,6 +132,8 @@ class Experts:
         }
         if self.groups:
             self.tensors["out"] = normal(self.tokens, self.groups, hidden)
+        if self.added:
+            self.tensors["before"] = normal(self.tokens, hidden + 32).to(self.dtype)[:, :-32]
         self.inputs = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     @property
@@ -207,7 +211,8 @@ class Experts:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
         tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
-        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm, rounded)
+        before = t.get("before")
+        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm, rounded, before)
 
     def run(
         self,
@@ -234,6 +239,8 @@ class Experts:
                 act = self.activated(gate, up).unflatten(1, (parts, -1))
                 y = torch.einsum("tgi,egi->tge", act, exact(down, expert).unflatten(1, (parts, -1)))
                 out.index_add_(0, token, y * weight[token, column].double()[:, None, None])
+        if self.added:
+            out += self.inputs["before"].double().unsqueeze(1)
         return out + self.inputs["out"].double() if self.groups else out[:, 0]
 
     def activated(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -36,6 +36,15 @@ def test_clamped(tokens: int, groups: int, dtype: torch.dtype) -> None:
     assert not torch.allclose(case.expected(), replace(case, limit=0.0, tensors={}, inputs={}).expected(), rtol=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 16, 64, 128])
+def test_added_to_what_comes_before(rows: int, dtype: torch.dtype) -> None:
+    """Blocks of `down` overlap, of tokens without tiles."""
+    case = Experts(5, 3, 5, 144, 80, dtype=dtype, added=True, holes=True, padded=(1, 4))
+    check(case, case.tiling(rows=rows))
+    assert torch.equal(case.tensors["before"], case.inputs["before"])
+
+
 @pytest.mark.parametrize("rows", [0, 16])
 def test_clamping_leaves_what_is_not_a_number(rows: int) -> None:
     case = Experts(4, 2, limit=0.5)

@@ -39,6 +39,14 @@ def test_clamped(tokens: int, format: Format) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("rows", [0, 16])
+def test_added_to_what_comes_before(rows: int) -> None:
+    """Blocks of `down` overlap, of tokens without tiles."""
+    case = Experts(3, 3, 5, 144, 80, formats=((16, 64), (16, 64)), added=True, holes=True, padded=(1,))
+    case.run(case.tiling(rows=rows))
+    case.check()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 9),

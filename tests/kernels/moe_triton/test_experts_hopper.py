@@ -20,8 +20,8 @@ def shape_of(model: str, tokens: int, dtype: torch.dtype = torch.bfloat16, group
     return ExpertsShape(tokens, chosen + shared, experts + shared, hidden, intermediate, dtype, groups, shared)
 
 
-def kernels(shape: ExpertsShape) -> list[object]:
-    """Compile a call. Only one expert's weights exist, because nothing runs."""
+def kernels(shape: ExpertsShape, *, added: bool = False) -> list[object]:
+    """Compile a call, `added` to what comes before it. Only one expert's weights exist, because nothing runs."""
     tiling = schedule.tiling(shape)
     gate_up = torch.empty(1, 2 * shape.intermediate, shape.hidden, dtype=shape.dtype)
     down = torch.empty(1, shape.hidden, shape.intermediate, dtype=shape.dtype)
@@ -31,7 +31,8 @@ def kernels(shape: ExpertsShape) -> list[object]:
     scratch = Workspace.over(buffer, shape, tiling)
     out = torch.empty(shape.tokens, shape.groups, shape.hidden) if shape.groups else torch.empty_like(x)
     with compile_only() as compiled:
-        call = launch.ExpertLaunches(x, ids, weight, gate_up, down, out, scratch, shape, tiling, dependent=True)
+        how = {"dependent": True, "before_TE": torch.empty_like(x) if added else None}
+        call = launch.ExpertLaunches(x, ids, weight, gate_up, down, out, scratch, shape, tiling, **how)
         call.run()
         if tiling.rows and not shape.groups:
             call.combine_norm(AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6))
@@ -56,6 +57,14 @@ def test_compiles_without_spills(model: str, tokens: int, groups: int) -> None:
             assert ("HGMMA" if tall else "HMMA") in used
         elif found.name in ("gate_up", "down") and model != "demo":
             assert "LDG.E.EF.128" in machine_code(kernel)
+
+
+@pytest.mark.parametrize("tokens", [1, 120, 4096])
+@pytest.mark.parametrize("model", MODELS)
+def test_sums_that_are_added_to_what_comes_before_compile_without_spills(model: str, tokens: int) -> None:
+    name = "combine" if tokens > 1 else "down"
+    (found,) = [kernel for kernel in kernels(shape_of(model, tokens), added=True) if kernel.metadata.name == name]
+    resources(found).check()
 
 
 @pytest.mark.parametrize(

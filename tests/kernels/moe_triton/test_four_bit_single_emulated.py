@@ -41,8 +41,9 @@ def test_one_token(format: Format, limit: float) -> None:
         case(2, 5, (512, 1024), shared=1),
         case(sizes=(768, 256)),
         case(padded=(0,)),
+        case(added=True),
     ],
-    ids=["pairs of no expert", "a shared expert", "steps that are no pairs", "padding"],
+    ids=["pairs of no expert", "a shared expert", "steps that are no pairs", "padding", "added to what comes before"],
 )
 def test_calls_of_every_kind(found: Experts) -> None:
     check(found, 1)

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.long
     ],
 )
 def test_every_tile(rows: int, format: Format, sizes: tuple[int, int], groups: int) -> None:
-    """Two steps of the main loop and more, of whole blocks and of parts of one."""
-    case = Experts(4, 2, 3, *sizes, groups=groups, holes=True, padded=(2,), formats=(format, format), seed=rows)
+    """Two steps of the main loop and more, of whole blocks and of parts of one. Sums are added to what comes before."""
+    how = {"groups": groups, "holes": True, "padded": (2,), "seed": rows, "added": not groups}
+    case = Experts(4, 2, 3, *sizes, formats=(format, format), **how)
     with emulated(rows, consecutive=True, fences=False) as launches:
         case.run(case.tiling(rows=rows), dependent=True)
     assert launches == (["sort_few"] if rows else []) + ["gate_up", "down"] + (["combine"] if rows else [])

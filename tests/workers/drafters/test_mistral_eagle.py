@@ -25,6 +25,8 @@ from workers.drafters.draft_model import load_draft_model
 from workers.families.draft_models import read_draft_model
 from workers.fit.memory_plan import memory_plan
 from workers.fit.settings import Unfit, check_fit
+from workers.memory.scratch import Scratch
+from workers.models import general
 from workers.models.config import ConfigError
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -106,6 +108,26 @@ def test_logits(folder: Path, drafts_of: dict[str, Path], kind: str) -> None:
     got = torch.cat(found)
     assert len(got) == 79
     torch.testing.assert_close(got.double(), want[: len(got)], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("tokens", "stored"), [(1, True), (8, True), (9, False)])
+@torch.inference_mode()
+def test_few_tokens_are_joined_by_the_matrix_in_fp8_as_it_is_stored(
+    folder: Path, drafts_of: dict[str, Path], tokens: int, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft of a few rows dequantizes it."""
+    drafter, widened, honest = engine(folder, drafts_of["small 4"]).replica.model.drafter, [], general.dequantize
+    monkeypatch.setattr(general, "dequantize", lambda *given: widened.append(honest(*given)))
+    files, of_model = (
+        load_file(drafts_of["small 4"] / "consolidated.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
+    token_T, hidden_TE = torch.arange(tokens), torch.randn(tokens, drafter.join_EF.shape[0])
+    joined_TE, _ = drafter._join(token_T, hidden_TE, Scratch(torch.device("cpu")))
+    assert bool(widened) != stored
+    both_TF = torch.cat([of_model["model.embed_tokens.weight"][token_T], hidden_TE], 1).double()
+    want = both_TF @ (files["eagle_linear.weight"].double() * files["eagle_linear.qscale_weight"].double()).T
+    torch.testing.assert_close(joined_TE.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["small 4", pytest.param("large 3", marks=pytest.mark.long)])

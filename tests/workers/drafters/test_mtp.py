@@ -18,9 +18,13 @@ from transformers.cache_utils import MtpCache
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+from kernels.matrix import BlockScaled
 from workers.cache.paged import PagedCache
+from workers.memory.scratch import Scratch
+from workers.models import general
 from workers.models.model import Model
 from workers.rank.runner import Runner
+from workers.weights.weight import Weight
 
 LAYERS = 3
 V3_KINDS = ["v3", "v3-yarn", "v3-one-group", "v3-no-q-lora", "v3-tied"]
@@ -185,3 +189,28 @@ def test_without_draft_layer(folder: Path) -> None:
     assert len(model.caches) == LAYERS
     with pytest.raises(ValueError, match="width 2 needs a drafter, and the model has none"):
         Runner(model, PagedCache.allocate(model.caches, 4, CPU), 2, 2, 2, 16, ALONE)
+
+
+@pytest.mark.parametrize("folder", ["v3"], indirect=True)
+@pytest.mark.parametrize(("tokens", "stored"), [(1, True), (8, True), (9, False)])
+@torch.inference_mode()
+def test_few_tokens_are_joined_by_a_matrix_in_fp8_as_it_is_stored(
+    folder: Path, tokens: int, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft of a few rows dequantizes it."""
+    drafter, widened, honest = load_fp32(folder).drafter, [], general.dequantize
+    monkeypatch.setattr(general, "dequantize", lambda *given: widened.append(honest(*given)))
+    rows, features = drafter.join_EF.shape
+    data, blocks = torch.randn(rows, features).to(torch.float8_e4m3fn), (-(-rows // 128), -(-features // 128))
+    matrix = BlockScaled(data, torch.rand(blocks) + 0.5)
+    drafter.join_EF = Weight(matrix)
+    token_T, hidden_TE = torch.arange(tokens), torch.randn(tokens, rows)
+    joined_TE, _ = drafter._join(token_T, hidden_TE, Scratch(torch.device("cpu")))
+    assert bool(widened) != stored
+    norms = zip(
+        (drafter.embedding_YE[token_T], hidden_TE), (drafter.embedding_norm_E, drafter.hidden_norm_E), strict=True
+    )
+    both_TF = torch.cat([F.rms_norm(x.double(), (rows,), weight.double(), drafter.eps) for x, weight in norms], 1)
+    scale_EF = matrix.scales.double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :features]
+    want = both_TF @ (data.double() * scale_EF).T
+    torch.testing.assert_close(joined_TE.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))

@@ -13,10 +13,12 @@ from test_deepseek_v4_reference import CHUNKS, KINDS, TOLERANCE, WIDTH, Rows, ca
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.page import PAGE_TOKENS
 from tests.support.interpreter import interpreted_pytest
 from workers.graphs.guard import capture_guard
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
+from workers.models import compressed_kernels
 from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import rows_of_pass
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
@@ -122,6 +124,30 @@ def test_as_much_is_uploaded_of_chunks_of_any_length(count: int, monkeypatch: py
 )
 def test_decode_rows_give_transformers_logits(kind: str, chunks: str) -> None:
     assert far(case(kind), CHUNKS[chunks], kind=Steps) < TOLERANCE
+
+
+def test_the_published_factor_of_index_scores_changes_no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass leaves it out; here it is in scores of float64."""
+    given, honest, left_out = case("published ratios"), compressed_kernels.select, 0
+    factor = (given.model.compression.index_heads * given.model.compression.index_features) ** -0.5
+
+    def select(q_TJI: Tensor, weight_TJ: Tensor, key_PKI: Tensor, ratio: int, bound_T: Tensor, *rest: Any) -> None:
+        nonlocal left_out
+        honest(q_TJI, weight_TJ, key_PKI, ratio, bound_T, *rest)
+        selected_TS, rows, _ = rest
+        for token, bound in enumerate(bound_T.tolist()):
+            last_N = torch.arange(1, bound + 1) * ratio - 1
+            page_N = rows.page_RP[rows.row_T[token]][last_N // PAGE_TOKENS].long()
+            key_NI = key_PKI[page_N, last_N % PAGE_TOKENS // ratio].double()
+            score_JN = (q_TJI[token].double() @ key_NI.T).relu()
+            score_N = (weight_TJ[token].double() * factor) @ score_JN
+            best_N = score_N.topk(min(bound, selected_TS.shape[1])).indices.sort().values
+            assert selected_TS[token, : len(best_N)].tolist() == best_N.tolist()
+            left_out += bound - len(best_N)
+
+    monkeypatch.setattr(compressed_kernels, "select", select)
+    assert far(given, CHUNKS["two rows"], kind=Steps) < TOLERANCE
+    assert left_out > 100
 
 
 @pytest.mark.long

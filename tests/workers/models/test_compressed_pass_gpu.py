@@ -3,6 +3,7 @@ CPU; captured and mixed steps pass the self-test and give transformers' tokens, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from test_deepseek_v4_reference import CHUNKS, KINDS, TOLERANCE, case, far
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.runtime.repeat import Repeat
 from tests.deepseek_v4_layout import VOCAB, mtp_v4, published_v4, tiny_v4, write_v4
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.memory.scratch import Scratch
+from workers.models import model as models_model
 from workers.models.attention import compressed_rows
 from workers.models.batch import Batch
 from workers.models.compressed_pass import CompressedPass
@@ -53,6 +57,28 @@ def test_logits_are_transformers(kind: str, chunks: str) -> None:
     given = case(kind, DEVICE)
     assert isinstance(given.model.segments, CompressedPass)
     assert far(given, CHUNKS[chunks], kind=OnGpu) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["plain", "published ratios"])
+def test_repeated_launches_give_transformers_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that is the same for every layer: the first one of each kind launches for itself."""
+    honest, launched, layers = Repeat.__call__, list[int](), list[int]()
+
+    def noted(self: Repeat, index: int, call: Callable[[], None]) -> None:
+        def own() -> None:
+            launched.append(index)
+            call()
+
+        layers.append(index)
+        honest(self, index, own)
+
+    monkeypatch.setattr(Repeat, "__call__", noted)
+    monkeypatch.setattr(compressed_rows, "ATTENDING", 7)
+    size = {"dtype": torch.uint8, "device": DEVICE}
+    monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, torch.empty(1 << 27, **size)))
+    for chunks in ("two rows", "rejected drafts"):
+        assert far(case(kind, DEVICE), CHUNKS[chunks], kind=OnGpu) < TOLERANCE
+    assert set(launched) == {0} < set(layers)
 
 
 @pytest.mark.parametrize("most", [1, 7])

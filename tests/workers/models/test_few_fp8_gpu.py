@@ -1,5 +1,5 @@
-"""Few tokens of decode rows and matrices in FP8 on a GPU, in a model that does not take the small-batch path as a
-whole: multiplied as they are stored, eagerly and captured."""
+"""Few tokens and matrices in FP8 on a GPU, in passes that do not take the small-batch path as a whole: multiplied as
+they are stored, eagerly and captured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from captured import capture
 from kernels.matrix import BlockScaled
 from kernels.runtime.dependent import launches_dependently
 from workers.memory.scratch import Scratch
-from workers.models.general import DecodeOps
+from workers.models.general import GeneralOps
 from workers.parallel.group import Group
 from workers.weights.weight import Weight
 
@@ -36,6 +36,6 @@ def test_products(tokens: int, rows: int, features: int) -> None:
     want = x_TE.double() @ wide_FE.T
     for dtype in (torch.bfloat16, torch.float32):
         out_TF = torch.full((tokens, rows), torch.nan, dtype=dtype, device=DEVICE)
-        capture(lambda out_TF=out_TF: DecodeOps(Group()).linear(x_TE, Weight(weight), out_TF, scratch)).replay()
+        capture(lambda out_TF=out_TF: GeneralOps(Group()).linear(x_TE, Weight(weight), out_TF, scratch)).replay()
         bound = 2**-8 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(out_TF.double(), want, rtol=bound, atol=bound * float(want.abs().max()))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from random_model import V2_LITE_HEADS
 
 from kernels import moe
@@ -74,12 +76,15 @@ def test_sums_are_left_in_parts_where_nobody_else_needs_them(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "tokens", "stored"),
-    [(DecodeOps, 1, True), (DecodeOps, 8, True), (DecodeOps, 9, False), (GeneralOps, 1, False)],
+    [
+        *((DecodeOps, 8, True), (GeneralOps, 1, True), (GeneralOps, 8, True), (GeneralOps, 9, False)),
+        (DeterministicOps, 1, False),
+    ],
 )
-def test_few_tokens_of_decode_rows_are_multiplied_by_fp8_weights_as_they_are_stored(
+def test_few_tokens_are_multiplied_by_fp8_weights_as_they_are_stored(
     kind: type[GeneralOps], tokens: int, stored: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales are powers of two, as DeepSeek V4 has them."""
+    """In invariant mode they are dequantized, as for many tokens. Scales are powers of two, as DeepSeek V4 has them."""
     random, widened = torch.Generator().manual_seed(tokens), []
     data = torch.randn(200, 256, generator=random).to(torch.float8_e4m3fn)
     scales = torch.exp2(torch.randint(-9, 3, (2, 2), generator=random).float())
@@ -131,3 +136,34 @@ def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
         sums.clear()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def test_clamped_shared_experts_are_what_the_routed_ones_are_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call sums both, in float32, where there is one residual stream as well."""
+    random = torch.Generator().manual_seed(1)
+    shapes = ((8, 16), (8, 32, 16), (8, 16, 16), (32, 16), (16, 16), (3, 16))
+    router, gate_up, down, own_gate_up, own_down, x_TE = (torch.randn(shape, generator=random) for shape in shapes)
+    own = Gated(Weight(own_gate_up), Weight(own_down))
+    routing = replace(parse_config(V2_LITE_HEADS).routing, shared_experts=0, limit=0.5, shared_limit=True)
+    mixture = Mixture(routing, Weight(router), None, Weight(gate_up), Weight(down), own)
+    norm, out, added = AddNorm(torch.zeros(3, 16), torch.ones(16), 1e-6), torch.empty(3, 16), []
+    ops, scratch, honest = GeneralOps(Group()), Scratch(x_TE.device), moe.experts
+
+    def experts(*given: torch.Tensor, before_TE: torch.Tensor | None = None, **more: Any) -> None:
+        added.append(before_TE is not None)
+        honest(*given, before_TE=before_TE, **more)
+
+    monkeypatch.setattr(moe, "experts", experts)
+    ops.add_experts(x_TE, mixture, norm, out, scratch, None)
+    assert added == [True]
+
+    def network(x_TE: torch.Tensor, gate_up_FE: torch.Tensor, down_EI: torch.Tensor) -> torch.Tensor:
+        gate, up = (x_TE.double() @ gate_up_FE.double().T).chunk(2, -1)
+        return (F.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)) @ down_EI.double().T
+
+    want = network(x_TE, own_gate_up, own_down)
+    for token, (ids, weights) in enumerate(zip(*ops.route(x_TE, mixture, scratch), strict=True)):
+        for expert, weight in zip(ids.tolist(), weights.tolist(), strict=True):
+            want[token] += weight * network(x_TE[token], gate_up[expert], down[expert])
+    torch.testing.assert_close(norm.residual_TE.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), F.rms_norm(want, (16,), eps=1e-6), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ that a compressor makes of a token, J heads and I features of an indexer, O rope
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels import compressed
 from kernels.compressed import TokenRows
+from kernels.page import PAGE_TOKENS
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels
@@ -51,7 +52,7 @@ class CompressedInputs:
     index_q_TJI: Tensor | None
     """Roped."""
     index_weight_TJ: Tensor | None
-    """fp32, with all factors in it."""
+    """fp32, without the factor that all scores have."""
 
     def of(self, own: slice) -> CompressedInputs:
         """Those of some tokens alone."""
@@ -68,6 +69,15 @@ class LayerAttention:
     weights: CompressedAttention
     rotation_YO: Tensor
     """fp32 rotations by position."""
+
+    def tensors(self, caches: LayerCaches) -> list[Tensor]:
+        """What attention of this layer reads and writes that no other layer does, with its caches."""
+        weights, own = self.weights, [caches.window.data_XLC, self.weights.kv_norm_D, self.weights.sink_H]
+        of_indexer = None if weights.indexer is None else weights.indexer.compressor
+        for compressor, where in ((weights.compressor, caches.compressor), (of_indexer, caches.indexer)):
+            if compressor is not None and where is not None:
+                own += [compressor.bias_RC, compressor.norm_D, where.state.data_XLC, where.entries.data_PKD]
+        return own
 
 
 class CompressedRows:
@@ -163,6 +173,31 @@ class CompressedRows:
         if self._choices is not None:
             self._choices.select(selected_TS, bound_T)
         return selected_TS
+
+
+def reserve(
+    kinds: Iterable[CompressedLayer],
+    compression: Compression,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    pages: int,
+    width: int,
+    scratch: Scratch,
+) -> None:
+    """Take the memory that `CompressedRows.attend` takes on a GPU in layers of these kinds, for queries of this shape,
+    [T, H, D], whose rows have at most `pages` pages. `width`: as of `TokenRows`. Nothing is computed."""
+    tokens, heads, features = shape
+    for kind in kinds:
+        with scratch.scope():
+            selected = compression.top_k if kind.indexed else 0
+            scratch.empty(tokens, features, dtype=dtype)
+            if selected:
+                scratch.empty(tokens, selected, dtype=torch.int32)
+                keys = max(1, PAGE_TOKENS // kind.ratio)
+                compressed_kernels.reserve_selection(tokens, pages, keys, selected, width, scratch)
+            own = (tokens if width else min(tokens, ATTENDING), heads, features)
+            where = compression.window, kind.ratio, pages, selected
+            compressed_kernels.reserve_attention(own, dtype, *where, scratch)
 
 
 def rows_of_pass(
