@@ -84,6 +84,8 @@ class Running:
 
         self.config, self._connection = config, connection
         self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
+        self.proxies: list[Any] = []
+        """References to proxies that are not there yet (`entrance.begin`)."""
         self._address = _reached_at(config.host, connection)
 
     @property
@@ -99,7 +101,7 @@ class Running:
     def news(self) -> list[str]:
         """Return the news since the last call: progress while replicas start, failures, resources that they wait
         for."""
-        return [*self._reader.new_lines(), *self._waiting.news()]
+        return [*self._reader.new_lines(), *self._waiting.news(), *self._connection.news()]
 
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""
@@ -154,7 +156,7 @@ def launch(
     if not cluster_to_join(config):
         _check_port(config)
     try:
-        connection = RayConnection(config, say, *([sessions] if sessions else []))
+        connection = RayConnection(config, say, sessions, _import_what_follows)
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
     there_before = True
@@ -164,7 +166,7 @@ def launch(
             _check_entrance(config, say)
         running = Running(config, connection)
         _check_capacity(config, connection, say)
-        there_before = _enter(config)
+        there_before = _enter(running)
         _deploy(running, engine_class)
         _wait(running, say)
     except BaseException:
@@ -289,17 +291,47 @@ def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) ->
     say(f"{short}: waiting for nodes that have them; {fewer} or ranks (--tensor-parallel) take less")
 
 
-def _enter(config: ServeConfig) -> bool:
-    """Let Serve run. Return whether there is an application already where this one goes."""
+def _import_what_follows() -> None:
+    """Import what handing an application over to Serve needs, which takes a second or more."""
+    import deploy.serve.application
+    import deploy.serve.capacity
+    import deploy.serve.progress
+    import deploy.serve.replica
+
+    assert deploy.serve.application
+
+
+def _enter(running: Running) -> bool:
+    """Let Serve run; its proxies come up meanwhile. Return whether there is an application already where this one
+    goes."""
     from ray import serve
     from ray.exceptions import RayError
 
+    config = running.config
     location = "HeadOnly" if config.proxies == "head" else "EveryNode"
     try:
-        serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+        running.proxies = entrance.begin(location, config.host, config.port)
     except RayError as error:
-        raise StartFailed(f"Ray Serve does not start: {_cause_in(str(error))}") from error
+        raise _serve_does_not_start(error) from error
     return APPLICATION in serve.status().applications
+
+
+def _look_at_proxies(running: Running) -> None:
+    """StartFailed where a proxy could not start."""
+    import ray
+    from ray.exceptions import RayError
+
+    if not running.proxies:
+        return
+    there, running.proxies = ray.wait(running.proxies, num_returns=len(running.proxies), timeout=0)
+    try:
+        ray.get(there)
+    except RayError as error:
+        raise _serve_does_not_start(error) from error
+
+
+def _serve_does_not_start(error: Exception) -> StartFailed:
+    return StartFailed(f"Ray Serve does not start: {_cause_in(str(error))}")
 
 
 def _cause_in(text: str) -> str:
@@ -339,6 +371,7 @@ def _wait(running: Running, say: Say) -> None:
                 say(line)
         if cause:
             raise StartFailed(cause)  # Serve would try again
+        _look_at_proxies(running)
         status = serve.status().applications.get(APPLICATION)
         if status is None:
             raise StartFailed("somebody else deleted the application while it started")
