@@ -27,6 +27,7 @@ _BEGINNING: Final = PrivateApi(
         "ray.serve._private.api._create_controller_and_proxy_refs(http_options, grpc_options, global_logging_config, "
         "global_tracing_config, controller_options, proxy_location)",
         "ray.serve._private.client.ServeControllerClient(controller)",
+        "ray.serve._private.client.ServeControllerClient.wait_for_proxies_serving(wait_for_applications_running)",
         "ray.serve.context._get_global_client(raise_if_no_controller_running)",
         "ray.serve.context._set_global_client(client)",
     ),
@@ -53,7 +54,10 @@ def begin(location: str, host: str, port: int) -> list[Any]:
         return []
     unchanged = api._coerce_controller_options(None)
     controller, proxies = api._create_controller_and_proxy_refs(options, None, None, None, unchanged, location)
-    _set_global_client(ServeControllerClient(controller))
+    client = ServeControllerClient(controller)
+    # Serve would wait for its proxies again, and fail after a minute, when it is given an application.
+    client.wait_for_proxies_serving = lambda wait_for_applications_running=True: None
+    _set_global_client(client)
     return list(proxies)
 
 

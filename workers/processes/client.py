@@ -56,6 +56,7 @@ class EngineClient:
         self._heard = time.monotonic()
         self.stats = EngineStats()
         self.selftest: SelfTestReport | None = None
+        self.start_s: dict[str, float] = {}
         self.fault: str | None = None
         self.fault_is_lasting = False
         """Another start would end the same."""
@@ -205,6 +206,7 @@ class EngineClient:
             case EngineStats():
                 self.stats = message
             case Ready():
+                self.start_s = message.start_s
                 if not self._ready.done():
                     self._ready.set_result(
                         ModelInfo(

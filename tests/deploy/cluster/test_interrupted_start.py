@@ -104,7 +104,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
 
 def test_a_signal_whose_interrupt_an_import_dropped_stops_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    running = SimpleNamespace(url="http://", news=list, stop=lambda say: did.append("stop"))
+    running = SimpleNamespace(url="http://", start_s={}, news=list, stop=lambda say: did.append("stop"))
 
     def launch(*_: object) -> SimpleNamespace:
         with contextlib.suppress(KeyboardInterrupt):
