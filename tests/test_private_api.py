@@ -37,6 +37,7 @@ LEANING = {
     "workers/parallel/symmetric.py": (TORCH,),
     "deploy/cluster/connection.py": (RAY,),
     "deploy/cluster/haproxy.py": (RAY,),
+    "deploy/cluster/head_node.py": (RAY,),
     "deploy/cluster/quiet.py": (RAY,),
     "deploy/cluster/ray_address.py": (RAY,),
     "deploy/cluster/replica_ports.py": (RAY,),

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 import psutil
 
 from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
+from deploy.cluster.head_node import dashboard_ended, short_start
 from deploy.cluster.quiet import quiet_driver
 from deploy.cluster.ray_address import alone, logs_folder
 from deploy.cluster.ray_address import knock as _knock
@@ -50,12 +52,20 @@ def cluster_to_join(config: ServeConfig) -> str | None:
 class RayConnection:
     """A driver's connection to Ray, until `close`."""
 
-    def __init__(self, config: ServeConfig, say: Say, sessions: Sessions | None = None) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        say: Say,
+        sessions: Sessions | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
         """Join the Ray that is asked for, or start one in `sessions`: `own` tells. CannotJoin when there is none to
-        join."""
-        self._sessions = sessions or Sessions()
+        join. `meanwhile` is called in a thread while this process waits for a Ray of our own: to import what is
+        needed next. What it raises is dropped, as whoever imports the same later gets it, too."""
+        self._sessions, self._meanwhile = sessions or Sessions(), meanwhile
         self._before: dict[str, str | None] = {}
         self._quiet = ExitStack()
+        self._tells_of_dashboard = False
         address, before = cluster_to_join(config), _descendants()
         self.own = not address
         self.head_address = "127.0.0.1"
@@ -113,12 +123,17 @@ class RayConnection:
             # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
             self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})
         processes = config.most_replicas * (2 + config.engine.mesh().world.size)
+        beside = Thread(target=self._run_meanwhile, name="meanwhile", daemon=True)
         say(f"starting Ray ({ingress} ingress)")
         with _our_signal_handlers():
             import ray
 
             self._export({NODES_ELSEWHERE: "0"})  # for Ray's processes; this one has imported it
-            with self._sessions.of_their_own(), alone(token=config.ray_auth == "token"):
+            with (
+                self._sessions.of_their_own(),
+                alone(token=config.ray_auth == "token"),
+                short_start(f"127.0.0.1:{dashboard}", beside.start),
+            ):
                 ray.init(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
@@ -132,10 +147,24 @@ class RayConnection:
                     log_to_driver=False,
                     configure_logging=False,
                 )
+        if beside.ident is not None:
+            beside.join()  # two threads that import parts of one package may find them half imported
+        self._tells_of_dashboard = config.dashboard
         if config.dashboard:
             say(f"Ray dashboard at http://127.0.0.1:{dashboard} (`ray get-auth-token` prints its token)")
         say(f"figures for Prometheus at http://127.0.0.1:{figures}/metrics")
         say(f"logs in {logs_folder()}")
+
+    def _run_meanwhile(self) -> None:
+        with suppress(Exception):
+            self._meanwhile()
+
+    def news(self) -> list[str]:
+        """Return what has become known since the last call of the Ray that was started."""
+        if not self._tells_of_dashboard or not dashboard_ended():
+            return []
+        self._tells_of_dashboard = False
+        return [f"Ray's dashboard has ended, and all else goes on: dashboard.log in {logs_folder()} says why"]
 
     def _export(self, variables: dict[str, str]) -> None:
         self._before |= {name: os.environ.get(name) for name in variables if name not in self._before}

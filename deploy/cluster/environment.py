@@ -131,8 +131,9 @@ def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports:
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # The third failure in a row replaces a HAProxy that ended: with Serve's 10 s nobody listens for half a minute.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
-        # Serve ends a proxy that is not up after 5 s and starts another: on a slow machine it ends each of them.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        # Serve ends a proxy that is not up after 5 s and starts another: on a slow machine, where replicas start beside
+        # it, it ends each of them.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "240",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": str(max(config.drain.deregister_s, 0.1)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(config.drain.deregister_s),
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if ingress == "direct" else "0",

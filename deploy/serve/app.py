@@ -20,12 +20,13 @@ from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain
-from deploy.serve import entrance
+from deploy.serve import entrance, start_table
 from workers.channel.ports import free_ports, six_alone
 from workers.environment import check_environment, visible_gpus
 from workers.families.registry import load_config
 from workers.fit.settings import Unfit, check_fit
 from workers.models.config import ConfigError
+from workers.rank.start_times import StartTimes
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -84,6 +85,10 @@ class Running:
 
         self.config, self._connection = config, connection
         self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
+        self.proxies: list[Any] = []
+        """References to proxies that are not there yet (`entrance.begin`)."""
+        self.start_s: dict[str, float] = {}
+        """Seconds of the parts of the start, by their names, in order; empty where no replica reported its own."""
         self._address = _reached_at(config.host, connection)
 
     @property
@@ -99,7 +104,15 @@ class Running:
     def news(self) -> list[str]:
         """Return the news since the last call: progress while replicas start, failures, resources that they wait
         for."""
-        return [*self._reader.new_lines(), *self._waiting.news()]
+        return [*self._reader.new_lines(), *self._waiting.news(), *self._connection.news()]
+
+    def started(self, command: dict[str, float], handed_over: float) -> None:
+        """Note that the application answers. `command`: seconds of the parts until it was `handed_over` to Serve (Unix
+        time, seconds)."""
+        if (last := self._reader.last_start()) is not None:
+            began, replica = last
+            waited = time.time() - handed_over
+            self.start_s = start_table.of_application(command, waited, began - handed_over, replica)
 
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""
@@ -138,14 +151,19 @@ class Running:
 
 
 def launch(
-    config: ServeConfig, say: Say = tell, engine_class: type | None = None, sessions: Sessions | None = None
+    config: ServeConfig,
+    say: Say = tell,
+    engine_class: type | None = None,
+    sessions: Sessions | None = None,
+    before_s: float = 0.0,
 ) -> Running:
     """Bring the application up and return once `/health` answers 200. `say` gets lines about progress; a Ray of our own
-    runs in `sessions`.
+    runs in `sessions`. `before_s`: seconds of the start that have passed already, with imports.
 
     Unfit where the model cannot be served with these settings, before anything is started; StartFailed with the first
     cause, and nothing is left running then.
     """
+    times = StartTimes(before_s)
     check_environment()
     _check_model(config, gpus=None if cluster_to_join(config) else visible_gpus())
     config = config.model_copy(update={"host": six_alone(config.host)})
@@ -153,8 +171,9 @@ def launch(
         config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
     if not cluster_to_join(config):
         _check_port(config)
+    times.end("imports")
     try:
-        connection = RayConnection(config, say, *([sessions] if sessions else []))
+        connection = RayConnection(config, say, sessions, _import_what_follows)
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
     there_before = True
@@ -162,11 +181,15 @@ def launch(
         if not connection.own:
             _check_host(config)
             _check_entrance(config, say)
+        times.end("Ray")
         running = Running(config, connection)
         _check_capacity(config, connection, say)
-        there_before = _enter(config)
+        there_before = _enter(running)
         _deploy(running, engine_class)
+        times.end("Ray Serve")
+        handed_over = time.time()
         _wait(running, say)
+        running.started(times.parts, handed_over)
     except BaseException:
         if there_before:
             connection.close()  # Serve keeps replicas whose successors fail
@@ -200,7 +223,9 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
     try:
-        running = launch(config, say, engine_class, sessions)
+        running = launch(config, say, engine_class, sessions, start_table.process_age_s())
+        for line in start_table.lines_of(running.start_s) if running.start_s else ():
+            say(line)
         say(f"serving {config.model_name} at {running.url}/v1 (Ctrl-C stops)")
         try:
             while not wanted.wait(NEWS_PERIOD_S):
@@ -289,17 +314,47 @@ def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) ->
     say(f"{short}: waiting for nodes that have them; {fewer} or ranks (--tensor-parallel) take less")
 
 
-def _enter(config: ServeConfig) -> bool:
-    """Let Serve run. Return whether there is an application already where this one goes."""
+def _import_what_follows() -> None:
+    """Import what handing an application over to Serve needs, which takes a second or more."""
+    import deploy.serve.application
+    import deploy.serve.capacity
+    import deploy.serve.progress
+    import deploy.serve.replica
+
+    assert deploy.serve.application
+
+
+def _enter(running: Running) -> bool:
+    """Let Serve run; its proxies come up meanwhile. Return whether there is an application already where this one
+    goes."""
     from ray import serve
     from ray.exceptions import RayError
 
+    config = running.config
     location = "HeadOnly" if config.proxies == "head" else "EveryNode"
     try:
-        serve.start(proxy_location=location, http_options={"host": config.host, "port": config.port})
+        running.proxies = entrance.begin(location, config.host, config.port)
     except RayError as error:
-        raise StartFailed(f"Ray Serve does not start: {_cause_in(str(error))}") from error
+        raise _serve_does_not_start(error) from error
     return APPLICATION in serve.status().applications
+
+
+def _look_at_proxies(running: Running) -> None:
+    """StartFailed where a proxy could not start."""
+    import ray
+    from ray.exceptions import RayError
+
+    if not running.proxies:
+        return
+    there, running.proxies = ray.wait(running.proxies, num_returns=len(running.proxies), timeout=0)
+    try:
+        ray.get(there)
+    except RayError as error:
+        raise _serve_does_not_start(error) from error
+
+
+def _serve_does_not_start(error: Exception) -> StartFailed:
+    return StartFailed(f"Ray Serve does not start: {_cause_in(str(error))}")
 
 
 def _cause_in(text: str) -> str:
@@ -339,6 +394,7 @@ def _wait(running: Running, say: Say) -> None:
                 say(line)
         if cause:
             raise StartFailed(cause)  # Serve would try again
+        _look_at_proxies(running)
         status = serve.status().applications.get(APPLICATION)
         if status is None:
             raise StartFailed("somebody else deleted the application while it started")

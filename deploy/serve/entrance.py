@@ -1,12 +1,12 @@
-"""Parts of Ray Serve that an application needs: the address at which it listens already, and the shutdown of an
-application that has begun to start.
+"""Parts of Ray Serve that an application needs: a start that does not wait for its proxies, the address at which it
+listens already, and the shutdown of an application that has begun to start.
 
-Written for Ray 2.60.0: both are private parts of Serve. Each function says what happens without.
+Written for Ray 2.60.0: all are private parts of Serve. Each function says what happens without.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from kernels.private_api import PrivateApi
 
@@ -20,6 +20,45 @@ _DELETION: Final = PrivateApi(
     ("ray.serve.delete(_blocking)",),
     "the end of the application is waited for by Ray Serve, without a limit of our own",
 )
+_BEGINNING: Final = PrivateApi(
+    "ray",
+    (
+        "ray.serve._private.api._coerce_controller_options(controller_options)",
+        "ray.serve._private.api._create_controller_and_proxy_refs(http_options, grpc_options, global_logging_config, "
+        "global_tracing_config, controller_options, proxy_location)",
+        "ray.serve._private.client.ServeControllerClient(controller)",
+        "ray.serve._private.client.ServeControllerClient.wait_for_proxies_serving(wait_for_applications_running)",
+        "ray.serve.context._get_global_client(raise_if_no_controller_running)",
+        "ray.serve.context._set_global_client(client)",
+    ),
+    "replicas are started when HAProxy or Serve's own proxy is there, and not beside it",
+)
+
+
+def begin(location: str, host: str, port: int) -> list[Any]:
+    """Let Serve run and listen at `host` and `port`, unless it runs. Return references to its proxies, which come up
+    meanwhile: each can be got, without a value, once its proxy is there, and raises why it cannot start. RayError where
+    Serve cannot start. Where this Serve always waits for its proxies, a line is logged, and there are no references."""
+    from ray import serve
+
+    options = {"host": host, "port": port}
+    if not _BEGINNING.there():
+        serve.start(proxy_location=location, http_options=options)
+        return []
+    from ray.serve._private import api
+    from ray.serve._private.client import ServeControllerClient
+    from ray.serve.context import _get_global_client, _set_global_client
+
+    if _get_global_client(raise_if_no_controller_running=False) is not None:
+        serve.start(proxy_location=location, http_options=options)  # which says what it does not change
+        return []
+    unchanged = api._coerce_controller_options(None)
+    controller, proxies = api._create_controller_and_proxy_refs(options, None, None, None, unchanged, location)
+    client = ServeControllerClient(controller)
+    # Serve would wait for its proxies again, and fail after a minute, when it is given an application.
+    client.wait_for_proxies_serving = lambda wait_for_applications_running=True: None
+    _set_global_client(client)
+    return list(proxies)
 
 
 def known() -> bool:

@@ -43,6 +43,8 @@ class Report(msgspec.Struct):
     """First cause of its end."""
     lasting: bool = False
     """Whether another start would end the same."""
+    start_s: dict[str, float] = {}
+    """Seconds of the parts of its start, by their names, in order, once it serves."""
 
 
 class StatusStore:
@@ -65,6 +67,12 @@ class StatusStore:
                 del self.report.lines[0]
                 self.report.cut += 1
             self._write_soon()
+
+    def serving(self, start_s: dict[str, float]) -> None:
+        """Report that the replica serves, and the seconds of the parts of its start."""
+        with self._changing:
+            self.report.start_s = start_s
+        self.say("serving")
 
     def fail(self, cause: str, lasting: bool = False, wait_s: float = 10.0) -> None:
         """The replica is going down; it waits until that is written, but no longer than so many seconds. `lasting`:
@@ -139,6 +147,12 @@ class ProgressReader:
                 self._failed.add(report.replica)
                 lines.append(f"{label}failed: {report.failed}")
         return lines
+
+    def last_start(self) -> tuple[float, dict[str, float]] | None:
+        """Return when the replica that was there last began (Unix time, seconds), and the seconds of the parts of its
+        start; None where nobody reports any."""
+        starts = [(report.started, report.start_s) for report in reports(self._application) if report.start_s]
+        return max(starts, key=lambda start: start[0] + sum(start[1].values()), default=None)
 
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""

@@ -35,6 +35,7 @@ from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.neighbor_store import NeighborStore, Place
 from deploy.serve.progress import StatusStore
 from deploy.serve.standby import Standby
+from deploy.serve.start_table import FIRST_STEP, PROCESSES, of_replica
 from deploy.serve.stream_watchdog import StreamWatchdog
 from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
 from deploy.text.handed import EncodedPrompt, HandedPrompts
@@ -160,6 +161,7 @@ class EngineReplica:
         self._new_processes = partial(self.processes_class, config, group, labels, keeper)
         self._standby: Standby | None = None
         self._restart = ""
+        self._start_s: dict[str, float] = {}
         self.processes = self._new_processes()
         try:
             self.engine = await self._bring_up()
@@ -194,7 +196,7 @@ class EngineReplica:
             self.neighbor_store.open(self.engine, self.watchdog)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
-        self.status_store.say("serving")
+        self.status_store.serving(self._start_s)
         self._standby.begin()
         placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
         logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
@@ -204,7 +206,7 @@ class EngineReplica:
         self.status_store.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
         times = StartTimes()
         client = await self._start_processes()
-        times.end("processes")
+        times.end(PROCESSES)
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
@@ -217,8 +219,9 @@ class EngineReplica:
         await client.ready(config.engine.start_timeout_s)
         times.end("ranks")
         await client.health_check()
-        times.end("first step")
+        times.end(FIRST_STEP)
         self.status_store.say(f"the replica started in {times}")
+        self._start_s = of_replica(times.parts, client.start_s)
         neighbors: Neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
         engine = FailoverEngine(client, self._start_again, config.health.patience_s, neighbors=neighbors)
         engine.on_loss.append(self._lost)

@@ -35,6 +35,13 @@ def server(launch) -> Server:
     return launch(CONFIG).wait()
 
 
+def maps_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has just ended
+        return ""
+
+
 def test_progress_is_shown(server: Server) -> None:
     text = "\n".join(server.lines)
     for expected in (
@@ -47,6 +54,25 @@ def test_progress_is_shown(server: Server) -> None:
         "serving demo at",
     ):
         assert expected in text
+
+
+def test_the_start_is_told_by_part(server: Server) -> None:
+    (begin,) = [n for n, line in enumerate(server.lines) if line.startswith("the first answer was possible ")]
+    (end,) = [n for n, line in enumerate(server.lines) if line.startswith("serving demo at ")]
+    table = [re.fullmatch(r"    (\S.*\S) +([\d.]+) s", line) for line in server.lines[begin + 1 : end]]
+    assert all(table), server.lines
+    seconds = {row[1].strip(): float(row[2]) for row in table if row}
+    whole = float(server.lines[begin].split()[5])
+    assert abs(sum(seconds.values()) - whole) <= 0.1 * (len(seconds) + 6)  # rounded, and without the shortest ones
+    long = ("imports", "Ray", "Ray Serve", "front", "processes", "self-test")
+    assert [part for part in seconds if part in long] == list(long)
+
+
+def test_ranks_alone_have_torch_in_their_memory(server: Server) -> None:
+    """Each process that imports it starts seconds later."""
+    ranks = set(server.pids("ray::WorkerActor"))
+    assert len(ranks) == 2
+    assert {pid for pid in server.pids() if "libtorch_cpu" in maps_of(pid)} == ranks
 
 
 def test_the_openai_client_gets_the_same_text_streamed_and_whole(server: Server) -> None:

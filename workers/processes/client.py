@@ -58,6 +58,7 @@ class EngineClient:
         self._heard = self._clock.time
         self.stats = EngineStats()
         self.selftest: SelfTestReport | None = None
+        self.start_s: dict[str, float] = {}
         self.fault: str | None = None
         self.fault_is_lasting = False
         """Another start would end the same."""
@@ -207,6 +208,7 @@ class EngineClient:
             case EngineStats():
                 self.stats = message
             case Ready():
+                self.start_s = message.start_s
                 if not self._ready.done():
                     self._ready.set_result(
                         ModelInfo(

@@ -185,6 +185,7 @@ class SchedulerProcess:
                 *(-1, first.pages, first.max_context, first.vocab_size, first.width, first.eos_ids),
                 root=first.root,
                 cache_shards=first.cache_shards,
+                start_s=first.start_s,
             )
         )
         scheduler = Scheduler(scheduler_config(config, first))

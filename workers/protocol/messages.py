@@ -338,6 +338,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Multiples of so many tokens at which they may be made."""
     savers: int = 1
     """Ranks that share the copying of a page to host memory (`saver_of`); all ranks agree on it."""
+    start_s: dict[str, float] = {}
+    """Seconds of the parts of its start, by their names, in order; of rank 0 where the scheduler says it."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -260,6 +260,7 @@ class Rank:
                 self.disk = DiskMover(files, memory, group.mesh.world.rank, on_moved)
                 self.ready = replace(self.ready, disk_pages=files.slots, disk_serial=files.serial)
             times.end("disk")
+        self.ready = replace(self.ready, start_s=times.parts)
         self._promoted = self.ready
         """What it is ready to do once it has taken the place of the rank that serves."""
         if standing_by:

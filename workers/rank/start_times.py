@@ -16,9 +16,9 @@ T = TypeVar("T")
 class StartTimes:
     """Times of the parts of a start: those that follow each other, and those that run beside them."""
 
-    def __init__(self) -> None:
-        """The first part begins."""
-        self._last = time.perf_counter()
+    def __init__(self, before_s: float = 0.0) -> None:
+        """The first part begins, or began so many seconds before."""
+        self._last = time.perf_counter() - before_s
         self._parts: dict[str, float] = {}
         self._beside: dict[str, float] = {}
 
@@ -45,6 +45,11 @@ class StartTimes:
 
         Thread(target=run, name=part, daemon=True).start()
         return done
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the parts that follow each other, by their names, in the order in which they began."""
+        return dict(self._parts)
 
     @override
     def __str__(self) -> str:

@@ -87,12 +87,12 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
 
     joined = SimpleNamespace(own=False, close=lambda: calls.append("left"))
     status = SimpleNamespace(applications=[app.APPLICATION] if there else [])
-    monkeypatch.setattr(app, "RayConnection", lambda config, say: joined)
+    monkeypatch.setattr(app, "RayConnection", lambda *_: joined)
     monkeypatch.setattr(app, "Running", Running)
     for name in ("_check_entrance", "_check_capacity", "build_app"):
         monkeypatch.setattr(app, name, lambda *_: None)
     monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
-    monkeypatch.setattr("ray.serve.start", lambda **options: None)
+    monkeypatch.setattr("deploy.serve.entrance.begin", lambda location, host, port: [])
     monkeypatch.setattr("ray.serve.status", lambda: status)
     monkeypatch.setattr("ray.serve.run_many", hand_over)
     monkeypatch.setattr("ray.serve.delete", lambda application, **options: calls.append(f"deleted {application}"))
@@ -104,7 +104,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
 
 def test_a_signal_whose_interrupt_an_import_dropped_stops_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    running = SimpleNamespace(url="http://", news=list, stop=lambda say: did.append("stop"))
+    running = SimpleNamespace(url="http://", start_s={}, news=list, stop=lambda say: did.append("stop"))
 
     def launch(*_: object) -> SimpleNamespace:
         with contextlib.suppress(KeyboardInterrupt):

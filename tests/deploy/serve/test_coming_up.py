@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import ray
+from ray.exceptions import RayError
 
 from deploy.config.application import ServeConfig
 from deploy.serve import app
@@ -24,6 +26,7 @@ class Pretended:
         engine = {"model": "demo", "start_timeout_s": start_timeout_s}
         self.config = ServeConfig.model_validate({"engine": engine, "host": host})
         self.url, self.waits_for = "http://10.0.0.1:8000", waits_for
+        self.proxies: list = []
 
     def news(self) -> list[str]:
         return []
@@ -79,6 +82,33 @@ def test_when_time_is_over_the_error_says_what_was_missing(serve, state: tuple, 
     serve(*state)
     with pytest.raises(StartFailed, match=f"not ready within 0 s: {cause}"):
         app._wait(Pretended(waits_for=waits_for, start_timeout_s=0.02), lambda line: None)
+
+
+def test_a_proxy_that_cannot_start_ends_the_start_as_soon_as_that_is_known(
+    serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies come up beside the replicas, and say last why they do not."""
+    serve("DEPLOYING", "UPDATING")
+    there: list[str] = []
+
+    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
+
+    def get(refs: list[str]) -> None:
+        if "broken" in refs:
+            raise RayError("Traceback\n[ALERT] (1) : cannot bind socket\nsee above")
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    application = Pretended()
+    application.proxies = ["slow", "well", "broken"]
+    app._look_at_proxies(application)
+    there.append("well")
+    app._look_at_proxies(application)
+    assert application.proxies == ["slow", "broken"]
+    there.append("broken")
+    with pytest.raises(StartFailed, match=r"Ray Serve does not start: \[ALERT\] \(1\) : cannot bind socket$"):
+        app._wait(application, lambda line: None)
 
 
 def test_an_application_that_somebody_deletes(serve) -> None:

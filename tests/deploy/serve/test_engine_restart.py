@@ -41,6 +41,7 @@ class Client:
         self.info = ModelInfo("tiny", 200, 50, (1,), 3, 0)
         self.stats, self.fault, self.died_of_an_error = EngineStats(), None, False
         self.fault_is_lasting = self.took_over = False
+        self.start_s: dict[str, float] = {}
         self.on_fault: list[Any] = []
         self.on_progress: list[Any] = []
         self.on_charges: list[Any] = []

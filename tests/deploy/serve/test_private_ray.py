@@ -17,14 +17,16 @@ import ray._private.worker
 import ray.serve.context
 from ray import serve
 from ray._private import ray_constants, services
+from ray._private.node import Node
 from ray.experimental import internal_kv
+from ray.serve._private import api as serve_api
 from ray.serve._private import common, constants, haproxy_templates
 from ray.serve._private import replica as serve_replica
 from ray.serve._private.request_router import replica_wrapper
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from deploy.cluster import environment, quiet, ray_address, replica_ports, sessions
+from deploy.cluster import environment, head_node, quiet, ray_address, replica_ports, sessions
 from deploy.cluster.environment import resolve_ingress
 from deploy.cluster.sessions import Sessions
 from deploy.config.application import ServeConfig
@@ -41,7 +43,7 @@ def config(**settings: Any) -> ServeConfig:
 @pytest.fixture
 def lines():
     """Collect the lines that are logged by modules that have not looked at Ray yet."""
-    modules = (environment, quiet, ray_address, replica_ports, sessions)
+    modules = (environment, head_node, quiet, ray_address, replica_ports, sessions)
     with untouched(*modules, application, entrance, progress, capacity, under_serve) as told:
         yield told
 
@@ -326,6 +328,36 @@ def test_serves_own_receive_channels_are_those_that_are_told_apart() -> None:
     assert not hasattr(by_haproxy, "_receive_asgi_messages")
     by_serves_proxy = ASGIReceiveProxy({"type": "http"}, None, None)
     assert hasattr(by_serves_proxy, "_receive_asgi_messages")
+
+
+@pytest.mark.parametrize("name", ["_create_controller_and_proxy_refs", "_coerce_controller_options", ""])
+def test_serve_is_waited_for_where_it_cannot_start_in_the_background(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It cannot either where it runs already: then there is nothing to wait for."""
+    began: list[Any] = []
+    monkeypatch.setattr(serve, "start", lambda **options: began.append(options))
+    client = None if name else object()
+    monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda raise_if_no_controller_running: client)
+    if name:
+        monkeypatch.delattr(serve_api, name)
+    assert entrance.begin("EveryNode", "0.0.0.0", 80) == []
+    assert began == [{"proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": 80}}]
+    assert [name in line and "not beside it" in line for line in lines] == ([True] if name else [])
+
+
+@pytest.mark.parametrize("name", ["start_api_server", "start_log_monitor"])
+def test_a_head_node_that_cannot_be_told_starts_as_ever(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delattr(Node, name)
+    before = dict(vars(Node))
+    with head_node.short_start("127.0.0.1:1", lambda: pytest.fail("called")):
+        assert dict(vars(Node)) == before
+    assert not head_node.dashboard_ended()
+    [line] = lines
+    assert name in line
+    assert "waits some seconds for Ray's dashboard" in line
 
 
 def test_without_serves_client_an_entrance_elsewhere_is_not_noticed(

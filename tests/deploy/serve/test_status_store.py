@@ -10,7 +10,7 @@ import pytest
 from test_live_status_store import Store
 
 from deploy.serve import progress
-from deploy.serve.progress import StatusStore, reports
+from deploy.serve.progress import ProgressReader, StatusStore, reports
 
 
 def lines_at_the_end(count: int) -> list[str]:
@@ -39,6 +39,23 @@ def test_a_store_that_hangs_keeps_nobody_from_going_on(monkeypatch: pytest.Monke
     assert reports("app") == []
     may_write.set()
     assert lines_at_the_end(9) == [f"line {number}" for number in range(9)]
+
+
+def test_the_start_that_counts_is_that_of_the_replica_that_was_there_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "store", Store())
+    reader = ProgressReader("app")
+    assert reader.last_start() is None
+    for name, began, start_s in (("a", 10.0, {"weights": 9.0}), ("b", 12.0, {"weights": 3.0, "first step": 1.0})):
+        made = StatusStore("app", name)
+        made.report.started = began
+        made.serving(start_s)
+    StatusStore("app", "c").say("starting")
+    deadline = time.monotonic() + 60
+    while sum(bool(report.start_s) for report in reports("app")) < 2 or len(reports("app")) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert reader.last_start() == (10.0, {"weights": 9.0})
+    assert [report.lines for report in reports("app")] == [["serving"], ["serving"], ["starting"]]
 
 
 def test_a_store_that_fails_gets_what_it_missed_with_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:

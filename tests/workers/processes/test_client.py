@@ -37,7 +37,8 @@ from workers.protocol.messages import (
 )
 from workers.protocol.plan import SamplingParams
 
-READY = Ready(-1, pages=9, max_context=200, vocab_size=50, width=3, eos_ids=(1,))
+START_S = {"weights": 2.5, "self-test": 1.0}
+READY = Ready(-1, pages=9, max_context=200, vocab_size=50, width=3, eos_ids=(1,), start_s=START_S)
 
 
 class Scheduler:
@@ -94,6 +95,7 @@ async def test_what_is_served_is_known_once_it_is_ready() -> None:
         scheduler.say(READY, EngineStats(running=7))
         info = await client.ready(60)
         assert (info.name, info.max_context, info.vocab_size, info.max_width, info.eos_ids) == ("it", 200, 50, 3, (1,))
+        assert list(client.start_s.items()) == list(START_S.items())  # in the order in which they came
 
 
 async def test_a_stream_gets_its_own_outputs_and_its_end() -> None:

@@ -193,6 +193,13 @@ def test_the_front_is_told_the_root_of_the_keys_and_reports_name_it() -> None:
         assert world.hears(EngineStats).key_root == b"sixteen bytes..."
 
 
+def test_the_front_is_told_what_rank_0_took_to_start() -> None:
+    with played(2, serving=False) as world:
+        for rank in (1, 0):
+            world.results.send(Ready(rank, 9, 200, 50, start_s={"weights": 2.0 - rank, "self-test": 3.0}))
+        assert list(world.hears(Ready).start_s.items()) == [("weights", 2.0), ("self-test", 3.0)]
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     with played(3, serving=False, begin=lambda world: world.ready(1), start_timeout_s=1.0) as world:
         assert world.fault() == "ranks [1, 2] were not ready within 1 s"

@@ -1,0 +1,97 @@
+"""Processes of a head node of our own: those that nobody needs are not started, and nobody waits for the dashboard.
+
+Written for Ray 2.60.0, whose head node starts its dashboard first and waits for it, in a private part of it. Without
+that part a line is logged, and a start takes some seconds more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from kernels.private_api import PrivateApi
+
+_START: Final = PrivateApi(
+    "ray",
+    (
+        "ray._private.node.Node.start_api_server(include_dashboard, raise_on_failure)",
+        "ray._private.node.Node.start_log_monitor",
+        "ray._private.ray_constants.DASHBOARD_ADDRESS",
+        "ray._private.ray_constants.PROCESS_TYPE_DASHBOARD",
+        "ray._private.worker._global_node",
+        "ray.experimental.internal_kv._internal_kv_get",
+    ),
+    "a start waits some seconds for Ray's dashboard, even where none is asked for",
+)
+DASHBOARD_NICE: Final = 10
+"""Added to the nice value of the dashboard's processes: where cores are few, a start and what serves go first."""
+
+
+@contextmanager
+def short_start(address: str, then: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Let a Ray that is started within this context go on while its dashboard, which listens at `address` (host:port),
+    comes up. Where no dashboard is asked for, nothing is started in its place, and no process that reads all logs for
+    drivers, of which ours wants none.
+
+    `then` is called just before the node is started, for which this process then waits. It is not called where this
+    Ray cannot be told any of that.
+    """
+    if not _START.there():
+        yield
+        return
+    from ray._private.node import Node
+
+    kept: Any = Node.start_api_server, Node.start_log_monitor
+
+    def start(node: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        if include_dashboard:
+            with _taken_to_be_at(address):
+                kept[0](node, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+            nice = min(os.getpriority(os.PRIO_PROCESS, 0) + DASHBOARD_NICE, 19)
+            for process in _dashboard(node):
+                with suppress(OSError):  # it has ended
+                    os.setpriority(os.PRIO_PROCESS, process.pid, nice)
+        then()
+
+    Node.start_api_server, Node.start_log_monitor = start, lambda node: None
+    try:
+        yield
+    finally:
+        Node.start_api_server, Node.start_log_monitor = kept
+
+
+@contextmanager
+def _taken_to_be_at(address: str) -> Iterator[None]:
+    """Answer whoever asks Ray's store within this context where the dashboard is, as if it were there."""
+    from ray._private import ray_constants
+    from ray.experimental import internal_kv
+
+    get: Any = internal_kv._internal_kv_get
+
+    def known(key: Any, *arguments: Any, **options: Any) -> Any:
+        return address.encode() if key == ray_constants.DASHBOARD_ADDRESS else get(key, *arguments, **options)
+
+    internal_kv._internal_kv_get = known
+    try:
+        yield
+    finally:
+        internal_kv._internal_kv_get = get
+
+
+def _dashboard(node: Any) -> list[Any]:
+    from ray._private import ray_constants
+
+    return [info.process for info in node.all_processes.get(ray_constants.PROCESS_TYPE_DASHBOARD, [])]
+
+
+def dashboard_ended() -> bool:
+    """Whether the dashboard of the Ray that this process started has ended, most likely because it could not start.
+    False where nobody knows."""
+    if not _START.there():
+        return False
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    return node is not None and any(process.poll() is not None for process in _dashboard(node))
