@@ -97,10 +97,11 @@ def name_of(process: psutil.Process) -> str:
 class Observer(threading.Thread):
     """Looks at a process and all that come from it, again and again."""
 
-    def __init__(self, pid: int, begin: float) -> None:
-        """`begin`: Unix time of the start."""
+    def __init__(self, pid: int) -> None:
+        """`pid`: of the command."""
         super().__init__(daemon=True)
-        self._root, self._begin = psutil.Process(pid), begin
+        self._root = psutil.Process(pid)
+        self._begin = self._root.create_time()  # by the clock of the others, which is not quite that of time.time()
         self.found: dict[tuple[int, float], Process] = {}
         self._over = threading.Event()
 
@@ -161,7 +162,7 @@ def run(model: str, options: list[str]) -> Start:
         server = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        observer = Observer(server.pid, begin)
+        observer = Observer(server.pid)
         observer.start()
         lines: list[tuple[float, str]] = []
         answered = 0.0

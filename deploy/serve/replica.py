@@ -17,7 +17,6 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from deploy.api.http.errors import FAILURES, engine_down
-from deploy.api.job.defaults import SamplingDefaults, not_taken, read_defaults
 from deploy.api.limits.keys import KeyRing
 from deploy.cluster.haproxy import fault_note, note_fault
 from deploy.cluster.replica_ports import listen_at_home
@@ -28,8 +27,6 @@ from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.autoscaling import load_of
 from deploy.serve.front_silence import BEAT_S
-from deploy.serve.heir import Heir, shared_folder
-from deploy.serve.journals import Journals
 from deploy.serve.key_status_store import KeyStatusStore
 from deploy.serve.live_status_store import LiveStatusStore
 from deploy.serve.neighbor_store import NeighborStore, Place
@@ -37,7 +34,6 @@ from deploy.serve.progress import StatusStore
 from deploy.serve.standby import Standby
 from deploy.serve.start_table import FIRST_STEP, PROCESSES, of_replica
 from deploy.serve.stream_watchdog import StreamWatchdog
-from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
 from deploy.text.handed import EncodedPrompt, HandedPrompts
 from deploy.text.template import check_template, why_no_chat
 from deploy.text.tokenizer import Tokenizer
@@ -47,8 +43,10 @@ from workers.processes.failover import FailoverEngine, Neighbors
 from workers.protocol.front import Engine, EngineFault
 from workers.rank.start_times import StartTimes
 
-if TYPE_CHECKING:  # what it needs is there only where spans are asked for
-    from deploy.observability.tracing import Tracing
+if TYPE_CHECKING:
+    from deploy.api.job.defaults import SamplingDefaults
+    from deploy.observability.tracing import Tracing  # what it needs is there only where spans are asked for
+    from deploy.serve.heir import Heir
 
 logger = logging.getLogger("latentserve.replica")
 
@@ -83,11 +81,23 @@ def read_tokenizer(config: ServeConfig) -> Tokenizer | None:
     return tokenizer
 
 
+def import_what_answers() -> None:
+    """Import what makes answers, which takes a third of a second or more: once the ranks import, and not before."""
+    import deploy.api.app
+    import deploy.serve.heir
+    import deploy.serve.journals
+    import deploy.serve.under_serve
+
+    assert deploy.api.app
+
+
 def sampling_defaults(config: ServeConfig) -> SamplingDefaults:
     """Return the sampling parameters for requests that give none. EngineFault, lasting because another start would only
     repeat it, for a file that cannot be used."""
     if config.api.generation_config == "none":
         return {}
+    from deploy.api.job.defaults import read_defaults
+
     try:
         return read_defaults(config.engine.folder)
     except ValueError as error:
@@ -99,6 +109,8 @@ def what_is_not_taken(config: ServeConfig) -> str | None:
     are none. EngineFault as above."""
     if config.api.generation_config == "none":
         return None
+    from deploy.api.job.defaults import not_taken
+
     try:
         names = not_taken(config.engine.folder)
     except ValueError as error:
@@ -176,6 +188,8 @@ class EngineReplica:
             raise RuntimeError(cause) from error
         last_words = [engine_down(FRONT_DIED).event(path) for path in FAILURES]
         if self.neighbor_store is not None:
+            from deploy.serve.heir import shared_folder
+
             self.shared = shared_folder(f"{context.app_name} {ray.get_runtime_context().gcs_address}")
         waits = self.shared, config.health.patience_s, config.routing.affinity_bytes - REWRITTEN_BYTES
         self.watchdog = StreamWatchdog(
@@ -209,6 +223,7 @@ class EngineReplica:
         times.end(PROCESSES)
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
+        await asyncio.to_thread(import_what_answers)
         self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
         if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
             self.status_store.say(why)
@@ -357,6 +372,10 @@ class EngineReplica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application that Serve mounts, once the constructor is through."""
+        from deploy.serve.heir import Heir
+        from deploy.serve.journals import Journals
+        from deploy.serve.under_serve import REPLICA_HEADER, UnderServe
+
         assert self.engine is not None
         app, journals = self.front(self.engine), None
         if self.neighbor_store is not None:
