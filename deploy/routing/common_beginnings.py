@@ -15,7 +15,8 @@ class CommonBeginnings:
     """Pages that were the last one of a prompt that any replica had, and how those prompts went on.
 
     A session that begins goes on from its system prompt, as others did in other ways. A session that returns goes on
-    from what its turn before has added, as no other prompt does, and a prompt that is sent again in the same way.
+    from what its turn before has added, as no other prompt does, and a prompt that is sent again in the same way. Turns
+    so short that they fill no page go on from the same page, but each begins with the one before it: that is one way.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class CommonBeginnings:
         self._went_on.move_to_end(key)
         if len(self._went_on) > MOST_PAGES:
             self._went_on.popitem(last=False)
-        common = len(known - {then}) >= COMMON_AFTER
-        if len(known) <= COMMON_AFTER:
+        others = sum(not (way.startswith(then) or then.startswith(way)) for way in known)
+        if others == len(known) <= COMMON_AFTER:
             known.add(then)
-        return common
+        return others >= COMMON_AFTER

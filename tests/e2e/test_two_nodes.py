@@ -126,8 +126,8 @@ async def test_a_shared_prefix_returns_to_its_pages_unless_they_are_too_busy(ser
         home, first = await ask(http, server, prompt=[*shared, 1], max_tokens=1)
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         await settle()  # a report from the middle of the prefill counts it as backlog
-        for round_ in range(6):
-            replica, body = await ask(http, server, prompt=[*shared, 2 + round_], max_tokens=1)
+        for round_ in range(6):  # turns of one session: several sessions would be shared by load
+            replica, body = await ask(http, server, prompt=[*shared, 1, *range(2, 2 + round_)], max_tokens=1)
             assert replica == home
             assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 640
         # Enough requests at once cost more than the prefill of 640 tokens.

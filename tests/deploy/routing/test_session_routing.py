@@ -298,6 +298,15 @@ def test_a_prompt_that_is_sent_again_stays_where_it_is() -> None:
         assert choose(book, loads, features_of(prompt), 0.0)[0] == "home"
 
 
+def test_a_session_of_turns_that_fill_no_page_stays_where_it_is() -> None:
+    history, book = list(range(32_000)), InFlightAccounting[str]("me", 32.0)
+    there = frozenset(features_of(history).keys(NO_ROOT))
+    for turn in range(10):
+        history = [*history, turn, 7, 8]
+        loads = {"home": Load(rows=16, keys=there), "other": Load()}
+        assert choose(book, loads, features_of(history), 0.1 * turn)[0] == "home"
+
+
 def test_a_burst_of_sessions_is_shared_before_any_report() -> None:
     book = InFlightAccounting[str]("me", 32.0)
     loads, sent = {"a": Load(), "b": Load()}, []
@@ -311,9 +320,10 @@ def test_a_burst_of_sessions_is_shared_before_any_report() -> None:
 def test_how_prompts_went_on_is_remembered_of_so_many_pages_alone() -> None:
     beginnings = CommonBeginnings()
     for number in range(3 * MOST_PAGES):
-        assert not beginnings.is_common(number.to_bytes(8), b"")
+        assert not beginnings.is_common(number.to_bytes(8), b"then")
     for number in range(10):
         beginnings.is_common(b"common", bytes([number]))
     assert beginnings.is_common(b"common", b"another")
+    assert not beginnings.is_common(b"common", b""), "that ends with the page"
     assert len(beginnings._went_on) == MOST_PAGES
     assert max(map(len, beginnings._went_on.values())) <= COMMON_AFTER + 1
