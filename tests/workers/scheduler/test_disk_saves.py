@@ -24,6 +24,13 @@ def offered(replica: Replica) -> int:
     return len(disk_of(replica)._saves._new) + len(disk_of(replica)._saves._again)
 
 
+def in_host_memory(replica: Replica, prompt: list[int]) -> int:
+    """Pages of a prompt that are there."""
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    return sum(key in tier._copies for key in page_keys(prompt))
+
+
 def test_pages_do_not_wait_for_a_disk_to_which_nothing_is_ever_written() -> None:
     replica = tiered(disk_writes_per_s=0.0, disk_writes_saved_up=0.0)
     asked = filled(replica)
@@ -43,6 +50,21 @@ def test_what_waits_to_be_saved_is_no_more_than_host_memory_holds() -> None:
     stats = replica.scheduler.stats()
     assert stats.disk_saved_pages == 2
     assert stats.disk_dropped_pages == 30 * 9 - 2 - stats.host_pages, "all others that have left host memory, once each"
+
+
+def test_pages_that_were_read_back_and_then_left_the_disk_before_host_memory_are_not_counted_as_dropped() -> None:
+    """The disk has room for two prompts, and host memory for three: it has two newer ones when the one that was read
+    leaves host memory."""
+    replica = tiered(host_pages=29, disk_pages=18)
+    first = filled(replica, prompts=2)[0]
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert served(again, "read", first) == LONG
+    for seed in range(2, 5):
+        served(again, f"{seed}", tokens(600, seed=seed))
+    assert not any(key in disk_of(again).index for key in page_keys(first))
+    assert in_host_memory(again, first) == 2
+    assert again.scheduler.stats().disk_dropped_pages == 0
 
 
 def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once(
@@ -128,13 +150,6 @@ def written_meanwhile(replica: Replica, prompts: list[list[int]]) -> None:
                 replica.answer()
             else:
                 break
-
-
-def in_host_memory(replica: Replica, prompt: list[int]) -> int:
-    """Pages of a prompt that are there."""
-    tier = replica.scheduler._rows.tier
-    assert tier is not None
-    return sum(key in tier._copies for key in page_keys(prompt))
 
 
 def test_a_prompt_that_comes_while_host_memory_is_written_to_disk_is_saved_when_that_is_done() -> None:
