@@ -70,7 +70,7 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
 def linear(
     x_TE: Tensor | Fp16Scaled, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
 ) -> None:
-    """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`.
+    """out = x · weight^T, summed in fp32, on a CPU of fp64 in fp64, and rounded once to the dtype of `out_TF`.
 
     A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens. `out_TF` has the
     dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may be strided. `out_TF` overlaps neither
@@ -88,7 +88,8 @@ def linear(
         elif x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
         else:
-            out_TF.copy_(x_TE.float() @ weight_FE.float().t())
+            compute = torch.promote_types(x_TE.dtype, torch.float32)
+            out_TF.copy_(x_TE.to(compute) @ weight_FE.float().to(compute).t())
     elif x_TE.is_cuda and invariant:
         launch.tiled(
             x_TE.unsqueeze(1), weight_FE.unsqueeze(0), out_TF.unsqueeze(1), invariant=True, dependent=dependent

@@ -76,8 +76,10 @@ def experts_gathered(
     down_XEI: Tensor,
     out_TE: Tensor,
     limit: float = 0.0,
+    before_TE: Tensor | None = None,
 ) -> None:
-    """Copy the weights each (token, expert) pair needs and multiply in one batch: no host value, memory per pair."""
+    """Copy the weights each (token, expert) pair needs and multiply in one batch: no host value, memory per pair.
+    `before_TE`: see `kernels.moe.experts`."""
     tokens, chosen = id_TK.shape
     id_Y = id_TK.flatten()  # Y: (token, expert) pairs
     wanted_Y = _wanted(id_Y, gate_up_XFE.shape[0])
@@ -88,7 +90,8 @@ def experts_gathered(
     y_YE = torch.bmm(down_XEI[id_Y], F.silu(gate_YI1) * up_YI1).squeeze(-1)
     y_YE = y_YE.to(torch.promote_types(y_YE.dtype, torch.float32)) * weight_TK.view(-1, 1)
     y_YE = y_YE.masked_fill(~wanted_Y.unsqueeze(-1), 0.0)
-    out_TE.copy_(y_YE.view(tokens, chosen, -1).sum(1))
+    sum_TE = y_YE.view(tokens, chosen, -1).sum(1)
+    out_TE.copy_(sum_TE if before_TE is None else sum_TE + before_TE)
 
 
 def experts_grouped(

@@ -186,8 +186,11 @@ def test_experts_match_fp64(way: object, tokens: int) -> None:
     )
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
     weights, out = torch.rand(tokens, k), torch.full((tokens, hidden), torch.nan)
+    want, before = naive_experts(x, ids, weights, gate_up, down), torch.randn(tokens, hidden)
     way(x, ids, weights, gate_up, down, out)  # type: ignore[operator]
-    torch.testing.assert_close(out.double(), naive_experts(x, ids, weights, gate_up, down), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
+    way(x, ids, weights, gate_up, down, out, 0.0, before)  # type: ignore[operator]
+    torch.testing.assert_close(out.double(), want + before.double(), atol=1e-4, rtol=1e-5)
 
 
 def test_both_ways_agree_in_bfloat16() -> None:

@@ -29,7 +29,7 @@ class OutOfBoundsFault(RuntimeError):
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class PagedCache:
     """Paged cache: one tensor per layer, all of the same pages; the model's layers, then the drafter's."""
 

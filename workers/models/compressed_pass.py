@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -53,7 +54,10 @@ class CompressedPass(StepPass):
         kinds = [layer.kind for layer in self.layers]
         self._places = [(kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
         """The kind of each layer, and how many of that kind come before it."""
-        self._layers_of: tuple[list[Tensor], dict[CompressedLayer, Layers]] | None = None
+        self._layers_of: WeakKeyDictionary[PagedCache, tuple[list[Tensor], dict[CompressedLayer, Layers]]] = (
+            WeakKeyDictionary()
+        )
+        """Of each cache that is still there: its tensors, and what `own_tensors` says of them."""
 
     def _layer(self, index: int) -> CompressedDecoderLayer:
         model = self.model
@@ -175,13 +179,13 @@ class CompressedPass(StepPass):
         """Return the tensors that attention of each layer has for itself, of the layers of each kind in their order;
         the cache is nearly always the one it was the last time."""
         tensors = [*cache.layers, *cache.rings]
-        before = self._layers_of
-        # Not the cache's identity: somebody may have given it other tensors.
+        before = self._layers_of.get(cache)
+        # The cache alone says nothing: somebody may have given it other tensors.
         if before is None or len(tensors) != len(before[0]) or not all(map(is_, tensors, before[0])):
             own: dict[CompressedLayer, list[list[Tensor]]] = {}
             for layer, caches in zip(self.layers, self._caches(cache), strict=True):
                 own.setdefault(layer.kind, []).append(layer.attention.tensors(caches))
-            before = self._layers_of = tensors, {kind: Layers(of_kind) for kind, of_kind in own.items()}
+            before = self._layers_of[cache] = tensors, {kind: Layers(of_kind) for kind, of_kind in own.items()}
         return before[1]
 
     def _rows(

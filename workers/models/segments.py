@@ -22,6 +22,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ class Segments(StepPass):
         self._rotation_PO, self._query_scale_P, self._streams = rotation_PO, query_scale_P, streams
         ends = accumulate((len(layer.attention.caches) for layer in layers), initial=cache_layer)
         self._caches_of = caches or [slice(*bounds) for bounds in pairwise(ends)]
-        self._layers_of: tuple[list[Tensor], Layers] | None = None
+        self._layers_of: WeakKeyDictionary[PagedCache, tuple[list[Tensor], Layers]] = WeakKeyDictionary()
+        """Of each cache that is still there: its tensors, and what `own_tensors` says of them."""
         self.short_chunks = layers[0].attention.short_chunks
 
     def of(self, layers: Sequence[DecoderLayer]) -> Segments:
@@ -281,11 +283,11 @@ class Segments(StepPass):
         """Return the tensors that each layer's attention has for itself; the cache is nearly always the one it was the
         last time."""
         tensors = cache.layers[self._caches_of[0].start : self._caches_of[-1].stop]
-        before = self._layers_of
-        # Not the cache's identity: somebody may have given it other tensors.
+        before = self._layers_of.get(cache)
+        # The cache alone says nothing: somebody may have given it other tensors.
         if before is None or len(tensors) != len(before[0]) or not all(map(is_, tensors, before[0])):
             own = [layer.attention.tensors(*self._caches(i, cache)) for i, layer in enumerate(self.layers)]
-            before = self._layers_of = tensors, Layers(own)
+            before = self._layers_of[cache] = tensors, Layers(own)
         return before[1]
 
     def _caches(self, index: int, cache: PagedCache) -> list[Tensor]:

@@ -176,6 +176,8 @@ class DiskLoads:
         self.leave(row)  # what was kept for it is continued by what comes, and stays for that
         self._index.pin(slots)
         self._index.use(slots[-1])
+        for slot, copy in zip(slots, copies, strict=True):
+            copy.on_disk = self._index.born(slot)
         self._wait(row, self._tickets.begin_loads(slots, copies))
 
     def _coming(self, key: bytes) -> DiskTicket | None:

@@ -121,6 +121,10 @@ class DiskTier:
         loads under way of such are not used."""
         self._remove([slot for key in keys if (slot := self.index.slot(key)) != NONE])
 
+    def copying(self, copy: Copy) -> bool:
+        """Whether a page is being copied to the disk or from it, and the disk has not failed."""
+        return not self.failed and any(copy in ticket.copies for ticket in self._tickets.under_way.values())
+
     def turn(self) -> None:
         """Take in a part of what was on disk at the start, and have pages saved and erased."""
         self._take_in()

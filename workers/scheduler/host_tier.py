@@ -93,6 +93,9 @@ class Disk(Protocol):
     def doubt(self, keys: Sequence[bytes]) -> None:
         """Hear that the pages of these keys may hold no numbers."""
 
+    def copying(self, copy: Copy) -> bool:
+        """Whether a page is being copied to the disk or from it, and the disk has not failed."""
+
 
 class HostTier:
     """Which pages are in host memory, and what is copied to and fro.
@@ -201,8 +204,9 @@ class HostTier:
             copies: list[Copy] = []
             pages: list[tuple[int, int]] = []
             shares: Counter[tuple[int, int]] = Counter()  # by shard and saver
-            room, largest = True, 0
-            while self._offered and largest < self._batch and room:
+            stuck: Entry | None = None
+            largest = 0
+            while self._offered and largest < self._batch and stuck is None:
                 entry, number = self._offered.popleft()
                 missing = self._missing(entry)
                 if len(missing) > 1:  # what it continues was not saved, or not for long: that comes first
@@ -210,8 +214,8 @@ class HostTier:
                 elif missing:
                     copy = self._copied(entry, number)
                     if copy is None:
-                        room = False
-                        self._leave_out(entry)
+                        stuck = entry
+                        self._offered.appendleft((entry, number))
                     else:
                         copies.append(copy)
                         pages.append((entry.page, copy.page))
@@ -221,12 +225,29 @@ class HostTier:
             if copies:
                 self._saves += 1
                 self._begin(copies, Moves(next(self._numbers), saves=tuple(pages)))
-            if not room:
+            if stuck is not None:
+                if not self._comes_free(stuck):
+                    self._leave_out()
                 return
 
-    def _leave_out(self, entry: Entry) -> None:
-        """There is no slot for an entry, so neither is there for those offered behind it that continue it: others come
-        next. What continues them later offers them again."""
+    def _comes_free(self, entry: Entry) -> bool:
+        """Whether copies under way will leave a slot to an entry for which `_slot` has just found none, so that all
+        ends are pinned: an end other than the page that the entry continues. Pins of requests that wait for their turn
+        may stay for long, and those of a disk that has failed for ever: nobody waits for these."""
+        parent = entry.parent.copy if entry.parent is not None else None
+        ends = (self._copies[key] for _, key in self._ends)
+        return any(end is not parent and self._is_copied(end) for end in ends)
+
+    def _is_copied(self, copy: Copy) -> bool:
+        """Whether a page is being copied, from the device or the disk or to them."""
+        if any(copy in ticket.copies for ticket in self._tickets.values()):
+            return True
+        return self.disk is not None and self.disk.copying(copy)
+
+    def _leave_out(self) -> None:
+        """Drop the entry in front, for which there is no slot, with those offered behind it that continue it, for which
+        there is none either: others come next. What continues them later offers them again."""
+        entry, _ = self._offered.popleft()
         while self._offered and self._offered[0][0].parent is entry:
             entry, _ = self._offered.popleft()
 

@@ -15,6 +15,7 @@ from test_compressed_pass import Steps
 from test_deepseek_v4_reference import case, poisoned
 from test_repeated_launches import Launch, Operators, comparing, log
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.runtime.repeat import Layers, Repeat
 from workers.memory.scratch import Scratch
@@ -149,3 +150,17 @@ def test_a_cache_that_is_given_other_tensors_is_not_taken_for_the_former_one() -
         assert not missing(known())
     assert not missing(known())
     assert [one is told[-1] for one in told] == [False, False, True, True]
+
+
+def test_a_cache_that_is_gone_leaves_no_memory_behind() -> None:
+    model = case("plain").model
+    segments, caches = model.segments, [poisoned(model) for _ in range(2)]
+    assert isinstance(segments, CompressedPass)
+    for cache in caches:
+        segments.own_tensors(cache)
+    kept, gone = (
+        [StorageWeakRef(tensor.untyped_storage()) for tensor in [*cache.layers, *cache.rings]] for cache in caches
+    )
+    del caches[1], cache
+    assert all(one.expired() for one in gone)
+    assert not any(one.expired() for one in kept)

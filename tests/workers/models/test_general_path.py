@@ -98,6 +98,22 @@ def test_few_tokens_are_multiplied_by_fp8_weights_as_they_are_stored(
     torch.testing.assert_close(out_TF.double(), want, rtol=2**-8, atol=1e-3 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("kind", [GeneralOps, DeterministicOps])
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_products_with_fp8_weights_in_a_pass_of_fp64_are_summed_in_fp64(kind: type[GeneralOps], tokens: int) -> None:
+    """Such a pass is what others are held against, however few its tokens are. Scales are powers of two, so that
+    nothing is rounded before."""
+    random = torch.Generator().manual_seed(tokens)
+    data = torch.randn(200, 256, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.exp2(torch.randint(-9, 3, (2, 2), generator=random).float())
+    x_TE = torch.randn(tokens, 256, generator=random, dtype=torch.float64)
+    out_TF = torch.empty(tokens, 200, dtype=torch.float64)
+    kind(Group()).linear(x_TE, Weight(BlockScaled(data, scales)), out_TF, Scratch(x_TE.device))
+    scale_FE = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    want = x_TE @ (data.double() * scale_FE.double()).T
+    torch.testing.assert_close(out_TF, want, rtol=0.0, atol=1e-13 * float(want.abs().max()))
+
+
 @pytest.mark.parametrize("path", [GeneralOps, DeterministicOps])
 def test_shared_experts_of_their_own_are_summed_over_ranks_with_the_others(
     path: type[GeneralOps], monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from kernels.page import PAGE_TOKENS
 from workers.protocol.prompt import page_keys
 from workers.protocol.tiers import DiskMoved
 from workers.scheduler.disk_saves import WRITE_BATCH, DiskSaves
+from workers.scheduler.read_pace import LONGEST_S
 from workers.scheduler.write_budget import WriteBudget
 
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
@@ -21,6 +22,13 @@ pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
 def offered(replica: Replica) -> int:
     """Pages that wait to be saved."""
     return len(disk_of(replica)._saves._new) + len(disk_of(replica)._saves._again)
+
+
+def in_host_memory(replica: Replica, prompt: list[int]) -> int:
+    """Pages of a prompt that are there."""
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    return sum(key in tier._copies for key in page_keys(prompt))
 
 
 def test_pages_do_not_wait_for_a_disk_to_which_nothing_is_ever_written() -> None:
@@ -42,6 +50,21 @@ def test_what_waits_to_be_saved_is_no_more_than_host_memory_holds() -> None:
     stats = replica.scheduler.stats()
     assert stats.disk_saved_pages == 2
     assert stats.disk_dropped_pages == 30 * 9 - 2 - stats.host_pages, "all others that have left host memory, once each"
+
+
+def test_pages_that_were_read_back_and_then_left_the_disk_before_host_memory_are_not_counted_as_dropped() -> None:
+    """The disk has room for two prompts, and host memory for three: it has two newer ones when the one that was read
+    leaves host memory."""
+    replica = tiered(host_pages=29, disk_pages=18)
+    first = filled(replica, prompts=2)[0]
+    again = replica.start_again()
+    again.scheduler.save_pages()
+    assert served(again, "read", first) == LONG
+    for seed in range(2, 5):
+        served(again, f"{seed}", tokens(600, seed=seed))
+    assert not any(key in disk_of(again).index for key in page_keys(first))
+    assert in_host_memory(again, first) == 2
+    assert again.scheduler.stats().disk_dropped_pages == 0
 
 
 def test_a_long_prompt_that_is_saved_some_pages_at_a_time_is_looked_through_once(
@@ -112,6 +135,48 @@ def test_a_host_slot_that_is_given_away_while_it_is_saved_is_noticed(monkeypatch
     monkeypatch.setattr(DiskSaves, "_begin", careless)
     with pytest.raises(AssertionError, match="was written while it was saved"):
         asked()
+
+
+def written_meanwhile(replica: Replica, prompts: list[list[int]]) -> None:
+    """Serve prompts one after the other, each saved in host memory, while the disk answers nothing."""
+    for prompt in prompts:
+        assert replica.add(f"{len(replica.requests)}", prompt, max_tokens=2) is None
+        while True:
+            replica.plan()
+            replica.move()
+            if replica.launched:
+                replica.apply()
+            elif replica.answers:
+                replica.answer()
+            else:
+                break
+
+
+def test_a_prompt_that_comes_while_host_memory_is_written_to_disk_is_saved_when_that_is_done() -> None:
+    replica = tiered(host_pages=9, pages=40)
+    first, second = tokens(600, seed=1), tokens(300, seed=2)
+    written_meanwhile(replica, [first, second])
+    assert replica.disk_answers
+    assert (in_host_memory(replica, first), in_host_memory(replica, second)) == (9, 0)
+    replica.run()
+    assert (in_host_memory(replica, first), in_host_memory(replica, second)) == (5, 4)
+    replica.check_pages()
+
+
+def test_a_disk_that_has_failed_keeps_no_prompt_out_of_host_memory() -> None:
+    """Pages that it has not written stay pinned for ever: what a long prompt lacks is not to wait for them."""
+    replica = tiered(host_pages=12, pages=40, max_context=1024)
+    written_meanwhile(replica, [tokens(200, seed=1)])
+    replica.disk_answers.clear()
+    replica.now += LONGEST_S + 1
+    replica.scheduler.expire()
+    first = tokens(900, seed=2)
+    served(replica, "long", first)
+    assert in_host_memory(replica, first) == 9
+    second = tokens(300, seed=3)
+    served(replica, "other", second)
+    assert in_host_memory(replica, second) == 4
+    assert replica.scheduler._rows.cache.cached == 3 + 14 + 4, "all are on the device"
 
 
 def test_a_full_disk_keeps_what_was_used_last() -> None:

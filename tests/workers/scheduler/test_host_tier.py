@@ -398,6 +398,58 @@ def test_a_prompt_for_which_host_memory_is_too_small_keeps_others_from_it_no_lon
     replica.check_pages()
 
 
+def steps_alone(replica: Replica) -> None:
+    """Serve what was asked while no copy is answered."""
+    while replica.plan() is not None or replica.launched:
+        if replica.launched:
+            replica.apply()
+    replica.move()
+
+
+def saved(replica: Replica, prompt: list[int]) -> int:
+    """Pages of a prompt that are in host memory."""
+    tier = replica.scheduler._rows.tier
+    assert tier is not None
+    return sum(key in tier._copies for key in page_keys(prompt))
+
+
+def test_a_prompt_that_comes_while_copies_fill_host_memory_is_saved_when_they_are_done() -> None:
+    """The first one's pages are being written to all slots."""
+    replica = tiered(host_pages=9, pages=40)
+    first, second = tokens(600, seed=1), tokens(300, seed=2)
+    for name, prompt in (("a", first), ("b", second)):
+        ask(replica, name, prompt)
+        steps_alone(replica)
+        assert replica.answers
+        assert (saved(replica, first), saved(replica, second)) == (9, 0)
+        replica.check_pages()
+    replica.run()
+    assert (saved(replica, first), saved(replica, second)) == (5, 4)
+    replica.check_pages()
+
+
+def test_a_prompt_that_comes_while_a_load_reads_all_of_host_memory_is_saved_when_it_is_done() -> None:
+    replica = tiered(host_pages=9, pages=20)
+    first, second = tokens(600, seed=1), tokens(300, seed=2)
+    served(replica, "a", first)
+    cache = replica.scheduler._rows.cache
+    cache.close(cache.open([], 19, overwritten=True))
+    assert cache.cached == 0, "it has left the device"
+    ask(replica, "c", first)
+    assert replica.plan() is None
+    ask(replica, "b", second)
+    steps_alone(replica)
+    assert "b" in replica.finish
+    assert "c" not in replica.finish
+    assert (saved(replica, first), saved(replica, second)) == (9, 0)
+    replica.answer()
+    replica.scheduler.save_pages()
+    assert (saved(replica, first), saved(replica, second)) == (5, 4)
+    replica.run()
+    replica.check_tokens()
+    replica.check_pages()
+
+
 def test_pages_that_leave_unsaved_are_counted_once_each() -> None:
     """Three pages of each prompt of nine find a slot; the others are tried turn by turn while they are there."""
     replica = tiered(host_pages=3)
