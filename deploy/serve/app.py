@@ -184,7 +184,7 @@ def launch(
         times.end("Ray")
         running = Running(config, connection)
         _check_capacity(config, connection, say)
-        there_before = _enter(running)
+        there_before = _enter(running, beside=connection.own)
         _deploy(running, engine_class)
         times.end("Ray Serve")
         handed_over = time.time()
@@ -324,17 +324,17 @@ def _import_what_follows() -> None:
     assert deploy.serve.application
 
 
-def _enter(running: Running) -> bool:
-    """Let Serve run; its proxies come up meanwhile. Return whether there is an application already where this one
-    goes."""
+def _enter(running: Running, *, beside: bool) -> bool:
+    """Let Serve run; its proxies come up meanwhile if `beside`. Return whether there is an application already where
+    this one goes."""
     from ray import serve
     from ray.exceptions import RayError
 
     config = running.config
     location = "HeadOnly" if config.proxies == "head" else "EveryNode"
     try:
-        running.proxies = entrance.begin(location, config.host, config.port)
-    except RayError as error:
+        running.proxies = entrance.begin(location, config.host, config.port, beside=beside)
+    except (RayError, TimeoutError) as error:
         raise _serve_does_not_start(error) from error
     return APPLICATION in serve.status().applications
 

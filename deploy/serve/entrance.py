@@ -28,30 +28,30 @@ _BEGINNING: Final = PrivateApi(
         "global_tracing_config, controller_options, proxy_location)",
         "ray.serve._private.client.ServeControllerClient(controller)",
         "ray.serve._private.client.ServeControllerClient.wait_for_proxies_serving(wait_for_applications_running)",
-        "ray.serve.context._get_global_client(raise_if_no_controller_running)",
         "ray.serve.context._set_global_client(client)",
     ),
     "replicas are started when HAProxy or Serve's own proxy is there, and not beside it",
 )
 
 
-def begin(location: str, host: str, port: int) -> list[Any]:
-    """Let Serve run and listen at `host` and `port`, unless it runs. Return references to its proxies, which come up
-    meanwhile: each can be got, without a value, once its proxy is there, and raises why it cannot start. RayError where
-    Serve cannot start. Where this Serve always waits for its proxies, a line is logged, and there are no references."""
+def begin(location: str, host: str, port: int, *, beside: bool) -> list[Any]:
+    """Let Serve run and listen at `host` and `port`, unless it runs. RayError or TimeoutError where it cannot start.
+
+    `beside`: for a Ray of our own, on which Serve does not run yet, do not wait for its proxies. Return references to
+    them: each can be got, without a value, once its proxy is there, and raises why it cannot start. Otherwise, and
+    where this Serve always waits, which is logged, there are no references. On another cluster Serve may give a proxy
+    so little time that it does not come up beside replicas: Serve ends it and starts another, which no reference tells.
+    """
     from ray import serve
 
     options = {"host": host, "port": port}
-    if not _BEGINNING.there():
-        serve.start(proxy_location=location, http_options=options)
+    if not beside or not _BEGINNING.there():
+        serve.start(proxy_location=location, http_options=options)  # where it runs it says what it does not change
         return []
     from ray.serve._private import api
     from ray.serve._private.client import ServeControllerClient
-    from ray.serve.context import _get_global_client, _set_global_client
+    from ray.serve.context import _set_global_client
 
-    if _get_global_client(raise_if_no_controller_running=False) is not None:
-        serve.start(proxy_location=location, http_options=options)  # which says what it does not change
-        return []
     unchanged = api._coerce_controller_options(None)
     controller, proxies = api._create_controller_and_proxy_refs(options, None, None, None, unchanged, location)
     client = ServeControllerClient(controller)

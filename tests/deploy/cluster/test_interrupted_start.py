@@ -76,6 +76,11 @@ def test_rays_handler_of_sigterm_ends_a_start_as_ours_does(code: int, raised: ty
 def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     """Unless there was one before, which goes on."""
     calls: list[str] = []
+    waited: list[bool] = []
+
+    def begin(location: str, host: str, port: int, *, beside: bool) -> list:
+        waited.append(not beside)
+        return []
 
     class Running(app.Running):
         def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
@@ -92,7 +97,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     for name in ("_check_entrance", "_check_capacity", "build_app"):
         monkeypatch.setattr(app, name, lambda *_: None)
     monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
-    monkeypatch.setattr("deploy.serve.entrance.begin", lambda location, host, port: [])
+    monkeypatch.setattr("deploy.serve.entrance.begin", begin)
     monkeypatch.setattr("ray.serve.status", lambda: status)
     monkeypatch.setattr("ray.serve.run_many", hand_over)
     monkeypatch.setattr("ray.serve.delete", lambda application, **options: calls.append(f"deleted {application}"))
@@ -100,6 +105,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         app.launch(config, lambda line: None)
     assert calls == ["handed over", *([] if there else [f"deleted {app.APPLICATION}"]), "left"]
+    assert waited == [True]  # for proxies of a cluster that was joined
 
 
 def test_a_signal_whose_interrupt_an_import_dropped_stops_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,15 @@ def test_a_proxy_that_cannot_start_ends_the_start_as_soon_as_that_is_known(
         app._wait(application, lambda line: None)
 
 
+def test_proxies_that_serve_waits_for_in_vain_are_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**options: object) -> None:
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    monkeypatch.setattr("ray.serve.start", start)
+    with pytest.raises(StartFailed, match=r"^Ray Serve does not start: HTTP proxies not available after 60s\.$"):
+        app._enter(Pretended(), beside=False)
+
+
 def test_an_application_that_somebody_deletes(serve) -> None:
     serve("", "")
     with pytest.raises(StartFailed, match="somebody else deleted"):
