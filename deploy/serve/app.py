@@ -374,10 +374,13 @@ def _deploy(running: Running, engine_class: type | None) -> None:
     progress.clear(APPLICATION)
     target = RunTarget(build_app(running.config, engine_class), name=APPLICATION, route_prefix="/")
     try:
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        with entrance.handing_over():
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except RayServeException as error:  # such as another application at the same place
         cause = getattr(error, "cause", error)  # Ray's own account of it holds a traceback
         raise StartFailed(f"Ray Serve refuses the application: {cause}") from None
+    except TimeoutError as error:  # of a Serve that waits for its proxies, whatever it is told
+        raise _serve_does_not_start(error) from error
 
 
 def _wait(running: Running, say: Say) -> None:

@@ -6,6 +6,8 @@ Written for Ray 2.60.0: all are private parts of Serve. Each function says what 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from kernels.private_api import PrivateApi
@@ -54,11 +56,27 @@ def begin(location: str, host: str, port: int, *, beside: bool) -> list[Any]:
 
     unchanged = api._coerce_controller_options(None)
     controller, proxies = api._create_controller_and_proxy_refs(options, None, None, None, unchanged, location)
-    client = ServeControllerClient(controller)
-    # Serve would wait for its proxies again, and fail after a minute, when it is given an application.
-    client.wait_for_proxies_serving = lambda wait_for_applications_running=True: None
-    _set_global_client(client)
+    _set_global_client(ServeControllerClient(controller))
     return list(proxies)
+
+
+@contextmanager
+def handing_over() -> Iterator[None]:
+    """Have Serve, when it is given an application within this context, not wait for its proxies; whoever gives it looks
+    whether the application answers. Where this Serve always waits, a line is logged."""
+    if not _BEGINNING.there():
+        yield
+        return
+    from ray.serve._private.client import ServeControllerClient
+
+    # Not in one client alone: Serve takes another one when a busy controller did not answer for five seconds.
+    kept: Any = ServeControllerClient.wait_for_proxies_serving
+    there: Any = ServeControllerClient
+    there.wait_for_proxies_serving = lambda client, wait_for_applications_running=True: None
+    try:
+        yield
+    finally:
+        there.wait_for_proxies_serving = kept
 
 
 def known() -> bool:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import ray
 from ray.exceptions import RayError
+from ray.serve._private.client import ServeControllerClient
 
 from deploy.config.application import ServeConfig
 from deploy.serve import app
@@ -118,6 +119,35 @@ def test_proxies_that_serve_waits_for_in_vain_are_an_error_of_the_start(monkeypa
     monkeypatch.setattr("ray.serve.start", start)
     with pytest.raises(StartFailed, match=r"^Ray Serve does not start: HTTP proxies not available after 60s\.$"):
         app._enter(Pretended(), beside=False)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_proxies_are_not_waited_for_by_whichever_client_hands_the_application_over(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Serve takes another client than that of the start when its controller was busy. A Serve that waits all the same,
+    and gives up, is an error of the start."""
+    asked: list[object] = []
+
+    def run_many(*_: object, **options: object) -> None:
+        client = ServeControllerClient.__new__(ServeControllerClient)
+        client._shutdown, client._controller = False, SimpleNamespace()  # whoever asks it for proxies fails
+        client.wait_for_proxies_serving(wait_for_applications_running=False)
+        asked.append(client)
+        if waits:
+            raise TimeoutError("Proxies not available after 60s.")
+
+    monkeypatch.setattr("ray.serve.run_many", run_many)
+    monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
+    monkeypatch.setattr(app, "build_app", lambda *_: None)
+    kept = ServeControllerClient.wait_for_proxies_serving
+    if waits:
+        with pytest.raises(StartFailed, match=r"^Ray Serve does not start: Proxies not available after 60s\.$"):
+            app._deploy(Pretended(), None)
+    else:
+        app._deploy(Pretended(), None)
+    assert len(asked) == 1
+    assert ServeControllerClient.wait_for_proxies_serving is kept
 
 
 def test_an_application_that_somebody_deletes(serve) -> None:

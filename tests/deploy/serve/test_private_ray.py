@@ -22,6 +22,7 @@ from ray.experimental import internal_kv
 from ray.serve._private import api as serve_api
 from ray.serve._private import common, constants, haproxy_templates
 from ray.serve._private import replica as serve_replica
+from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.request_router import replica_wrapper
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -341,6 +342,9 @@ def test_serve_is_waited_for_where_it_cannot_start_in_the_background(
         monkeypatch.delattr(serve_api, name)
     assert entrance.begin("EveryNode", "0.0.0.0", 80, beside=bool(name)) == []
     assert began == [{"proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": 80}}]
+    kept = ServeControllerClient.wait_for_proxies_serving
+    with entrance.handing_over():
+        assert (ServeControllerClient.wait_for_proxies_serving is kept) == bool(name)
     assert [name in line and "not beside it" in line for line in lines] == ([True] if name else [])
 
 
