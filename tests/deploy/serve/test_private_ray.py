@@ -362,6 +362,19 @@ def test_a_head_node_that_cannot_be_told_starts_as_ever(
     assert "waits some seconds for Ray's dashboard" in line
 
 
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_what_ray_imports_for_a_node_is_imported_before_another_thread_imports(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, dashboard: bool
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(Node, "start_api_server", lambda node, *, include_dashboard, raise_on_failure: None)
+    monkeypatch.setattr(ray._private.utils, "get_dashboard_dependency_error", lambda: did.append("imported"))
+    with head_node.short_start("127.0.0.1:1", lambda: did.append("then")):
+        Node.start_api_server(SimpleNamespace(all_processes={}), include_dashboard=dashboard, raise_on_failure=True)
+    assert did == ["imported", "then"]
+    assert lines == []
+
+
 def test_without_serves_client_an_entrance_elsewhere_is_not_noticed(
     lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
