@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -54,6 +56,46 @@ def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch: pytest.Monke
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         earlier.wait()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_start_that_fails_keeps_its_environment_while_another_thread_imports(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """But not for long."""
+    seen: list[str | None] = []
+    begun, waits, over = threading.Event(), threading.Event(), threading.Event()
+
+    def meanwhile() -> None:
+        begun.set()
+        assert (waits if ends else over).wait(60)
+        seen.append(os.environ.get("LATENTSERVE_OF_THIS_START"))
+
+    def interrupted(self: RayConnection, *_: object) -> None:
+        self._export({"LATENTSERVE_OF_THIS_START": "1"})
+        self._beside.start()
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    join = threading.Thread.join
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(RayConnection, "_start", interrupted)
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    monkeypatch.setattr(connection, "MEANWHILE_S", 60.0 if ends else 0.1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = ServeConfig.model_validate({"engine": {"model": "demo"}})
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RayConnection(config, lambda line: None, None, meanwhile)
+    finally:
+        waits.set()
+    assert seen == (["1"] if ends else [])
+    assert "LATENTSERVE_OF_THIS_START" not in os.environ
+    over.set()
 
 
 @pytest.mark.parametrize(("code", "raised"), [(signal.SIGTERM, KeyboardInterrupt), (1, SystemExit)])
