@@ -6,7 +6,7 @@ Written for Ray 2.60.0: all are private parts of Serve. Each function says what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -36,20 +36,61 @@ _BEGINNING: Final = PrivateApi(
 )
 
 
-def begin(location: str, host: str, port: int, *, beside: bool) -> list[Any]:
+class Proxies:
+    """Proxies of Ray Serve that come up while replicas start."""
+
+    def __init__(self, starting: Iterable[Any] = ()) -> None:
+        """`starting`: references that can be got once their proxy is there, and raise why it cannot start."""
+        self._starting = list(starting)
+        self.failure = ""
+        """The error message of the first that could not start; empty while there is none."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether some were not there yet at the last look."""
+        return bool(self._starting)
+
+    def news(self) -> list[str]:
+        """Look at them. Return a line for each that turned out, since the last look, not to start."""
+        import ray
+        from ray.exceptions import RayError
+
+        if not self._starting:
+            return []
+        there, self._starting = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
+        lines = []
+        for proxy in there:
+            try:
+                ray.get(proxy)
+            except RayError as error:
+                failure = problem(error)
+                self.failure = self.failure or failure
+                lines.append(f"a proxy of {failure}")
+        return lines
+
+
+def problem(error: Exception) -> str:
+    """Return the error message where Serve does not start: of the traceback of another process the line that says why,
+    HAProxy's own alert where there is one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    alert = (line for line in reversed(lines) if "[ALERT]" in line)
+    return f"Ray Serve does not start: {next(alert, lines[-1] if lines else 'no cause is known')}"
+
+
+def begin(location: str, host: str, port: int, *, beside: bool) -> Proxies:
     """Let Serve run and listen at `host` and `port`, unless it runs. RayError or TimeoutError where it cannot start.
 
-    `beside`: for a Ray of our own, on which Serve does not run yet, do not wait for its proxies. Return references to
-    them: each can be got, without a value, once its proxy is there, and raises why it cannot start. Otherwise, and
-    where this Serve always waits, which is logged, there are no references. On another cluster Serve may give a proxy
-    so little time that it does not come up beside replicas: Serve ends it and starts another, which no reference tells.
+    `beside`: for a Ray of our own, on which Serve does not run yet, do not wait for its proxies, and return those that
+    start. Otherwise, and where this Serve always waits, which is logged, none start any more. On another cluster Serve
+    may give a proxy so little time that it does not come up beside replicas: Serve ends it and starts another, of which
+    `Proxies` would not know.
     """
     from ray import serve
 
     options = {"host": host, "port": port}
     if not beside or not _BEGINNING.there():
         serve.start(proxy_location=location, http_options=options)  # where it runs it says what it does not change
-        return []
+        return Proxies()
     from ray.serve._private import api
     from ray.serve._private.client import ServeControllerClient
     from ray.serve.context import _set_global_client
@@ -57,7 +98,7 @@ def begin(location: str, host: str, port: int, *, beside: bool) -> list[Any]:
     unchanged = api._coerce_controller_options(None)
     controller, proxies = api._create_controller_and_proxy_refs(options, None, None, None, unchanged, location)
     _set_global_client(ServeControllerClient(controller))
-    return list(proxies)
+    return Proxies(proxies)
 
 
 @contextmanager

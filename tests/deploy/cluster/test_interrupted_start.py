@@ -17,7 +17,7 @@ import pytest
 from deploy.cluster import connection
 from deploy.cluster.connection import RayConnection
 from deploy.config.application import ServeConfig
-from deploy.serve import app
+from deploy.serve import app, entrance
 
 
 def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,9 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     calls: list[str] = []
     waited: list[bool] = []
 
-    def begin(location: str, host: str, port: int, *, beside: bool) -> list:
+    def begin(location: str, host: str, port: int, *, beside: bool) -> entrance.Proxies:
         waited.append(not beside)
-        return []
+        return entrance.Proxies()
 
     class Running(app.Running):
         def __init__(self, config: ServeConfig, connection: RayConnection) -> None:

@@ -340,7 +340,7 @@ def test_serve_is_waited_for_where_it_cannot_start_in_the_background(
     monkeypatch.setattr(serve, "start", lambda **options: began.append(options))
     if name:
         monkeypatch.delattr(serve_api, name)
-    assert entrance.begin("EveryNode", "0.0.0.0", 80, beside=bool(name)) == []
+    assert not entrance.begin("EveryNode", "0.0.0.0", 80, beside=bool(name)).starting
     assert began == [{"proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": 80}}]
     kept = ServeControllerClient.wait_for_proxies_serving
     with entrance.handing_over():
