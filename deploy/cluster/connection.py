@@ -34,6 +34,8 @@ NODES_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Whether Ray's nodes may be on several machines, on whatever operating system."""
 HAPROXY_SOCKETS = len(f"/{'node':->56}/metrics.sock") + 10
 """Characters in the path of HAProxy's longest socket after our folder, and ten in reserve."""
+MEANWHILE_S = 3.0
+"""Seconds that a start which failed waits for what is imported meanwhile, most of which reads the environment."""
 RAY_SOCKETS = len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """Characters that Ray's longest socket path has after the folder for temporary files."""
 
@@ -63,6 +65,7 @@ class RayConnection:
         join. `meanwhile` is called in a thread while this process waits for a Ray of our own: to import what is
         needed next. What it raises is dropped, as whoever imports the same later gets it, too."""
         self._sessions, self._meanwhile = sessions or Sessions(), meanwhile
+        self._beside = Thread(target=self._run_meanwhile, name="meanwhile", daemon=True)
         self._before: dict[str, str | None] = {}
         self._quiet = ExitStack()
         self._tells_of_dashboard = False
@@ -78,11 +81,14 @@ class RayConnection:
             self._quiet.enter_context(quiet_driver())
         except BaseException:
             started = _descendants() - before if self.own else set()
-            self.close()
-            # A Ray that had not come up forgets its processes: some end soon, its agents after a minute.
-            for process in started:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            try:
+                self._wait_for_meanwhile(MEANWHILE_S)  # `close` changes the environment
+            finally:
+                self.close()
+                # A Ray that had not come up forgets its processes: some end soon, its agents after a minute.
+                for process in started:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             raise
 
     def _join(self, address: str, say: Say) -> None:
@@ -123,7 +129,6 @@ class RayConnection:
             # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
             self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})
         processes = config.most_replicas * (2 + config.engine.mesh().world.size)
-        beside = Thread(target=self._run_meanwhile, name="meanwhile", daemon=True)
         say(f"starting Ray ({ingress} ingress)")
         with _our_signal_handlers():
             import ray
@@ -132,7 +137,7 @@ class RayConnection:
             with (
                 self._sessions.of_their_own(),
                 alone(token=config.ray_auth == "token"),
-                short_start(f"127.0.0.1:{dashboard}", beside.start),
+                short_start(f"127.0.0.1:{dashboard}", self._beside.start),
             ):
                 ray.init(
                     address="local",
@@ -147,8 +152,7 @@ class RayConnection:
                     log_to_driver=False,
                     configure_logging=False,
                 )
-        if beside.ident is not None:
-            beside.join()  # two threads that import parts of one package may find them half imported
+        self._wait_for_meanwhile()  # two threads that import parts of one package may find them half imported
         self._tells_of_dashboard = config.dashboard
         if config.dashboard:
             say(f"Ray dashboard at http://127.0.0.1:{dashboard} (`ray get-auth-token` prints its token)")
@@ -158,6 +162,10 @@ class RayConnection:
     def _run_meanwhile(self) -> None:
         with suppress(Exception):
             self._meanwhile()
+
+    def _wait_for_meanwhile(self, timeout_s: float | None = None) -> None:
+        if self._beside.ident is not None:
+            self._beside.join(timeout_s)
 
     def news(self) -> list[str]:
         """Return what has become known since the last call of the Ray that was started."""

@@ -20,6 +20,7 @@ _START: Final = PrivateApi(
         "ray._private.node.Node.start_log_monitor",
         "ray._private.ray_constants.DASHBOARD_ADDRESS",
         "ray._private.ray_constants.PROCESS_TYPE_DASHBOARD",
+        "ray._private.utils.get_dashboard_dependency_error()",
         "ray._private.worker._global_node",
         "ray.experimental.internal_kv._internal_kv_get",
     ),
@@ -35,12 +36,14 @@ def short_start(address: str, then: Callable[[], object] = lambda: None) -> Iter
     comes up. Where no dashboard is asked for, nothing is started in its place, and no process that reads all logs for
     drivers, of which ours wants none.
 
-    `then` is called just before the node is started, for which this process then waits. It is not called where this
-    Ray cannot be told any of that.
+    `then` is called just before the node is started, for which this process then waits; it may start a thread that
+    imports what it likes, as this process imports nothing more for the node. It is not called where this Ray cannot be
+    told any of that.
     """
     if not _START.there():
         yield
         return
+    from ray._private import utils
     from ray._private.node import Node
 
     kept: Any = Node.start_api_server, Node.start_log_monitor
@@ -53,6 +56,8 @@ def short_start(address: str, then: Callable[[], object] = lambda: None) -> Iter
             for process in _dashboard(node):
                 with suppress(OSError):  # it has ended
                     os.setpriority(os.PRIO_PROCESS, process.pid, nice)
+        # Ray imports aiohttp, grpc and others when it starts the node: now, and not beside what `then` may import.
+        utils.get_dashboard_dependency_error()
         then()
 
     Node.start_api_server, Node.start_log_monitor = start, lambda node: None

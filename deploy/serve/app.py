@@ -85,8 +85,7 @@ class Running:
 
         self.config, self._connection = config, connection
         self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
-        self.proxies: list[Any] = []
-        """References to proxies that are not there yet (`entrance.begin`)."""
+        self.proxies = entrance.Proxies()
         self.start_s: dict[str, float] = {}
         """Seconds of the parts of the start, by their names, in order; empty where no replica reported its own."""
         self._address = _reached_at(config.host, connection)
@@ -102,9 +101,14 @@ class Running:
         return self._waiting.line
 
     def news(self) -> list[str]:
-        """Return the news since the last call: progress while replicas start, failures, resources that they wait
-        for."""
-        return [*self._reader.new_lines(), *self._waiting.news(), *self._connection.news()]
+        """Return the news since the last call: progress while replicas and proxies start, failures, resources that
+        they wait for."""
+        return [
+            *self._reader.new_lines(),
+            *self._waiting.news(),
+            *self._connection.news(),
+            *self.proxies.news(),
+        ]
 
     def started(self, command: dict[str, float], handed_over: float) -> None:
         """Note that the application answers. `command`: seconds of the parts until it was `handed_over` to Serve (Unix
@@ -184,7 +188,7 @@ def launch(
         times.end("Ray")
         running = Running(config, connection)
         _check_capacity(config, connection, say)
-        there_before = _enter(running)
+        there_before = _enter(running, beside=connection.own)
         _deploy(running, engine_class)
         times.end("Ray Serve")
         handed_over = time.time()
@@ -324,43 +328,19 @@ def _import_what_follows() -> None:
     assert deploy.serve.application
 
 
-def _enter(running: Running) -> bool:
-    """Let Serve run; its proxies come up meanwhile. Return whether there is an application already where this one
-    goes."""
+def _enter(running: Running, *, beside: bool) -> bool:
+    """Let Serve run; its proxies come up meanwhile if `beside`. Return whether there is an application already where
+    this one goes."""
     from ray import serve
     from ray.exceptions import RayError
 
     config = running.config
     location = "HeadOnly" if config.proxies == "head" else "EveryNode"
     try:
-        running.proxies = entrance.begin(location, config.host, config.port)
-    except RayError as error:
-        raise _serve_does_not_start(error) from error
+        running.proxies = entrance.begin(location, config.host, config.port, beside=beside)
+    except (RayError, TimeoutError) as error:
+        raise StartFailed(entrance.problem(error)) from error
     return APPLICATION in serve.status().applications
-
-
-def _look_at_proxies(running: Running) -> None:
-    """StartFailed where a proxy could not start."""
-    import ray
-    from ray.exceptions import RayError
-
-    if not running.proxies:
-        return
-    there, running.proxies = ray.wait(running.proxies, num_returns=len(running.proxies), timeout=0)
-    try:
-        ray.get(there)
-    except RayError as error:
-        raise _serve_does_not_start(error) from error
-
-
-def _serve_does_not_start(error: Exception) -> StartFailed:
-    return StartFailed(f"Ray Serve does not start: {_cause_in(str(error))}")
-
-
-def _cause_in(text: str) -> str:
-    """The line that says why, of the traceback of another process: HAProxy's own alert where there is one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "[ALERT]" in line), lines[-1] if lines else "no cause is known")
 
 
 def _deploy(running: Running, engine_class: type | None) -> None:
@@ -374,10 +354,13 @@ def _deploy(running: Running, engine_class: type | None) -> None:
     progress.clear(APPLICATION)
     target = RunTarget(build_app(running.config, engine_class), name=APPLICATION, route_prefix="/")
     try:
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        with entrance.handing_over():
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except RayServeException as error:  # such as another application at the same place
         cause = getattr(error, "cause", error)  # Ray's own account of it holds a traceback
         raise StartFailed(f"Ray Serve refuses the application: {cause}") from None
+    except TimeoutError as error:  # of a Serve that waits for its proxies, whatever it is told
+        raise StartFailed(entrance.problem(error)) from error
 
 
 def _wait(running: Running, say: Say) -> None:
@@ -388,13 +371,12 @@ def _wait(running: Running, say: Say) -> None:
     ready: float | None = None
     told = False
     while True:
-        lines, cause = running.news(), running.lasting_failure()
+        lines, cause = running.news(), running.lasting_failure() or running.proxies.failure
         for line in lines:
             if not (cause and cause in line):  # the error says it
                 say(line)
         if cause:
             raise StartFailed(cause)  # Serve would try again
-        _look_at_proxies(running)
         status = serve.status().applications.get(APPLICATION)
         if status is None:
             raise StartFailed("somebody else deleted the application while it started")
@@ -403,8 +385,9 @@ def _wait(running: Running, say: Say) -> None:
         if status.status == "RUNNING" and whole:
             if not (problem := _health_problem(running.url)):
                 return
-            ready = ready or time.monotonic()
-            if not told and time.monotonic() - ready > ANSWER_PATIENCE_S:
+            if not running.proxies.starting:
+                ready = ready or time.monotonic()
+            if ready and not told and time.monotonic() - ready > ANSWER_PATIENCE_S:
                 told = True
                 hint = "" if running.config.host in EVERYWHERE else "; replicas on other nodes need --host 0.0.0.0"
                 say(f"all replicas serve, but {running.url}/health does not answer well: {problem}{hint}")

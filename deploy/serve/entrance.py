@@ -6,6 +6,8 @@ Written for Ray 2.60.0: all are private parts of Serve. Each function says what 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from kernels.private_api import PrivateApi
@@ -28,37 +30,94 @@ _BEGINNING: Final = PrivateApi(
         "global_tracing_config, controller_options, proxy_location)",
         "ray.serve._private.client.ServeControllerClient(controller)",
         "ray.serve._private.client.ServeControllerClient.wait_for_proxies_serving(wait_for_applications_running)",
-        "ray.serve.context._get_global_client(raise_if_no_controller_running)",
         "ray.serve.context._set_global_client(client)",
     ),
     "replicas are started when HAProxy or Serve's own proxy is there, and not beside it",
 )
 
 
-def begin(location: str, host: str, port: int) -> list[Any]:
-    """Let Serve run and listen at `host` and `port`, unless it runs. Return references to its proxies, which come up
-    meanwhile: each can be got, without a value, once its proxy is there, and raises why it cannot start. RayError where
-    Serve cannot start. Where this Serve always waits for its proxies, a line is logged, and there are no references."""
+class Proxies:
+    """Proxies of Ray Serve that come up while replicas start."""
+
+    def __init__(self, starting: Iterable[Any] = ()) -> None:
+        """`starting`: references that can be got once their proxy is there, and raise why it cannot start."""
+        self._starting = list(starting)
+        self.failure = ""
+        """The error message of the first that could not start; empty while there is none."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether some were not there yet at the last look."""
+        return bool(self._starting)
+
+    def news(self) -> list[str]:
+        """Look at them. Return a line for each that turned out, since the last look, not to start."""
+        import ray
+        from ray.exceptions import RayError
+
+        if not self._starting:
+            return []
+        there, self._starting = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
+        lines = []
+        for proxy in there:
+            try:
+                ray.get(proxy)
+            except RayError as error:
+                failure = problem(error)
+                self.failure = self.failure or failure
+                lines.append(f"a proxy of {failure}")
+        return lines
+
+
+def problem(error: Exception) -> str:
+    """Return the error message where Serve does not start: of the traceback of another process the line that says why,
+    HAProxy's own alert where there is one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    alert = (line for line in reversed(lines) if "[ALERT]" in line)
+    return f"Ray Serve does not start: {next(alert, lines[-1] if lines else 'no cause is known')}"
+
+
+def begin(location: str, host: str, port: int, *, beside: bool) -> Proxies:
+    """Let Serve run and listen at `host` and `port`, unless it runs. RayError or TimeoutError where it cannot start.
+
+    `beside`: for a Ray of our own, on which Serve does not run yet, do not wait for its proxies, and return those that
+    start. Otherwise, and where this Serve always waits, which is logged, none start any more. On another cluster Serve
+    may give a proxy so little time that it does not come up beside replicas: Serve ends it and starts another, of which
+    `Proxies` would not know.
+    """
     from ray import serve
 
     options = {"host": host, "port": port}
-    if not _BEGINNING.there():
-        serve.start(proxy_location=location, http_options=options)
-        return []
+    if not beside or not _BEGINNING.there():
+        serve.start(proxy_location=location, http_options=options)  # where it runs it says what it does not change
+        return Proxies()
     from ray.serve._private import api
     from ray.serve._private.client import ServeControllerClient
-    from ray.serve.context import _get_global_client, _set_global_client
+    from ray.serve.context import _set_global_client
 
-    if _get_global_client(raise_if_no_controller_running=False) is not None:
-        serve.start(proxy_location=location, http_options=options)  # which says what it does not change
-        return []
     unchanged = api._coerce_controller_options(None)
     controller, proxies = api._create_controller_and_proxy_refs(options, None, None, None, unchanged, location)
-    client = ServeControllerClient(controller)
-    # Serve would wait for its proxies again, and fail after a minute, when it is given an application.
-    client.wait_for_proxies_serving = lambda wait_for_applications_running=True: None
-    _set_global_client(client)
-    return list(proxies)
+    _set_global_client(ServeControllerClient(controller))
+    return Proxies(proxies)
+
+
+@contextmanager
+def handing_over() -> Iterator[None]:
+    """Have Serve, when it is given an application within this context, not wait for its proxies; whoever gives it looks
+    whether the application answers. Where this Serve always waits, a line is logged."""
+    if not _BEGINNING.there():
+        yield
+        return
+    from ray.serve._private.client import ServeControllerClient
+
+    # Not in one client alone: Serve takes another one when a busy controller did not answer for five seconds.
+    kept: Any = ServeControllerClient.wait_for_proxies_serving
+    there: Any = ServeControllerClient
+    there.wait_for_proxies_serving = lambda client, wait_for_applications_running=True: None
+    try:
+        yield
+    finally:
+        there.wait_for_proxies_serving = kept
 
 
 def known() -> bool:

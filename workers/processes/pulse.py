@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
+from workers.channel.awake_clock import AwakeClock
 from workers.channel.sockets import Sender
 from workers.protocol.messages import Heartbeat
 
@@ -21,16 +21,17 @@ class Pulse:
 
     def __init__(self, sender: Sender, iteration_s: float) -> None:
         """Begins at once. `sender` is the thread's alone until `close`. `iteration_s`: seconds that an iteration may
-        take."""
+        take, of those in which the thread runs: while a machine stands still, so does the loop, which is not stuck."""
         self._sender, self._iteration_s = sender, iteration_s
-        self._iteration_begun = time.monotonic()
+        self._iterations = 0
+        """Written by the loop alone. The thread sees in it that the loop turns; the clock is the thread's."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
 
     def begin_iteration(self) -> None:
         """The loop begins another iteration."""
-        self._iteration_begun = time.monotonic()
+        self._iterations += 1
 
     def close(self) -> None:
         """Fall silent, and leave the sender to whoever closes it."""
@@ -39,8 +40,13 @@ class Pulse:
 
     def _beat(self) -> None:
         told = False
+        clock = AwakeClock()
+        begun, iterations = clock.time, self._iterations
         while not self._stop.is_set():
-            if time.monotonic() - self._iteration_begun < self._iteration_s:
+            now = clock.look()
+            if iterations != self._iterations:
+                begun, iterations = now, self._iterations
+            if now - begun < self._iteration_s:
                 self._sender.send(Heartbeat(-1))
                 told = False
             elif not told:

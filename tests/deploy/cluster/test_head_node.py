@@ -29,18 +29,30 @@ def daemons():
             pass
     return [name for name in DAEMONS if any(name in " ".join(command) for command in commands)]
 
+class Imports:  # notes the packages that each thread looks for while both may
+    def __init__(self):
+        self.both, self.packages = False, {"MainThread": set(), "meanwhile": set()}
+
+    def find_spec(self, name, path=None, target=None):
+        if self.both:
+            self.packages.setdefault(threading.current_thread().name, set()).add(name.split(".")[0])
+
 seen = {}
+imports = Imports()
+sys.meta_path.insert(0, imports)
 short_start = module.short_start
 
 def observed(address, then):
     def just_before():
         seen["before the node"] = [name for name in daemons() if name != "dashboard/dashboard.py"]
+        imports.both = True
         then()
     return short_start(address, just_before)
 
 def meanwhile():
     seen["aside"] = threading.current_thread() is not threading.main_thread()
     import ray.serve
+    imports.both = False
     raise RuntimeError("is dropped")
 
 module.short_start = observed
@@ -50,6 +62,7 @@ connection = module.RayConnection(ServeConfig.model_validate(settings), lambda l
 try:
     import ray
     seen["imported"] = "ray.serve" in sys.modules
+    seen["imported twice"] = sorted(imports.packages["MainThread"] & imports.packages["meanwhile"])
     seen["works"] = ray.get(ray.remote(lambda: 4).options(num_cpus=0).remote())
     seen["there"], seen["news"] = daemons(), connection.news()
     if dashboard:
@@ -87,6 +100,7 @@ def start(dashboard: str) -> dict:
 def test_without_a_dashboard_nothing_is_started_in_its_place() -> None:
     seen = start("none")
     assert seen["before the node"] == ["gcs_server"]
+    assert seen["imported twice"] == []
     assert (seen["aside"], seen["imported"], seen["works"]) == (True, True, 4)
     assert seen["there"] == ["gcs_server", "raylet/raylet"]
     assert (seen["news"], seen["left"]) == ([], [])
@@ -97,6 +111,7 @@ def test_without_a_dashboard_nothing_is_started_in_its_place() -> None:
 def test_a_dashboard_comes_up_beside_the_node_and_its_end_is_told_once() -> None:
     seen = start("dashboard")
     assert seen["before the node"] == ["gcs_server"]
+    assert seen["imported twice"] == []
     assert seen["there"] == ["gcs_server", "raylet/raylet", "dashboard/dashboard.py"]
     assert (seen["aside"], seen["imported"], seen["works"], seen["news"]) == (True, True, 4, [])
     assert (seen["nicer"], seen["answers"]) == (True, 200)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import pytest
 from deploy.cluster import connection
 from deploy.cluster.connection import RayConnection
 from deploy.config.application import ServeConfig
-from deploy.serve import app
+from deploy.serve import app, entrance
 
 
 def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,46 @@ def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch: pytest.Monke
         earlier.wait()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_start_that_fails_keeps_its_environment_while_another_thread_imports(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """But not for long."""
+    seen: list[str | None] = []
+    begun, waits, over = threading.Event(), threading.Event(), threading.Event()
+
+    def meanwhile() -> None:
+        begun.set()
+        assert (waits if ends else over).wait(60)
+        seen.append(os.environ.get("LATENTSERVE_OF_THIS_START"))
+
+    def interrupted(self: RayConnection, *_: object) -> None:
+        self._export({"LATENTSERVE_OF_THIS_START": "1"})
+        self._beside.start()
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    join = threading.Thread.join
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(RayConnection, "_start", interrupted)
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    monkeypatch.setattr(connection, "MEANWHILE_S", 60.0 if ends else 0.1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = ServeConfig.model_validate({"engine": {"model": "demo"}})
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RayConnection(config, lambda line: None, None, meanwhile)
+    finally:
+        waits.set()
+    assert seen == (["1"] if ends else [])
+    assert "LATENTSERVE_OF_THIS_START" not in os.environ
+    over.set()
+
+
 @pytest.mark.parametrize(("code", "raised"), [(signal.SIGTERM, KeyboardInterrupt), (1, SystemExit)])
 def test_rays_handler_of_sigterm_ends_a_start_as_ours_does(code: int, raised: type[BaseException]) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -76,6 +118,11 @@ def test_rays_handler_of_sigterm_ends_a_start_as_ours_does(code: int, raised: ty
 def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     """Unless there was one before, which goes on."""
     calls: list[str] = []
+    waited: list[bool] = []
+
+    def begin(location: str, host: str, port: int, *, beside: bool) -> entrance.Proxies:
+        waited.append(not beside)
+        return entrance.Proxies()
 
     class Running(app.Running):
         def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
@@ -92,7 +139,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     for name in ("_check_entrance", "_check_capacity", "build_app"):
         monkeypatch.setattr(app, name, lambda *_: None)
     monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
-    monkeypatch.setattr("deploy.serve.entrance.begin", lambda location, host, port: [])
+    monkeypatch.setattr("deploy.serve.entrance.begin", begin)
     monkeypatch.setattr("ray.serve.status", lambda: status)
     monkeypatch.setattr("ray.serve.run_many", hand_over)
     monkeypatch.setattr("ray.serve.delete", lambda application, **options: calls.append(f"deleted {application}"))
@@ -100,6 +147,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         app.launch(config, lambda line: None)
     assert calls == ["handed over", *([] if there else [f"deleted {app.APPLICATION}"]), "left"]
+    assert waited == [True]  # for proxies of a cluster that was joined
 
 
 def test_a_signal_whose_interrupt_an_import_dropped_stops_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

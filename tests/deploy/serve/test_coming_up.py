@@ -11,10 +11,12 @@ import httpx
 import pytest
 import ray
 from ray.exceptions import RayError
+from ray.serve._private.client import ServeControllerClient
 
 from deploy.config.application import ServeConfig
 from deploy.serve import app
 from deploy.serve.app import APPLICATION, StartFailed
+from deploy.serve.entrance import Proxies
 from workers.config import DEMO_MODEL
 from workers.fit.settings import Unfit
 
@@ -26,10 +28,12 @@ class Pretended:
         engine = {"model": "demo", "start_timeout_s": start_timeout_s}
         self.config = ServeConfig.model_validate({"engine": engine, "host": host})
         self.url, self.waits_for = "http://10.0.0.1:8000", waits_for
-        self.proxies: list = []
+        self.proxies = Proxies()
+        self._reader = SimpleNamespace(new_lines=list)
+        self._waiting = self._connection = SimpleNamespace(news=list)
 
     def news(self) -> list[str]:
-        return []
+        return app.Running.news(self)  # type: ignore[arg-type]
 
     def failures(self) -> list[str]:
         return []
@@ -84,31 +88,96 @@ def test_when_time_is_over_the_error_says_what_was_missing(serve, state: tuple, 
         app._wait(Pretended(waits_for=waits_for, start_timeout_s=0.02), lambda line: None)
 
 
-def test_a_proxy_that_cannot_start_ends_the_start_as_soon_as_that_is_known(
-    serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Proxies come up beside the replicas, and say last why they do not."""
-    serve("DEPLOYING", "UPDATING")
-    there: list[str] = []
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fills with the proxies that have come up or failed; `broken` fails."""
+    found: list[str] = []
 
     def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
+        return [ref for ref in refs if ref in found], [ref for ref in refs if ref not in found]
 
-    def get(refs: list[str]) -> None:
-        if "broken" in refs:
+    def get(ref: str) -> None:
+        if ref == "broken":
             raise RayError("Traceback\n[ALERT] (1) : cannot bind socket\nsee above")
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", get)
-    application = Pretended()
-    application.proxies = ["slow", "well", "broken"]
-    app._look_at_proxies(application)
+    return found
+
+
+def test_a_proxy_that_cannot_start_ends_the_start_as_soon_as_that_is_known(serve, there: list[str]) -> None:
+    """Proxies come up beside the replicas, and say last why they do not."""
+    serve("DEPLOYING", "UPDATING")
+    application, lines = Pretended(), []
+    application.proxies = Proxies(["slow", "well", "broken"])
     there.append("well")
-    app._look_at_proxies(application)
-    assert application.proxies == ["slow", "broken"]
+    assert (application.news(), application.proxies.starting) == ([], True)
     there.append("broken")
-    with pytest.raises(StartFailed, match=r"Ray Serve does not start: \[ALERT\] \(1\) : cannot bind socket$"):
-        app._wait(application, lambda line: None)
+    with pytest.raises(StartFailed, match=r"^Ray Serve does not start: \[ALERT\] \(1\) : cannot bind socket$"):
+        app._wait(application, lines.append)
+    assert lines == []  # the error says it
+
+
+def test_proxies_that_still_start_when_the_application_answers_are_looked_at_later(serve, there: list[str]) -> None:
+    serve("RUNNING", "HEALTHY", 200)
+    application = Pretended()
+    application.proxies = Proxies(["slow", "broken"])
+    app._wait(application, lambda line: None)
+    assert application.news() == []
+    there += ["slow", "broken"]
+    assert application.news() == ["a proxy of Ray Serve does not start: [ALERT] (1) : cannot bind socket"]
+    assert (application.news(), application.proxies.starting) == ([], False)
+
+
+def test_an_entrance_that_still_starts_is_not_blamed_for_its_silence(serve, there: list[str]) -> None:
+    """Replicas may be there before it."""
+    serve("RUNNING", "HEALTHY", None, None, None, 200)
+    application, lines = Pretended(), []
+    application.proxies = Proxies(["slow"])
+    app._wait(application, lines.append)
+    assert lines == []
+    serve("RUNNING", "HEALTHY", None, None, None, 200)
+    there.append("slow")
+    app._wait(application, lines.append)
+    assert len(lines) == 1
+
+
+def test_proxies_that_serve_waits_for_in_vain_are_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**options: object) -> None:
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    monkeypatch.setattr("ray.serve.start", start)
+    with pytest.raises(StartFailed, match=r"^Ray Serve does not start: HTTP proxies not available after 60s\.$"):
+        app._enter(Pretended(), beside=False)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_proxies_are_not_waited_for_by_whichever_client_hands_the_application_over(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Serve takes another client than that of the start when its controller was busy. A Serve that waits all the same,
+    and gives up, is an error of the start."""
+    asked: list[object] = []
+
+    def run_many(*_: object, **options: object) -> None:
+        client = ServeControllerClient.__new__(ServeControllerClient)
+        client._shutdown, client._controller = False, SimpleNamespace()  # whoever asks it for proxies fails
+        client.wait_for_proxies_serving(wait_for_applications_running=False)
+        asked.append(client)
+        if waits:
+            raise TimeoutError("Proxies not available after 60s.")
+
+    monkeypatch.setattr("ray.serve.run_many", run_many)
+    monkeypatch.setattr("deploy.serve.progress.clear", lambda application: None)
+    monkeypatch.setattr(app, "build_app", lambda *_: None)
+    kept = ServeControllerClient.wait_for_proxies_serving
+    if waits:
+        with pytest.raises(StartFailed, match=r"^Ray Serve does not start: Proxies not available after 60s\.$"):
+            app._deploy(Pretended(), None)
+    else:
+        app._deploy(Pretended(), None)
+    assert len(asked) == 1
+    assert ServeControllerClient.wait_for_proxies_serving is kept
 
 
 def test_an_application_that_somebody_deletes(serve) -> None:

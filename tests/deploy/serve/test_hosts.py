@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deploy.config.application import ServeConfig
-from deploy.serve import app
+from deploy.serve import app, entrance
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,8 @@ def test_one_interface_of_a_cluster_needs_the_proxy() -> None:
 
 
 def test_what_another_process_raised_is_one_line() -> None:
+    said = "Ray Serve does not start: "
     trace = "Traceback\n  File x\nRuntimeError: [NOTICE] version\n[ALERT] (1) : Cannot raise\n[WARNING] x\n"
-    assert app._cause_in(trace) == "[ALERT] (1) : Cannot raise"
-    assert app._cause_in("Traceback\n\nValueError: no\n\n") == "ValueError: no"
+    assert entrance.problem(RuntimeError(trace)) == f"{said}[ALERT] (1) : Cannot raise"
+    assert entrance.problem(RuntimeError("Traceback\n\nValueError: no\n\n")) == f"{said}ValueError: no"
+    assert entrance.problem(RuntimeError()) == f"{said}no cause is known"

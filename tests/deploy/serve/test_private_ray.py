@@ -22,6 +22,7 @@ from ray.experimental import internal_kv
 from ray.serve._private import api as serve_api
 from ray.serve._private import common, constants, haproxy_templates
 from ray.serve._private import replica as serve_replica
+from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.request_router import replica_wrapper
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -334,15 +335,16 @@ def test_serves_own_receive_channels_are_those_that_are_told_apart() -> None:
 def test_serve_is_waited_for_where_it_cannot_start_in_the_background(
     lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It cannot either where it runs already: then there is nothing to wait for."""
+    """On a cluster that somebody else started it is, too: there Serve may end proxies that are slow beside replicas."""
     began: list[Any] = []
     monkeypatch.setattr(serve, "start", lambda **options: began.append(options))
-    client = None if name else object()
-    monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda raise_if_no_controller_running: client)
     if name:
         monkeypatch.delattr(serve_api, name)
-    assert entrance.begin("EveryNode", "0.0.0.0", 80) == []
+    assert not entrance.begin("EveryNode", "0.0.0.0", 80, beside=bool(name)).starting
     assert began == [{"proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": 80}}]
+    kept = ServeControllerClient.wait_for_proxies_serving
+    with entrance.handing_over():
+        assert (ServeControllerClient.wait_for_proxies_serving is kept) == bool(name)
     assert [name in line and "not beside it" in line for line in lines] == ([True] if name else [])
 
 
@@ -358,6 +360,19 @@ def test_a_head_node_that_cannot_be_told_starts_as_ever(
     [line] = lines
     assert name in line
     assert "waits some seconds for Ray's dashboard" in line
+
+
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_what_ray_imports_for_a_node_is_imported_before_another_thread_imports(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, dashboard: bool
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(Node, "start_api_server", lambda node, *, include_dashboard, raise_on_failure: None)
+    monkeypatch.setattr(ray._private.utils, "get_dashboard_dependency_error", lambda: did.append("imported"))
+    with head_node.short_start("127.0.0.1:1", lambda: did.append("then")):
+        Node.start_api_server(SimpleNamespace(all_processes={}), include_dashboard=dashboard, raise_on_failure=True)
+    assert did == ["imported", "then"]
+    assert lines == []
 
 
 def test_without_serves_client_an_entrance_elsewhere_is_not_noticed(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from workers.channel.awake_clock import AwakeClock
 from workers.processes.pulse import PULSE_PERIOD_S, Pulse
 from workers.protocol.messages import Heartbeat
 
@@ -53,6 +54,22 @@ def test_it_vouches_for_no_loop_that_stands_still_and_again_for_one_that_goes_on
         pulse.begin_iteration()
         assert time.monotonic() < deadline
     pulse.close()
+
+
+def test_it_vouches_for_a_loop_that_stood_still_with_everything_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A virtual machine that is moved, say: by the clock an iteration of the loop takes hours then."""
+    now = 100.0
+    monkeypatch.setattr("workers.processes.pulse.AwakeClock", lambda: AwakeClock(lambda: now))
+    sender = Sender()
+    pulse = Pulse(sender, iteration_s=9.0)  # type: ignore[arg-type]
+    assert sender.sent or sender.sends_within(60)
+    now += 7200.0
+    for _ in range(3):  # it has looked at the clock since
+        assert sender.sends_within(60)
+    pulse.close()
+    assert caplog.text == ""
 
 
 def test_it_is_silent_once_it_is_closed() -> None:
