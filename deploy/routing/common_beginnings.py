@@ -30,6 +30,6 @@ class CommonBeginnings:
         if len(self._went_on) > MOST_PAGES:
             self._went_on.popitem(last=False)
         others = sum(not (way.startswith(then) or then.startswith(way)) for way in known)
-        if others == len(known) <= COMMON_AFTER:
+        if then and others == len(known) <= COMMON_AFTER:  # one that ends with the page goes on in no way
             known.add(then)
         return others >= COMMON_AFTER

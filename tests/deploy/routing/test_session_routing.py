@@ -8,6 +8,8 @@ from functools import cache
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from deploy.routing.arrivals import Arrivals, load_from_report, load_to_report
 from deploy.routing.common_beginnings import COMMON_AFTER, MOST_PAGES, CommonBeginnings
@@ -298,13 +300,15 @@ def test_a_prompt_that_is_sent_again_stays_where_it_is() -> None:
         assert choose(book, loads, features_of(prompt), 0.0)[0] == "home"
 
 
-def test_a_session_of_turns_that_fill_no_page_stays_where_it_is() -> None:
-    history, book = list(range(32_000)), InFlightAccounting[str]("me", 32.0)
-    there = frozenset(features_of(history).keys(NO_ROOT))
-    for turn in range(10):
-        history = [*history, turn, 7, 8]
+@given(st.integers(60, 140), st.lists(st.integers(1, 90), max_size=20))
+@example(128, [3] * 20)  # all of them within a page
+def test_a_session_stays_where_it_is_however_short_its_turns_are(first: int, turns: list[int]) -> None:
+    history, book = list(range(6_000 + first)), InFlightAccounting[str]("me", 32.0)
+    for added in turns:
+        there = frozenset(features_of(history).keys(NO_ROOT))
+        history = [*history, *range(added)]
         loads = {"home": Load(rows=16, keys=there), "other": Load()}
-        assert choose(book, loads, features_of(history), 0.1 * turn)[0] == "home"
+        assert choose(book, loads, features_of(history), 0.0)[0] == "home"
 
 
 def test_a_burst_of_sessions_is_shared_before_any_report() -> None:
@@ -321,6 +325,7 @@ def test_how_prompts_went_on_is_remembered_of_so_many_pages_alone() -> None:
     beginnings = CommonBeginnings()
     for number in range(3 * MOST_PAGES):
         assert not beginnings.is_common(number.to_bytes(8), b"then")
+    assert not beginnings.is_common(b"common", b""), "that ends with the page"
     for number in range(10):
         beginnings.is_common(b"common", bytes([number]))
     assert beginnings.is_common(b"common", b"another")
