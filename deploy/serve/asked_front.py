@@ -1,6 +1,6 @@
 """A front that is asked to go on with answers of one that died.
 
-Part of the process of `deploy.serve.watchdog_process`, so it imports the standard library alone.
+Part of the process of `deploy.serve.watchdog_process`: it imports the standard library and other parts of it alone.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class AskedFront:
                 self._end()
             return
         if (user := _user_of(channel)) != os.getuid():
-            say(f"guardian: no answer is handed to user {user}, who listens at {self.heir}")
+            say(f"stream watchdog: no answer is handed to user {user}, who listens at {self.heir}")
             channel.close()
             self._end()
             return

@@ -1,6 +1,6 @@
 """Whether a front hangs that gives no sign of life.
 
-Part of the process of `deploy.serve.watchdog_process`, so it imports the standard library alone.
+Part of the process of `deploy.serve.watchdog_process`: it imports the standard library and other parts of it alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hands the answers of a front that died to others, each to one that goes on with it.
 
-Part of the process of `deploy.serve.watchdog_process`, so it imports the standard library alone.
+Part of the process of `deploy.serve.watchdog_process`: it imports the standard library and other parts of it alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def hand_over(
             front.close()
     if left:
         asked = ", ".join(front.heir for front in fronts) or "there was none"
-        say(f"guardian: answers that no front said it goes on with: {len(left)}; asked: {asked}")
+        say(f"stream watchdog: answers that no front said it goes on with: {len(left)}; asked: {asked}")
     return [*(answer.held for answer in left.values()), *unguarded]
 
 

@@ -1,6 +1,6 @@
 """Connections of answers that a stream watchdog holds, their journals, and the messages that bring them.
 
-Part of the process of `deploy.serve.watchdog_process`, so it imports the standard library alone.
+Part of the process of `deploy.serve.watchdog_process`: it imports the standard library and other parts of it alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a stream watchdog writes: the end of streams that no front goes on with, lines to stderr, and the cause.
 
-Part of the process of `deploy.serve.watchdog_process`, so it imports the standard library alone.
+Part of the process of `deploy.serve.watchdog_process`: it imports the standard library and other parts of it alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fronts that come while answers of one that died wait for them.
 
-Part of the process of `deploy.serve.watchdog_process`, so it imports the standard library alone.
+Part of the process of `deploy.serve.watchdog_process`: it imports the standard library and other parts of it alone.
 """
 
 from __future__ import annotations

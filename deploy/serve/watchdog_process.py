@@ -56,7 +56,7 @@ def keep(
     while True:
         if not select.select([channel], [], [], BEAT_S)[0]:
             if (wrong := silence.grows()) and os.getppid() == front:
-                say(f"guardian: the front {wrong} and is killed")
+                say(f"stream watchdog: the front {wrong} and is killed")
                 os.kill(front, signal.SIGKILL)
             continue
         silence.sign()
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     try:
         left = hand_over(held, others.heirs, newcomers, lambda over: end(over, words))
     except Exception as error:  # whatever it is, no stream ends without its last words
-        say(f"guardian: answers cannot be handed over: {error!r}")
+        say(f"stream watchdog: answers cannot be handed over: {error!r}")
         left = [one for one in held if one.connection.fileno() >= 0]
     end(left, words)
     for folder in folders:
