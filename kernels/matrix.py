@@ -5,14 +5,17 @@ Shape legend: X experts (or none), N output features, K input features, B rows o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Protocol, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 GROUP: Final = 32
 """Input features of a group of INT4 numbers, of MXFP8 and of MXFP4."""
+WIDEST: Final = 11
+"""Most powers of two between scales of a row of MXFP4 that becomes e4m3 exactly."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,40 @@ class MicroScaled4(_InGroups):
     """MXFP4: as `MicroScaled`, with FP4 (E2M1), two numbers per byte in uint8."""
 
     dtypes: ClassVar = (torch.uint8, torch.uint8)
+    least: Tensor | None = None
+    """uint8 [N] or [X, N], contiguous: of every row the least byte b of a scale with which a number becomes e4m3 when
+    it is divided by 2^(b - 122); see `with_least`. None: nobody has looked, or there is a row that has none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least is not None:
+            found, rows = (self.least.dtype, tuple(self.least.shape)), self.shape[:-1]
+            if found != (torch.uint8, rows) or not self.least.is_contiguous():
+                raise ValueError(f"of rows {rows} the least bytes are contiguous uint8, not {found}")
+
+    @override
+    def __getitem__(self, expert: int) -> MicroScaled4:
+        """The matrix of an expert."""
+        least = None if self.least is None else self.least[expert]
+        return MicroScaled4(self.data[expert], self.scales[expert], least)
+
+    def with_least(self) -> MicroScaled4:
+        """Look whether all rows are numbers of e4m3 times a power of two for each row, and return the matrix with
+        `least` if so.
+
+        Times 2^-5 to 2^6 a number of E2M1 is one of e4m3, exactly. So the scales of a row's groups may be as far apart
+        as these; of groups that are all zero they may be anything. This waits for the device.
+        """
+        most, fewest = self.scales.amax(-1), self.scales.amin(-1)
+        far = (most.int() - fewest.int() > WIDEST).flatten().nonzero().squeeze(1)
+        if len(far):
+            scales = self.scales.flatten(0, -2)[far].int()
+            some = (self.data.flatten(0, -2)[far].unflatten(-1, (-1, GROUP // 2)) & 0x77).amax(-1) > 0
+            largest = torch.where(some, scales, 0).amax(-1)
+            if bool((largest - torch.where(some, scales, 255).amin(-1) > WIDEST).any()):
+                return self
+            most.flatten()[far] = largest.to(torch.uint8)
+        return replace(self, least=(most.int() - WIDEST).clamp(min=0).to(torch.uint8))
 
     def float(self) -> Tensor:
         """The matrix in fp32, exactly."""

@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.matrix import BlockScaled, FourBits, Matrix
-from kernels.moe import kernel, routing, scaled_launch, single, sorting, w8a8_launch
+from kernels.matrix import BlockScaled, FourBits, Matrix, MicroScaled4
+from kernels.moe import kernel, routing, scaled_launch, single, sorting, w4a8_launch, w8a8_launch
 from kernels.moe.schedule import (
     FEW,
     FEW_EXPERTS,
@@ -133,6 +133,8 @@ class ExpertLaunches:
                 self.sort()
             if self.tiling.w8a8 and self.rounded is None:
                 self.quantize()
+            if self.tiling.w4a8:
+                self.gather()
             if self.tiling.rearranged:
                 self.rearrange()
             self.gate_up()
@@ -199,7 +201,12 @@ class ExpertLaunches:
 
     def quantize(self) -> None:
         """Round the tokens to FP8."""
-        w8a8_launch.quantize(self.x_TE, self.scratch, self.shape)
+        quantize = w4a8_launch.quantize if self.tiling.w4a8 else w8a8_launch.quantize
+        quantize(self.x_TE, self.scratch, self.shape)
+
+    def gather(self) -> None:
+        """Bring the tokens that have been rounded into the order of the sorted pairs."""
+        w4a8_launch.gather(self.rounded, self.scratch, self.shape)
 
     def rearrange(self) -> None:
         """Bring the tokens' features into the order of Hopper's kernels for many tokens with weights of four bits."""
@@ -210,6 +217,9 @@ class ExpertLaunches:
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
             w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, scratch, shape, self.tiling)
+            return
+        if self.tiling.w4a8 and isinstance(self.gate_up_XFE, MicroScaled4):
+            w4a8_launch.gate_up(self.gate_up_XFE, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, FourBits):
             call = (shape, self.tiling, self._dependent)
@@ -250,6 +260,9 @@ class ExpertLaunches:
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.down_XEI, BlockScaled):
             w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
+            return
+        if self.tiling.w4a8 and isinstance(self.down_XEI, MicroScaled4):
+            w4a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.down_XEI, FourBits):
             call = (shape, self.tiling, self._dependent)

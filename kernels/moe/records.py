@@ -25,6 +25,8 @@ class Stored(NamedTuple):
     """Rows of scales of an expert."""
     scales: int = 1
     """Scales of a row."""
+    in_fp8: bool = False
+    """Whether rows in MXFP4 are known to be FP8 times a power of two (`MicroScaled4.least`)."""
 
 
 PLAIN: Final = Stored()
@@ -65,7 +67,8 @@ def stored(matrix: Matrix) -> Stored:
         return PLAIN
     if type(matrix) not in STORED:
         raise TypeError(f"no kernel multiplies experts in {type(matrix).__name__}")
-    return Stored(*STORED[type(matrix)](matrix), *matrix.scales.shape[1:])
+    in_fp8 = isinstance(matrix, MicroScaled4) and matrix.least is not None
+    return Stored(*STORED[type(matrix)](matrix), *matrix.scales.shape[1:], in_fp8)
 
 
 def memory(matrix: Matrix) -> tuple[Tensor, Tensor | None]:

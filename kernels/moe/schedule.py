@@ -33,6 +33,8 @@ FEW_FOUR_BIT: Final = 4
 """Tokens up to which tiles of two are the better: of Kimi K2's 216 us on one H200, where those of eight took 227."""
 MOST_FOUR_BIT: Final = 7168
 """Input features there, so that the shared memory of a program leaves half of a multiprocessor's to its cache."""
+FEWEST_W4A8_MEAN: Final = 64
+"""Tokens that an expert with weights in MXFP4 has on average, at least, where activations are in FP8."""
 MOST_FOUR_BIT_MEAN: Final = 7
 """Tokens that an expert may have on average there: of more, too many have several tiles, each of which reads its
 weights. On one H200 an average of 5 of Kimi K2 took 2.6 ms; one of 8 took 3.8, in tiles of 64 pairs 3.5."""
@@ -133,6 +135,14 @@ class ExpertsShape:
         whole = self.hidden % fetched == 0 and self.intermediate % fetched == 0
         return self._in_four_bit_steps and whole and self.tokens > 1
 
+    def suits_w4a8(self, stored: tuple[Stored, Stored]) -> bool:
+        """Whether the kernels for activations in FP8 and weights in MXFP4 take these sizes and weights: those that
+        become FP8 exactly, whole blocks of scales that the copy engine fetches, and several experts a token, so that
+        sorted tokens find room."""
+        whole = self.hidden % (2 * FOUR_BIT_FEATURES) == 0 and self.intermediate % (2 * FOUR_BIT_FEATURES) == 0
+        exact = all(how.format == "mxfp4" and how.in_fp8 for how in stored)
+        return exact and whole and self.dtype == torch.bfloat16 and not self.groups and self.chosen > 1
+
     @property
     def _in_four_bit_steps(self) -> bool:
         whole = self.hidden % FOUR_BIT_FEATURES == 0 and self.intermediate % FOUR_BIT_FEATURES == 0
@@ -181,7 +191,7 @@ class ExpertTiling:
     spread: bool = False
     """Whether Hopper's own kernels spread the work of shared experts evenly among that of the others."""
     w8a8: bool = False
-    """Whether Hopper's own kernels are those for activations in FP8 (`w8a8`)."""
+    """Whether Hopper's own kernels are those for activations in FP8 (`w8a8`; of weights in MXFP4 `w4a8`)."""
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
     """Storage of the weights of either product."""
 
@@ -189,7 +199,13 @@ class ExpertTiling:
     def rearranged(self) -> bool:
         """Whether they are the ones for many tokens with weights of four bits (`four_bit_grouped`), whose inputs have
         an order of their own."""
-        return self.programs > 0 and self.rows > FOUR_BIT_PAIRS[-1] and alike_in_four_bits(self.stored)
+        few = self.rows <= FOUR_BIT_PAIRS[-1]
+        return self.programs > 0 and not few and not self.w8a8 and alike_in_four_bits(self.stored)
+
+    @property
+    def w4a8(self) -> bool:
+        """Whether they are the ones for activations in FP8 and weights in MXFP4 (`w4a8`), whose tokens are sorted."""
+        return self.w8a8 and alike_in_four_bits(self.stored)
 
     def tiles(self, shape: ExpertsShape) -> int:
         """Most tiles the pairs of a call can fill."""
@@ -249,6 +265,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
             rows = 0
     if rows and few_bits and shape.for_four_bit_tiles:
         return four_bit_tiled(shape, shape.hopper, stored)
+    if mean >= FEWEST_W4A8_MEAN and shape.quantize_activations and shape.hopper and shape.suits_w4a8(stored):
+        return w4a8(shape, shape.hopper, stored)
     if mean > MOST_FOUR_BIT_MEAN and few_bits and shape.for_four_bit_grouped(stored):
         return four_bit_grouped(shape, shape.hopper, stored)
     if rows and shape.quantize_activations and shape.hopper and shape.suits_w8a8 and all(map(in_whole_blocks, stored)):
@@ -293,6 +311,18 @@ def w8a8(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> E
         raise ValueError(f"activations in FP8 take bf16 and weights in whole blocks of 128 x 128, in one sum: {shape}")
     products = Product(128, 128, 4, 4, 4, tma=True), Product(256, 128, 4, 4, 4, tma=True)
     return ExpertTiling(128, *products, shape.dtype, programs, shape.mean <= 128, w8a8=True, stored=stored)
+
+
+def w4a8(shape: ExpertsShape, programs: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
+    """The tiles of Hopper's kernels for activations in FP8 and weights in MXFP4; a program for each multiprocessor, as
+    in `grouped`."""
+    if not shape.suits_w4a8(stored):
+        raise ValueError(
+            f"activations in FP8 with weights in MXFP4 take bf16, weights that are FP8 times a power of two for each "
+            f"row, features in multiples of {2 * FOUR_BIT_FEATURES} and several experts a token, in one sum: {shape}"
+        )
+    product = Product(128, 128, 3, 4, 4, tma=True)
+    return ExpertTiling(256, product, product, shape.dtype, programs, shape.mean <= 256, w8a8=True, stored=stored)
 
 
 def four_bit_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:

@@ -49,15 +49,16 @@ def down(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: E
 
 def tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
     """The tokens' numbers [T, E] and scales [T, G]."""
-    return _quantized(scratch.partial_YGE, shape.tokens, shape.hidden)
+    return in_memory(scratch.partial_YGE, shape.tokens, shape.hidden)
 
 
 def inputs(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
     """The numbers [Y, I] and scales [Y, G] of the sorted pairs' inputs of `down`."""
-    return _quantized(scratch.act_YI, shape.pairs, shape.intermediate)
+    return in_memory(scratch.act_YI, shape.pairs, shape.intermediate)
 
 
-def _quantized(memory: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
+def in_memory(memory: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
+    """Numbers [rows, features] in FP8 at the front of memory, and their scales behind them."""
     groups, size = features // W8A8_BLOCK, rows * features
     bytes_ = memory.view(-1).view(torch.uint8)
     numbers = bytes_[:size].view(torch.float8_e4m3fn).view(rows, features)

@@ -44,7 +44,7 @@ def matrix(shape: tuple[int, ...], format: Format, dtype: torch.dtype, random: t
     if format == "mxfp4":
         data = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random, device=device).to(torch.uint8)
         exponent = torch.randint(-3, 0, (*shape[:-1], shape[-1] // GROUP), generator=random, device=device)
-        return MicroScaled4(data, (exponent + round(math.log2(scale)) + 127).to(torch.uint8))
+        return MicroScaled4(data, (exponent + round(math.log2(scale)) + 127).to(torch.uint8)).with_least()
     rows, features = format
     codes = plain * 64
     codes[uniform(*shape) < 0.1] *= 2**-13  # zero and subnormal numbers

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from experts_case import Experts, exact
 from torch import Tensor
 
-from kernels.moe import schedule, w8a8_launch
+from kernels.moe import schedule, w4a8_launch, w8a8_launch
 from kernels.moe.schedule import ExpertTiling
 from kernels.quantize import GROUP, LEAST_SCALE, MOST, quantize_reference
 
@@ -33,7 +33,8 @@ rounded, more where a few numbers are most of it. A pair that goes wrong is off 
 
 def tiled(case: Experts, programs: int, **product: Any) -> ExpertTiling:
     """The tiling for activations in FP8, with changes of both products."""
-    tiling = schedule.w8a8(case.shape, programs, case.stored)
+    of = schedule.w4a8 if case.stored[0].format == "mxfp4" else schedule.w8a8
+    tiling = of(case.shape, programs, case.stored)
     return replace(tiling, gate_up=replace(tiling.gate_up, **product), down=replace(tiling.down, **product))
 
 
@@ -49,6 +50,8 @@ class Stages:
     """Numbers and scales, as those of the tokens."""
     results: Tensor
     """Results of every pair."""
+    in_bf16: bool
+    """Whether inputs of `down` are rounded to bf16 before they are rounded to FP8."""
 
     @staticmethod
     def run(case: Experts, tiling: ExpertTiling) -> Stages:
@@ -57,15 +60,17 @@ class Stages:
         scratch, shape = call.scratch, case.shape
         call.sort()
         call.quantize()
-        number, scale = w8a8_launch.tokens(scratch, shape)
+        number, scale = (w4a8_launch if tiling.w4a8 else w8a8_launch).tokens(scratch, shape)
         tokens = _copy(number), scale.clone()
+        if tiling.w4a8:
+            call.gather()
         call.gate_up()
         number, scale = w8a8_launch.inputs(scratch, shape)
         inputs = _copy(number), scale.clone()
         call.down()
         call.combine()
         wanted = int((case.tensors["id"] >= 0).sum())
-        return Stages(case, scratch.sorted_Y[:wanted].long(), tokens, inputs, scratch.partial_YGE[:, 0].clone())
+        return Stages(case, scratch.sorted_Y[:wanted].long(), tokens, inputs, scratch.partial_YGE[:, 0].clone(), tiling.w4a8)
 
     def check(self, lost: float) -> None:
         """Every kernel's share, and the whole. `lost`: of a sum's magnitudes."""
@@ -95,6 +100,8 @@ class Stages:
         off_gate, off_up = (lost * part for part in F.linear(x.abs(), gate_up.abs()).chunk(2, 1))
         want = self.case.activated(gate, up)  # a clamp moves nothing further apart
         off = 1.1 * off_gate * (up.abs() + off_up) + F.silu(gate).abs() * off_up  # silu is nowhere steeper than 1.1
+        if self.in_bf16:
+            off = off + 2**-8 * (want.abs() + off)
         number, scale = self.inputs[0][place], self.inputs[1][place].double()
         largest, grouped = partial(torch.amax, dim=-1), partial(Tensor.unflatten, dim=1, sizes=(-1, GROUP))
         most, unsure = largest(grouped(want.abs())), largest(grouped(off))

@@ -1,0 +1,512 @@
+"""The experts' products on Hopper for many tokens whose activations are FP8, with weights in MXFP4: tiles of 256 pairs
+by 128 weight rows, on wgmma in FP8.
+
+A number of MXFP4 times a power of two is a number of e4m3, exactly, for 12 powers in a row. So a row's weights become
+e4m3 with one exponent for the whole row, if the exponents of its groups are near enough to each other, and the row's
+sums are multiplied with that power of two at their end (`kernels.matrix.MicroScaled4.least`).
+
+wgmma reads e4m3 weights from shared memory. One partition brings weights there as they are stored, makes e4m3 of them,
+a thread one row at a time, and fetches the pairs' inputs. Two partitions multiply. A table of eight bytes has a
+group's magnitudes; one instruction looks four of them up, and two more add the signs.
+
+A tile has four chunks of 64 pairs, the first and the third for one multiplying partition, the others for the other one.
+What weights cost to convert is shared by all of a tile, so tiles are tall; chunks without pairs are left out. As in
+`w8a8`, tensor cores sum 128 features at a time, and plain cores multiply these sums with the pairs' scales and add them
+up in fp32.
+
+`gate_up` makes 128 features of an item in two passes over the inputs, 64 rows of gate and 64 of up in each, because
+they are rounded to FP8 with one scale: what the first pass makes waits in shared memory, in bf16. `down` has 128 rows
+in one pass.
+
+Items, claims and announcements are `hopper`'s. The pairs' inputs are sorted before (`gather`), so that the copy engine
+fetches them. Rings: `raw` has weights as they are stored, AHEAD stages ahead of what is converted, also across items;
+`full` and `empty` are those of inputs and converted weights.
+
+No deadlock: the preparing partition waits for what it has asked the copy engine for, and for stages that the multiplying
+ones hand back, each once, whether they have pairs or not; these wait for full stages and announcements only, and an
+item is announced before its first stage.
+
+Sizes are multiples of 128, inputs of 512 features, for the copy engine fetches scales of a row 16 at a time.
+
+Written for Triton 3.6, as `hopper` is, and for the same private part of Gluon.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, has-type"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.matrix import MicroScaled4
+from kernels.moe.hopper import announce, claim, clamped, store_rows, work_item
+from kernels.moe.w8a8 import TILED, announcement
+from kernels.quantize import LEAST_SCALE, MOST
+
+STEP = gl.constexpr(128)
+"""Input features of a stage, and of a scale of the inputs."""
+CHUNK = gl.constexpr(64)
+"""Pairs of a product, and rows of weights that come at a time."""
+CHUNKS = gl.constexpr(4)
+"""Chunks of a tile."""
+BLOCK = gl.constexpr(128)
+"""Weight rows of a product."""
+AHEAD = gl.constexpr(3)
+"""Stages of weights on their way while one is converted."""
+LEAD = gl.constexpr(AHEAD.value + 3)
+"""Stages before the end of an item at which a program claims its next item."""
+WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2))
+SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
+CONVERTED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+HELD = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+LARGEST = gl.constexpr(MOST)
+LEAST = gl.constexpr(LEAST_SCALE)
+
+_TO_E4M3 = gl.constexpr(
+    """
+    {
+    .reg .b32 magnitudes, others, even, signs;
+    and.b32 magnitudes, $2, 0x77777777;
+    shl.b32 even, $2, 4;
+    prmt.b32 signs, even, $2, 0x5140;
+    shr.u32 others, magnitudes, 16;
+    prmt.b32 magnitudes, $3, $4, magnitudes;
+    lop3.b32 $0, signs, 0x80808080, magnitudes, 0xEA;
+    prmt.b32 signs, even, $2, 0x7362;
+    prmt.b32 others, $3, $4, others;
+    lop3.b32 $1, signs, 0x80808080, others, 0xEA;
+    }
+    """
+)
+"""Conversion of eight numbers of a word to two words of e4m3, by a table of the magnitudes. Signs are the highest bits
+of the word's bytes, and of those of the word four bits to the left."""
+
+
+def word_box(matrix: MicroScaled4) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches 64 rows' numbers of a stage."""
+    words = matrix.data.view(torch.int32).flatten(0, 1)
+    return TensorDescriptor.from_tensor(words, [CHUNK.value, STEP.value // 8], WORDS.value)
+
+
+def scale_box(matrix: MicroScaled4) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches the scales of 64 rows, of four stages."""
+    words = matrix.scales.view(torch.int32).flatten(0, 1)
+    return TensorDescriptor.from_tensor(words, [CHUNK.value, 4], SCALES.value)
+
+
+def input_box(inputs: Tensor) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches a chunk's inputs of a stage."""
+    return TensorDescriptor.from_tensor(inputs, [CHUNK.value, STEP.value], TILED.value)
+
+
+@triton.jit
+def gather(
+    x, x_scale, sorted_pair, table, out, out_scale, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Bring the tokens of the sorted pairs into their order: rows of K bytes, and scales of 128 of them. Grid: places
+    of pairs."""
+    place = tl.program_id(0)
+    tiles = tl.load(table)
+    last = table + 4 * tiles
+    end = tl.load(last + 1, mask=tiles > 0, other=0) + tl.load(last + 2, mask=tiles > 0, other=0)
+    if place < end:
+        token = (tl.load(sorted_pair + place) // COLUMNS).to(tl.int64)
+        to = place.to(tl.int64)
+        k = tl.arange(0, BLOCK)
+        tl.store(out + to * K + k, tl.load(x + token * K + k, mask=k < K), mask=k < K)
+        groups: tl.constexpr = K // 128
+        g = tl.arange(0, BLOCK // 128)
+        tl.store(
+            out_scale + to * groups + g, tl.load(x_scale + token * groups + g, mask=g < groups), mask=g < groups
+        )
+
+
+@gluon.constexpr_function
+def words_layout():
+    """Layout of a stage's weights [128, 4 groups, 4 words]: a thread has a row."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0]],
+        [[1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0], [16, 0, 0]],
+        [[32, 0, 0], [64, 0, 0]],
+        [],
+        [BLOCK.value, 4, 4],
+    )
+
+
+@gluon.constexpr_function
+def raw_layout():
+    """The same of words that are not in groups."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]],
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        [[32, 0], [64, 0]],
+        [],
+        [BLOCK.value, 16],
+    )
+
+
+@gluon.jit
+def _fetch_weights(
+    w_box, s_box, expert, block, i, there, raw_s, scale_s, raw, slot,
+    GATE: gl.constexpr, FEATURES: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Start copying the weights of an item's stage i, if there is one."""
+    k = i % STEPS
+    if GATE:
+        row = expert * (2 * FEATURES) + block * BLOCK + i // STEPS * CHUNK
+        second = row + FEATURES
+    else:
+        row = expert * FEATURES + block * BLOCK
+        second = row + CHUNK
+    bar = raw.index(slot)
+    mbarrier.expect(bar, 2 * (w_box.block_type.nbytes + s_box.block_type.nbytes), pred=there)
+    tma.async_copy_global_to_shared(w_box, [row, k * (STEP // 8)], bar, raw_s.index(2 * slot), pred=there)
+    tma.async_copy_global_to_shared(s_box, [row, k // 4 * 4], bar, scale_s.index(2 * slot), pred=there)
+    tma.async_copy_global_to_shared(w_box, [second, k * (STEP // 8)], bar, raw_s.index(2 * slot + 1), pred=there)
+    tma.async_copy_global_to_shared(s_box, [second, k // 4 * 4], bar, scale_s.index(2 * slot + 1), pred=there)
+
+
+@gluon.jit
+def _converted(words_s, scales_s, least, at):
+    """The weights of a stage in e4m3, [128, 32] words. `at`: of the four stages whose scales are there. `least`: of a
+    row, the byte of the scales whose numbers are not shifted."""
+    layout: gl.constexpr = words_layout()
+    groups: gl.constexpr = gl.SliceLayout(2, layout)
+    words = words_s.load(raw_layout()).reshape([BLOCK, 4, 4])
+    words = gl.convert_layout(words, layout, assert_trivial=True)
+    four = gl.arange(0, 4, gl.SliceLayout(0, groups))
+    scale = scales_s.load(groups)
+    scale = gl.sum(gl.where((four == at)[None, :], scale, 0), 1)
+    shift = ((scale[:, None] >> (8 * four)[None, :]) & 0xFF) - least[:, None]
+    low = shift * 0x08080800 + 0x14100800
+    high = shift * 0x08080808 + 0x24201C18
+    low, words = gl.broadcast(low[:, :, None], words)
+    high, words = gl.broadcast(high[:, :, None], words)
+    first, second = gl.inline_asm_elementwise(
+        _TO_E4M3, "=r,=r,r,r,r", [words, low, high], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.join(first, second).reshape([BLOCK, 32])
+
+
+@gluon.jit
+def prepare(
+    act_box, w_box, s_box, least, table, x_s, raw_s, raw_rows_s, scale_s, scale_rows_s, w_s, work_s,
+    raw, full, empty, announced,
+    GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The preparing partition: four warps that fetch inputs and weights by the copy engine, and convert weights."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout()))
+    steps: gl.constexpr = K // STEP
+    total: gl.constexpr = 2 * steps if GATE else steps
+    claimed_at: gl.constexpr = max(total - LEAD, 0)
+    counter: gl.constexpr = 2 if GATE else 3
+    slots: gl.constexpr = AHEAD + 1
+    row_bytes: gl.constexpr = act_box.block_type.nbytes
+    r = gl.arange(0, BLOCK, rows)
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
+    step = 0
+    turn = 0
+    item = gl.program_id(0)
+    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+    next_expert = expert
+    next_first = first
+    next_pairs = pairs
+    next_block = block
+    for early in gl.static_range(AHEAD):
+        _fetch_weights(
+            w_box, s_box, expert, block, early, block >= 0, raw_s, scale_s, raw, early, GATE, FEATURES, steps
+        )  # fmt: skip
+    while block >= 0:
+        announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        turn += 1
+        if GATE:
+            row = expert * (2 * FEATURES) + block * BLOCK + r % CHUNK + r // CHUNK * FEATURES
+        else:
+            row = expert * FEATURES + block * BLOCK + r
+        least_at = least + row.to(gl.int64)
+        lowest = gl.load(least_at).to(gl.int32)
+        for i in range(total):
+            if i == claimed_at:
+                item = claim(table + counter, tiles * BLOCKS)
+            if i == claimed_at + 1:
+                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+            later = i + AHEAD
+            own = later < total
+            _fetch_weights(
+                w_box, s_box, gl.where(own, expert, next_expert), gl.where(own, block, next_block),
+                gl.where(own, later, later - total), own | (next_block >= 0), raw_s, scale_s, raw,
+                (step + AHEAD) % slots, GATE, FEATURES, steps,
+            )  # fmt: skip
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            k = i % steps * STEP
+            for chunk in gl.static_range(CHUNKS):
+                here = pairs > chunk * CHUNK
+                last = here & (pairs <= (chunk + 1) * CHUNK) if chunk < CHUNKS - 1 else here
+                mbarrier.expect(bar, (chunk + 1) * row_bytes, pred=last)
+            for chunk in gl.static_range(CHUNKS):
+                tma.async_copy_global_to_shared(
+                    act_box, [first + chunk * CHUNK, k], bar, x_s.index(CHUNKS * stage + chunk),
+                    pred=pairs > chunk * CHUNK,
+                )  # fmt: skip
+            slot = step % slots
+            mbarrier.wait(raw.index(slot), step // slots & 1)
+            if GATE:
+                if i == steps:
+                    lowest = gl.load(least_at + CHUNK).to(gl.int32)
+            value = _converted(raw_rows_s.index(slot), scale_rows_s.index(slot), lowest, i % 4)
+            w_s.index(stage).store(value)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(bar, count=1)
+            step += 1
+        expert = next_expert
+        first = next_first
+        pairs = next_pairs
+        block = next_block
+    announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+
+
+@gluon.constexpr_function
+def sums_layout():
+    """Layout of the sums of a chunk [64, 128]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK.value, 32])
+
+
+@gluon.jit
+def _one(scale_at, mask, x_s, w_s, full, empty, part, step, WHICH: gl.constexpr, STEPS: gl.constexpr,
+         STAGES: gl.constexpr):  # fmt: skip
+    """The sums of a partition's first chunk, the step behind them."""
+    sums = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
+    factor = gl.load(scale_at, mask=mask, other=0.0)
+    for i in range(STEPS):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        weight = w_s.index(stage).permute((1, 0))
+        part = warpgroup_mma(x_s.index(CHUNKS * stage + WHICH), weight, part, use_acc=False, is_async=True)
+        next_factor = gl.load(scale_at + gl.minimum(i + 1, STEPS - 1), mask=mask, other=0.0)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        sums += part * factor[:, None]
+        factor = next_factor
+        step += 1
+    return sums, part, step
+
+
+@gluon.jit
+def _two(scale_at, other_at, mask, other_mask, x_s, w_s, full, empty, part, step, WHICH: gl.constexpr,
+         STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The sums of both chunks of a partition, the step behind them."""
+    sums = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
+    others = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
+    factor = gl.load(scale_at, mask=mask, other=0.0)
+    other = gl.load(other_at, mask=other_mask, other=0.0)
+    for i in range(STEPS):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        weight = w_s.index(stage).permute((1, 0))
+        part = warpgroup_mma(x_s.index(CHUNKS * stage + WHICH), weight, part, use_acc=False, is_async=True)
+        # Nobody copies scales ahead: those of the next step are asked for a step before.
+        next = gl.minimum(i + 1, STEPS - 1)
+        next_factor = gl.load(scale_at + next, mask=mask, other=0.0)
+        next_other = gl.load(other_at + next, mask=other_mask, other=0.0)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        sums += part * factor[:, None]
+        part = warpgroup_mma(x_s.index(CHUNKS * stage + WHICH + 2), weight, part, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        others += part * other[:, None]
+        factor = next_factor
+        other = next_other
+        step += 1
+    return sums, others, part, step
+
+
+@gluon.jit
+def _scaled(sums, least):
+    """64 rows' sums times the powers of two of the rows, whose bytes are at `least`."""
+    n = gl.arange(0, CHUNK, gl.SliceLayout(0, sums.type.layout))
+    # A number that is not shifted has become 2^-5 times itself.
+    return sums * ((gl.load(least + n).to(gl.int32) + 5) << 23).to(gl.float32, bitcast=True)[None, :]
+
+
+@gluon.jit
+def _rounded(
+    before, value, out, out_scale, first, pairs, block, begin, FEATURES: gl.constexpr
+):
+    """Round the 128 features that both passes have made, with one scale for each pair, and write them."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    kind: gl.constexpr = out.dtype.element_ty
+    most = gl.maximum(gl.max(gl.abs(before), 1), gl.max(gl.abs(value), 1))
+    scale = gl.maximum(most / LARGEST, LEAST)
+    inverse = 1 / scale
+    m = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, lanes))
+    column = block * BLOCK + gl.arange(0, CHUNK, gl.SliceLayout(0, lanes))
+    left = gl.convert_layout((before * inverse[:, None]).to(kind), lanes)
+    store_rows(left, out, first + m, column, m < pairs, FEATURES)
+    right = gl.convert_layout((value * inverse[:, None]).to(kind), lanes)
+    store_rows(right, out, first + m, column + CHUNK, m < pairs, FEATURES)
+    r = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, value.type.layout))
+    at = (first + r).to(gl.int64) * (FEATURES // BLOCK) + block
+    gl.store(out_scale + at, scale, mask=r < pairs)
+
+
+@gluon.jit
+def _gated(
+    sums, least, held_s, out, out_scale, expert, first, pairs, block, half, begin,
+    FEATURES: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Make of a chunk's sums of gate and up what `down` reads; the first half waits in `held_s` for the second."""
+    gate, up = sums.reshape([CHUNK, 2, CHUNK]).permute((0, 2, 1)).split()
+    least += expert.to(gl.int64) * (2 * FEATURES) + block * BLOCK + half * CHUNK
+    gate = _scaled(gate, least)
+    up = _scaled(up, least + FEATURES)
+    if LIMIT > 0:
+        gate, up = clamped(gate, up, LIMIT)
+    value = (gate * (1 / (1 + gl.exp(-gate))) * up).to(gl.bfloat16)
+    if half == 0:
+        held_s.store(value)
+    else:
+        before = held_s.load(value.type.layout)
+        _rounded(
+            before.to(gl.float32), value.to(gl.float32), out, out_scale, first, pairs, block, begin, FEATURES
+        )  # fmt: skip
+
+
+@gluon.jit
+def _stored(sums, least, sorted_pair, out, expert, first, pairs, block, begin, FEATURES: gl.constexpr):
+    """Write a chunk's results of `down`."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    left, right = sums.reshape([CHUNK, 2, CHUNK]).permute((0, 2, 1)).split()
+    least += expert.to(gl.int64) * FEATURES + block * BLOCK
+    m = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, lanes))
+    column = block * BLOCK + gl.arange(0, CHUNK, gl.SliceLayout(0, lanes))
+    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0)
+    left = gl.convert_layout(_scaled(left, least).to(out.dtype.element_ty), lanes)
+    store_rows(left, out, pair, column, m < pairs, FEATURES)
+    right = gl.convert_layout(_scaled(right, least + CHUNK).to(out.dtype.element_ty), lanes)
+    store_rows(right, out, pair, column + CHUNK, m < pairs, FEATURES)
+
+
+@gluon.jit
+def multiply(
+    x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
+    WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr,
+    LIMIT: gl.constexpr,
+):  # fmt: skip
+    """A multiplying partition: the first chunk of 64 pairs of every tile and the third, or the others."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    steps: gl.constexpr = K // STEP
+    passes: gl.constexpr = 2 if GATE else 1
+    begin: gl.constexpr = WHICH * CHUNK
+    behind: gl.constexpr = begin + 2 * CHUNK
+    r = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, sums_layout()))
+    part = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
+    step = 0
+    turn = 0
+    expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+    while block >= 0:
+        scale_at = x_scale + (first + r).to(gl.int64) * steps
+        if pairs > behind:
+            other_at = scale_at + 2 * CHUNK * steps
+            for half in range(passes):
+                sums, others, part, step = _two(
+                    scale_at, other_at, r < pairs, r + 2 * CHUNK < pairs, x_s, w_s, full, empty, part, step,
+                    WHICH, steps, STAGES,
+                )  # fmt: skip
+                if GATE:
+                    _gated(sums, least, held_s.index(WHICH), out, out_scale, expert, first, pairs, block, half,
+                           begin, FEATURES, LIMIT)  # fmt: skip
+                    _gated(others, least, held_s.index(WHICH + 2), out, out_scale, expert, first, pairs, block, half,
+                           behind, FEATURES, LIMIT)  # fmt: skip
+                else:
+                    _stored(sums, least, sorted_pair, out, expert, first, pairs, block, begin, FEATURES)
+                    _stored(others, least, sorted_pair, out, expert, first, pairs, block, behind, FEATURES)
+        elif pairs > begin:
+            for half in range(passes):
+                sums, part, step = _one(
+                    scale_at, r < pairs, x_s, w_s, full, empty, part, step, WHICH, steps, STAGES
+                )  # fmt: skip
+                if GATE:
+                    _gated(sums, least, held_s.index(WHICH), out, out_scale, expert, first, pairs, block, half,
+                           begin, FEATURES, LIMIT)  # fmt: skip
+                else:
+                    _stored(sums, least, sorted_pair, out, expert, first, pairs, block, begin, FEATURES)
+        else:
+            for _i in range(passes * steps):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                step += 1
+        turn += 1
+        expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+
+
+@gluon.jit
+def product(
+    act_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale,
+    GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `act_box` describes; four
+    warps, the others come on top.
+
+    `x_scale`: fp32 [Y, K / 128]. `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their
+    scales; `least`: their bytes (`MicroScaled4.least`). GATE: `out` and `out_scale` get FP8 of the sorted pairs;
+    otherwise `out` gets the pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate,
+    and as many of up). LIMIT: see `activation`.
+    """
+    slots: gl.constexpr = AHEAD + 1
+    x_s = gl.allocate_shared_memory(act_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
+    w_s = gl.allocate_shared_memory(act_box.dtype, [STAGES, BLOCK, STEP], TILED)
+    raw_s = gl.allocate_shared_memory(gl.int32, [2 * slots, CHUNK, STEP // 8], WORDS)
+    scale_s = gl.allocate_shared_memory(gl.int32, [2 * slots, CHUNK, 4], SCALES)
+    held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS if GATE else 1, CHUNK, CHUNK], HELD)
+    raw = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES + 1):
+        mbarrier.init(announced.index(slot), count=1)
+    for slot in gl.static_range(slots):
+        mbarrier.init(raw.index(slot), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    raw_rows_s = raw_s._reinterpret(gl.int32, [slots, BLOCK, STEP // 8], WORDS)
+    scale_rows_s = scale_s._reinterpret(gl.int32, [slots, BLOCK, 4], SCALES)
+    converted_s = w_s._reinterpret(gl.int32, [STAGES, BLOCK, STEP // 4], CONVERTED)
+    # The tuples stand in the calls: in a variable their constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (multiply, (x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
+                        0, GATE, K, FEATURES, STAGES, LIMIT)),
+            (multiply, (x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
+                        1, GATE, K, FEATURES, STAGES, LIMIT)),
+            (prepare, (act_box, w_box, s_box, least, table, x_s, raw_s, raw_rows_s, scale_s, scale_rows_s, converted_s,
+                       work_s, raw, full, empty, announced, GATE, K, FEATURES, BLOCKS, GROUP, STAGES)),
+        ],
+        [4, 4],
+        [224, 64],
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Launches the experts' products with activations in FP8 and weights in MXFP4, as `launch` does the others.
+
+Memory is that of the call's workspace. Where `down` leaves the pairs' results lie, before that, the tokens' numbers and
+scales in the order of the sorted pairs and, behind them, those of the tokens as they are rounded. Its inputs lie where
+they would lie in bf16.
+
+Shape legend: T tokens, E features, Y sorted pairs, I intermediate features of one expert, G groups of 128 features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.matrix import MicroScaled4
+from kernels.moe.records import stored
+from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspace
+from kernels.moe.w8a8_launch import in_memory, inputs
+from kernels.quantize import launch_quantize
+
+
+def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
+    """Round the tokens to FP8."""
+    launch_quantize(x_TE, *tokens(scratch, shape))
+
+
+def gather(rounded: tuple[Tensor, Tensor] | None, scratch: Workspace, shape: ExpertsShape) -> None:
+    """Bring the tokens, as they are `rounded` or as `quantize` has left them, into the order of the sorted pairs."""
+    from kernels.moe import w4a8  # a machine without Hopper GPUs need not have Gluon
+
+    number, scale = rounded or tokens(scratch, shape)
+    to, scale_to = sorted_tokens(scratch, shape)
+    w4a8.gather[(shape.pairs,)](
+        number.view(torch.uint8),
+        scale,
+        scratch.sorted_Y,
+        scratch.table,
+        to.view(torch.uint8),
+        scale_to,
+        COLUMNS=shape.chosen,
+        K=shape.hidden,
+        BLOCK=triton.next_power_of_2(shape.hidden),
+        num_warps=4,
+    )
+
+
+def gate_up(matrix: MicroScaled4, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:
+    """Gate and up of the sorted pairs, rounded to FP8."""
+    _product(matrix, sorted_tokens(scratch, shape), inputs(scratch, shape), scratch, shape, tiling)
+
+
+def down(matrix: MicroScaled4, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:
+    """Down of the sorted pairs."""
+    _product(matrix, inputs(scratch, shape), None, scratch, shape, tiling)
+
+
+def sorted_tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+    """The numbers [Y, E] and scales [Y, G] of the sorted pairs' tokens."""
+    return in_memory(scratch.partial_YGE, shape.pairs, shape.hidden)
+
+
+def tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+    """The tokens' numbers [T, E] and scales [T, G]."""
+    taken = shape.pairs * (shape.hidden + 4 * (shape.hidden // W8A8_BLOCK))
+    behind = scratch.partial_YGE.view(-1).view(torch.uint8)[taken:]
+    return in_memory(behind, shape.tokens, shape.hidden)
+
+
+def _product(
+    matrix: MicroScaled4,
+    read: tuple[Tensor, Tensor],
+    rounded: tuple[Tensor, Tensor] | None,
+    scratch: Workspace,
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+) -> None:
+    """`rounded`: where results in FP8 go; without it they are the pairs'."""
+    from kernels.moe import w4a8  # a machine without Hopper GPUs need not have Gluon
+
+    gate = rounded is not None
+    product, planned = (tiling.gate_up, tiling.stored[0]) if gate else (tiling.down, tiling.stored[1])
+    if (how := stored(matrix)) != planned or matrix.least is None:
+        raise ValueError(f"the tiles are for weights that are stored as {planned}, not as {how}")
+    features = shape.intermediate if gate else shape.hidden
+    number, scale = read
+    out, out_scale = rounded or (scratch.partial_YGE, scale)
+    w4a8.product[(tiling.programs,)](
+        w4a8.input_box(number),
+        scale,
+        w4a8.word_box(matrix),
+        w4a8.scale_box(matrix),
+        matrix.least,
+        scratch.sorted_Y,
+        scratch.table,
+        out,
+        out_scale,
+        GATE=gate,
+        K=number.shape[1],
+        FEATURES=features,
+        BLOCKS=product.blocks(features),
+        GROUP=product.group,
+        STAGES=product.stages,
+        LIMIT=shape.limit,
+        num_warps=product.warps,
+    )
