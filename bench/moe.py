@@ -9,6 +9,7 @@
     python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 0*, 2*, 8*
     python bench/moe.py --model k2 --format int4 --tokens 1024,8192    # and for many, 64*, 128*
     python bench/moe.py --model v4-flash --format mxfp4 --tokens 1,16,64,1024
+    python bench/moe.py --model v4-flash --format mxfp4 --tokens 1024,8192 --own --workers 0    # in half a minute
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
 "floor" is the bytes of the active experts' weights over 4.2 TB/s, or the products over 790 TFLOP/s where that is more,
@@ -54,6 +55,8 @@ MODELS = {
 }
 """Experts of a token, experts, hidden and intermediate features, and how many of the experts are every token's.
 "v3+shared/8" is what one of 8 ranks has, "v4-flash/2" one of 2."""
+LIMITS = {"v4-flash": 10.0, "v4-flash/2": 10.0}
+"""What gate and up are clamped to, where they are."""
 ROUTINGS = 8
 MOST_ERROR_W8A8 = 2**-4
 """Error of activations in FP8: they are rounded twice, each time by about a fortieth of a vector's norm."""
@@ -95,7 +98,7 @@ class Problem:
         out = torch.empty_like(self.x, dtype=torch.float32)
         plain = isinstance(self.gate_up, torch.Tensor)
         weights = (self.gate_up.float(), self.down.float()) if plain else (self.gate_up, self.down)
-        reference.experts_grouped(self.x.float(), self.ids[0], self.weights[0], *weights, out)
+        reference.experts_grouped(self.x.float(), self.ids[0], self.weights[0], *weights, out, self.shape.limit)
         return out
 
     def calls(self, tiling: ExpertTiling, dependent: bool = True) -> list[launch.ExpertLaunches]:
@@ -148,6 +151,8 @@ def line(case: Problem, tiling: ExpertTiling) -> tuple[str, float, float]:
         # The tokens lay where the results are now.
         if tiling.w8a8:
             call.quantize()
+        if tiling.w4a8:
+            call.gather()
         if tiling.rearranged:
             call.rearrange()
     singly = ("gate_up", "down") if tiling.programs else ("gate_up_singly", "down_singly")
@@ -219,8 +224,8 @@ def weights(experts: int, rows: int, features: int, format: str, device: str) ->
         return GroupScaled(data, scales.bfloat16())
     if format == "mxfp4":
         data = torch.randint(0, 256, (experts, rows, features // 2), dtype=torch.uint8, device=device)
-        exponents = torch.randint(-3, 0, (experts, rows, features // GROUP), device=device)
-        return MicroScaled4(data, (exponents + round(math.log2(features**-0.5)) + 127).to(torch.uint8))
+        exponents = torch.randint(0, 3, (experts, rows, features // GROUP), dtype=torch.uint8, device=device)
+        return MicroScaled4(data, exponents + (round(math.log2(features**-0.5)) + 124)).with_least()
     data = torch.empty(experts, rows, features, device=device, dtype=torch.float8_e4m3fn)
     for expert in data:
         expert.copy_(torch.randn(rows, features, device=device) * 64)
@@ -260,14 +265,22 @@ def main() -> None:
     parser.add_argument("--activations", choices=("bf16", "fp8"), default="fp8", help="fp8: of FP8 weights, either way")
     parser.add_argument("--groups", type=int, default=0, help="sums of so many groups, as invariant mode has them")
     parser.add_argument("--sweep", metavar="FILE", help="lines of: product rows block block_k stages warps group tma")
-    parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side")
+    parser.add_argument("--own", action="store_true", help="Hopper's own kernels alone")
+    parser.add_argument("--workers", type=int, default=8, help="compilers that run side by side; 0: none run before")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     *sizes, shared = MODELS[arguments.model]
     counts = map(int, arguments.tokens.split(","))
     quantize_activations = arguments.activations == "fp8"
     shapes = [
-        ExpertsShape(count, *sizes, groups=arguments.groups, shared=shared, quantize_activations=quantize_activations)
+        ExpertsShape(
+            count,
+            *sizes,
+            groups=arguments.groups,
+            shared=shared,
+            quantize_activations=quantize_activations,
+            limit=LIMITS.get(arguments.model, 0.0),
+        )
         for count in counts
     ]
     if arguments.sweep and arguments.format != "bf16":
@@ -277,9 +290,10 @@ def main() -> None:
     gate_up = weights(experts, 2 * inner, hidden, arguments.format, "cuda")
     down = weights(experts, hidden, inner, arguments.format, "cuda")
     how = stored(gate_up), stored(down)
-    jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape, how)]
+    jobs = [(shape, tiling) for shape in shapes for tiling in tilings(shape, how, arguments.own)]
     jobs += [(shapes[-1], with_product(shapes[-1], *one)) for one in tries]
-    compile_all(jobs, arguments.workers)
+    if arguments.workers:
+        compile_all(jobs, arguments.workers)
     columns = ("tokens", "rows", "active", "floor", "all", "no PDL", "gate_up", "share", "down", "share")
     print("{:>6} {:>5} {:>6} {:>8} {:>8} {:>8} {:>8} {:>5} {:>8} {:>5}".format(*columns), end="")
     print(f" {'sort':>7} {'combine':>7} {'share':>6} {'TFLOPs':>6} {'error':>8}   µs a call", flush=True)
@@ -287,7 +301,7 @@ def main() -> None:
     for shape in shapes:
         case = problem(shape, gate_up, down)
         results = {}
-        for tiling in tilings(shape, how):
+        for tiling in tilings(shape, how, arguments.own):
             text, time, wrong_by = line(case, tiling)
             print(text, flush=True)
             # The verdict knows one bound; activations in FP8 have another one.
@@ -302,10 +316,10 @@ def main() -> None:
     sys.exit(not all_right)
 
 
-def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTiling]:
-    """Return the tiling that is chosen without Hopper's own kernels, and for many tokens those of these kernels,
-    too."""
-    found = [schedule.tiling(shape, how)]
+def tilings(shape: ExpertsShape, how: tuple[Stored, Stored], own: bool = False) -> list[ExpertTiling]:
+    """Return the tiling that is chosen without Hopper's own kernels, unless there are `own` ones alone, and for many
+    tokens those of these kernels, too."""
+    found = [] if own else [schedule.tiling(shape, how)]
     if shape.groups or torch.cuda.get_device_capability() != (9, 0):
         return found
     programs = torch.cuda.get_device_properties(0).multi_processor_count
@@ -316,6 +330,8 @@ def tilings(shape: ExpertsShape, how: tuple[Stored, Stored]) -> list[ExpertTilin
             found.append(schedule.four_bit_tiled(shape, programs, how))
         if shape.for_four_bit_grouped(how) and shape.mean >= 4:
             found.append(schedule.four_bit_grouped(shape, programs, how))
+        if shape.quantize_activations and shape.suits_w4a8(how) and shape.mean >= 4:
+            found.append(schedule.w4a8(shape, programs, how))
     elif how == (PLAIN, PLAIN) and shape.tokens >= 256:
         found.append(schedule.grouped(shape, programs))
     elif how != (PLAIN, PLAIN) and shape.tokens >= 16 and shape.quantize_activations and shape.suits_w8a8:

@@ -3,30 +3,30 @@ by 128 weight rows, on wgmma in FP8.
 
 A number of MXFP4 times a power of two is a number of e4m3, exactly, for 12 powers in a row. So a row's weights become
 e4m3 with one exponent for the whole row, if the exponents of its groups are near enough to each other, and the row's
-sums are multiplied with that power of two at their end (`kernels.matrix.MicroScaled4.least`).
+sums are multiplied by that power of two at their end (`kernels.matrix.MicroScaled4.least`).
 
-wgmma reads e4m3 weights from shared memory. One partition brings weights there as they are stored, makes e4m3 of them,
-a thread one row at a time, and fetches the pairs' inputs. Two partitions multiply. A table of eight bytes has a
-group's magnitudes; one instruction looks four of them up, and two more add the signs.
+wgmma reads weights in e4m3 from shared memory. The copy engine brings them there as they are stored, and a partition of
+their own converts them, a thread one row at a time: a table of eight bytes has a group's magnitudes, one instruction
+looks four of them up, and two more add the signs. What that costs is shared by all pairs of a tile, so tiles are tall.
+A tile has four chunks of 64 pairs, the first and the third for one multiplying partition, the others for the other one;
+chunks without pairs cost nothing.
 
-A tile has four chunks of 64 pairs, the first and the third for one multiplying partition, the others for the other one.
-What weights cost to convert is shared by all of a tile, so tiles are tall; chunks without pairs are left out. As in
-`w8a8`, tensor cores sum 128 features at a time, and plain cores multiply these sums with the pairs' scales and add them
-up in fp32.
-
-`gate_up` makes 128 features of an item in two passes over the inputs, 64 rows of gate and 64 of up in each, because
-they are rounded to FP8 with one scale: what the first pass makes waits in shared memory, in bf16. `down` has 128 rows
-in one pass.
+As in `w8a8`, tensor cores sum 128 features at a time; plain cores multiply these sums by the pairs' scales and add them
+up in fp32. `gate_up` makes the 128 features of an item in two passes over the inputs, with 64 rows of gate and 64 of up
+in each, for they are rounded to FP8 with one scale: what the first pass makes waits in shared memory, in bf16, to which
+the second's is rounded, too. `down` has 128 rows in one pass.
 
 Items, claims and announcements are `hopper`'s. The pairs' inputs are sorted before (`gather`), so that the copy engine
-fetches them. Rings: `raw` has weights as they are stored, AHEAD stages ahead of what is converted, also across items;
-`full` and `empty` are those of inputs and converted weights.
+fetches them. There are two rings: `raw` and `read` are the barriers of weights as they are stored, `full` and `empty`
+those of inputs and converted weights.
 
-No deadlock: the preparing partition waits for what it has asked the copy engine for, and for stages that the multiplying
-ones hand back, each once, whether they have pairs or not; these wait for full stages and announcements only, and an
-item is announced before its first stage.
+No deadlock: weights wait for the converting partition alone, which waits for them and for the multiplying ones. Inputs
+wait for the multiplying ones. These hand every stage back once, whether they have pairs or not, and wait for nothing
+but full stages and announcements. An announcement's slot is written again STAGES + 1 items later. Weights are at most
+RAW + STAGES stages ahead of what is multiplied, an item has four stages at least, and STAGES is at least 2: so whoever
+reads has read the item that stood there.
 
-Sizes are multiples of 128, inputs of 512 features, for the copy engine fetches scales of a row 16 at a time.
+Sizes are multiples of 512, for the copy engine fetches a row's scales 16 at a time.
 
 Written for Triton 3.6, as `hopper` is, and for the same private part of Gluon.
 """
@@ -52,6 +52,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.matrix import MicroScaled4
 from kernels.moe.hopper import announce, claim, clamped, store_rows, work_item
+from kernels.moe.hopper import announcement as chunks
 from kernels.moe.w8a8 import TILED, announcement
 from kernels.quantize import LEAST_SCALE, MOST
 
@@ -63,12 +64,14 @@ CHUNKS = gl.constexpr(4)
 """Chunks of a tile."""
 BLOCK = gl.constexpr(128)
 """Weight rows of a product."""
-AHEAD = gl.constexpr(3)
-"""Stages of weights on their way while one is converted."""
-LEAD = gl.constexpr(AHEAD.value + 3)
+RAW = gl.constexpr(4)
+"""Stages of weights as they are stored."""
+LEAD = gl.constexpr(4)
 """Stages before the end of an item at which a program claims its next item."""
-WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2))
-SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
+WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=3))
+WORD_ROWS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2))
+SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3))
+SCALE_ROWS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 CONVERTED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 HELD = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 LARGEST = gl.constexpr(MOST)
@@ -94,27 +97,29 @@ _TO_E4M3 = gl.constexpr(
 of the word's bytes, and of those of the word four bits to the left."""
 
 
-def word_box(matrix: MicroScaled4) -> TensorDescriptor:
-    """Make the descriptor with which the copy engine fetches 64 rows' numbers of a stage."""
-    words = matrix.data.view(torch.int32).flatten(0, 1)
-    return TensorDescriptor.from_tensor(words, [CHUNK.value, STEP.value // 8], WORDS.value)
+def word_box(matrix: MicroScaled4, gate: bool) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches twice 64 rows' numbers of a stage."""
+    return TensorDescriptor.from_tensor(_halves(matrix.data, gate), [2, CHUNK.value, STEP.value // 8], WORDS.value)
 
 
-def scale_box(matrix: MicroScaled4) -> TensorDescriptor:
-    """Make the descriptor with which the copy engine fetches the scales of 64 rows, of four stages."""
-    words = matrix.scales.view(torch.int32).flatten(0, 1)
-    return TensorDescriptor.from_tensor(words, [CHUNK.value, 4], SCALES.value)
+def scale_box(matrix: MicroScaled4, gate: bool) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches the scales of twice 64 rows, of four stages."""
+    return TensorDescriptor.from_tensor(_halves(matrix.scales, gate), [2, CHUNK.value, 4], SCALES.value)
 
 
-def input_box(inputs: Tensor) -> TensorDescriptor:
-    """Make the descriptor with which the copy engine fetches a chunk's inputs of a stage."""
-    return TensorDescriptor.from_tensor(inputs, [CHUNK.value, STEP.value], TILED.value)
+def input_box(inputs: Tensor, chunks: int) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches some chunks' inputs of a stage."""
+    return TensorDescriptor.from_tensor(inputs, [chunks * CHUNK.value, STEP.value], TILED.value)
+
+
+def _halves(stored: Tensor, gate: bool) -> Tensor:
+    """Words [.., rows, words of a row] of all experts: an expert's gate, then its up; or 64 rows each."""
+    words = stored.view(torch.int32)
+    return words.view(-1, words.shape[1] // 2 if gate else CHUNK.value, words.shape[2])
 
 
 @triton.jit
-def gather(
-    x, x_scale, sorted_pair, table, out, out_scale, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
-):
+def gather(x, x_scale, sorted_pair, table, out, out_scale, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """Bring the tokens of the sorted pairs into their order: rows of K bytes, and scales of 128 of them. Grid: places
     of pairs."""
     place = tl.program_id(0)
@@ -128,9 +133,7 @@ def gather(
         tl.store(out + to * K + k, tl.load(x + token * K + k, mask=k < K), mask=k < K)
         groups: tl.constexpr = K // 128
         g = tl.arange(0, BLOCK // 128)
-        tl.store(
-            out_scale + to * groups + g, tl.load(x_scale + token * groups + g, mask=g < groups), mask=g < groups
-        )
+        tl.store(out_scale + to * groups + g, tl.load(x_scale + token * groups + g, mask=g < groups), mask=g < groups)
 
 
 @gluon.constexpr_function
@@ -158,27 +161,6 @@ def raw_layout():
 
 
 @gluon.jit
-def _fetch_weights(
-    w_box, s_box, expert, block, i, there, raw_s, scale_s, raw, slot,
-    GATE: gl.constexpr, FEATURES: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
-    """Start copying the weights of an item's stage i, if there is one."""
-    k = i % STEPS
-    if GATE:
-        row = expert * (2 * FEATURES) + block * BLOCK + i // STEPS * CHUNK
-        second = row + FEATURES
-    else:
-        row = expert * FEATURES + block * BLOCK
-        second = row + CHUNK
-    bar = raw.index(slot)
-    mbarrier.expect(bar, 2 * (w_box.block_type.nbytes + s_box.block_type.nbytes), pred=there)
-    tma.async_copy_global_to_shared(w_box, [row, k * (STEP // 8)], bar, raw_s.index(2 * slot), pred=there)
-    tma.async_copy_global_to_shared(s_box, [row, k // 4 * 4], bar, scale_s.index(2 * slot), pred=there)
-    tma.async_copy_global_to_shared(w_box, [second, k * (STEP // 8)], bar, raw_s.index(2 * slot + 1), pred=there)
-    tma.async_copy_global_to_shared(s_box, [second, k // 4 * 4], bar, scale_s.index(2 * slot + 1), pred=there)
-
-
-@gluon.jit
 def _converted(words_s, scales_s, least, at):
     """The weights of a stage in e4m3, [128, 32] words. `at`: of the four stages whose scales are there. `least`: of a
     row, the byte of the scales whose numbers are not shifted."""
@@ -201,22 +183,17 @@ def _converted(words_s, scales_s, least, at):
 
 
 @gluon.jit
-def prepare(
-    act_box, w_box, s_box, least, table, x_s, raw_s, raw_rows_s, scale_s, scale_rows_s, w_s, work_s,
-    raw, full, empty, announced,
+def fetch_weights(
+    w_box, s_box, table, raw_s, scale_s, work_s, raw, read, announced,
     GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The preparing partition: four warps that fetch inputs and weights by the copy engine, and convert weights."""
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout()))
+    """The leading partition: a warp that claims and announces items, and has the copy engine fetch their weights."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     steps: gl.constexpr = K // STEP
     total: gl.constexpr = 2 * steps if GATE else steps
     claimed_at: gl.constexpr = max(total - LEAD, 0)
     counter: gl.constexpr = 2 if GATE else 3
-    slots: gl.constexpr = AHEAD + 1
-    row_bytes: gl.constexpr = act_box.block_type.nbytes
-    r = gl.arange(0, BLOCK, rows)
     tiles = gl.load(table)
     settled = gl.load(table + 1)
     step = 0
@@ -227,60 +204,100 @@ def prepare(
     next_first = first
     next_pairs = pairs
     next_block = block
-    for early in gl.static_range(AHEAD):
-        _fetch_weights(
-            w_box, s_box, expert, block, early, block >= 0, raw_s, scale_s, raw, early, GATE, FEATURES, steps
-        )  # fmt: skip
     while block >= 0:
-        announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+        announce(expert, first, pairs, block, work_s, announced, turn, SLOTS, words)
         turn += 1
-        if GATE:
-            row = expert * (2 * FEATURES) + block * BLOCK + r % CHUNK + r // CHUNK * FEATURES
-        else:
-            row = expert * FEATURES + block * BLOCK + r
-        least_at = least + row.to(gl.int64)
-        lowest = gl.load(least_at).to(gl.int32)
         for i in range(total):
+            slot = step % RAW
+            bar = raw.index(slot)
+            k = i % steps
+            # 64 rows of gate and of up; or 128 in two halves.
+            matrix = 2 * expert if GATE else expert * (FEATURES // CHUNK) + 2 * block
+            row = block * BLOCK + i // steps * CHUNK if GATE else 0
+            mbarrier.wait(read.index(slot), (step // RAW & 1) ^ 1)
+            mbarrier.expect(bar, w_box.block_type.nbytes + s_box.block_type.nbytes)
+            tma.async_copy_global_to_shared(w_box, [matrix, row, k * (STEP // 8)], bar, raw_s.index(slot))
+            tma.async_copy_global_to_shared(s_box, [matrix, row, k // 4 * 4], bar, scale_s.index(slot))
+            step += 1
             if i == claimed_at:
                 item = claim(table + counter, tiles * BLOCKS)
-            if i == claimed_at + 1:
+            if i == min(claimed_at + 1, total - 1):
                 next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-            later = i + AHEAD
-            own = later < total
-            _fetch_weights(
-                w_box, s_box, gl.where(own, expert, next_expert), gl.where(own, block, next_block),
-                gl.where(own, later, later - total), own | (next_block >= 0), raw_s, scale_s, raw,
-                (step + AHEAD) % slots, GATE, FEATURES, steps,
-            )  # fmt: skip
-            stage = step % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            k = i % steps * STEP
-            for chunk in gl.static_range(CHUNKS):
-                here = pairs > chunk * CHUNK
-                last = here & (pairs <= (chunk + 1) * CHUNK) if chunk < CHUNKS - 1 else here
-                mbarrier.expect(bar, (chunk + 1) * row_bytes, pred=last)
-            for chunk in gl.static_range(CHUNKS):
-                tma.async_copy_global_to_shared(
-                    act_box, [first + chunk * CHUNK, k], bar, x_s.index(CHUNKS * stage + chunk),
-                    pred=pairs > chunk * CHUNK,
-                )  # fmt: skip
-            slot = step % slots
-            mbarrier.wait(raw.index(slot), step // slots & 1)
-            if GATE:
-                if i == steps:
-                    lowest = gl.load(least_at + CHUNK).to(gl.int32)
-            value = _converted(raw_rows_s.index(slot), scale_rows_s.index(slot), lowest, i % 4)
-            w_s.index(stage).store(value)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(bar, count=1)
-            step += 1
         expert = next_expert
         first = next_first
         pairs = next_pairs
         block = next_block
-    announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+    announce(expert, first, pairs, block, work_s, announced, turn, SLOTS, words)
+
+
+@gluon.jit
+def fetch_inputs(
+    two_box, one_box, x_s, x_pairs_s, work_s, full, empty, announced,
+    GATE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """A warp that has the copy engine fetch inputs: two chunks at least, and the others where they have pairs."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    steps: gl.constexpr = K // STEP
+    step = 0
+    turn = 0
+    first, pairs, block = chunks(work_s, announced, turn, SLOTS, words)
+    while block >= 0:
+        for i in range(2 * steps if GATE else steps):
+            stage = step % STAGES
+            bar = full.index(stage)
+            k = i % steps * STEP
+            third = pairs > 2 * CHUNK
+            fourth = pairs > 3 * CHUNK
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, two_box.block_type.nbytes, pred=pairs <= 2 * CHUNK)
+            mbarrier.expect(
+                bar, two_box.block_type.nbytes + one_box.block_type.nbytes, pred=third & (pairs <= 3 * CHUNK)
+            )
+            mbarrier.expect(bar, two_box.block_type.nbytes + 2 * one_box.block_type.nbytes, pred=fourth)
+            tma.async_copy_global_to_shared(two_box, [first, k], bar, x_pairs_s.index(2 * stage))
+            tma.async_copy_global_to_shared(
+                one_box, [first + 2 * CHUNK, k], bar, x_s.index(CHUNKS * stage + 2), pred=third
+            )
+            tma.async_copy_global_to_shared(
+                one_box, [first + 3 * CHUNK, k], bar, x_s.index(CHUNKS * stage + 3), pred=fourth
+            )
+            step += 1
+        turn += 1
+        first, pairs, block = chunks(work_s, announced, turn, SLOTS, words)
+
+
+@gluon.jit
+def convert(
+    least, raw_s, scale_s, w_s, work_s, raw, read, full, empty, announced,
+    GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The converting partition: four warps, a thread of which has a row of every stage."""
+    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout()))
+    steps: gl.constexpr = K // STEP
+    r = gl.arange(0, BLOCK, rows)
+    at = r % CHUNK + r // CHUNK * FEATURES if GATE else r
+    step = 0
+    turn = 0
+    expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, words)
+    while block >= 0:
+        row = least + expert.to(gl.int64) * (2 * FEATURES if GATE else FEATURES) + block * BLOCK
+        for half in range(2 if GATE else 1):
+            lowest = gl.load(row + half * CHUNK + at).to(gl.int32)
+            for i in range(steps):
+                slot = step % RAW
+                stage = step % STAGES
+                mbarrier.wait(raw.index(slot), step // RAW & 1)
+                value = _converted(raw_s.index(slot), scale_s.index(slot), lowest, i % 4)
+                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                w_s.index(stage).store(value)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(full.index(stage), count=1)
+                mbarrier.arrive(read.index(slot), count=1)
+                step += 1
+        turn += 1
+        expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, words)
 
 
 @gluon.constexpr_function
@@ -349,9 +366,7 @@ def _scaled(sums, least):
 
 
 @gluon.jit
-def _rounded(
-    before, value, out, out_scale, first, pairs, block, begin, FEATURES: gl.constexpr
-):
+def _rounded(before, value, out, out_scale, first, pairs, block, begin, FEATURES: gl.constexpr):
     """Round the 128 features that both passes have made, with one scale for each pair, and write them."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     kind: gl.constexpr = out.dtype.element_ty
@@ -462,40 +477,43 @@ def multiply(
 
 @gluon.jit
 def product(
-    act_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale,
+    two_box, one_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale,
     GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `act_box` describes; four
-    warps, the others come on top.
+    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `two_box` and `one_box`
+    describe, in boxes of two chunks and of one; four warps, the others come on top.
 
-    `x_scale`: fp32 [Y, K / 128]. `w_box` and `s_box`: descriptors of the experts' rows, laid end to end, and of their
-    scales; `least`: their bytes (`MicroScaled4.least`). GATE: `out` and `out_scale` get FP8 of the sorted pairs;
-    otherwise `out` gets the pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate,
-    and as many of up). LIMIT: see `activation`.
+    `x_scale`: fp32 [Y, K / 128]. `w_box` and `s_box`: descriptors of the experts' rows and of their scales; `least`:
+    the rows' bytes (`MicroScaled4.least`). GATE: `out` and `out_scale` get FP8 of the sorted pairs; otherwise `out`
+    gets the pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate, and as many of
+    up). LIMIT: see `activation`.
     """
-    slots: gl.constexpr = AHEAD + 1
-    x_s = gl.allocate_shared_memory(act_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
-    w_s = gl.allocate_shared_memory(act_box.dtype, [STAGES, BLOCK, STEP], TILED)
-    raw_s = gl.allocate_shared_memory(gl.int32, [2 * slots, CHUNK, STEP // 8], WORDS)
-    scale_s = gl.allocate_shared_memory(gl.int32, [2 * slots, CHUNK, 4], SCALES)
+    slots: gl.constexpr = STAGES + 1
+    x_s = gl.allocate_shared_memory(one_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
+    w_s = gl.allocate_shared_memory(one_box.dtype, [STAGES, BLOCK, STEP], TILED)
+    raw_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, STEP // 8], WORDS)
+    scale_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, 4], SCALES)
     held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS if GATE else 1, CHUNK, CHUNK], HELD)
-    raw = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    raw = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(announced.index(slot), count=1)
+    work_s = gl.allocate_shared_memory(gl.int32, [slots, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(slots):
+        mbarrier.init(announced.index(slot), count=1)
+    for slot in gl.static_range(RAW):
         mbarrier.init(raw.index(slot), count=1)
+        mbarrier.init(read.index(slot), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    raw_rows_s = raw_s._reinterpret(gl.int32, [slots, BLOCK, STEP // 8], WORDS)
-    scale_rows_s = scale_s._reinterpret(gl.int32, [slots, BLOCK, 4], SCALES)
+    x_pairs_s = x_s._reinterpret(one_box.dtype, [CHUNKS // 2 * STAGES, 2 * CHUNK, STEP], TILED)
+    word_rows_s = raw_s._reinterpret(gl.int32, [RAW, BLOCK, STEP // 8], WORD_ROWS)
+    scale_rows_s = scale_s._reinterpret(gl.int32, [RAW, BLOCK, 4], SCALE_ROWS)
     converted_s = w_s._reinterpret(gl.int32, [STAGES, BLOCK, STEP // 4], CONVERTED)
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
@@ -504,9 +522,13 @@ def product(
                         0, GATE, K, FEATURES, STAGES, LIMIT)),
             (multiply, (x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
                         1, GATE, K, FEATURES, STAGES, LIMIT)),
-            (prepare, (act_box, w_box, s_box, least, table, x_s, raw_s, raw_rows_s, scale_s, scale_rows_s, converted_s,
-                       work_s, raw, full, empty, announced, GATE, K, FEATURES, BLOCKS, GROUP, STAGES)),
+            (convert, (least, word_rows_s, scale_rows_s, converted_s, work_s, raw, read, full, empty, announced,
+                       GATE, K, FEATURES, STAGES, slots)),
+            (fetch_weights, (w_box, s_box, table, raw_s, scale_s, work_s, raw, read, announced,
+                             GATE, K, FEATURES, BLOCKS, GROUP, slots)),
+            (fetch_inputs, (two_box, one_box, x_s, x_pairs_s, work_s, full, empty, announced,
+                            GATE, K, STAGES, slots)),
         ],
-        [4, 4],
-        [224, 64],
+        [4, 4, 1, 1],
+        [216, 56, 24, 24],
     )  # fmt: skip

@@ -1,16 +1,13 @@
 """Hopper's products of activations in FP8 with weights in MXFP4 as they were compiled, run by the PTX emulator under
 drawn schedules."""
 
-import re
 from typing import Any
 
 import pytest
-import torch
 from experts_case import Experts
 from w8a8_stages import IN_FP32, Stages, tiled
 
 from tests.support.ptx import emulated
-from tests.support.ptx.memory import Fault
 
 pytestmark = pytest.mark.long
 

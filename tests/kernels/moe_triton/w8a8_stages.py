@@ -70,7 +70,9 @@ class Stages:
         call.down()
         call.combine()
         wanted = int((case.tensors["id"] >= 0).sum())
-        return Stages(case, scratch.sorted_Y[:wanted].long(), tokens, inputs, scratch.partial_YGE[:, 0].clone(), tiling.w4a8)
+        return Stages(
+            case, scratch.sorted_Y[:wanted].long(), tokens, inputs, scratch.partial_YGE[:, 0].clone(), tiling.w4a8
+        )
 
     def check(self, lost: float) -> None:
         """Every kernel's share, and the whole. `lost`: of a sum's magnitudes."""
