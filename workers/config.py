@@ -93,7 +93,7 @@ class EngineConfig(BaseModel):
     invariant: Annotated[bool, Flag(everywhere=True)] = False
     """Bitwise the same logits alone, in any batch, at any width and on 1, 2, 4 or 8 ranks; slower."""
     activations: Annotated[Literal["auto", "bf16"], Flag(everywhere=True)] = "auto"
-    """Multiplied with FP8 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.
+    """Multiplied with FP8 and MXFP4 weights. auto: many tokens are rounded to FP8 where the GPU can. bf16: none are.
 
     In invariant mode auto rounds none either. What the checkpoint has rounded remains so."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Flag(everywhere=True)] = "auto"

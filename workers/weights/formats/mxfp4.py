@@ -89,7 +89,9 @@ class Mxfp4(MicroScaling):
         from kernels.matrix import MicroScaled4
 
         assert scales is not None
-        return MicroScaled4(data, scales)
+        matrix = MicroScaled4(data, scales)
+        # Products in FP8 need it, which only GPUs have.
+        return matrix.with_least() if data.is_cuda else matrix
 
     @override
     def dequantized(self, data: Tensor, scales: Tensor | None, block: Block) -> Tensor:
