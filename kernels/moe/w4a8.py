@@ -422,6 +422,19 @@ def _stored(sums, least, sorted_pair, out, expert, first, pairs, block, begin, F
 
 
 @gluon.jit
+def _again(work_s, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """What the item's announcement said: read once more behind its sums, where nothing that follows from it takes
+    registers of these."""
+    i = gl.arange(0, 4, LAYOUT)
+    work = work_s.index(turn % SLOTS).load(LAYOUT)
+    first = gl.sum(gl.where(i == 0, work, 0), 0)
+    pairs = gl.sum(gl.where(i == 1, work, 0), 0)
+    block = gl.sum(gl.where(i == 2, work, 0), 0)
+    expert = gl.sum(gl.where(i == 3, work, 0), 0)
+    return expert, first, pairs, block
+
+
+@gluon.jit
 def multiply(
     x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
     WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr,
@@ -447,6 +460,7 @@ def multiply(
                     scale_at, other_at, r < pairs, r + 2 * CHUNK < pairs, x_s, w_s, full, empty, part, step,
                     WHICH, steps, STAGES,
                 )  # fmt: skip
+                expert, first, pairs, block = _again(work_s, turn, STAGES + 1, words)
                 if GATE:
                     _gated(sums, least, held_s.index(WHICH), out, out_scale, expert, first, pairs, block, half,
                            begin, FEATURES, LIMIT)  # fmt: skip
@@ -460,6 +474,7 @@ def multiply(
                 sums, part, step = _one(
                     scale_at, r < pairs, x_s, w_s, full, empty, part, step, WHICH, steps, STAGES
                 )  # fmt: skip
+                expert, first, pairs, block = _again(work_s, turn, STAGES + 1, words)
                 if GATE:
                     _gated(sums, least, held_s.index(WHICH), out, out_scale, expert, first, pairs, block, half,
                            begin, FEATURES, LIMIT)  # fmt: skip
@@ -490,11 +505,11 @@ def product(
     up). LIMIT: see `activation`.
     """
     slots: gl.constexpr = STAGES + 1
-    x_s = gl.allocate_shared_memory(one_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
     w_s = gl.allocate_shared_memory(one_box.dtype, [STAGES, BLOCK, STEP], TILED)
     raw_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, STEP // 8], WORDS)
     scale_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, 4], SCALES)
-    held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS if GATE else 1, CHUNK, CHUNK], HELD)
+    x_s = gl.allocate_shared_memory(one_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
+    held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, CHUNK, CHUNK], HELD)
     raw = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
