@@ -3,7 +3,7 @@
 Shape legend: T tokens, E features, X experts, K experts per token, F = 2 I, I intermediate features of one expert. Of
 logits and their bias X is the routed experts; everything else counts shared ones as well.
 
-Hopper's own kernels (`hopper`, `rounded`, `four_bit_grouped`) need a private part of Gluon, of Triton 3.6. Without it a
+Hopper's own kernels (`hopper`, `w8a8`, `w4a8`, `four_bit_grouped`) need a private part of Gluon, of Triton 3.6. Without it a
 line is logged, and Triton's tiles stand in for them.
 """
 
@@ -124,8 +124,9 @@ def experts(
     - `workspace` (GPU): a uint8 tensor of `workspace_bytes` bytes that needs no initialisation; without one the call
       allocates it.
     - `quantize_activations`: whether a Hopper GPU may round the inputs of both products to FP8 where it multiplies many
-      tokens in bf16 with FP8 weights in blocks of 128 x 128: with a scale for each token, or pair, and 128 features, as
-      `kernels.quantize` says. Sums of 128 products are then scaled and added up in fp32.
+      tokens in bf16 with FP8 weights in blocks of 128 x 128, or with MXFP4 weights that are FP8 times a power of two
+      for each row (`MicroScaled4.least`): with a scale for each token, or pair, and 128 features, as `kernels.quantize`
+      says. Sums of 128 products are then scaled and added up in fp32.
     - `rounded`: the numbers and scales that `kernels.quantize` has made of `x_TE`, if it has, both contiguous: then the
       call need not.
     - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit).

@@ -107,9 +107,9 @@ def scale_box(matrix: MicroScaled4, gate: bool) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(_halves(matrix.scales, gate), [2, CHUNK.value, 4], SCALES.value)
 
 
-def input_box(inputs: Tensor, chunks: int) -> TensorDescriptor:
-    """Make the descriptor with which the copy engine fetches some chunks' inputs of a stage."""
-    return TensorDescriptor.from_tensor(inputs, [chunks * CHUNK.value, STEP.value], TILED.value)
+def input_box(inputs: Tensor) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches a chunk's inputs of a stage."""
+    return TensorDescriptor.from_tensor(inputs, [CHUNK.value, STEP.value], TILED.value)
 
 
 def _halves(stored: Tensor, gate: bool) -> Tensor:
@@ -232,11 +232,12 @@ def fetch_weights(
 
 @gluon.jit
 def fetch_inputs(
-    two_box, one_box, x_s, x_pairs_s, work_s, full, empty, announced,
+    act_box, x_s, work_s, full, empty, announced,
     GATE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """A warp that has the copy engine fetch inputs: two chunks at least, and the others where they have pairs."""
+    """A warp that has the copy engine fetch inputs, of chunks that have pairs."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    bytes: gl.constexpr = act_box.block_type.nbytes
     steps: gl.constexpr = K // STEP
     step = 0
     turn = 0
@@ -245,22 +246,15 @@ def fetch_inputs(
         for i in range(2 * steps if GATE else steps):
             stage = step % STAGES
             bar = full.index(stage)
-            k = i % steps * STEP
-            third = pairs > 2 * CHUNK
-            fourth = pairs > 3 * CHUNK
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, two_box.block_type.nbytes, pred=pairs <= 2 * CHUNK)
-            mbarrier.expect(
-                bar, two_box.block_type.nbytes + one_box.block_type.nbytes, pred=third & (pairs <= 3 * CHUNK)
-            )
-            mbarrier.expect(bar, two_box.block_type.nbytes + 2 * one_box.block_type.nbytes, pred=fourth)
-            tma.async_copy_global_to_shared(two_box, [first, k], bar, x_pairs_s.index(2 * stage))
-            tma.async_copy_global_to_shared(
-                one_box, [first + 2 * CHUNK, k], bar, x_s.index(CHUNKS * stage + 2), pred=third
-            )
-            tma.async_copy_global_to_shared(
-                one_box, [first + 3 * CHUNK, k], bar, x_s.index(CHUNKS * stage + 3), pred=fourth
-            )
+            for chunk in gl.static_range(CHUNKS):
+                only = (pairs > chunk * CHUNK) & ((pairs <= (chunk + 1) * CHUNK) | (chunk == CHUNKS - 1))
+                mbarrier.expect(bar, (chunk + 1) * bytes, pred=only)
+            for chunk in gl.static_range(CHUNKS):
+                tma.async_copy_global_to_shared(
+                    act_box, [first + chunk * CHUNK, i % steps * STEP], bar, x_s.index(CHUNKS * stage + chunk),
+                    pred=pairs > chunk * CHUNK,
+                )  # fmt: skip
             step += 1
         turn += 1
         first, pairs, block = chunks(work_s, announced, turn, SLOTS, words)
@@ -492,12 +486,12 @@ def multiply(
 
 @gluon.jit
 def product(
-    two_box, one_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale,
+    act_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale,
     GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `two_box` and `one_box`
-    describe, in boxes of two chunks and of one; four warps, the others come on top.
+    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `act_box` describes; four
+    warps, the others come on top.
 
     `x_scale`: fp32 [Y, K / 128]. `w_box` and `s_box`: descriptors of the experts' rows and of their scales; `least`:
     the rows' bytes (`MicroScaled4.least`). GATE: `out` and `out_scale` get FP8 of the sorted pairs; otherwise `out`
@@ -505,10 +499,10 @@ def product(
     up). LIMIT: see `activation`.
     """
     slots: gl.constexpr = STAGES + 1
-    w_s = gl.allocate_shared_memory(one_box.dtype, [STAGES, BLOCK, STEP], TILED)
+    w_s = gl.allocate_shared_memory(act_box.dtype, [STAGES, BLOCK, STEP], TILED)
     raw_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, STEP // 8], WORDS)
     scale_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, 4], SCALES)
-    x_s = gl.allocate_shared_memory(one_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
+    x_s = gl.allocate_shared_memory(act_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
     held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, CHUNK, CHUNK], HELD)
     raw = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
@@ -526,7 +520,6 @@ def product(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
-    x_pairs_s = x_s._reinterpret(one_box.dtype, [CHUNKS // 2 * STAGES, 2 * CHUNK, STEP], TILED)
     word_rows_s = raw_s._reinterpret(gl.int32, [RAW, BLOCK, STEP // 8], WORD_ROWS)
     scale_rows_s = scale_s._reinterpret(gl.int32, [RAW, BLOCK, 4], SCALE_ROWS)
     converted_s = w_s._reinterpret(gl.int32, [STAGES, BLOCK, STEP // 4], CONVERTED)
@@ -541,7 +534,7 @@ def product(
                        GATE, K, FEATURES, STAGES, slots)),
             (fetch_weights, (w_box, s_box, table, raw_s, scale_s, work_s, raw, read, announced,
                              GATE, K, FEATURES, BLOCKS, GROUP, slots)),
-            (fetch_inputs, (two_box, one_box, x_s, x_pairs_s, work_s, full, empty, announced,
+            (fetch_inputs, (act_box, x_s, work_s, full, empty, announced,
                             GATE, K, STAGES, slots)),
         ],
         [4, 4, 1, 1],

@@ -86,8 +86,7 @@ def _product(
     number, scale = read
     out, out_scale = rounded or (scratch.partial_YGE, scale)
     w4a8.product[(tiling.programs,)](
-        w4a8.input_box(number, 2),
-        w4a8.input_box(number, 1),
+        w4a8.input_box(number),
         scale,
         w4a8.word_box(matrix, gate),
         w4a8.scale_box(matrix, gate),
