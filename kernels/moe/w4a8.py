@@ -118,22 +118,26 @@ def _halves(stored: Tensor, gate: bool) -> Tensor:
     return words.view(-1, words.shape[1] // 2 if gate else CHUNK.value, words.shape[2])
 
 
-@triton.jit
-def gather(x, x_scale, sorted_pair, table, out, out_scale, COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Bring the tokens of the sorted pairs into their order: rows of K bytes, and scales of 128 of them. Grid: places
-    of pairs."""
-    place = tl.program_id(0)
+@triton.jit(do_not_specialize=["pitch"])
+def gather(
+    x, x_scale, sorted_pair, table, out, out_scale, pitch,
+    COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Bring the tokens of the sorted pairs into their order: rows of K bytes, and scales of 128 of them, those of a
+    group side by side, `pitch` from one group to the next. Grid: PLACES places of pairs each."""
+    GROUPS: tl.constexpr = K // 128
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     tiles = tl.load(table)
     last = table + 4 * tiles
     end = tl.load(last + 1, mask=tiles > 0, other=0) + tl.load(last + 2, mask=tiles > 0, other=0)
-    if place < end:
-        token = (tl.load(sorted_pair + place) // COLUMNS).to(tl.int64)
-        to = place.to(tl.int64)
-        k = tl.arange(0, BLOCK)
-        tl.store(out + to * K + k, tl.load(x + token * K + k, mask=k < K), mask=k < K)
-        groups: tl.constexpr = K // 128
-        g = tl.arange(0, BLOCK // 128)
-        tl.store(out_scale + to * groups + g, tl.load(x_scale + token * groups + g, mask=g < groups), mask=g < groups)
+    inside = (place < end)[:, None]
+    token = (tl.load(sorted_pair + place, mask=place < end, other=0) // COLUMNS).to(tl.int64)[:, None]
+    k = tl.arange(0, BLOCK)[None, :]
+    g = tl.arange(0, BLOCK // 128)[None, :]
+    number = tl.load(x + token * K + k, mask=inside & (k < K), other=0)
+    scale = tl.load(x_scale + token * GROUPS + g, mask=inside & (g < GROUPS), other=0.0)
+    tl.store(out + place.to(tl.int64)[:, None] * K + k, number, mask=inside & (k < K))
+    tl.store(out_scale + g.to(tl.int64) * pitch + place[:, None], scale, mask=inside & (g < GROUPS))
 
 
 @gluon.constexpr_function
@@ -301,17 +305,22 @@ def sums_layout():
 
 
 @gluon.jit
-def _one(scale_at, mask, x_s, w_s, full, empty, part, step, WHICH: gl.constexpr, STEPS: gl.constexpr,
-         STAGES: gl.constexpr):  # fmt: skip
-    """The sums of a partition's first chunk, the step behind them."""
+def _one(
+    scale, rows, inside, pitch, x_s, w_s, full, empty, part, step,
+    WHICH: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The sums of a partition's first chunk, the step behind them. `scale`: that of a tile's first pair, `pitch` from
+    one group to the next; `rows`: of the chunk, `inside` those that are pairs."""
     sums = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
-    factor = gl.load(scale_at, mask=mask, other=0.0)
+    factor = gl.load(scale + rows, mask=inside, other=0.0)
     for i in range(STEPS):
+        # Nobody copies scales ahead: those of the next step are asked for a step before.
+        scale += gl.where(i < STEPS - 1, pitch, 0)
+        next_factor = gl.load(scale + rows, mask=inside, other=0.0)
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         weight = w_s.index(stage).permute((1, 0))
         part = warpgroup_mma(x_s.index(CHUNKS * stage + WHICH), weight, part, use_acc=False, is_async=True)
-        next_factor = gl.load(scale_at + gl.minimum(i + 1, STEPS - 1), mask=mask, other=0.0)
         part = warpgroup_mma_wait(0, deps=(part,))
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
@@ -322,22 +331,23 @@ def _one(scale_at, mask, x_s, w_s, full, empty, part, step, WHICH: gl.constexpr,
 
 
 @gluon.jit
-def _two(scale_at, other_at, mask, other_mask, x_s, w_s, full, empty, part, step, WHICH: gl.constexpr,
-         STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _two(
+    scale, rows, inside, others_inside, pitch, x_s, w_s, full, empty, part, step,
+    WHICH: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The sums of both chunks of a partition, the step behind them."""
     sums = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
     others = gl.zeros([CHUNK, BLOCK], gl.float32, sums_layout())
-    factor = gl.load(scale_at, mask=mask, other=0.0)
-    other = gl.load(other_at, mask=other_mask, other=0.0)
+    factor = gl.load(scale + rows, mask=inside, other=0.0)
+    other = gl.load(scale + (2 * CHUNK) + rows, mask=others_inside, other=0.0)
     for i in range(STEPS):
+        scale += gl.where(i < STEPS - 1, pitch, 0)
+        next_factor = gl.load(scale + rows, mask=inside, other=0.0)
+        next_other = gl.load(scale + (2 * CHUNK) + rows, mask=others_inside, other=0.0)
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         weight = w_s.index(stage).permute((1, 0))
         part = warpgroup_mma(x_s.index(CHUNKS * stage + WHICH), weight, part, use_acc=False, is_async=True)
-        # Nobody copies scales ahead: those of the next step are asked for a step before.
-        next = gl.minimum(i + 1, STEPS - 1)
-        next_factor = gl.load(scale_at + next, mask=mask, other=0.0)
-        next_other = gl.load(other_at + next, mask=other_mask, other=0.0)
         part = warpgroup_mma_wait(0, deps=(part,))
         sums += part * factor[:, None]
         part = warpgroup_mma(x_s.index(CHUNKS * stage + WHICH + 2), weight, part, use_acc=False, is_async=True)
@@ -360,27 +370,27 @@ def _scaled(sums, least):
 
 
 @gluon.jit
-def _rounded(before, value, out, out_scale, first, pairs, block, begin, FEATURES: gl.constexpr):
-    """Round the 128 features that both passes have made, with one scale for each pair, and write them."""
-    lanes: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    kind: gl.constexpr = out.dtype.element_ty
-    most = gl.maximum(gl.max(gl.abs(before), 1), gl.max(gl.abs(value), 1))
-    scale = gl.maximum(most / LARGEST, LEAST)
+def _rounded(
+    before, value, bytes_s, out, out_scale, pitch, first, pairs, block, begin, FEATURES: gl.constexpr
+):  # fmt: skip
+    """Round the 128 features that both passes have made, with one scale for each pair, and write them by way of
+    `bytes_s`, rows side by side."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    scale = gl.maximum(gl.maximum(gl.max(gl.abs(before), 1), gl.max(gl.abs(value), 1)) / LARGEST, LEAST)
     inverse = 1 / scale
-    m = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, lanes))
-    column = block * BLOCK + gl.arange(0, CHUNK, gl.SliceLayout(0, lanes))
-    left = gl.convert_layout((before * inverse[:, None]).to(kind), lanes)
-    store_rows(left, out, first + m, column, m < pairs, FEATURES)
-    right = gl.convert_layout((value * inverse[:, None]).to(kind), lanes)
-    store_rows(right, out, first + m, column + CHUNK, m < pairs, FEATURES)
     r = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, value.type.layout))
-    at = (first + r).to(gl.int64) * (FEATURES // BLOCK) + block
-    gl.store(out_scale + at, scale, mask=r < pairs)
+    gl.store(out_scale + block.to(gl.int64) * pitch + first + r, scale, mask=r < pairs)
+    both = gl.join(before * inverse[:, None], value * inverse[:, None]).permute((0, 2, 1)).reshape([CHUNK, BLOCK])
+    bytes_s.store(both.to(out.dtype.element_ty))
+    gl.thread_barrier()
+    m = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, lanes))
+    column = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, lanes))
+    store_rows(bytes_s.load(lanes), out, first + m, column, m < pairs, FEATURES)
 
 
 @gluon.jit
 def _gated(
-    sums, least, held_s, out, out_scale, expert, first, pairs, block, half, begin,
+    sums, least, held_s, out, out_scale, pitch, expert, first, pairs, block, half, begin,
     FEATURES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Make of a chunk's sums of gate and up what `down` reads; the first half waits in `held_s` for the second."""
@@ -395,8 +405,11 @@ def _gated(
         held_s.store(value)
     else:
         before = held_s.load(value.type.layout)
+        gl.thread_barrier()
+        bytes_s = held_s._reinterpret(out.dtype.element_ty, [CHUNK, BLOCK], TILED)
         _rounded(
-            before.to(gl.float32), value.to(gl.float32), out, out_scale, first, pairs, block, begin, FEATURES
+            before.to(gl.float32), value.to(gl.float32), bytes_s, out, out_scale, pitch, first, pairs, block, begin,
+            FEATURES,
         )  # fmt: skip
 
 
@@ -430,7 +443,7 @@ def _again(work_s, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
+    x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, work_s, full, empty, announced,
     WHICH: gl.constexpr, GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr,
     LIMIT: gl.constexpr,
 ):  # fmt: skip
@@ -446,31 +459,29 @@ def multiply(
     turn = 0
     expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
     while block >= 0:
-        scale_at = x_scale + (first + r).to(gl.int64) * steps
         if pairs > behind:
-            other_at = scale_at + 2 * CHUNK * steps
             for half in range(passes):
                 sums, others, part, step = _two(
-                    scale_at, other_at, r < pairs, r + 2 * CHUNK < pairs, x_s, w_s, full, empty, part, step,
+                    x_scale + first, r, r < pairs, r + 2 * CHUNK < pairs, pitch, x_s, w_s, full, empty, part, step,
                     WHICH, steps, STAGES,
                 )  # fmt: skip
                 expert, first, pairs, block = _again(work_s, turn, STAGES + 1, words)
                 if GATE:
-                    _gated(sums, least, held_s.index(WHICH), out, out_scale, expert, first, pairs, block, half,
+                    _gated(sums, least, held_s.index(WHICH), out, out_scale, pitch, expert, first, pairs, block, half,
                            begin, FEATURES, LIMIT)  # fmt: skip
-                    _gated(others, least, held_s.index(WHICH + 2), out, out_scale, expert, first, pairs, block, half,
-                           behind, FEATURES, LIMIT)  # fmt: skip
+                    _gated(others, least, held_s.index(WHICH + 2), out, out_scale, pitch, expert, first, pairs, block,
+                           half, behind, FEATURES, LIMIT)  # fmt: skip
                 else:
                     _stored(sums, least, sorted_pair, out, expert, first, pairs, block, begin, FEATURES)
                     _stored(others, least, sorted_pair, out, expert, first, pairs, block, behind, FEATURES)
         elif pairs > begin:
             for half in range(passes):
                 sums, part, step = _one(
-                    scale_at, r < pairs, x_s, w_s, full, empty, part, step, WHICH, steps, STAGES
+                    x_scale + first, r, r < pairs, pitch, x_s, w_s, full, empty, part, step, WHICH, steps, STAGES
                 )  # fmt: skip
                 expert, first, pairs, block = _again(work_s, turn, STAGES + 1, words)
                 if GATE:
-                    _gated(sums, least, held_s.index(WHICH), out, out_scale, expert, first, pairs, block, half,
+                    _gated(sums, least, held_s.index(WHICH), out, out_scale, pitch, expert, first, pairs, block, half,
                            begin, FEATURES, LIMIT)  # fmt: skip
                 else:
                     _stored(sums, least, sorted_pair, out, expert, first, pairs, block, begin, FEATURES)
@@ -484,19 +495,19 @@ def multiply(
         expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["pitch"])
 def product(
-    act_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale,
+    act_box, x_scale, w_box, s_box, least, sorted_pair, table, out, out_scale, pitch,
     GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `act_box` describes; four
-    warps, the others come on top.
+    """`kernel.gate_up` (GATE) or `kernel.down` of the sorted pairs' inputs in FP8, which `act_box` describes;
+    four warps, the others come on top.
 
-    `x_scale`: fp32 [Y, K / 128]. `w_box` and `s_box`: descriptors of the experts' rows and of their scales; `least`:
-    the rows' bytes (`MicroScaled4.least`). GATE: `out` and `out_scale` get FP8 of the sorted pairs; otherwise `out`
-    gets the pairs' results, and `out_scale` is not looked at. FEATURES: of the output (GATE: of gate, and as many of
-    up). LIMIT: see `activation`.
+    `x_scale`: of these, fp32 [K / 128, Y], `pitch` from one group to the next. `w_box` and `s_box`: descriptors of the
+    experts' rows and of their scales; `least`: the rows' bytes (`MicroScaled4.least`). GATE: `out` and `out_scale` get
+    FP8 of the sorted pairs; otherwise `out` gets the pairs' results, and `out_scale` is not looked at. FEATURES: of the
+    output (GATE: of gate, and as many of up). LIMIT: see `activation`.
     """
     slots: gl.constexpr = STAGES + 1
     w_s = gl.allocate_shared_memory(act_box.dtype, [STAGES, BLOCK, STEP], TILED)
@@ -526,10 +537,10 @@ def product(
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
         [
-            (multiply, (x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
-                        0, GATE, K, FEATURES, STAGES, LIMIT)),
-            (multiply, (x_scale, least, sorted_pair, out, out_scale, x_s, w_s, held_s, work_s, full, empty, announced,
-                        1, GATE, K, FEATURES, STAGES, LIMIT)),
+            (multiply, (x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, work_s, full, empty,
+                        announced, 0, GATE, K, FEATURES, STAGES, LIMIT)),
+            (multiply, (x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, work_s, full, empty,
+                        announced, 1, GATE, K, FEATURES, STAGES, LIMIT)),
             (convert, (least, word_rows_s, scale_rows_s, converted_s, work_s, raw, read, full, empty, announced,
                        GATE, K, FEATURES, STAGES, slots)),
             (fetch_weights, (w_box, s_box, table, raw_s, scale_s, work_s, raw, read, announced,

@@ -9,15 +9,20 @@ Shape legend: T tokens, E features, Y sorted pairs, I intermediate features of o
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 from torch import Tensor
 
 from kernels.matrix import MicroScaled4
 from kernels.moe.records import stored
-from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspace
-from kernels.moe.w8a8_launch import in_memory, inputs
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from kernels.moe.w8a8_launch import in_memory
 from kernels.quantize import launch_quantize
+
+PLACES: Final = 8
+"""Places of pairs whose tokens a program gathers."""
 
 
 def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
@@ -31,17 +36,19 @@ def gather(rounded: tuple[Tensor, Tensor] | None, scratch: Workspace, shape: Exp
 
     number, scale = rounded or tokens(scratch, shape)
     to, scale_to = sorted_tokens(scratch, shape)
-    w4a8.gather[(shape.pairs,)](
+    w4a8.gather[(triton.cdiv(shape.pairs, PLACES),)](
         number.view(torch.uint8),
         scale,
         scratch.sorted_Y,
         scratch.table,
         to.view(torch.uint8),
         scale_to,
+        scale_to.shape[1],
         COLUMNS=shape.chosen,
         K=shape.hidden,
         BLOCK=triton.next_power_of_2(shape.hidden),
-        num_warps=4,
+        PLACES=PLACES,
+        num_warps=8,
     )
 
 
@@ -56,13 +63,25 @@ def down(matrix: MicroScaled4, scratch: Workspace, shape: ExpertsShape, tiling: 
 
 
 def sorted_tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
-    """The numbers [Y, E] and scales [Y, G] of the sorted pairs' tokens."""
-    return in_memory(scratch.partial_YGE, shape.pairs, shape.hidden)
+    """The numbers [Y, E] and scales [G, Y] of the sorted pairs' tokens."""
+    return _by_group(scratch.partial_YGE, shape.pairs, shape.hidden)
+
+
+def inputs(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+    """The numbers [Y, I] and scales [G, Y] of the sorted pairs' inputs of `down`."""
+    return _by_group(scratch.act_YI, shape.pairs, shape.intermediate)
+
+
+def _by_group(memory: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
+    """Numbers [rows, features] in FP8 at the front of memory, and behind them their scales, those of a group side by
+    side: a tile's are asked for at once."""
+    number, scale = in_memory(memory, rows, features)
+    return number, scale.view(-1, rows)
 
 
 def tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
     """The tokens' numbers [T, E] and scales [T, G]."""
-    taken = shape.pairs * (shape.hidden + 4 * (shape.hidden // W8A8_BLOCK))
+    taken = sum(tensor.nbytes for tensor in sorted_tokens(scratch, shape))
     behind = scratch.partial_YGE.view(-1).view(torch.uint8)[taken:]
     return in_memory(behind, shape.tokens, shape.hidden)
 
@@ -95,6 +114,7 @@ def _product(
         scratch.table,
         out,
         out_scale,
+        scale.shape[1],
         GATE=gate,
         K=number.shape[1],
         FEATURES=features,

@@ -12,7 +12,6 @@ from kernels.matrix import WIDEST, MicroScaled4, e2m1
 from kernels.moe import schedule, w4a8_launch
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import FEWEST_W4A8_MEAN, ExpertsShape, Workspace
-from kernels.moe.w8a8_launch import inputs
 
 V4 = ExpertsShape(8192, 6, 256, 4096, 2048, hopper=132, quantize_activations=True, limit=10.0)
 IN_FP8 = Stored("mxfp4", 1, 32, 4096, 128, True), Stored("mxfp4", 1, 32, 4096, 64, True)
@@ -121,14 +120,14 @@ def test_tokens_inputs_and_their_scales_lie_apart_and_inside() -> None:
     buffer = torch.zeros(Workspace.bytes(shape, tiling), dtype=torch.uint8)
     scratch = Workspace.over(buffer, shape, tiling)
     tensors = [*w4a8_launch.sorted_tokens(scratch, shape), *w4a8_launch.tokens(scratch, shape)]
-    tensors += inputs(scratch, shape)
+    tensors += w4a8_launch.inputs(scratch, shape)
     assert [tuple(tensor.shape) for tensor in tensors] == [
         (200, 512),
-        (200, 4),
+        (4, 200),
         (100, 512),
         (100, 4),
         (200, 512),
-        (200, 4),
+        (4, 200),
     ]
     assert [tensor.data_ptr() % 16 for tensor in tensors] == [0] * 6
     for tensor in tensors:

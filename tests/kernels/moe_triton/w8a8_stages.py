@@ -65,7 +65,9 @@ class Stages:
         if tiling.w4a8:
             call.gather()
         call.gate_up()
-        number, scale = w8a8_launch.inputs(scratch, shape)
+        number, scale = (w4a8_launch if tiling.w4a8 else w8a8_launch).inputs(scratch, shape)
+        if tiling.w4a8:  # those of a group lie side by side
+            scale = scale.t()
         inputs = _copy(number), scale.clone()
         call.down()
         call.combine()
