@@ -165,16 +165,21 @@ def raw_layout():
 
 
 @gluon.jit
-def _converted(words_s, scales_s, least, at):
-    """The weights of a stage in e4m3, [128, 32] words. `at`: of the four stages whose scales are there. `least`: of a
-    row, the byte of the scales whose numbers are not shifted."""
+def _stored_weights(words_s, scales_s, at):
+    """The weights of a stage as they are stored, [128, 4, 4] words, and its rows' scales, four in a word. `at`: of the
+    four stages whose scales are there."""
     layout: gl.constexpr = words_layout()
     groups: gl.constexpr = gl.SliceLayout(2, layout)
-    words = words_s.load(raw_layout()).reshape([BLOCK, 4, 4])
-    words = gl.convert_layout(words, layout, assert_trivial=True)
     four = gl.arange(0, 4, gl.SliceLayout(0, groups))
-    scale = scales_s.load(groups)
-    scale = gl.sum(gl.where((four == at)[None, :], scale, 0), 1)
+    scale = gl.sum(gl.where((four == at)[None, :], scales_s.load(groups), 0), 1)
+    words = words_s.load(raw_layout()).reshape([BLOCK, 4, 4])
+    return gl.convert_layout(words, layout, assert_trivial=True), scale
+
+
+@gluon.jit
+def _converted(words, scale, least):
+    """Weights in e4m3, [128, 32] words. `least`: of a row, the byte of the scales whose numbers are not shifted."""
+    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, words_layout())))
     shift = ((scale[:, None] >> (8 * four)[None, :]) & 0xFF) - least[:, None]
     low = shift * 0x08080800 + 0x14100800
     high = shift * 0x08080808 + 0x24201C18
@@ -270,32 +275,38 @@ def convert(
     GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The converting partition: four warps, a thread of which has a row of every stage."""
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout()))
     steps: gl.constexpr = K // STEP
     r = gl.arange(0, BLOCK, rows)
     at = r % CHUNK + r // CHUNK * FEATURES if GATE else r
     step = 0
     turn = 0
-    expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, words)
+    expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, lanes)
     while block >= 0:
         row = least + expert.to(gl.int64) * (2 * FEATURES if GATE else FEATURES) + block * BLOCK
+        last = step + (2 * steps if GATE else steps) - 1
+        mbarrier.wait(raw.index(step % RAW), step // RAW & 1)
+        words, scale = _stored_weights(raw_s.index(step % RAW), scale_s.index(step % RAW), 0)
         for half in range(2 if GATE else 1):
             lowest = gl.load(row + half * CHUNK + at).to(gl.int32)
             for i in range(steps):
-                slot = step % RAW
                 stage = step % STAGES
-                mbarrier.wait(raw.index(slot), step // RAW & 1)
-                value = _converted(raw_s.index(slot), scale_s.index(slot), lowest, i % 4)
+                value = _converted(words, scale, lowest)
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
                 w_s.index(stage).store(value)
+                # The next ones are on their way while these are fenced. Behind the last stage that one's are read once
+                # more, and not used.
+                after = gl.minimum(step + 1, last)
+                mbarrier.wait(raw.index(after % RAW), after // RAW & 1)
+                words, scale = _stored_weights(raw_s.index(after % RAW), scale_s.index(after % RAW), (i + 1) % 4)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(stage), count=1)
-                mbarrier.arrive(read.index(slot), count=1)
+                mbarrier.arrive(read.index(step % RAW), count=1)
                 step += 1
         turn += 1
-        expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, words)
+        expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, lanes)
 
 
 @gluon.constexpr_function

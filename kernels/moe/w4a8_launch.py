@@ -21,8 +21,8 @@ from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
 from kernels.moe.w8a8_launch import in_memory
 from kernels.quantize import launch_quantize
 
-PLACES: Final = 8
-"""Places of pairs whose tokens a program gathers."""
+GATHERED: Final = 32768
+"""Bytes of tokens that a program gathers, for several places of pairs: in 8 warps a thread has 128 on their way."""
 
 
 def quantize(x_TE: Tensor, scratch: Workspace, shape: ExpertsShape) -> None:
@@ -36,7 +36,9 @@ def gather(rounded: tuple[Tensor, Tensor] | None, scratch: Workspace, shape: Exp
 
     number, scale = rounded or tokens(scratch, shape)
     to, scale_to = sorted_tokens(scratch, shape)
-    w4a8.gather[(triton.cdiv(shape.pairs, PLACES),)](
+    block = triton.next_power_of_2(shape.hidden)
+    places = max(GATHERED // block, 1)
+    w4a8.gather[(triton.cdiv(shape.pairs, places),)](
         number.view(torch.uint8),
         scale,
         scratch.sorted_Y,
@@ -46,8 +48,8 @@ def gather(rounded: tuple[Tensor, Tensor] | None, scratch: Workspace, shape: Exp
         scale_to.shape[1],
         COLUMNS=shape.chosen,
         K=shape.hidden,
-        BLOCK=triton.next_power_of_2(shape.hidden),
-        PLACES=PLACES,
+        BLOCK=block,
+        PLACES=places,
         num_warps=8,
     )
 

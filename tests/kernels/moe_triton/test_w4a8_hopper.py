@@ -50,11 +50,11 @@ def compiled(shape: ExpertsShape) -> list[Any]:
 )
 def test_compiles_to_what_it_was_written_for(model: str) -> None:
     gather, *products = compiled(ExpertsShape(300, *MODELS[model], limit=10.0))
-    resources(gather).check(32)
+    resources(gather).check(64)
     assert {*re.findall(r"(?:LDG|STG)\.E\.128", machine_code(gather))} == {"LDG.E.128", "STG.E.128"}
     for kernel in products:
         found = resources(kernel)
-        found.check(stack=16)  # addresses of the converting partition, once for each item
+        found.check(stack=32)  # addresses, once for each item: no loop with products or conversions has any
         assert found.warps == 16
         assert not serialized(kernel)
         code = machine_code(kernel)
@@ -89,7 +89,7 @@ def check_converted(kernel: Any) -> None:
     assert (names["LDS.128"], names["STS.128"]) == (5, 8)
     assert names["PRMT"] <= 4 * 16 + 4
     assert names["LOP3.LUT"] <= 3 * 16 + 8
-    assert names["BAR.SYNC.DEFER_BLOCKING"] <= 3
+    assert names["BAR.SYNC.DEFER_BLOCKING"] <= 4
     assert len(body) <= 272
     assert not any(name.startswith(("LDL", "STL", "SHFL")) for name in names)
 
