@@ -16,6 +16,8 @@ GROUP: Final = 32
 """Input features of a group of INT4 numbers, of MXFP8 and of MXFP4."""
 WIDEST: Final = 11
 """Most powers of two between scales of a row of MXFP4 that becomes e4m3 exactly."""
+ROWS_AT_ONCE: Final = 4096
+"""Rows of MXFP4 whose numbers are looked at at a time, for want of memory."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class MicroScaled4(_InGroups):
     """uint8 [N] or [X, N], contiguous: of every row the least byte b of a scale with which a number becomes e4m3 when
     it is divided by 2^(b - 122); see `with_least`. None: nobody has looked, or there is a row that has none."""
 
+    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.least is not None:
@@ -164,13 +167,13 @@ class MicroScaled4(_InGroups):
         """
         most, fewest = self.scales.amax(-1), self.scales.amin(-1)
         far = (most.int() - fewest.int() > WIDEST).flatten().nonzero().squeeze(1)
-        if len(far):
-            scales = self.scales.flatten(0, -2)[far].int()
-            some = (self.data.flatten(0, -2)[far].unflatten(-1, (-1, GROUP // 2)) & 0x77).amax(-1) > 0
+        for rows in far.split(ROWS_AT_ONCE):
+            scales = self.scales.flatten(0, -2)[rows].int()
+            some = (self.data.flatten(0, -2)[rows].view(*scales.shape, GROUP // 2) & 0x77).amax(-1) > 0
             largest = torch.where(some, scales, 0).amax(-1)
             if bool((largest - torch.where(some, scales, 255).amin(-1) > WIDEST).any()):
                 return self
-            most.flatten()[far] = largest.to(torch.uint8)
+            most.view(-1)[rows] = largest.to(torch.uint8)
         return replace(self, least=(most.int() - WIDEST).clamp(min=0).to(torch.uint8))
 
     def float(self) -> Tensor:

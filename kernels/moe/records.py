@@ -67,8 +67,9 @@ def stored(matrix: Matrix) -> Stored:
         return PLAIN
     if type(matrix) not in STORED:
         raise TypeError(f"no kernel multiplies experts in {type(matrix).__name__}")
+    _, scale_rows, scales = matrix.scales.shape
     in_fp8 = isinstance(matrix, MicroScaled4) and matrix.least is not None
-    return Stored(*STORED[type(matrix)](matrix), *matrix.scales.shape[1:], in_fp8)
+    return Stored(*STORED[type(matrix)](matrix), scale_rows, scales, in_fp8)
 
 
 def memory(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
