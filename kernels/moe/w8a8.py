@@ -101,15 +101,15 @@ def multiply(
             left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
             right = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
             for i in range(steps):
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), step // STAGES & 1)
-                a = a_s.index(2 * stage + WHICH)
-                part = warpgroup_mma(a, b_s.index(2 * stage).permute((1, 0)), part, use_acc=False, is_async=True)
                 # Nobody copies scales ahead: those of the next step are asked for a step before.
                 next = gl.minimum(i + 1, steps - 1)
                 x_next = gl.load(x_at + next, mask=r < pairs, other=0.0)
                 left_next = gl.load(left_at + next)
                 right_next = gl.load(right_at + next)
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                a = a_s.index(2 * stage + WHICH)
+                part = warpgroup_mma(a, b_s.index(2 * stage).permute((1, 0)), part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=(part,))
                 left += part * (x_factor * left_factor)[:, None]
                 part = warpgroup_mma(a, b_s.index(2 * stage + 1).permute((1, 0)), part, use_acc=False, is_async=True)
