@@ -167,7 +167,8 @@ class MicroScaled4(_InGroups):
         """
         most, fewest = self.scales.amax(-1), self.scales.amin(-1)
         far = (most.int() - fewest.int() > WIDEST).flatten().nonzero().squeeze(1)
-        for rows in far.split(ROWS_AT_ONCE):
+        for begin in range(0, len(far), ROWS_AT_ONCE):
+            rows = far[begin : begin + ROWS_AT_ONCE]
             scales = self.scales.flatten(0, -2)[rows].int()
             some = (self.data.flatten(0, -2)[rows].view(*scales.shape, GROUP // 2) & 0x77).amax(-1) > 0
             largest = torch.where(some, scales, 0).amax(-1)

@@ -24,7 +24,7 @@ No deadlock: weights wait for the converting partition alone, which waits for th
 wait for the multiplying ones. These hand every stage back once, whether they have pairs or not, and wait for nothing
 but full stages and announcements. An announcement's slot is written again STAGES + 1 items later. Weights are at most
 RAW + STAGES stages ahead of what is multiplied, an item has four stages at least, and STAGES is at least 2: so whoever
-reads has read the item that stood there.
+reads has read the item that stood there, also once more behind its last stage (`_again`).
 
 Sizes are multiples of 512, for the copy engine fetches a row's scales 16 at a time.
 
