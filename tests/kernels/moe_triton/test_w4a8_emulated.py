@@ -53,6 +53,14 @@ def test_shared_experts_among_the_routed() -> None:
     check(case(20, 3, 4, shared=1, padded=(0, 7)), group=1)
 
 
+def test_sums_begin_with_what_comes_before() -> None:
+    found = case(20, holes=True, added=True)
+    check(found)
+    found.inputs["before"] = found.inputs["before"].flip(0)
+    with pytest.raises(AssertionError):
+        check(found)
+
+
 def test_a_group_of_zeros_is_zero() -> None:
     found = case(40)
     found.tensors["x"][:, :128] = 0

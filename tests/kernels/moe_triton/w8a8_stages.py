@@ -136,6 +136,9 @@ class Stages:
         results = self.results.double().view(*id.shape, -1)
         terms = torch.where((id >= 0).unsqueeze(2), results * weight.double().unsqueeze(2), 0.0)
         want, size = terms.sum(1), terms.abs().sum(1)
+        if self.case.added:
+            before = self.case.inputs["before"].double()
+            want, size = want + before, size + before.abs()
         assert bool(((out.double() - want).abs() <= 2**-8 * want.abs() + 2**-20 * size).all())
         exactly = self.case.expected()
         error = (out.double() - exactly).norm(dim=1)
