@@ -77,22 +77,6 @@ def expert_of(ids, pair, EXPERTS: gl.constexpr):
     return gl.where(valid, expert, 0).to(gl.int64), valid
 
 
-@gluon.jit
-def into_l2(data, row, K: gl.constexpr):
-    """Ask for the weights of a piece of `down`, rows side by side, to be brought into the L2 cache: a part of them by
-    one thread of each warp."""
-    ask: gl.constexpr = """{
-        .reg .pred one;
-        elect.sync _|one, 0xffffffff;
-        @one cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-    }"""
-    PART: gl.constexpr = _BLOCK * (K // 2) // _WARPS
-    thread = gl.arange(0, 32 * _WARPS, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-    at = data.to(gl.int64) + row * (K // 2) + thread // 32 * PART
-    gl.inline_asm_elementwise(ask, "=r,l,r", [at, thread * 0 + PART], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit(do_not_specialize=["eps"])
 def product(
     x, square, data, scales, ids, out, eps,
@@ -126,8 +110,6 @@ def product(
     for j in gl.static_range(AHEAD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
     if DEPENDENT and SETTLED:
-        if not GATE:  # the kernel before is no longer bound by memory when it ends
-            into_l2(data, row, K)
         wait_for_kernel_before()
         let_kernel_after_start()
     staged = -1
