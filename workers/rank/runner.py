@@ -123,6 +123,8 @@ class Runner:
         self._waiting = Waiting()
         self.device = device
         self._token_budget = token_budget
+        self._pages = shards.pages(cache.pages)
+        """Pages of the cache, of all ranks that share it out."""
         self._mixed = MixedStep(self.parts)
         self._decode: dict[GraphKey, DecodeStep] = {}
         self._scratch = Scratch(device)
@@ -340,8 +342,7 @@ class Runner:
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
         state, model, width = self.parts.state, self.parts.model, self.parts.width
-        slots, vocab = state.slots, model.config.vocab_size
-        pages = state.shards.pages(self.parts.cache.pages)
+        slots, vocab, pages = state.slots, model.config.vocab_size, self._pages
         # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
         behind = width if width > 1 else 0
         capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions) - behind
