@@ -125,6 +125,10 @@ class Runner:
         self._token_budget = token_budget
         self._pages = shards.pages(cache.pages)
         """Pages of the cache, of all ranks that share it out."""
+        # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
+        behind = width if width > 1 else 0
+        self._capacity = min(pages_per_row * PAGE_TOKENS, model.max_positions) - behind
+        """Tokens of a row at the most."""
         self._mixed = MixedStep(self.parts)
         self._decode: dict[GraphKey, DecodeStep] = {}
         self._scratch = Scratch(device)
@@ -192,14 +196,16 @@ class Runner:
         self._steps = plan.step
         parts = self.parts
         before = self._mark()
-        parts.cache.zero_fill(plan.zero_fill)
+        if plan.zero_fill:
+            parts.cache.zero_fill(plan.zero_fill)
         if plan.admissions:
             parts.state.admit(plan.admissions)
             if parts.sampling is not None:
                 parts.sampling.admit(plan.admissions)
             if self._constrained is not None:
                 self._constrained.admit(plan.admissions)
-        parts.state.grant(plan.grants)
+        if plan.grants:
+            parts.state.grant(plan.grants)
         if self.graphs is None:
             self.stats.eager["no graphs"] += 1
         dead_ends: dict[int, int] = {}
@@ -342,10 +348,7 @@ class Runner:
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
         state, model, width = self.parts.state, self.parts.model, self.parts.width
-        slots, vocab, pages = state.slots, model.config.vocab_size, self._pages
-        # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
-        behind = width if width > 1 else 0
-        capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions) - behind
+        slots, vocab, pages, capacity = state.slots, model.config.vocab_size, self._pages, self._capacity
         if plan.step != self._steps + 1:
             raise PlanError(f"plan of step {plan.step} follows step {self._steps}")
         if not 1 <= plan.width <= width or not 0 <= plan.drafts < width:

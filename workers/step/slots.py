@@ -94,8 +94,6 @@ class SlotState:
 
     def grant(self, grants: Sequence[PageGrant]) -> None:
         """Append granted pages to the page tables."""
-        if not grants:
-            return
         for grant in grants:
             self._granted[grant.slot] = grant.first + len(grant.pages)
         slots = [grant.slot for grant in grants for _ in grant.pages]
