@@ -112,9 +112,9 @@ class Runner:
             sampling = SamplingState(slots, model.config.vocab_size, device)
         if sampling is not None and group.mesh.heads.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
-        reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
+        self._reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
         shards = group.mesh.shards
-        state = SlotState(slots, width - 1, pages_per_row, device, tokens=reads_tokens, shards=shards)
+        state = SlotState(slots, width - 1, pages_per_row, device, tokens=self._reads_tokens, shards=shards)
         self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
         if masks is None and group.mesh.heads.first:
             masks = StepMasks(slots * width, model.config.vocab_size, device)
@@ -363,7 +363,7 @@ class Runner:
         for slot in (*used, *(a.slot for a in plan.admissions), *(g.slot for g in plan.grants)):
             if not 0 <= slot < slots:
                 raise PlanError(f"slot {slot} of {slots}")
-        for admission in plan.admissions if state.keeps_tokens else ():
+        for admission in plan.admissions if self._reads_tokens else ():
             if not 0 < len(admission.tokens) <= capacity * TOKEN_BYTES:
                 raise PlanError(f"{len(admission.tokens)} bytes of a newcomer's tokens, {capacity} tokens at most")
             token_X = unpacked(admission.tokens)
