@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json
 import psutil
+from deploy.cluster import connection
 from deploy.config.application import ServeConfig
 from deploy.serve import app, early_imports
 
+connection.visible_gpus = app.visible_gpus = lambda: 2  # ranks on CPUs reserve what Ray believes to be GPUs
 plain, deploy = early_imports.environment, app._deploy
 early_imports.environment = lambda config, cores: plain(config, 1000)
 ahead = []
@@ -37,7 +39,7 @@ def hand_over(*given):
 
 app._deploy = hand_over
 engine = {"model": "demo", "device": "cpu", "tensor_parallel": 2}
-config = ServeConfig.model_validate({"engine": engine, "port": 0, "dashboard": False})
+config = ServeConfig.model_validate({"engine": engine, "gpus_per_rank": 1.0, "port": 0, "dashboard": False})
 running = app.launch(config)
 there = for_ranks()
 running.stop()
