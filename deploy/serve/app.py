@@ -177,7 +177,7 @@ def launch(
         _check_port(config)
     times.end("imports")
     try:
-        more = early_imports.environment(config, os.cpu_count() or 1)
+        more = early_imports.environment(config, len(os.sched_getaffinity(0)))
         connection = RayConnection(config, say, sessions, _import_what_follows, more)
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
