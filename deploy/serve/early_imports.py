@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from typing import Final
 
 from deploy.config.application import ServeConfig
@@ -23,7 +24,10 @@ PROCESS: Final = "LATENTSERVE_PROCESS"
 """Environment variable that tells a process for ranks from others that wait."""
 RANK_ENVIRONMENT: Final = {PROCESS: "rank"}
 EARLY: Final = "LATENTSERVE_EARLY_RANKS"
-"""Environment variable of all processes of a Ray in which the ranks of a start find such processes."""
+"""Environment variable of all processes of a Ray in which the ranks of a start find such processes: until when they
+do, in seconds of Unix time."""
+PRELOADED: Final = "RAY_preload_python_modules"
+"""Environment variable with which Ray is told what all of its processes import."""
 KEPT_S: Final = 120
 """Seconds for which Ray keeps them, while nobody asks for them."""
 CALL_S: Final = 5.0
@@ -36,6 +40,7 @@ _AHEAD: Final = PrivateApi(
     "ray",
     (
         "ray._private.grpc_utils.init_grpc_channel(address, options)",
+        "ray._private.ray_constants.GLOBAL_GRPC_OPTIONS",
         "ray._private.worker._global_node",
         "ray.core.generated.node_manager_pb2.PrestartWorkersRequest",
         "ray.core.generated.node_manager_pb2_grpc.NodeManagerServiceStub",
@@ -49,7 +54,14 @@ def environment(config: ServeConfig, cores: int) -> dict[str, str]:
     these are so few that what is needed first would wait for what is needed later."""
     if cores < 2 * (_ranks(config) + config.least_replicas + OTHERS):
         return {}
-    return {EARLY: "1", "RAY_preload_python_modules": "deploy.serve.preload"}
+    modules = [*filter(None, [os.environ.get(PRELOADED)]), "deploy.serve.preload"]
+    return {EARLY: str(time.time() + KEPT_S), PRELOADED: ",".join(modules)}
+
+
+def waiting() -> bool:
+    """Whether ranks that are started now may find such processes. Later Ray has ended those that nobody took, and would
+    begin others for who asks, which takes longer than to give one of those that wait for anybody."""
+    return time.time() < float(os.environ.get(EARLY, 0))
 
 
 def begin(config: ServeConfig) -> None:
@@ -59,6 +71,7 @@ def begin(config: ServeConfig) -> None:
     import grpc
     import ray
     from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
     from ray._private.worker import _global_node
     from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 
@@ -68,7 +81,8 @@ def begin(config: ServeConfig) -> None:
         job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
     )
     request.runtime_env_info.serialized_runtime_env = json.dumps({"env_vars": RANK_ENVIRONMENT})
-    channel = init_grpc_channel(f"{_global_node.node_ip_address}:{_global_node.node_manager_port}")
+    address = f"{_global_node.node_ip_address}:{_global_node.node_manager_port}"
+    channel = init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)  # past `http_proxy`, as Ray's own channels
     try:
         node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_S)
     except grpc.RpcError as error:
