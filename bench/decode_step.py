@@ -14,10 +14,11 @@ verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of 
     python bench/decode_step.py --shape hy4-slice --beside glm52-mxfp8-slice   # and how many times as long it takes
     python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
-One line per number of rows: the small-batch path, the general path beside it, and the time in which the bytes can be
-read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
-is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1,
-so that routing is that of random tokens; a draft layer, where there is one, is as random.
+One line per number of rows: the path that its step takes, the general path beside it where that is another one, and
+the time in which the bytes can be read. Then every kernel of the path alone: its launches of one step, in order, in a
+graph without the others; its share is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200.
+Weights are normal(0, 0.02), norms 1, so that routing is that of random tokens; a draft layer, where there is one, is as
+random.
 """
 
 from __future__ import annotations
@@ -77,6 +78,22 @@ def plain_layers() -> Iterator[None]:
     ExecutionPaths.takes_small_batch = lambda self, batch, dtype, device: False
     try:
         yield
+    finally:
+        ExecutionPaths.takes_small_batch = takes
+
+
+@contextmanager
+def noted_paths() -> Iterator[list[bool]]:
+    """Note of every pass within this context whether it takes the small-batch path."""
+    takes, noted = ExecutionPaths.takes_small_batch, list[bool]()
+
+    def noting(self: ExecutionPaths, *about: Any) -> bool:
+        noted.append(takes(self, *about))
+        return noted[-1]
+
+    ExecutionPaths.takes_small_batch = noting
+    try:
+        yield noted
     finally:
         ExecutionPaths.takes_small_batch = takes
 
@@ -174,17 +191,20 @@ def measure(shape: str, given: argparse.Namespace) -> dict[int, float]:
     taken: dict[int, float] = {}
     for rows in map(int, given.rows.split(",")):
         case = Case(model, rows, given.width, given.context, room(given.width))
-        experts = chosen_experts(case)
+        with noted_paths() as few:
+            experts = chosen_experts(case)
         ours = replayed(case)
         taken[rows] = min(ours)
-        with plain_layers():
-            plain = replayed(case)
+        beside = "the general path"
+        if any(few):
+            with plain_layers():
+                beside = f"plain layers {min(replayed(case)):.3f} ms"
         tokens = Tokens.decode(rows, given.width, given.context, experts)
         floor = sum(work.bytes for work in target_work(model, tokens).values()) / BANDWIDTH
         print(
             f"{shape}: rows {rows} width {given.width} context {given.context}: path {min(ours):.3f} ms "
-            f"({', '.join(f'{t:.3f}' for t in ours)}), plain layers {min(plain):.3f} ms, floor of the target's "
-            f"pass {floor:.3f} ms ({floor / min(ours):.0%}), experts {experts:.1f}",
+            f"({', '.join(f'{t:.3f}' for t in ours)}), {beside}, floor of the target's pass {floor:.3f} ms "
+            f"({floor / min(ours):.0%}), experts {experts:.1f}",
             flush=True,
         )
         if given.timeline:
