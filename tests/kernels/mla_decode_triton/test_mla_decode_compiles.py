@@ -227,6 +227,14 @@ def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int) -> 
     compiled(case, hopper_tiling(case.shape, PROCESSORS))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 16)])
+def test_portable_kernel_at_sizes_of_axk2_light(width: int, heads: int, fp8: bool) -> None:
+    """Its short rows attend to all of their tokens; on one GPU and on two."""
+    case = Case([70, 3], width, heads, 128, 32, torch.bfloat16, fp8=fp8)
+    compiled(case, hopper_tiling(case.shape, PROCESSORS, fp8=fp8))
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_portable_kernel_at_the_demo_models_sizes(dtype: torch.dtype, invariant: bool) -> None:

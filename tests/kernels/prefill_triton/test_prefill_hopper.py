@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gate
 SIZES = {
     "V2 and V3": REAL,
     "GLM": {"nope": 192, "rope": 64, "value": 256},
+    "A.X K2 Light": {"nope": 64, "rope": 32, "value": 64},
     "demo": {"nope": 32, "rope": 16, "value": 32},
 }
 
