@@ -40,6 +40,12 @@ NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
 NARROW_STAGES = 2
 """Tiles it has in flight."""
+SMALL_LATENT = 256
+"""Latent features of which it holds twice as many query vectors in as many registers as of 512."""
+SMALL_BLOCK = 32
+"""Query vectors it holds at most of so few features."""
+SMALL_STAGES = 3
+"""Tiles it has in flight there, which are little more than half as large."""
 FP8_BLOCK = 32
 """Query vectors it holds at most where entries are FP8: each tile is widened once for all of them."""
 FP8_STAGES = 3
@@ -185,12 +191,15 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = Fal
 
 
 def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False, own: bool = False) -> DecodeTiling:
-    """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
+    """A tiling for Hopper: its own kernels for 512 + 64 features, the narrow one alone for 256 + 64, the portable one
+    for other models.
 
     `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors, `attend_fp8` faster for
     many and alone in invariant mode, and `attend_wide_fp8` for many of a row. `own`: of a shard's own entries, whose
     bounds `attend_wide_fp8` has no registers for.
     """
+    if (shape.latent, shape.rope) == (SMALL_LATENT, 64) and not (fp8 or shape.invariant):
+        return small_latent_tiling(shape, multiprocessors)
     if (shape.latent, shape.rope) != (512, 64):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
@@ -215,6 +224,13 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
         return replace(tiling, short=short, merge_pieces=64, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
+
+
+def small_latent_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
+    """A tiling for `attend_narrow` on Hopper: entries of 256 + 64 features in bf16, without invariant mode."""
+    narrow = shape.queries <= (NARROW_BLOCKS_ALONE if shape.rows == 1 else 1) * NARROW_BLOCK
+    block = NARROW_BLOCK if narrow else SMALL_BLOCK
+    return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=SMALL_STAGES)
 
 
 def narrow_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:

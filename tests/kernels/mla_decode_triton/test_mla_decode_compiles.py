@@ -220,11 +220,26 @@ def test_portable_kernel_at_deepseek_sizes(width: int, heads: int) -> None:
     compiled(case, portable_tiling(case.shape, PROCESSORS))
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "own"),
+    [(1, 1, 32, False), (2, 1, 32, False), (2, 4, 32, True), (2, 2, 8, False), (1, 2, 32, False)],
+)
+def test_narrow_of_256_features(rows: int, width: int, heads: int, own: bool) -> None:
+    """Mistral Small 4 runs on one GPU and on four: blocks of 16 query vectors and of 32."""
+    case = Case([70] * rows, width, heads, 256, 64, torch.bfloat16)
+    tiling = hopper_tiling(case.shape, PROCESSORS, own=own)
+    kernel = compiled(case, tiling, True, True, own=own)["attend_narrow"]
+    used = instructions(kernel)
+    assert used["HMMA"] >= (20 + 4 * 4) * tiling.block // 16
+    assert used["LDGSTS"] >= 3 * (8 + 2)
+    assert resources(kernel).waits
+
+
 @pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 32), (2, 8)])
 def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int) -> None:
     """The model runs on one GPU and on four."""
     case = Case([70, 3], width, heads, 256, 64, torch.bfloat16)
-    compiled(case, hopper_tiling(case.shape, PROCESSORS))
+    compiled(case, portable_tiling(case.shape, PROCESSORS))
 
 
 @pytest.mark.parametrize("invariant", [False, True])

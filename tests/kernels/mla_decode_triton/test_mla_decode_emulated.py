@@ -149,6 +149,25 @@ def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int)
 
 
 @pytest.mark.parametrize(
+    ("lengths", "width", "heads", "first", "ctas", "dependent"),
+    [
+        ([200, 0, 65], 1, 32, 0, 3, True),
+        ([330, 70, 2, 64], 1, 32, 1, 2, True),
+        ([130, 7], 3, 16, 1, 5, False),
+        ([200], 1, 32, 70, 5, True),
+        ([64, 0, 70, 1, 130, 64], 1, 8, 0, 2, True),
+    ],
+)
+def test_narrow_of_256_features(
+    lengths: list[int], width: int, heads: int, first: int, ctas: int, dependent: bool
+) -> None:
+    """One block of 32 query vectors and two, and of 16; more tiles than are in flight; CTAs that go on with other
+    rows."""
+    case = Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
+    check("narrow", case, ctas, seed=width, dependent=dependent)
+
+
+@pytest.mark.parametrize(
     ("lengths", "width", "heads", "first", "ctas", "early"),
     [
         ([0, 1, 64, 65], 1, 16, 0, 3, True),
