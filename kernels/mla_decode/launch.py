@@ -175,6 +175,7 @@ def attend(
                 *(page_RP, length_R, seen, *where),
                 *numbers,
                 way.blocks(shape),
+                LATENT=shape.latent,
                 OVERLAP=overlap,
                 **common,
             )

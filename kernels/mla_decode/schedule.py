@@ -191,16 +191,15 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = Fal
 
 
 def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False, own: bool = False) -> DecodeTiling:
-    """A tiling for Hopper: its own kernels for 512 + 64 features, the narrow one alone for 256 + 64, the portable one
-    for other models.
+    """A tiling for Hopper: its own kernels for 512 + 64 features and, in bf16, for 256 + 64, the portable one for other
+    models.
 
     `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors, `attend_fp8` faster for
     many and alone in invariant mode, and `attend_wide_fp8` for many of a row. `own`: of a shard's own entries, whose
     bounds `attend_wide_fp8` has no registers for.
     """
-    if (shape.latent, shape.rope) == (SMALL_LATENT, 64) and not (fp8 or shape.invariant):
-        return small_latent_tiling(shape, multiprocessors)
-    if (shape.latent, shape.rope) != (512, 64):
+    small = shape.latent == SMALL_LATENT
+    if shape.rope != 64 or not (shape.latent == 512 or (small and not fp8)):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
@@ -214,7 +213,10 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
             return fp8_tiling(shape, multiprocessors)
         return wide_fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
-        block, stages = NARROW_BLOCK, NARROW_STAGES
+        block, stages = NARROW_BLOCK, SMALL_STAGES if small else NARROW_STAGES
+        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
+    if not shape.invariant and small and shape.queries <= SMALL_BLOCK:
+        block, stages = SMALL_BLOCK, SMALL_STAGES
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
     short = SHORT_TOKENS if shape.queries <= 64 else SHORT_TOKENS_OF_128 if shape.queries == 128 else -1
     if not shape.invariant and alone and short > 0 and narrow_blocks <= multiprocessors:
@@ -224,13 +226,6 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
         return replace(tiling, short=short, merge_pieces=64, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
-
-
-def small_latent_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
-    """A tiling for `attend_narrow` on Hopper: entries of 256 + 64 features in bf16, without invariant mode."""
-    narrow = shape.queries <= (NARROW_BLOCKS_ALONE if shape.rows == 1 else 1) * NARROW_BLOCK
-    block = NARROW_BLOCK if narrow else SMALL_BLOCK
-    return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=SMALL_STAGES)
 
 
 def narrow_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:

@@ -69,11 +69,15 @@ def test_latents_of_256_features(lengths: list[int], heads: int) -> None:
     check(small(lengths, 1, heads))
 
 
-@pytest.mark.parametrize(("width", "heads", "first"), [(2, 16, 0), (5, 3, 1), (4, 32, 0), (3, 11, 70)])
+@pytest.mark.parametrize(("width", "heads", "first"), [(2, 16, 0), (5, 3, 1), (8, 4, 0), (3, 7, 70)])
 def test_latents_of_256_features_at_widths(width: int, heads: int, first: int) -> None:
-    """Blocks of 32 query vectors, the last whole or not."""
     check(small([max(width - 1, first), 70, 129], width, heads, first))
     check(small([200], width, heads, first))
+
+
+def test_several_blocks_of_32_query_vectors() -> None:
+    case = small([130, 7], 3, 25)
+    case.check(replace(hopper_tiling(small([1, 1], 1, 32).shape, 3), ctas=2))
 
 
 @pytest.mark.parametrize("lengths", [[1], [65], [200, 0, 1, 129], [300, 2, 2, 2, 2]])

@@ -170,16 +170,18 @@ def test_one_row_up_to_the_limit_and_beyond(
         case.check(choose(case.shape, 0))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("sizes", "fp8"), [(DEEPSEEK, False), (DEEPSEEK, True), (SMALL, False)])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(choose: Choose, heads: int, fp8: bool) -> None:
-    batch = Case([700, 65, 1025, 0, 4000], 4, heads, invariant=True, fp8=fp8, least_columns=80, **DEEPSEEK)
+def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(
+    choose: Choose, heads: int, sizes: dict[str, Any], fp8: bool
+) -> None:
+    batch = Case([700, 65, 1025, 0, 4000], 4, heads, invariant=True, fp8=fp8, least_columns=80, **sizes)
     out, lse = (x.clone() for x in batch.run(choose(batch.shape, 0, fp8=fp8)))
     for row, length in enumerate(batch.lengths):
         for width in (1, 2) if length else ():
             for token in range(batch.width - width + 1):
                 seen = length - (batch.width - width - token)
-                alone = Case([seen], width, heads, invariant=True, fp8=fp8, **DEEPSEEK)
+                alone = Case([seen], width, heads, invariant=True, fp8=fp8, **sizes)
                 alone.tensors["cache"] = batch.tensors["cache"]
                 alone.tensors["table"] = batch.tensors["table"][row : row + 1]
                 alone.tensors["q"] = batch.tensors["q"][row : row + 1, token : token + width].contiguous()
