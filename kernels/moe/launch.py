@@ -106,7 +106,7 @@ class ExpertLaunches:
     tiling: ExpertTiling
     dependent: bool = False
     """Whether launches are dependent. For tall tiles only the sort of few tokens is: a launch costs nothing beside
-    their products, and early starts disturb those."""
+    their products, and early starts disturb those; unless tokens are few, as they may be with activations in FP8."""
     add_norm: AddNorm | None = None
     """Norm after the sum; None: `out_TE` gets the sum itself."""
     rounded: tuple[Tensor, Tensor] | None = None
@@ -116,7 +116,8 @@ class ExpertLaunches:
 
     @property
     def _dependent(self) -> bool:
-        return self.dependent and self.tiling.rows < 128
+        few = self.tiling.w8a8 and self.shape.tokens <= w8a8_launch.MOST_EARLY
+        return self.dependent and (self.tiling.rows < 128 or few)
 
     def run(self) -> None:
         """Launch everything."""
@@ -209,7 +210,8 @@ class ExpertLaunches:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
-            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, scratch, shape, self.tiling)
+            call = (scratch, shape, self.tiling)
+            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, *call, dependent=self._dependent)
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, FourBits):
             call = (shape, self.tiling, self._dependent)
@@ -249,7 +251,7 @@ class ExpertLaunches:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.down_XEI, BlockScaled):
-            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
+            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling, dependent=self._dependent)
             return
         if not self.tiling.rows and isinstance(self.down_XEI, FourBits):
             call = (shape, self.tiling, self._dependent)
