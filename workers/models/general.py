@@ -497,12 +497,11 @@ class GeneralOps(LayerOps[Rows]):
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
             rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
             limit=mixture.routing.limit,
+            round_to=out.fp8 if alone and isinstance(out, RoundedRows) else None,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )
         if alone:
-            if isinstance(out, RoundedRows):
-                self._round(out)
             return
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)

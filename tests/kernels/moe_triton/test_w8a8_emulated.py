@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from experts_case import Experts
+from torch import Tensor
 from w8a8_stages import BLOCKS, IN_FP32, Stages, tiled
 
 from kernels.moe import schedule, w8a8_launch
-from kernels.quantize import quantize_reference
+from kernels.quantize import Fp8Rows, quantize_reference
 from kernels.rms_norm import AddNorm
 from tests.support.ptx import Fault, Unordered, emulated
 
@@ -90,6 +91,25 @@ def test_few_tokens_claim_nothing(before: bool, monkeypatch: pytest.MonkeyPatch)
     assert ("quantize_kernel" in launches) is not before
 
 
+def unrounded(tokens: int, features: int) -> Fp8Rows:
+    """Memory for a norm in FP8 that lies as products want it, with rows behind the last token."""
+    groups, rows = features // 128, tokens + 3
+    number = torch.full((rows, features), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return Fp8Rows(number, torch.full((groups, rows), torch.nan).t(), torch.full((tokens, groups), torch.nan))
+
+
+def check_rounded(fp8: Fp8Rows, out: Tensor) -> None:
+    """What `quantize` makes of the norm, bit for bit, and nothing behind the last token."""
+    tokens = len(out)
+    number, scale = torch.empty(out.shape, dtype=torch.float8_e4m3fn), torch.empty_like(fp8.scale_RG[:tokens])
+    quantize_reference(out, number, scale)
+    assert torch.equal(fp8.number_RK[:tokens].view(torch.uint8), number.view(torch.uint8))
+    assert torch.equal(fp8.scale_RG[:tokens], scale)
+    assert fp8.by_token_TG is not None
+    assert torch.equal(fp8.by_token_TG, scale)
+    assert fp8.scale_RG[tokens:].isnan().all()
+
+
 def check_dependent(
     seed: int = 0, sizes: tuple[int, int] = (256, 384), tokens: int = 9, edit: Callable[[str], str] = str
 ) -> None:
@@ -108,8 +128,10 @@ def check_dependent(
             found.poison(workspace, tiling)
             quantize_reference(x.copy_(sign * first), *rounded)
             norm.residual_TE.copy_(begun)
-            found.call(tiling, workspace, True, norm, rounded).run()
+            fp8 = unrounded(*x.shape)
+            found.call(tiling, workspace, True, norm, rounded, fp8).run()
             found.check_norm(norm, want)
+            check_rounded(fp8, found.tensors["out"])
     assert launches == 2 * ["sort_few", "product", "product", "combine_norm"]
 
 
