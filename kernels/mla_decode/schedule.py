@@ -40,12 +40,8 @@ NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
 NARROW_STAGES = 2
 """Tiles it has in flight."""
-SMALL_LATENT = 256
-"""Latent features of which it holds twice as many query vectors in as many registers as of 512."""
-SMALL_BLOCK = 32
-"""Query vectors it holds at most of so few features."""
-SMALL_STAGES = 3
-"""Tiles it has in flight there, which are little more than half as large."""
+NARROW_STAGES_OF_256 = 3
+"""The same of latents of 256 features, whose tiles are little more than half as large."""
 FP8_BLOCK = 32
 """Query vectors it holds at most where entries are FP8: each tile is widened once for all of them."""
 FP8_STAGES = 3
@@ -198,8 +194,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     many and alone in invariant mode, and `attend_wide_fp8` for many of a row. `own`: of a shard's own entries, whose
     bounds `attend_wide_fp8` has no registers for.
     """
-    small = shape.latent == SMALL_LATENT
-    if shape.rope != 64 or not (shape.latent == 512 or (small and not fp8)):
+    if shape.rope != 64 or not (shape.latent == 512 or (shape.latent == 256 and not fp8)):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
@@ -213,10 +208,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
             return fp8_tiling(shape, multiprocessors)
         return wide_fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
-        block, stages = NARROW_BLOCK, SMALL_STAGES if small else NARROW_STAGES
-        return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
-    if not shape.invariant and small and shape.queries <= SMALL_BLOCK:
-        block, stages = SMALL_BLOCK, SMALL_STAGES
+        block, stages = NARROW_BLOCK, NARROW_STAGES if shape.latent == 512 else NARROW_STAGES_OF_256
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
     short = SHORT_TOKENS if shape.queries <= 64 else SHORT_TOKENS_OF_128 if shape.queries == 128 else -1
     if not shape.invariant and alone and short > 0 and narrow_blocks <= multiprocessors:

@@ -93,7 +93,7 @@ def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, ctas: int, 
 @pytest.mark.parametrize(
     ("lengths", "width", "heads", "first", "ctas", "dependent"),
     [
-        ([700, 1, 0, 65], 2, 32, 0, 1, True),
+        ([700, 1, 0, 65], 1, 32, 0, 1, True),
         ([200, 0, 130, 64], 4, 32, 1, 3, False),
         ([450, 3], 3, 32, 70, 2, True),
         ([64, 128, 192, 320, 1], 4, 16, 0, 1, True),
@@ -179,9 +179,9 @@ def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int)
 @pytest.mark.parametrize(
     ("lengths", "width", "heads", "first", "ctas", "dependent"),
     [
-        ([200, 0, 65], 1, 32, 0, 3, True),
-        ([330, 70, 2, 64], 1, 32, 1, 2, True),
-        ([130, 7], 3, 9, 1, 5, False),
+        ([200, 0, 65], 1, 16, 0, 3, True),
+        ([330, 70, 2, 64], 2, 8, 1, 2, True),
+        ([130, 7], 3, 5, 1, 5, False),
         ([200], 1, 32, 70, 5, True),
         ([64, 0, 70, 1, 130, 64], 1, 8, 0, 2, True),
     ],
@@ -189,8 +189,7 @@ def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int)
 def test_narrow_of_256_features(
     lengths: list[int], width: int, heads: int, first: int, ctas: int, dependent: bool
 ) -> None:
-    """One block of 32 query vectors and two, and of 16; more tiles than are in flight; CTAs that go on with other
-    rows."""
+    """One block of query vectors and two; more tiles than are in flight; CTAs that go on with other rows."""
     case = Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
     check("narrow", case, ctas, seed=width, dependent=dependent)
 

@@ -20,7 +20,7 @@ CASES = [
     pytest.param("fp8", 512, True, [130, 3, 65], 3, 16, 1, id="fp8-blocks"),
     pytest.param("fp8", 512, True, [130, 3, 65, 0], 3, 9, 1, id="fp8"),
     pytest.param("either", 512, False, [190], 2, 32, 0, id="either"),
-    pytest.param("narrow", 256, False, [130, 0, 1, 65], 2, 16, 1, id="narrow-256"),
+    pytest.param("narrow", 256, False, [130, 0, 1, 65], 2, 8, 1, id="narrow-256"),
     pytest.param("wide", 256, False, [130, 0, 1, 65, 460], 4, 16, 1, id="wide-256"),
 ]
 

@@ -53,8 +53,8 @@ def test_which_kernel_serves_which_shape(rows: int, width: int, heads: int, inva
     [
         (1, 1, 32, False, False, "narrow", 16),
         (2, 1, 8, False, False, "narrow", 16),
-        (2, 1, 32, False, False, "narrow", 32),
-        (64, 1, 32, False, False, "narrow", 32),
+        (2, 1, 32, False, False, "wide", 64),
+        (64, 1, 32, False, False, "wide", 64),
         (1, 2, 32, False, False, "either", 64),
         (2, 2, 32, False, False, "wide", 64),
         (2, 1, 32, True, False, "wide", 64),
