@@ -216,8 +216,8 @@ class ExpertLaunches:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
-            call = (scratch, shape, self.tiling)
-            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, *call, dependent=self._dependent)
+            planned = (scratch, shape, self.tiling)
+            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, *planned, dependent=self._dependent)
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, FourBits):
             call = (shape, self.tiling, self._dependent)
