@@ -49,7 +49,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.linear.hopper import STEP, TILED
 
 ROWS = gl.constexpr(128)
@@ -67,8 +66,8 @@ def _spread_before(item, spread, tiles):
 
 
 @gluon.jit
-def work_item(table, tiles, settled, item, BLOCKS: gl.constexpr, GROUP: gl.constexpr, CACHE: gl.constexpr = ""):
-    """(expert, first pair, pairs, block) of a work item; past the last, block -1. CACHE: how the table is loaded.
+def work_item(table, tiles, settled, item, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
+    """(expert, first pair, pairs, block) of a work item; past the last, block -1.
 
     Items go through the blocks of GROUP tiles at a time, tile by tile within a block, so that what runs together shares
     weights and inputs in L2. Those of the tiles behind the first `settled` have such an order of their own, and are
@@ -83,9 +82,9 @@ def work_item(table, tiles, settled, item, BLOCKS: gl.constexpr, GROUP: gl.const
     size = gl.maximum(gl.minimum(gl.where(is_spread, spread, settled) - begin, GROUP), 1)
     place = index % (GROUP * BLOCKS)
     record = table + 4 * (gl.where(is_spread, settled, 0) + begin + place % size + 1)
-    expert = gl.load(record, mask=exists, other=0, cache_modifier=CACHE)
-    first = gl.load(record + 1, mask=exists, other=0, cache_modifier=CACHE)
-    pairs = gl.load(record + 2, mask=exists, other=0, cache_modifier=CACHE)
+    expert = gl.load(record, mask=exists, other=0)
+    first = gl.load(record + 1, mask=exists, other=0)
+    pairs = gl.load(record + 2, mask=exists, other=0)
     return expert, first, pairs, gl.where(exists, place // size, -1)
 
 
@@ -147,38 +146,25 @@ def fetch_weights(
 def fetch_sorted(
     act_box, weight_box, table, a_s, b_s, work_s, full, empty, announced,
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, CLAIMED: gl.constexpr = True, DEPENDENT: gl.constexpr = False,
+    STAGES: gl.constexpr, CLAIMED: gl.constexpr = True,
 ):  # fmt: skip
     """The fetching partition of `down`: everything through the copy engine, a tile's pairs in halves, for whom they are
     meant. CLAIMED: the program claims its next item; otherwise it takes every so many-th, and need not ask for it: of
-    items that are short and equal that is the faster. DEPENDENT: the table and the first weights are read before the
-    wait; `gate_up` lets this kernel start only after its own."""
-    CACHE: gl.constexpr = ".cg" if DEPENDENT else ""
+    items that are short and equal that is the faster."""
     words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     STEP: gl.constexpr = weight_box.block_type.shape[1]
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
-    AHEAD: gl.constexpr = min(STAGES, steps)
-    HALF: gl.constexpr = 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes
-    WHOLE: gl.constexpr = HALF + act_box.block_type.nbytes
-    tiles = gl.load(table, cache_modifier=CACHE)
-    settled = gl.load(table + 1, cache_modifier=CACHE)
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
     turn = 0
     item = gl.program_id(0)
-    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP, CACHE)
+    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
     next_expert = expert
     next_first = first
     next_pairs = pairs
     next_block = block
-    if DEPENDENT:
-        if block >= 0:
-            for i in gl.static_range(AHEAD):
-                mbarrier.expect(full.index(i), WHOLE, pred=pairs > HALF_TILE)
-                mbarrier.expect(full.index(i), HALF, pred=pairs <= HALF_TILE)
-                fetch_weights(weight_box, expert, block, i * STEP, full.index(i), b_s, i, False, FEATURES, WIDTH)
-        wait_for_kernel_before()
-        let_kernel_after_start()
     while block >= 0:
         announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
         turn += 1
@@ -187,20 +173,13 @@ def fetch_sorted(
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            fresh = True
-            if DEPENDENT:
-                fresh = step >= AHEAD  # the weights before have been asked for
-                mbarrier.expect(bar, WHOLE, pred=both & fresh)
-                mbarrier.expect(bar, HALF, pred=(pairs <= HALF_TILE) & fresh)
-            else:
-                mbarrier.expect(bar, WHOLE, pred=both)
-                mbarrier.expect(bar, HALF, pred=pairs <= HALF_TILE)
+            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + 2 * act_box.block_type.nbytes, pred=both)
+            mbarrier.expect(bar, 2 * weight_box.block_type.nbytes + act_box.block_type.nbytes, pred=pairs <= HALF_TILE)
             tma.async_copy_global_to_shared(act_box, [first, i * STEP], bar, a_s.index(2 * stage))
             tma.async_copy_global_to_shared(
                 act_box, [first + HALF_TILE, i * STEP], bar, a_s.index(2 * stage + 1), pred=both
             )
-            if fresh:
-                fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, False, FEATURES, WIDTH)
+            fetch_weights(weight_box, expert, block, i * STEP, bar, b_s, stage, False, FEATURES, WIDTH)
             step += 1
             if i == claimed_at:
                 if CLAIMED:
@@ -208,9 +187,7 @@ def fetch_sorted(
                 else:
                     item += gl.num_programs(0)
             if i == (min(claimed_at + 1, steps - 1) if CLAIMED else claimed_at):
-                next_expert, next_first, next_pairs, next_block = work_item(
-                    table, tiles, settled, item, BLOCKS, GROUP, CACHE
-                )
+                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
         expert = next_expert
         first = next_first
         pairs = next_pairs
@@ -232,11 +209,9 @@ def fetch_gathered(
     x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
     X_STRIDE: gl.constexpr, COLUMNS: gl.constexpr,
     K: gl.constexpr, FEATURES: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, DEPENDENT: gl.constexpr = False,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The fetching partition of `gate_up`: four warps that copy the tokens of a tile's pairs 16 bytes per thread.
-    DEPENDENT: what kernels of this step have written is read past the first cache."""
-    CACHE: gl.constexpr = ".cg" if DEPENDENT else ""
+    """The fetching partition of `gate_up`: four warps that copy the tokens of a tile's pairs 16 bytes per thread."""
     STEP: gl.constexpr = weight_box.block_type.shape[1]
     lanes: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
     words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -245,13 +220,13 @@ def fetch_gathered(
     lag: gl.constexpr = STAGES - 2
     steps: gl.constexpr = (K + STEP - 1) // STEP
     claimed_at: gl.constexpr = max(steps - LEAD, 0)
-    tiles = gl.load(table, cache_modifier=CACHE)
-    settled = gl.load(table + 1, cache_modifier=CACHE)
+    tiles = gl.load(table)
+    settled = gl.load(table + 1)
     step = 0
     turn = 0
     item = gl.program_id(0)
-    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP, CACHE)
-    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=CACHE)
+    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
+    pair = gl.load(sorted_pair + first + m, mask=m < pairs, other=0)
     next_expert = expert
     next_first = first
     next_pairs = pairs
@@ -280,11 +255,9 @@ def fetch_gathered(
             if i == claimed_at:
                 item = claim(table + 2, tiles * BLOCKS)
             if i == min(claimed_at + 1, steps - 1):
-                next_expert, next_first, next_pairs, next_block = work_item(
-                    table, tiles, settled, item, BLOCKS, GROUP, CACHE
-                )
+                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
             if i == min(claimed_at + 3, steps - 1):
-                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0, cache_modifier=CACHE)
+                next_pair = gl.load(sorted_pair + next_first + m, mask=m < next_pairs, other=0)
         expert = next_expert
         first = next_first
         pairs = next_pairs

@@ -107,7 +107,7 @@ class ExpertLaunches:
     tiling: ExpertTiling
     dependent: bool = False
     """Whether launches are dependent. For tall tiles only the sort of few tokens is: a launch costs nothing beside
-    their products, and early starts disturb those; unless tokens are few, as they may be with activations in FP8."""
+    their products, and early starts disturb those."""
     add_norm: AddNorm | None = None
     """Norm after the sum; None: `out_TE` gets the sum itself."""
     rounded: tuple[Tensor, Tensor] | None = None
@@ -119,8 +119,7 @@ class ExpertLaunches:
 
     @property
     def _dependent(self) -> bool:
-        few = self.tiling.w8a8 and self.shape.tokens <= w8a8_launch.MOST_EARLY
-        return self.dependent and (self.tiling.rows < 128 or few)
+        return self.dependent and self.tiling.rows < 128
 
     def run(self) -> None:
         """Launch everything."""
@@ -216,8 +215,7 @@ class ExpertLaunches:
         """Gate and up of the sorted pairs."""
         product, shape, scratch = self.tiling.gate_up, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.gate_up_XFE, BlockScaled):
-            planned = (scratch, shape, self.tiling)
-            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, *planned, dependent=self._dependent)
+            w8a8_launch.gate_up(self.gate_up_XFE, self.rounded, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.gate_up_XFE, FourBits):
             call = (shape, self.tiling, self._dependent)
@@ -257,7 +255,7 @@ class ExpertLaunches:
         """Down of the sorted pairs."""
         product, shape, scratch = self.tiling.down, self.shape, self.scratch
         if self.tiling.w8a8 and isinstance(self.down_XEI, BlockScaled):
-            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling, dependent=self._dependent)
+            w8a8_launch.down(self.down_XEI, scratch, shape, self.tiling)
             return
         if not self.tiling.rows and isinstance(self.down_XEI, FourBits):
             call = (shape, self.tiling, self._dependent)

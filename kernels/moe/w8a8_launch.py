@@ -13,15 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.linear.launch import options
 from kernels.matrix import BlockScaled
 from kernels.moe.records import stored
 from kernels.moe.schedule import W8A8_BLOCK, ExpertsShape, ExpertTiling, Workspace
 from kernels.quantize import launch_quantize
 
-MOST_EARLY: Final = 256
-"""Most tokens whose products are launched dependently: the first weights of `down` are on their way while the last
-programs of `gate_up` still run, and no launch leaves memory idle."""
 MOST_UNCLAIMED: Final = 256
 """Most tokens whose programs do not claim items of `down`. Of an eighth of DeepSeek-V3 and 16 tokens it takes 52 us so,
 and 58 with claims; of 64 tokens 108 and 123 (one H200, `bench/share.py --layers 8 --timeline`)."""
@@ -38,21 +34,17 @@ def gate_up(
     scratch: Workspace,
     shape: ExpertsShape,
     tiling: ExpertTiling,
-    *,
-    dependent: bool = False,
 ) -> None:
     """Gate and up of the sorted pairs, rounded to FP8, of the tokens as they are `rounded`, or as `quantize` has left
     them."""
     read = rounded or tokens(scratch, shape)
-    _product(matrix, read, inputs(scratch, shape), None, scratch, shape, tiling, dependent)
+    _product(matrix, read, inputs(scratch, shape), None, scratch, shape, tiling)
 
 
-def down(
-    matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling, *, dependent: bool = False
-) -> None:
+def down(matrix: BlockScaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling) -> None:
     """Down of the sorted pairs."""
     read = inputs(scratch, shape)
-    _product(matrix, read, read, scratch.partial_YGE, scratch, shape, tiling, dependent)
+    _product(matrix, read, read, scratch.partial_YGE, scratch, shape, tiling)
 
 
 def tokens(scratch: Workspace, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
@@ -80,7 +72,6 @@ def _product(
     scratch: Workspace,
     shape: ExpertsShape,
     tiling: ExpertTiling,
-    dependent: bool,
 ) -> None:
     from kernels.moe import w8a8  # a machine without Hopper GPUs need not have Gluon
 
@@ -107,7 +98,5 @@ def _product(
         STAGES=product.stages,
         LIMIT=shape.limit,
         CLAIMED=gate or shape.tokens > MOST_UNCLAIMED,
-        DEPENDENT=dependent,
         num_warps=product.warps,
-        **options(dependent),
     )

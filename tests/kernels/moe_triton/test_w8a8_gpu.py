@@ -65,15 +65,14 @@ def test_the_same_bits_with_any_ring(stages: int) -> None:
     assert same_bits(case.run(tiling(case, stages)), want)
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize("tokens", [16, 64, 256, 4096])
-def test_replayed_on_other_tokens(tokens: int, dependent: bool) -> None:
+@pytest.mark.parametrize("tokens", [16, 256, 4096])
+def test_replayed_on_other_tokens(tokens: int) -> None:
     """A graph is replayed many times, on another routing, and on none at all, with the same bits as kernel by
     kernel."""
     case = make("V2-Lite", tokens)
     chosen = tiling(case)
     workspace = case.workspace(chosen)
-    graph = capture(case.call(chosen, workspace, dependent).run)
+    graph = capture(case.call(chosen, workspace).run)
     for padded in (tuple(range(tokens // 2, tokens)), tuple(range(tokens))):
         case.inputs = make("V2-Lite", tokens, seed=1, holes=True, padded=padded).inputs
         case.refill()
