@@ -88,30 +88,39 @@ def stream_k_norm(
     eps: float,
     scale_T: Tensor | None = None,
     *,
+    residual_TF: Tensor | None = None,
     programs: int | None = None,
     stages: int = STAGES,
     dependent: bool = False,
 ) -> None:
     """`stream_k`, and `kernels.rounded_norm.rounded_norm` of the first A columns of what it makes, by the kernel that
-    adds up the pieces."""
+    adds up the pieces. With a residual, to which all columns are added first, `out_TF` does not keep the product, and
+    `normed_TA` may be the same."""
+    (tokens, rows), features = out_TF.shape, norm_A.shape[0]
+    if residual_TF is not None and features != rows:
+        raise ValueError(f"a residual of {rows} features does not have a norm of {features}")
     programs = programs or _programs(weight_FE)
     _multiply(x_TE, scale_TG, weight_FE, out_TF, piece_PTB, programs, stages, dependent)
-    (tokens, rows), features = out_TF.shape, norm_A.shape[0]
     blocks = triton.next_power_of_2(triton.cdiv(rows, BLOCK))
     adding.pieces_norm[(tokens,)](
         piece_PTB,
         out_TF,
+        out_TF if residual_TF is None else residual_TF,
         norm_A,
         norm_A if scale_T is None else scale_T,
         normed_TA,
         rounded.number_RK,
         rounded.scale_RG,
+        rounded.scale_RG if rounded.by_token_TG is None else rounded.by_token_TG,
         eps,
         rounded.scale_RG.stride(1),
         FEATURES=features,
         BLOCKS=blocks,
         **_pieces(weight_FE, columns(tokens), programs),
+        RESIDUAL_STRIDE=0 if residual_TF is None else residual_TF.stride(0),
+        ADD=residual_TF is not None,
         SCALED=scale_T is not None,
+        TWICE=rounded.by_token_TG is not None,
         DEPENDENT=dependent,
         num_warps=min(max(blocks // 2, 1), 16),
         **options(dependent),

@@ -31,7 +31,9 @@ class PrefillTiling:
 
 
 HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
-"""Tiling for compute capability 9.0 and bfloat16, 128 + 64 features per key and 128 per value."""
+"""Tiling for compute capability 9.0 and bfloat16, of the features in `HOPPER_FEATURES`."""
+HOPPER_FEATURES: Final = ((128, 64, 128), (64, 64, 128))
+"""Features of a key, without and with rope, and of a value, that `hopper` takes."""
 HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row for which `hopper` is the faster kernel where they attend to each other
 (bench/prefill_attention.py). Over context it is the faster one for any number."""
@@ -100,12 +102,13 @@ def mla_prefill(
         from kernels.mla_prefill.hopper import attend_hopper, box
 
         attend_hopper[grid](
-            box(q_THD, 64, 128),
+            box(q_THD, 64, nope),
             box(q_THD, 64, 64),
-            box(k_SHN, 128, 128),
+            box(k_SHN, 128, nope),
             box(k_SO, 128, 64),
             box(v_SHV, 128, 128),
             *bounds,
+            NOPE=nope,
             STRIDES=strides,
             CAUSAL=causal,
             num_warps=4,
@@ -139,8 +142,9 @@ def _not_for_hopper(tensors: dict[str, Tensor]) -> str:
     """Return why `hopper` does not take these tensors; empty if it does."""
     sizes = tuple(tensors[name].shape[-1] for name in ("k_SHN", "k_SO", "v_SHV"))
     dtype = tensors["q_THD"].dtype
-    if sizes != (128, 64, 128) or dtype != torch.bfloat16:
-        return f"this kernel takes bfloat16 with features (128, 64, 128), not {dtype} with {sizes}"
+    if sizes not in HOPPER_FEATURES or dtype != torch.bfloat16:
+        known = " or ".join(map(str, HOPPER_FEATURES))
+        return f"this kernel takes bfloat16 with features {known}, not {dtype} with {sizes}"
     if not tensors["k_SHN"].shape[0]:
         return "this kernel cannot describe empty keys to the hardware: give at least one, of no row"
     for name, tensor in tensors.items():

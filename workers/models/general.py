@@ -36,7 +36,7 @@ from kernels.matrix import BlockScaled, Matrix
 from kernels.quantize import GROUP, Fp8Rows, quantize, silu_mul_quantize
 from kernels.residual_streams import add_to_streams
 from kernels.rms_norm import AddNorm, add_rms_norm, enter_rms_norm, rms_norm
-from kernels.rounded_norm import rounded_norm, w8a8_latent
+from kernels.rounded_norm import rounded_norm, w8a8_add_norm, w8a8_latent
 from kernels.runtime.dependent import launches_dependently
 from kernels.sigmoid_mul import sigmoid_mul
 from kernels.silu_mul import silu_mul
@@ -351,11 +351,29 @@ class GeneralOps(LayerOps[Rows]):
                 self.linear(x_TF, weight_EF, part_TPE, scratch)
                 self.add_norm(part_TPE, norm, out)
             return
+        if self._adds_rounded(x_TF, weight_EF.matrix, norm, out, scratch):
+            return
         part_TE = out_TE if self._alone else self.group.part(out_TE)
         self.linear(x_TF, weight_EF, part_TE, scratch)
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)
         self.add_norm(out_TE, norm, out)
+
+    def _adds_rounded(self, x_TF: Tensor, weight: Matrix, norm: AddNorm, out: Rows, scratch: Scratch) -> bool:
+        """Whether the kernel that adds up a product's pieces has also added them to the residual, and made and rounded
+        the norm."""
+        if not self._alone or norm.memory is not None or not isinstance(out, RoundedRows):
+            return False
+        if x_TF.dtype != torch.bfloat16 or not self._quantizes_for(weight, out.x_TE) or takes_fp8(x_TF, weight):
+            return False
+        pieces = w8a8_pieces(x_TF.shape[0], weight)
+        if pieces is None:
+            return False
+        with scratch.scope():
+            fp8, piece_PTB = self._in_fp8(x_TF, scratch), scratch.empty(*pieces, dtype=torch.float32)
+            into = norm.residual_TE, norm.weight_E, out.x_TE, out.fp8
+            w8a8_add_norm(fp8, weight, *into, pieces=piece_PTB, eps=norm.eps, dependent=dependent(x_TF))
+        return True
 
     @override
     def add_gated(
@@ -497,12 +515,11 @@ class GeneralOps(LayerOps[Rows]):
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
             rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
             limit=mixture.routing.limit,
+            round_to=out.fp8 if alone and isinstance(out, RoundedRows) else None,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )
         if alone:
-            if isinstance(out, RoundedRows):
-                self._round(out)
             return
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)

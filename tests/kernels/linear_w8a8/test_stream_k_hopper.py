@@ -67,3 +67,22 @@ def test_the_norm_behind_queries_and_latents() -> None:
     found = resources(pieces_norm)
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize(("rows", "features"), [(7168, 16384), (7168, 2048), (4096, 4096)])
+def test_the_norm_behind_what_is_added_to_the_residual(rows: int, features: int, tokens: int) -> None:
+    """At the sizes of DeepSeek-V3, alone and as a rank of eight has them, and of Mistral Small 4."""
+    weight = BlockScaled(
+        torch.empty(rows, features, dtype=torch.float8_e4m3fn), torch.empty(rows // 128, features // 128)
+    )
+    number, scale = torch.empty(tokens, features, dtype=torch.float8_e4m3fn), torch.empty(features // 128, tokens).t()
+    out, rounded = memory_of(tokens, rows, "cpu")
+    pieces = torch.empty(stream_k_launch.pieces(tokens, weight, 132))
+    with compile_only() as compiled:
+        into = torch.empty(rows).bfloat16(), out, rounded, 1e-6
+        how = {"residual_TF": torch.empty_like(out), "programs": 132, "dependent": True}
+        stream_k_launch.stream_k_norm(number, scale, weight, out, pieces, *into, **how)
+    found = resources(compiled[1])
+    found.check(registers=128)
+    assert (found.waits, found.releases) == (True, True)
