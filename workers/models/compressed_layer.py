@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.compressed import rope_queries
+from kernels.moe import GivenExperts
 from kernels.residual_streams import StreamGates, StreamMemory
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
@@ -193,11 +194,9 @@ class CompressedDecoderLayer:
             of_groups = attended_THD.view(tokens, groups, -1)
             project_groups(of_groups, block.attention.out_FD, out_TGU, scratch)
             ops.add(out_TGU.flatten(1), block.attention.out_EF, between, x, scratch)
-        given_TK = None
-        if (expert_YK := block.experts.expert_YK) is not None:
-            given_TK = scratch.empty(tokens, expert_YK.shape[1], dtype=expert_YK.dtype)
-            torch.index_select(expert_YK, 0, buffers.token_T, out=given_TK)
-        ops.add_experts(x, self._mixture, norm, out, scratch, live_R, given_TK)
+        table_YK = block.experts.expert_YK
+        given = None if table_YK is None else GivenExperts(table_YK, buffers.token_T)
+        ops.add_experts(x, self._mixture, norm, out, scratch, live_R, given)
 
 
 def shallow_layers(layers: Sequence[CompressedDecoderLayer]) -> list[int]:

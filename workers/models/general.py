@@ -116,12 +116,12 @@ def choose_experts(
     mixture: Mixture,
     scratch: Scratch,
     live_R: Tensor | None,
-    given_TK: Tensor | None = None,
+    given: moe.GivenExperts | None = None,
     *,
     dependent: bool,
 ) -> tuple[Tensor, Tensor]:
     """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
-    Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
+    Shared experts behind the others come last. Padding has -1 and 0. `given`: see `moe.route`."""
     routing, tokens = mixture.routing, logit_TX.shape[0]
     columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
     id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
@@ -134,7 +134,7 @@ def choose_experts(
         routing.rule,
         shared=routing.shared_experts,
         live_R=live_R,
-        given_TK=given_TK,
+        given=given,
         dependent=dependent,
     )
     if ops.choices is not None:
@@ -404,14 +404,14 @@ class GeneralOps(LayerOps[Rows]):
         out: Rows,
         scratch: Scratch,
         live_R: Tensor | None,
-        given_TK: Tensor | None = None,
+        given: moe.GivenExperts | None = None,
     ) -> None:
-        """See `LayerOps`; `given_TK` (int32): the experts that tokens have, where these are not to be chosen."""
+        """See `LayerOps`; `given`: the experts that tokens have, where these are not to be chosen."""
         own_TE = None
         if mixture.shared is not None:
             limit = mixture.routing.limit if mixture.routing.shared_limit else 0.0
             own_TE = self.shared_experts(x, mixture.shared, norm, out, scratch, limit)
-        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given_TK)
+        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
 
     def shared_experts(
@@ -437,13 +437,13 @@ class GeneralOps(LayerOps[Rows]):
         mixture: Mixture,
         scratch: Scratch,
         live_R: Tensor | None = None,
-        given_TK: Tensor | None = None,
+        given: moe.GivenExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `choose_experts`."""
         early, router_XE = dependent(x_TE), mixture.router_XE
         wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
         logits = self.router(wide_TE, router_XE, scratch)
-        return choose_experts(self, logits, mixture, scratch, live_R, given_TK, dependent=early)
+        return choose_experts(self, logits, mixture, scratch, live_R, given, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""

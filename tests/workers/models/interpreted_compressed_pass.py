@@ -69,7 +69,7 @@ def norm(x_TE: Any, weight_E: Any, out_TE: Any, *, eps: float, scale_T: Any = No
 
 
 def route(logit: Any, bias: Any, id_TK: Any, weight_TK: Any, rule: Any, **options: Any) -> None:
-    given = options["shared"], options["live_R"], options["given_TK"]
+    given = options["shared"], options["live_R"], options["given"]
     noted("route", moe_launch.route)(logit, bias, id_TK, weight_TK, rule, *given)
 
 
