@@ -12,6 +12,7 @@ import torch
 
 from kernels.compressed import AttendWorkspace, TokenRows, attention_launch, launch
 from kernels.page import PAGE_TOKENS
+from kernels.residual_streams import StreamMemory
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
@@ -191,3 +192,24 @@ def test_chunks_behind_an_odd_number_of_decode_tokens_compile_nothing_new(first:
         hashes.append([kernel.hash for kernel in compiled])
     assert len(hashes[0]) == 6
     assert hashes[0] == hashes[1]
+
+
+def test_the_beginning_of_a_pass() -> None:
+    """The same kernels for all numbers of tokens and rows: one where all tokens are wanted, one where some are."""
+    hidden, streams, found = 4096, 4, []
+    embedding, table = torch.empty(129280, hidden, dtype=torch.bfloat16), torch.empty(100, ROPE)
+    for tokens, width in ((1, 1), (24, 3), (256, 8)):
+        position, turn = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, ROPE)
+        residual = torch.empty(tokens, streams, hidden, dtype=torch.bfloat16)
+        memory = StreamMemory.empty(tokens, streams, hidden, torch.empty, mixing=True)
+        length, row = torch.zeros(tokens // width, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+        with compile_only() as compiled:
+            given = position, position, embedding, (table, table), position, (turn, turn), residual[:, 0], residual
+            launch.begin(*given, memory, dependent=True)
+            for wanted in (None, torch.zeros(len(length), dtype=torch.int64)):
+                launch.lay_out_rows(position, length, wanted, row, row, 4, dependent=True)
+        found.append([kernel.hash for kernel in compiled])
+        for kernel in compiled:
+            resources(kernel).check(registers=64)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert len(compiled) == 3

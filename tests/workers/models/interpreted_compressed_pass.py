@@ -43,6 +43,8 @@ def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 class Launched:
     """Stands for the references of `kernels.compressed`."""
 
+    begin = staticmethod(noted("begin", launch.begin))
+    lay_out_rows = staticmethod(noted("lay_out_rows", launch.lay_out_rows))
     rope_store = staticmethod(noted("rope_store", launch.rope_store))
     rope_queries = staticmethod(noted("rope_queries", launch.rope_queries))
     keep_entries = staticmethod(noted("keep_entries", launch.keep_entries))
@@ -106,8 +108,8 @@ def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPat
             worst = max(worst, float(difference.nan_to_num(torch.inf)))
     assert worst < TOLERANCE
     assert set(CALLS) == {
-        *("rope_store", "rope_queries", "keep_entries", "compress", "attend", "index_scores", "select_positions"),
-        *("add_to_streams", "rms_norm", "silu_mul", "route"),
+        *("begin", "lay_out_rows", "rope_store", "rope_queries", "keep_entries", "compress", "attend"),
+        *("index_scores", "select_positions", "add_to_streams", "rms_norm", "silu_mul", "route"),
     }
 
 

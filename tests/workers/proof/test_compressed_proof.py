@@ -19,7 +19,6 @@ from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels, compressed_pass
-from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch
 from workers.models.deepseek_v4_model import CompressedModel
@@ -83,8 +82,12 @@ def state_ahead_of_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_entry_visible_a_token_early(patch: pytest.MonkeyPatch) -> None:
-    honest = compressed_rows._bound
-    patch.setattr(compressed_rows, "_bound", lambda position_T, *others: honest(position_T + 1, *others))
+    honest = compressed.lay_out_rows
+
+    def lay_out_rows(position_T: Tensor, *others: Any, **options: Any) -> None:
+        honest(position_T + 1, *others, **options)
+
+    patch.setattr(compressed, "lay_out_rows", lay_out_rows)
     patch.setattr(reference, "_complete", lambda position_Q, ratio: (position_Q + 2) // ratio)
 
 
