@@ -38,6 +38,7 @@ __all__ = [
     "group_linear",
     "grouped_linear",
     "linear",
+    "linear_to_norm",
     "linear_to_residual",
     "normed_linear",
     "padded_scales",
@@ -46,6 +47,7 @@ __all__ = [
     "supports_w8a8",
     "takes_fp8",
     "takes_fp16_scaled",
+    "takes_normed",
     "w8a8_linear",
     "w8a8_pieces",
 ]
@@ -65,6 +67,16 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
     if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
         return False
     return not x_TE.is_cuda or (launches_dependently(x_TE.device) and launch.streamable(x_TE, weight))
+
+
+def takes_normed(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether a pending norm is better than one that a kernel makes, before or behind a product of these tokens with a
+    matrix in FP8: on Hopper, where `fp8_whole` takes it."""
+    if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
+        return False
+    if not x_TE.is_cuda:
+        return x_TE.dtype != torch.float64 and not any(size % ROWS for size in weight.shape)
+    return launch.streamable(x_TE, weight) and fp8_launch.whole(x_TE.shape[0], weight, normed=True)
 
 
 def linear(
@@ -228,6 +240,25 @@ def normed_linear(
         )
     else:
         reference.normed_linear(x, weight_FE, out_TF, norm_A, next, scale_T)
+
+
+def linear_to_norm(
+    x_TE: Tensor,
+    weight_FE: BlockScaled,
+    out_TF: Tensor,
+    norm_A: Tensor,
+    next: PendingNorm,
+    *,
+    dependent: bool = False,
+) -> None:
+    """`normed_linear` with a `next` norm, of tokens before which there is none, where `takes_normed` says so."""
+    _check_few(x_TE, weight_FE)
+    if next.x_TE.data_ptr() != out_TF.data_ptr():
+        raise ValueError("the next norm lies over the first columns of the output")
+    if x_TE.is_cuda:
+        fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, norm=norm_A, next=next, dependent=dependent)
+    else:
+        reference.linear_to_norm(x_TE, weight_FE, out_TF, norm_A, next)
 
 
 def linear_to_residual(

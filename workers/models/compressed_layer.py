@@ -48,7 +48,8 @@ class CompressedBuffers:
     compressed_rotation_TO: Tensor
     """The same in layers with compressed entries."""
     q_THD: Tensor
-    kv_TD: Tensor
+    latent_TF: Tensor
+    """Behind a query's latent what an entry is made of; the latent is dead behind the product that reads it."""
     made_X: Tensor
     """fp32: room for what the compressor of any layer makes of each token."""
     index_made_X: Tensor
@@ -92,7 +93,7 @@ class CompressedBuffers:
             rotation_TO=wide(tokens, rope),
             compressed_rotation_TO=wide(tokens, rope),
             q_THD=scratch.empty(tokens, heads, entry, dtype=dtype),
-            kv_TD=scratch.empty(tokens, entry, dtype=dtype),
+            latent_TF=scratch.empty(tokens, (config.q_lora_rank or 0) + entry, dtype=dtype),
             made_X=wide(tokens * made),
             index_made_X=wide(tokens * 4 * features),
             index_q_TJI=scratch.empty(tokens, index_heads, features, dtype=dtype),
@@ -100,6 +101,11 @@ class CompressedBuffers:
             attended_THD=scratch.empty(tokens, heads, entry, dtype=dtype),
             ended=ended,
         )
+
+    @property
+    def kv_TD(self) -> Tensor:
+        """What an entry is made of; rows are strided."""
+        return self.latent_TF[:, -self.q_THD.shape[2] :]
 
     def norm(self, weight_E: Tensor, eps: float, gates: StreamGates) -> AddNorm:
         """What is read next of the streams."""
@@ -163,16 +169,16 @@ class CompressedDecoderLayer:
     def project(self, buffers: CompressedBuffers, scratch: Scratch) -> None:
         """Token-wise, before attention: from the norm of the streams to what `inputs` has."""
         ops, x, attention, inputs = buffers.ops, buffers.normed, self.block.attention, self.inputs(buffers)
-        latent_TA = scratch.empty(len(inputs.kv_TD), len(attention.q_norm_A), dtype=inputs.kv_TD.dtype)
-        latent = ops.latent_linear(x, attention.q_down_AE, attention.q_norm_A, self._eps, latent_TA, scratch)
-        ops.linear(latent, attention.q_up_QA, inputs.q_THD.flatten(1), scratch)
-        ops.linear(x, attention.kv_DE, inputs.kv_TD, scratch)
+        asked = [(attention.q_up_QA, inputs.q_THD.flatten(1))]
+        if attention.indexer is not None and inputs.index_q_TJI is not None:
+            asked.append((attention.indexer.q_FA, inputs.index_q_TJI.flatten(1)))
+        made = x, attention.latent_FE, attention.q_norm_A, self._eps, buffers.latent_TF
+        ops.through_latent(*made, asked, scratch)
         if attention.compressor is not None and inputs.made_TF is not None:
             _wide(ops, x, attention.compressor.both_FE, inputs.made_TF, scratch)
         indexer, q_TJI, weight_TJ = attention.indexer, inputs.index_q_TJI, inputs.index_weight_TJ
         if indexer is None or q_TJI is None or weight_TJ is None or inputs.index_made_TF is None:
             return
-        ops.linear(latent, indexer.q_FA, q_TJI.flatten(1), scratch)
         rope_queries(q_TJI, inputs.rotation_TO)
         # Without the factor that all scores of a model have: whatever it is, the same entries are the best.
         _wide(ops, x, indexer.weight_JE, weight_TJ, scratch)

@@ -64,10 +64,10 @@ class CompressedIndexer:
 class CompressedAttention:
     """The weights of a layer's attention."""
 
-    q_down_AE: Weight
+    latent_FE: Weight
+    """A rows for a query's latent, then D rows for the entry: one product makes both."""
     q_norm_A: Tensor
     q_up_QA: Weight
-    kv_DE: Weight
     kv_norm_D: Tensor
     sink_H: Tensor
     """fp32."""
@@ -76,6 +76,16 @@ class CompressedAttention:
     out_EF: Weight
     compressor: Compressor | None
     indexer: CompressedIndexer | None
+
+    @property
+    def q_down_AE(self) -> Weight:
+        """The rows of a query's latent alone."""
+        return self.latent_FE[: len(self.q_norm_A)]
+
+    @property
+    def kv_DE(self) -> Weight:
+        """The rows of the entry alone."""
+        return self.latent_FE[len(self.q_norm_A) :]
 
 
 @dataclass(frozen=True)
@@ -149,10 +159,11 @@ def _attention(source: WeightSource, prefix: str, config: ModelConfig, layer: Co
         name = f"{prefix}compressor."
         compressor = _compressor(source, name, hidden, layer.ratio, entry, overlapping=layer.indexed)
     return CompressedAttention(
-        q_down_AE=source.matrix(Part(f"{prefix}wq_a.weight", latent, hidden)),
+        latent_FE=source.matrix(
+            Part(f"{prefix}wq_a.weight", latent, hidden), Part(f"{prefix}wkv.weight", entry, hidden)
+        ),
         q_norm_A=source.load(f"{prefix}q_norm.weight", latent),
         q_up_QA=source.matrix(Part(f"{prefix}wq_b.weight", heads * entry, latent, shard=by_heads)),
-        kv_DE=source.matrix(Part(f"{prefix}wkv.weight", entry, hidden)),
         kv_norm_D=source.load(f"{prefix}kv_norm.weight", entry),
         sink_H=sink_H,
         out_FD=source.matrix(Part(f"{prefix}wo_a.weight", groups * rank, heads * entry // groups, shard=by_heads)),

@@ -7,7 +7,7 @@ features of a norm, G groups of features that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeGuard
 
@@ -23,16 +23,21 @@ from kernels.linear import (
     fits_w8a8,
     grouped_linear,
     linear,
+    linear_to_norm,
+    normed_linear,
     padded_scales,
     part_linear,
     parts_of,
     supports_w8a8,
     takes_fp8,
     takes_fp16_scaled,
+    takes_normed,
     w8a8_linear,
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
+from kernels.pending_norm import PIECE as PENDING
+from kernels.pending_norm import PendingNorm
 from kernels.quantize import GROUP, Fp8Rows, quantize, silu_mul_quantize
 from kernels.residual_streams import add_to_streams
 from kernels.rms_norm import AddNorm, add_rms_norm, enter_rms_norm, rms_norm
@@ -146,6 +151,9 @@ class GeneralOps(LayerOps[Rows]):
     """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream; where
     products read it in FP8, it is kept so, too. Few tokens are multiplied by matrices in FP8 as these are stored, by
     the small-batch path's kernels: of passes that cannot take that path as a whole."""
+
+    leaves_norms = True
+    """Whether a norm between products of few tokens may be pending."""
 
     def __init__(self, group: Group, *, quantize_activations: bool = False, formats: Formats | None = None) -> None:
         """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
@@ -308,6 +316,32 @@ class GeneralOps(LayerOps[Rows]):
         else:
             rms_norm(out_TF[:, :features], norm_A, out, eps=eps, scale_T=scale_T, dependent=early)
         return out
+
+    def through_latent(
+        self,
+        x: Rows,
+        weight_FE: Weight,
+        norm_A: Tensor,
+        eps: float,
+        latent_TF: Tensor,
+        asked: Sequence[tuple[Weight, Tensor]],
+        scratch: Scratch,
+    ) -> None:
+        """latent = x · weight^T, and for each weight [N, A] and output [T, N] that is `asked` the product with the norm
+        of weight `norm_A` of its first A columns, which are arbitrary behind that. Few tokens' norm is pending
+        (`kernels.pending_norm`): no launch makes it."""
+        tokens, features = len(latent_TF), len(norm_A)
+        matrices = [each.matrix for each in (weight_FE, *(weight for weight, _ in asked))]
+        if self.leaves_norms and isinstance(x, Tensor) and all(takes_normed(x, each) for each in matrices):
+            early, square_TP = dependent(x), scratch.empty(tokens, features // PENDING, dtype=torch.float32)
+            latent = PendingNorm(latent_TF[:, :features], square_TP, eps)
+            linear_to_norm(x, matrices[0], latent_TF, norm_A, latent, dependent=early)
+            for matrix, (_, out_TN) in zip(matrices[1:], asked, strict=True):
+                normed_linear(latent, matrix, out_TN, dependent=early)
+            return
+        normed = self.latent_linear(x, weight_FE, norm_A, eps, latent_TF, scratch)
+        for weight, out_TN in asked:
+            self.linear(normed, weight, out_TN, scratch)
 
     @override
     def gate(self, x: Rows, gate: NormGate, scratch: Scratch) -> None:
