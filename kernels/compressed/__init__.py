@@ -150,6 +150,7 @@ def rope_store(
     *,
     window: int,
     eps: float,
+    dependent: bool = False,
 ) -> None:
     """q = rope(q / rms(q)) for each head, in place; entry = rope(rms_norm(kv)), of decode rows into the ring, too.
 
@@ -162,6 +163,7 @@ def rope_store(
     - `ring_XLD`: contiguous. With `rows.width` the entries are written to it, and `window` + width - 1 tokens at least
       must have room; without it nothing is (see `keep_entries`).
     - `window`: newest tokens that a token attends to, itself included.
+    - `dependent`: as of `begin`.
 
     All is computed in fp32 and rounded once. ValueError for tensors that do not fit.
     """
@@ -175,7 +177,10 @@ def rope_store(
     contiguous("ring_XLD", ring_XLD, (len(ring_XLD), length, features), ring_XLD.dtype)
     room("ring_XLD", length, window, rows.width)
     tensors = (q_THD, kv_TD, norm_D, rotation_TO, entry_TD, ring_XLD, rows, eps)
-    (launch if q_THD.is_cuda else reference).rope_store(*tensors)
+    if q_THD.is_cuda:
+        launch.rope_store(*tensors, dependent=dependent)
+    else:
+        reference.rope_store(*tensors)
 
 
 def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
@@ -189,11 +194,14 @@ def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
     (launch if entry_TD.is_cuda else reference).keep_entries(entry_TD, ring_XLD, rows)
 
 
-def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
-    """Turn the last O features of every head, in place, as an indexer's queries are turned. Tensors as of
+def rope_queries(q_THD: Tensor, rotation_TO: Tensor, *, dependent: bool = False) -> None:
+    """Turn the last O features of every head, in place, as an indexer's queries are turned. Arguments as of
     `rope_store`."""
     _heads(q_THD, rotation_TO)
-    (launch if q_THD.is_cuda else reference).rope_queries(q_THD, rotation_TO)
+    if q_THD.is_cuda:
+        launch.rope_queries(q_THD, rotation_TO, dependent=dependent)
+    else:
+        reference.rope_queries(q_THD, rotation_TO)
 
 
 def compress(
@@ -206,6 +214,7 @@ def compress(
     rows: TokenRows,
     *,
     eps: float,
+    dependent: bool = False,
 ) -> None:
     """Write the compressed entries whose last token is among the step's, and keep what later ones are made of.
 
@@ -220,6 +229,7 @@ def compress(
     - `state_XLF`: fp32, contiguous: the ring of values and logits, bias included. Of decode rows it has room for the
       tokens that an entry is made of (A, or 2 A) and width - 1 more.
     - `entry_PKD`: contiguous pages of max(1, 64 // A) entries each, in the dtype of the cache.
+    - `dependent`: as of `begin`.
 
     One launch for decode rows, two for chunks. All is computed in fp32 and rounded once. ValueError for tensors that do
     not fit.
@@ -238,7 +248,10 @@ def compress(
     contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), entry_PKD.dtype)
     room("state_XLF", state_XLF.shape[1], ratio * made // features, rows.width)
     tensors = (made_TF, bias_AC, norm_D, rotation_YO, state_XLF, entry_PKD, rows, eps)
-    (launch if made_TF.is_cuda else reference).compress(*tensors)
+    if made_TF.is_cuda:
+        launch.compress(*tensors, dependent=dependent)
+    else:
+        reference.compress(*tensors)
 
 
 def attend(

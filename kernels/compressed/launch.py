@@ -106,6 +106,8 @@ def rope_store(
     ring_XLD: Tensor,
     rows: TokenRows,
     eps: float,
+    *,
+    dependent: bool = False,
 ) -> None:
     """See `kernels.compressed.rope_store`."""
     tokens, heads, features = q_THD.shape
@@ -139,11 +141,13 @@ def rope_store(
         NORM=True,
         GROUP=group,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=4,
+        **options(dependent),
     )
 
 
-def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
+def rope_queries(q_THD: Tensor, rotation_TO: Tensor, *, dependent: bool = False) -> None:
     """See `kernels.compressed.rope_queries`."""
     tokens, heads, features = q_THD.shape
     if not tokens:
@@ -167,7 +171,9 @@ def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
         NORM=False,
         GROUP=group,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=4,
+        **options(dependent),
     )
 
 
@@ -202,6 +208,8 @@ def compress(
     entry_PKD: Tensor,
     rows: TokenRows,
     eps: float,
+    *,
+    dependent: bool = False,
 ) -> None:
     """See `kernels.compressed.compress`."""
     (ratio, made), features = bias_AC.shape, norm_D.shape[0]
@@ -244,7 +252,9 @@ def compress(
             KEEP=keeping,
             TILE=max(1, min(tile // block, triton.next_power_of_2(reach))),
             BLOCK=block,
+            DEPENDENT=dependent,
             num_warps=min(4 * triton.cdiv(block, 256), 8) * (2 if reach >= _MANY_TOKENS else 1),
+            **options(dependent),
         )
 
 

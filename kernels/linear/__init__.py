@@ -244,7 +244,7 @@ def normed_linear(
 
 def linear_to_norm(
     x_TE: Tensor,
-    weight_FE: BlockScaled,
+    weight_FE: Matrix,
     out_TF: Tensor,
     norm_A: Tensor,
     next: PendingNorm,
@@ -255,6 +255,8 @@ def linear_to_norm(
     _check_few(x_TE, weight_FE)
     if next.x_TE.data_ptr() != out_TF.data_ptr():
         raise ValueError("the next norm lies over the first columns of the output")
+    if not isinstance(weight_FE, BlockScaled):
+        raise ValueError("a norm is left to the next product behind one with a matrix in FP8 alone")
     if x_TE.is_cuda:
         fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, norm=norm_A, next=next, dependent=dependent)
     else:

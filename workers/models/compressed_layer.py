@@ -25,7 +25,7 @@ from workers.models.attention.compressed_rows import CompressedInputs, LayerAtte
 from workers.models.compressed_kernels import project_groups
 from workers.models.config import CompressedLayer, Compression, ModelConfig
 from workers.models.deepseek_v4_weights import CompressedBlock
-from workers.models.general import GeneralOps, Rows, tensor_of
+from workers.models.general import GeneralOps, Rows, dependent, tensor_of
 from workers.models.layer_ops import Mixture
 from workers.weights.formats import PLAIN
 
@@ -176,7 +176,7 @@ class CompressedDecoderLayer:
             product = ops.narrow_linear if attention.made_FE.format is PLAIN else ops.linear
             product(x, attention.made_FE, made_TF, scratch)
         if inputs.index_q_TJI is not None:
-            rope_queries(inputs.index_q_TJI, inputs.rotation_TO)
+            rope_queries(inputs.index_q_TJI, inputs.rotation_TO, dependent=dependent(inputs.rotation_TO))
 
     def _made(self, buffers: CompressedBuffers) -> Tensor | None:
         """Room for what one product makes of each token beside the latent, fp32."""

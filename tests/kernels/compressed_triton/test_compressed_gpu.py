@@ -32,6 +32,7 @@ def test_compressors(ratio: int, features: int, overlaps: bool) -> None:
         dtype=BF16,
         device="cuda",
     )
+    case.dependent = True
     case.run([ratio * 3 + 5, 0, ratio - 3])
     case.run([1, 2 * ratio - 2, ratio])
     for width, accepted in ((8, [7, 0, 2]), (1, [0, 0, 0]), (8, [0, 3, 4]), (3, [2, 0, 1])):
@@ -41,6 +42,7 @@ def test_compressors(ratio: int, features: int, overlaps: bool) -> None:
 @pytest.mark.parametrize("heads", [8, 64])
 def test_queries_and_the_window(heads: int) -> None:
     case = Storing(3, 400, heads=heads, features=512, rope=64, window=128, width=8, dtype=BF16, device="cuda")
+    case.dependent = True
     case.run([300, 0, 2])
     for width, accepted in ((8, [7, 0, 2]), (1, [0, 0, 0]), (8, [0, 3, 4])):
         case.run([width] * 3, width, accepted)

@@ -47,7 +47,7 @@ def test_queries_and_entries(heads: int) -> None:
         ring = torch.empty(5, WINDOW + 7, ENTRY, dtype=torch.bfloat16)
         with compile_only() as compiled:
             rows = token_rows(tokens, width)
-            launch.rope_store(q, kv, norm, turn, torch.empty_like(kv), ring, rows, 1e-6)
+            launch.rope_store(q, kv, norm, turn, torch.empty_like(kv), ring, rows, 1e-6, dependent=width > 0)
             launch.keep_entries(kv, ring, rows)
         found += compiled
     for kernel in found:
@@ -78,7 +78,8 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
         entry = torch.empty(9 + tokens, max(1, PAGE_TOKENS // ratio), features, dtype=torch.bfloat16)
         with compile_only() as compiled:
             rows = token_rows(tokens, width)
-            launch.compress(made, bias, norm, torch.empty(100 + tokens, ROPE), state, entry, rows, 1e-6)
+            table = torch.empty(100 + tokens, ROPE)
+            launch.compress(made, bias, norm, table, state, entry, rows, 1e-6, dependent=width > 0)
         found += compiled
     for kernel in found:
         resources(kernel).check(registers=128)

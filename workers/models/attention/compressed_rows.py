@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels import compressed
 from kernels.compressed import TokenRows
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.dependent import launches_dependently
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels
@@ -98,6 +99,8 @@ class CompressedRows:
         `bounds`: for each number of tokens that an entry may stand for the entries that each token may see, int32."""
         self._rows, self._own, self._first, self._bounds = rows, own, first, bounds
         self._compression, self._eps, self._choices = compression, eps, choices
+        # The kernels of chunks, and so the number of those that are compiled, stay what they are.
+        self._early = rows.width > 0 and launches_dependently(rows.row_T.device)
 
     def attend(
         self,
@@ -113,7 +116,8 @@ class CompressedRows:
         with scratch.scope():
             entry_TD = scratch.empty(*inputs.kv_TD.shape, dtype=ring_XLD.dtype)
             queried = inputs.q_THD, inputs.kv_TD, weights.kv_norm_D, inputs.rotation_TO
-            compressed.rope_store(*queried, entry_TD, ring_XLD, rows, window=window, eps=self._eps)
+            into = entry_TD, ring_XLD, rows
+            compressed.rope_store(*queried, *into, window=window, eps=self._eps, dependent=self._early)
             entry_PKD, selected_TS = None, None
             if weights.compressor is not None:
                 assert caches.compressor is not None
@@ -157,7 +161,7 @@ class CompressedRows:
         assert made_TF is not None
         made = made_TF, compressor.bias_RC, compressor.norm_D, rotation_YO
         caches_of_it = caches.state.data_XLC, caches.entries.data_PKD
-        compressed.compress(*made, *caches_of_it, self._rows, eps=self._eps)
+        compressed.compress(*made, *caches_of_it, self._rows, eps=self._eps, dependent=self._early)
 
     def _select(self, layer: LayerAttention, inputs: CompressedInputs, caches: LayerCaches, scratch: Scratch) -> Tensor:
         """Write the keys of the indexer, and select entries with it: int32 [T, S]."""
