@@ -143,8 +143,8 @@ def score_pages(
     count = tl.minimum(tl.minimum(tile // tiles * width + width, tokens) - first, TILE.tokens)
     token = first + lane
     inside = lane < count
-    of_row = tl.load(row + token, mask=inside, other=0)
-    sees = tl.load(bound + token, mask=inside, other=0)
+    of_row = tl.load(row + token, mask=inside, other=0, cache_modifier=".cg")
+    sees = tl.load(bound + token, mask=inside, other=0, cache_modifier=".cg")
     wrong = (sees != 0) & ((of_row < 0) | (of_row >= rows) | (sees < 0) | (sees > scores))
     sees = tl.where(wrong, 0, sees)
     tl.atomic_add(fault + lane * 0, 1, mask=wrong & (share == 0), sem="relaxed")

@@ -22,6 +22,7 @@ from kernels.compressed import AttendWorkspace, TokenRows
 from kernels.linear import group_linear
 from kernels.matrix import BlockScaled
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.dependent import launches_dependently
 from kernels.runtime.hopper import multiprocessors
 from kernels.sparse import SelectWorkspace, index_scores, select_positions
 from workers.memory.scratch import Scratch
@@ -48,18 +49,19 @@ def select(
     if ratio > PAGE_TOKENS:
         raise ValueError(f"an index key for {ratio} tokens is not supported, only one for up to {PAGE_TOKENS}")
     scores, turn = _turn(rows.page_RP.shape[1], key_PKI.shape[1], rows.width)
+    early = rows.width > 0 and launches_dependently(q_TJI.device)
     for begin in range(0, len(q_TJI), turn):
         own = slice(begin, begin + turn)
         with scratch.scope():
             tokens, bound, row = len(q_TJI[own]), bound_T[own], rows.row_T[own]
             score_TN = scratch.empty(tokens, scores, dtype=torch.float32)
             asked = q_TJI[own], weight_TJ[own], key_PKI, rows.page_RP, row, bound
-            index_scores(*asked, score_TN, rows.fault_1, width=rows.width)
+            index_scores(*asked, score_TN, rows.fault_1, width=rows.width, dependent=early)
             workspace = None
             if q_TJI.is_cuda:
                 most = selected_TS.shape[1]
                 workspace = SelectWorkspace.allocate(tokens, scores, scratch.empty, selected=most)
-            select_positions(score_TN, bound, selected_TS[own], rows.fault_1, workspace)
+            select_positions(score_TN, bound, selected_TS[own], rows.fault_1, workspace, dependent=early)
 
 
 def reserve_selection(tokens: int, pages: int, keys: int, selected: int, width: int, scratch: Scratch) -> None:

@@ -56,7 +56,9 @@ def attend(*given: Any, **options: Any) -> None:
     noted("attend", attention_launch.attend)(*tensors, workspace, **options)
 
 
-def select_positions(score_TN: Any, bound_T: Any, selected_TS: Any, fault_1: Any, workspace: None) -> None:
+def select_positions(
+    score_TN: Any, bound_T: Any, selected_TS: Any, fault_1: Any, workspace: None, *, dependent: bool
+) -> None:
     tokens, scores = score_TN.shape
     own = SelectWorkspace.allocate(tokens, scores, torch.empty, selected=selected_TS.shape[1], hopper=False)
     noted("select_positions", sparse_launch.select_positions)(score_TN, bound_T, selected_TS, fault_1, own)

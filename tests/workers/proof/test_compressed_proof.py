@@ -131,11 +131,12 @@ def drafts_without_an_entry(patch: pytest.MonkeyPatch) -> None:
     """Entries that drafts complete are not written."""
     honest = compressed.compress
 
-    def first_alone(made_TF: Tensor, *given: Any, eps: float) -> None:
+    def first_alone(made_TF: Tensor, *given: Any, **options: Any) -> None:
         *others, rows = given
         first = slice(None, None, rows.width)
         position_T, row_T = rows.position_T[first].contiguous(), rows.row_T[first].contiguous()
-        honest(made_TF[first], *others, dataclasses.replace(rows, position_T=position_T, row_T=row_T, width=1), eps=eps)
+        own = dataclasses.replace(rows, position_T=position_T, row_T=row_T, width=1)
+        honest(made_TF[first], *others, own, **options)
 
     patch.setattr(compressed, "compress", first_alone)
 
