@@ -33,6 +33,7 @@ __all__ = [
     "MOST_STREAMED",
     "PIECE",
     "ROWS",
+    "fits_pending_norm",
     "fits_w8a8",
     "gated_linear",
     "group_linear",
@@ -47,7 +48,6 @@ __all__ = [
     "supports_w8a8",
     "takes_fp8",
     "takes_fp16_scaled",
-    "takes_normed",
     "w8a8_linear",
     "w8a8_pieces",
 ]
@@ -69,7 +69,7 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
     return not x_TE.is_cuda or (launches_dependently(x_TE.device) and launch.streamable(x_TE, weight))
 
 
-def takes_normed(x_TE: Tensor, weight: Matrix) -> bool:
+def fits_pending_norm(x_TE: Tensor, weight: Matrix) -> bool:
     """Whether a pending norm is better than one that a kernel makes, before or behind a product of these tokens with a
     matrix in FP8: on Hopper, where `fp8_whole` takes it."""
     if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
@@ -251,7 +251,7 @@ def linear_to_norm(
     *,
     dependent: bool = False,
 ) -> None:
-    """`normed_linear` with a `next` norm, of tokens before which there is none, where `takes_normed` says so."""
+    """`normed_linear` with a `next` norm, of tokens before which there is none, where `fits_pending_norm` says so."""
     _check_few(x_TE, weight_FE)
     if next.x_TE.data_ptr() != out_TF.data_ptr():
         raise ValueError("the next norm lies over the first columns of the output")

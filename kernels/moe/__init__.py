@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kernels.matrix import Matrix
 from kernels.moe import launch, reference, schedule
-from kernels.moe.given import GivenExperts
 from kernels.moe.pending import PendingExperts
 from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
@@ -24,6 +23,7 @@ from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [

@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.matrix import BlockScaled, FourBits, Matrix
 from kernels.moe import kernel, routing, scaled_launch, single, sorting, w8a8_launch
-from kernels.moe.given import GivenExperts
 from kernels.moe.schedule import (
     FEW,
     FEW_EXPERTS,
@@ -31,6 +30,7 @@ from kernels.moe.schedule import (
 )
 from kernels.rms_norm import AddNorm, launch_add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16

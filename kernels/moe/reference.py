@@ -10,8 +10,8 @@ from kernels import deterministic_math
 from kernels.linear import grouped_linear, linear
 from kernels.matrix import Matrix
 from kernels.moe.activation import clamped
-from kernels.moe.given import GivenExperts
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 
 def route(

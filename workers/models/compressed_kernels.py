@@ -22,7 +22,6 @@ from kernels.compressed import AttendWorkspace, TokenRows
 from kernels.linear import group_linear
 from kernels.matrix import BlockScaled
 from kernels.page import PAGE_TOKENS
-from kernels.runtime.dependent import launches_dependently
 from kernels.runtime.hopper import multiprocessors
 from kernels.sparse import SelectWorkspace, index_scores, select_positions
 from workers.memory.scratch import Scratch
@@ -49,7 +48,7 @@ def select(
     if ratio > PAGE_TOKENS:
         raise ValueError(f"an index key for {ratio} tokens is not supported, only one for up to {PAGE_TOKENS}")
     scores, turn = _turn(rows.page_RP.shape[1], key_PKI.shape[1], rows.width)
-    early = rows.width > 0 and launches_dependently(q_TJI.device)
+    early = rows.width > 0 and dependent(q_TJI)
     for begin in range(0, len(q_TJI), turn):
         own = slice(begin, begin + turn)
         with scratch.scope():

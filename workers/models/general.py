@@ -20,6 +20,7 @@ from kernels.dequantize import dequantize
 from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import (
     PIECE,
+    fits_pending_norm,
     fits_w8a8,
     grouped_linear,
     linear,
@@ -31,7 +32,6 @@ from kernels.linear import (
     supports_w8a8,
     takes_fp8,
     takes_fp16_scaled,
-    takes_normed,
     w8a8_linear,
     w8a8_pieces,
 )
@@ -151,9 +151,6 @@ class GeneralOps(LayerOps[Rows]):
     """Token-wise work of any pass. A norm is a tensor [T, E] in the model's dtype, as is the residual stream; where
     products read it in FP8, it is kept so, too. Few tokens are multiplied by matrices in FP8 as these are stored, by
     the small-batch path's kernels: of passes that cannot take that path as a whole."""
-
-    leaves_norms = True
-    """Whether a norm between products of few tokens may be pending."""
 
     def __init__(self, group: Group, *, quantize_activations: bool = False, formats: Formats | None = None) -> None:
         """`quantize_activations`: whether activations in bf16 may be rounded to FP8 where they are multiplied with such
@@ -329,10 +326,10 @@ class GeneralOps(LayerOps[Rows]):
     ) -> None:
         """latent = x · weight^T, and for each weight [N, A] and output [T, N] that is `asked` the product with the norm
         of weight `norm_A` of its first A columns, which are arbitrary behind that. Few tokens' norm is pending
-        (`kernels.pending_norm`): no launch makes it."""
+        (`kernels.pending_norm`) in passes of decode rows alone: no launch makes it."""
         tokens, features = len(latent_TF), len(norm_A)
         matrices = [each.matrix for each in (weight_FE, *(weight for weight, _ in asked))]
-        if self.leaves_norms and isinstance(x, Tensor) and all(takes_normed(x, each) for each in matrices):
+        if self.decode_alone and isinstance(x, Tensor) and all(fits_pending_norm(x, each) for each in matrices):
             early, square_TP = dependent(x), scratch.empty(tokens, features // PENDING, dtype=torch.float32)
             latent = PendingNorm(latent_TF[:, :features], square_TP, eps)
             linear_to_norm(x, matrices[0], latent_TF, norm_A, latent, dependent=early)

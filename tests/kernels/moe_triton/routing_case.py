@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe import launch, reference
-from kernels.moe.given import GivenExperts
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 
 @dataclass

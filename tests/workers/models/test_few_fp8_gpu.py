@@ -10,7 +10,7 @@ from captured import capture
 from kernels.matrix import BlockScaled
 from kernels.runtime.dependent import launches_dependently
 from workers.memory.scratch import Scratch
-from workers.models.general import GeneralOps
+from workers.models.general import DecodeOps, GeneralOps
 from workers.parallel.group import Group
 from workers.weights.weight import Weight
 
@@ -63,7 +63,7 @@ def test_products_behind_a_latent(tokens: int) -> None:
     outs = [torch.full((tokens, each.shape[0]), torch.nan, dtype=torch.bfloat16, device=DEVICE) for each in asked]
     scratch = Scratch(DEVICE, torch.empty(1 << 19, dtype=torch.uint8, device=DEVICE))
     given = x_TE, down, norm_A, 1e-6, latent_TF, list(zip(asked, outs, strict=True))
-    capture(lambda: GeneralOps(Group()).through_latent(*given, scratch)).replay()
+    capture(lambda: DecodeOps(Group()).through_latent(*given, scratch)).replay()
     made_TF = x_TE.double() @ wide(down).T
     torch.testing.assert_close(latent_TF[:, 1024:].double(), made_TF[:, 1024:], rtol=2**-8, atol=2**-8)
     normed_TA = torch.nn.functional.rms_norm(made_TF[:, :1024], (1024,), norm_A.double(), 1e-6)
