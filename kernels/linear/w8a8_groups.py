@@ -1,0 +1,198 @@
+"""Products of groups of input features with weights of their own on Hopper, both in FP8, of many tokens: all groups in
+one launch.
+
+An item is a tile of 128 tokens and one or two blocks of 128 weight rows of a group; programs stay and take every
+so many-th. One partition of a program fetches the tokens' and weights' numbers of 128 input features into a ring of
+stages, with the copy engine; two others multiply them, 64 tokens each. The tensor cores make the sums of 128 features
+anew, where they keep fewer bits than fp32 has, and plain cores multiply them with the scales of both sides and add them
+up in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3). While one partition adds, the other has the tensor cores.
+
+The order of a token's sums is the same for any number of tokens and for items of one or two blocks, so its result does
+not depend on the other tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ROWS = gl.constexpr(128)
+"""Tokens of an item."""
+HALF_TILE = gl.constexpr(64)
+"""Tokens of a multiplying partition: rows of a wgmma."""
+STEP = gl.constexpr(128)
+"""Input features of a stage, and of a scale: 128 bytes, the width of a swizzled row."""
+BLOCK = gl.constexpr(128)
+"""Weight rows of a scale, and of a product."""
+TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
+
+
+def box(matrix: Tensor, rows: int) -> TensorDescriptor:
+    """Make the descriptor with which the copy engine fetches `rows` x 128 numbers of a matrix in FP8; behind its last
+    row are zeros."""
+    return TensorDescriptor.from_tensor(matrix, [rows, STEP.value], TILED.value)
+
+
+@gluon.jit
+def place_of(item, tiles, ITEMS: gl.constexpr):
+    """(group, tile of tokens, place among the ITEMS that have the tile's products with a group): these are neighbours,
+    so that what runs together shares tokens and weights in L2."""
+    tile = item // ITEMS
+    return tile // tiles, tile % tiles, item % ITEMS
+
+
+@gluon.jit
+def fetch(
+    x_box, weight_box, x_s, weight_s, full, empty, tokens,
+    GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The fetching partition. Tokens come in halves of a tile; a half that has none does not."""
+    steps: gl.constexpr = K // STEP
+    of_tile: gl.constexpr = F // (BLOCKS * BLOCK)
+    x_bytes: gl.constexpr = x_box.block_type.nbytes
+    weight_bytes: gl.constexpr = BLOCKS * weight_box.block_type.nbytes
+    tiles = (tokens + ROWS - 1) // ROWS
+    step = 0
+    item = gl.program_id(0)
+    while item < GROUPS * tiles * of_tile:
+        group, tile, place = place_of(item, tiles, of_tile)
+        first = tile * ROWS
+        both = tokens - first > HALF_TILE
+        row = group * F + place * (BLOCKS * BLOCK)
+        for i in range(steps):
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, weight_bytes + 2 * x_bytes, pred=both)
+            mbarrier.expect(bar, weight_bytes + x_bytes, pred=tokens - first <= HALF_TILE)
+            k = group * K + i * STEP
+            tma.async_copy_global_to_shared(x_box, [first, k], bar, x_s.index(2 * stage))
+            tma.async_copy_global_to_shared(x_box, [first + HALF_TILE, k], bar, x_s.index(2 * stage + 1), pred=both)
+            for block in gl.static_range(BLOCKS):
+                at = [row + block * BLOCK, i * STEP]
+                tma.async_copy_global_to_shared(weight_box, at, bar, weight_s.index(BLOCKS * stage + block))
+            step += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def multiply(
+    x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
+    WHICH: gl.constexpr, GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    OUT_GROUP: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A multiplying partition: the first 64 tokens of every tile, or the others."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    steps: gl.constexpr = K // STEP
+    of_tile: gl.constexpr = F // (BLOCKS * BLOCK)
+    tiles = (tokens + ROWS - 1) // ROWS
+    m = WHICH * HALF_TILE + gl.arange(0, HALF_TILE, gl.SliceLayout(1, lanes))
+    r = WHICH * HALF_TILE + gl.arange(0, HALF_TILE, gl.SliceLayout(1, layout))
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, lanes))
+    part = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
+    step = 0
+    item = gl.program_id(0)
+    while item < GROUPS * tiles * of_tile:
+        group, tile, place = place_of(item, tiles, of_tile)
+        first = tile * ROWS
+        if tokens - first > WHICH * HALF_TILE:
+            there = first + r < tokens
+            x_at = x_scale + (group * steps).to(gl.int64) * tokens + first + r
+            left_at = weight_scale + (group * (F // BLOCK) + place * BLOCKS) * steps
+            right_at = left_at + (BLOCKS - 1) * steps
+            x_factor = gl.load(x_at, mask=there, other=0.0)
+            left_factor = gl.load(left_at)
+            right_factor = gl.load(right_at)
+            left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
+            right = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
+            for i in range(steps):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                a = x_s.index(2 * stage + WHICH)
+                part = warpgroup_mma(
+                    a, weight_s.index(BLOCKS * stage).permute((1, 0)), part, use_acc=False, is_async=True
+                )
+                # Nobody copies scales ahead: those of the next step are asked for a step before.
+                next = gl.minimum(i + 1, steps - 1)
+                x_next = gl.load(x_at + next.to(gl.int64) * tokens, mask=there, other=0.0)
+                left_next = gl.load(left_at + next)
+                right_next = gl.load(right_at + next)
+                part = warpgroup_mma_wait(0, deps=(part,))
+                if BLOCKS == 2:
+                    left += part * (x_factor * left_factor)[:, None]
+                    part = warpgroup_mma(
+                        a, weight_s.index(BLOCKS * stage + 1).permute((1, 0)), part, use_acc=False, is_async=True
+                    )
+                    part = warpgroup_mma_wait(0, deps=(part,))
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                if BLOCKS == 2:
+                    right += part * (x_factor * right_factor)[:, None]
+                else:
+                    left += part * (x_factor * left_factor)[:, None]
+                x_factor = x_next
+                left_factor = left_next
+                right_factor = right_next
+                step += 1
+            row = first + m
+            to = out + row.to(gl.int64)[:, None] * OUT_TOKEN + group.to(gl.int64) * OUT_GROUP
+            to += (place * (BLOCKS * BLOCK) + column)[None, :]
+            gl.store(to, gl.convert_layout(left.to(out.dtype.element_ty), lanes), mask=(row < tokens)[:, None])
+            if BLOCKS == 2:
+                value = gl.convert_layout(right.to(out.dtype.element_ty), lanes)
+                gl.store(to + BLOCK, value, mask=(row < tokens)[:, None])
+        else:
+            for _i in range(steps):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                step += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def multiply_groups(
+    x_box, x_scale, weight_box, weight_scale, out, tokens,
+    GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, OUT_TOKEN: gl.constexpr, OUT_GROUP: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out[t, g] = weight[g] · x[t, g]. Grid: programs; four warps, five others come on top.
+
+    `x_box` describes float8_e4m3fn [tokens, GROUPS * K] in boxes of 64 rows, `weight_box` [GROUPS * F, K] in boxes of
+    128. `x_scale`: fp32 [GROUPS * K / 128, tokens]; `weight_scale`: fp32 [GROUPS * F / 128, K / 128]. BLOCKS: of 128
+    weight rows in an item, 1 or 2. F is a multiple of them, K of 128.
+    """
+    dtype: gl.constexpr = weight_box.dtype
+    x_s = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)
+    weight_s = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, BLOCK, STEP], TILED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    # The tuples stand in the call: in a variable their constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (multiply, (x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
+                        0, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES)),
+            (multiply, (x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
+                        1, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES)),
+            (fetch, (x_box, weight_box, x_s, weight_s, full, empty, tokens, GROUPS, F, K, BLOCKS, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
