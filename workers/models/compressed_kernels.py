@@ -26,7 +26,7 @@ from kernels.page import PAGE_TOKENS
 from kernels.quantize import GROUP, quantize
 from kernels.runtime.hopper import multiprocessors
 from kernels.sparse import SelectWorkspace, index_scores, select_positions
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, bytes_of
 from workers.models.general import dependent, plain
 from workers.weights.weight import Weight
 
@@ -146,13 +146,14 @@ def project_groups(
     """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows.
     `quantize_activations`: whether more tokens than are streamed may be rounded to FP8 for weights that are."""
     matrix, early = weight_NF.matrix, dependent(x_TGF)
-    tokens, groups, rows = out_TGU.shape
+    tokens, _, rows = out_TGU.shape
     many = tokens > MOST_STREAMED and x_TGF.dtype == torch.bfloat16
     with scratch.scope():
         if isinstance(matrix, BlockScaled) and many and quantize_activations and _rounds(x_TGF, matrix):
-            number_TW = scratch.empty(tokens, groups * x_TGF.shape[2], dtype=torch.float8_e4m3fn)
-            scale_TC = scratch.empty(number_TW.shape[1] // GROUP, tokens, dtype=torch.float32).t()
-            quantize(x_TGF.flatten(1), number_TW, scale_TC, dependent=early)
+            x_TW = x_TGF.flatten(1)
+            number_TW = scratch.empty(*x_TW.shape, dtype=torch.float8_e4m3fn)
+            scale_TC = scratch.empty(*_scales(*x_TW.shape), dtype=torch.float32).t()
+            quantize(x_TW, number_TW, scale_TC, dependent=early)
             w8a8_group_linear(number_TW, scale_TC, matrix, out_TGU)
             return
         if not isinstance(matrix, BlockScaled) or rows % matrix.rows or tokens > MOST_WIDENED_IN_REGISTERS:
@@ -160,6 +161,17 @@ def project_groups(
             early = early and isinstance(matrix, Tensor)
             matrix = plain(weight_NF, x_TGF.dtype, scratch)
         group_linear(x_TGF, matrix, out_TGU, dependent=early)
+
+
+def rounded_bytes(tokens: int, features: int) -> int:
+    """Return the bytes that `project_groups` takes for tokens with so many features that it rounds to FP8."""
+    number = bytes_of((tokens, features), torch.float8_e4m3fn)
+    return number + bytes_of(_scales(tokens, features), torch.float32)
+
+
+def _scales(tokens: int, features: int) -> tuple[int, int]:
+    """Sizes of the scales of rounded tokens."""
+    return features // GROUP, tokens
 
 
 def _rounds(x_TGF: Tensor, matrix: BlockScaled) -> bool:
