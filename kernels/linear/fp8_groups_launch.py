@@ -27,6 +27,8 @@ class GroupTiling(NamedTuple):
     """Stages that are asked for before the wait for the kernel before."""
     ahead: int
     """Chunks of tokens in registers."""
+    registers: int = 255
+    """Most registers of a thread."""
 
 
 FEW: Final = GroupTiling(4, 8, 3, 2, 4)
@@ -84,5 +86,6 @@ def fp8_groups(
         AHEAD=min(tiling.ahead, chunks),
         DEPENDENT=dependent,
         num_warps=warps,
+        maxnreg=tiling.registers,
         **options(dependent),
     )
