@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+
 ROWS = gl.constexpr(128)
 """Tokens of an item."""
 HALF_TILE = gl.constexpr(64)
@@ -53,36 +55,67 @@ def place_of(item, tiles, ITEMS: gl.constexpr):
 
 
 @gluon.jit
+def expect(x_box, weight_box, bar, rest, BLOCKS: gl.constexpr):
+    """Announce the bytes of a stage, of whose tile there are `rest` tokens or fewer: these come in halves, and a half
+    that has none does not."""
+    weight_bytes: gl.constexpr = BLOCKS * weight_box.block_type.nbytes
+    mbarrier.expect(bar, weight_bytes + 2 * x_box.block_type.nbytes, pred=rest > HALF_TILE)
+    mbarrier.expect(bar, weight_bytes + x_box.block_type.nbytes, pred=rest <= HALF_TILE)
+
+
+@gluon.jit
+def fetch_tokens(x_box, first, k, rest, bar, x_s, stage):
+    """Start fetching the tokens of a stage."""
+    tma.async_copy_global_to_shared(x_box, [first, k], bar, x_s.index(2 * stage))
+    tma.async_copy_global_to_shared(x_box, [first + HALF_TILE, k], bar, x_s.index(2 * stage + 1), pred=rest > HALF_TILE)
+
+
+@gluon.jit
+def fetch_weights(weight_box, row, k, bar, weight_s, stage, BLOCKS: gl.constexpr):
+    """Start fetching the weights of a stage."""
+    for block in gl.static_range(BLOCKS):
+        at = [row + block * BLOCK, k]
+        tma.async_copy_global_to_shared(weight_box, at, bar, weight_s.index(BLOCKS * stage + block))
+
+
+@gluon.jit
 def fetch(
     x_box, weight_box, x_s, weight_s, full, empty, tokens,
     GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """The fetching partition. Tokens come in halves of a tile; a half that has none does not."""
+    """The fetching partition. Of the first item as many stages of weights as there is room for are under way before it
+    waits for the kernel before."""
     steps: gl.constexpr = K // STEP
     of_tile: gl.constexpr = F // (BLOCKS * BLOCK)
-    x_bytes: gl.constexpr = x_box.block_type.nbytes
-    weight_bytes: gl.constexpr = BLOCKS * weight_box.block_type.nbytes
+    early: gl.constexpr = min(steps, STAGES) if DEPENDENT else 0
     tiles = (tokens + ROWS - 1) // ROWS
-    step = 0
     item = gl.program_id(0)
+    if DEPENDENT:
+        group, tile, place = place_of(item, tiles, of_tile)
+        first = tile * ROWS
+        row = group * F + place * (BLOCKS * BLOCK)
+        for stage in range(early):
+            expect(x_box, weight_box, full.index(stage), tokens - first, BLOCKS)
+            fetch_weights(weight_box, row, stage * STEP, full.index(stage), weight_s, stage, BLOCKS)
+        wait_for_kernel_before()
+        for stage in range(early):
+            fetch_tokens(x_box, first, group * K + stage * STEP, tokens - first, full.index(stage), x_s, stage)
+    begin = early + 0 * item
+    step = begin
     while item < GROUPS * tiles * of_tile:
         group, tile, place = place_of(item, tiles, of_tile)
         first = tile * ROWS
-        both = tokens - first > HALF_TILE
         row = group * F + place * (BLOCKS * BLOCK)
-        for i in range(steps):
+        for i in range(begin, steps):
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, weight_bytes + 2 * x_bytes, pred=both)
-            mbarrier.expect(bar, weight_bytes + x_bytes, pred=tokens - first <= HALF_TILE)
-            k = group * K + i * STEP
-            tma.async_copy_global_to_shared(x_box, [first, k], bar, x_s.index(2 * stage))
-            tma.async_copy_global_to_shared(x_box, [first + HALF_TILE, k], bar, x_s.index(2 * stage + 1), pred=both)
-            for block in gl.static_range(BLOCKS):
-                at = [row + block * BLOCK, i * STEP]
-                tma.async_copy_global_to_shared(weight_box, at, bar, weight_s.index(BLOCKS * stage + block))
+            expect(x_box, weight_box, bar, tokens - first, BLOCKS)
+            fetch_tokens(x_box, first, group * K + i * STEP, tokens - first, bar, x_s, stage)
+            fetch_weights(weight_box, row, i * STEP, bar, weight_s, stage, BLOCKS)
             step += 1
+        begin *= 0
         item += gl.num_programs(0)
 
 
@@ -90,7 +123,7 @@ def fetch(
 def multiply(
     x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_GROUP: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    OUT_GROUP: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first 64 tokens of every tile, or the others."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
@@ -104,6 +137,8 @@ def multiply(
     part = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
     step = 0
     item = gl.program_id(0)
+    if DEPENDENT:
+        wait_for_kernel_before()
     while item < GROUPS * tiles * of_tile:
         group, tile, place = place_of(item, tiles, of_tile)
         first = tile * ROWS
@@ -112,7 +147,8 @@ def multiply(
             x_at = x_scale + (group * steps).to(gl.int64) * tokens + first + r
             left_at = weight_scale + (group * (F // BLOCK) + place * BLOCKS) * steps
             right_at = left_at + (BLOCKS - 1) * steps
-            x_factor = gl.load(x_at, mask=there, other=0.0)
+            # .cg: a dependent launch may find lines of an earlier kernel in L1.
+            x_factor = gl.load(x_at, mask=there, other=0.0, cache_modifier=".cg")
             left_factor = gl.load(left_at)
             right_factor = gl.load(right_at)
             left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
@@ -126,7 +162,7 @@ def multiply(
                 )
                 # Nobody copies scales ahead: those of the next step are asked for a step before.
                 next = gl.minimum(i + 1, steps - 1)
-                x_next = gl.load(x_at + next.to(gl.int64) * tokens, mask=there, other=0.0)
+                x_next = gl.load(x_at + next.to(gl.int64) * tokens, mask=there, other=0.0, cache_modifier=".cg")
                 left_next = gl.load(left_at + next)
                 right_next = gl.load(right_at + next)
                 part = warpgroup_mma_wait(0, deps=(part,))
@@ -166,7 +202,7 @@ def multiply(
 def multiply_groups(
     x_box, x_scale, weight_box, weight_scale, out, tokens,
     GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, OUT_TOKEN: gl.constexpr, OUT_GROUP: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out[t, g] = weight[g] · x[t, g]. Grid: programs; four warps, five others come on top.
 
@@ -175,6 +211,8 @@ def multiply_groups(
     weight rows in an item, 1 or 2. F is a multiple of them, K of 128.
     """
     dtype: gl.constexpr = weight_box.dtype
+    if DEPENDENT:
+        let_kernel_after_start()
     x_s = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)
     weight_s = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, BLOCK, STEP], TILED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -188,10 +226,11 @@ def multiply_groups(
     gl.warp_specialize(
         [
             (multiply, (x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
-                        0, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES)),
+                        0, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES, DEPENDENT)),
             (multiply, (x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
-                        1, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES)),
-            (fetch, (x_box, weight_box, x_s, weight_s, full, empty, tokens, GROUPS, F, K, BLOCKS, STAGES)),
+                        1, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES, DEPENDENT)),
+            (fetch, (x_box, weight_box, x_s, weight_s, full, empty, tokens, GROUPS, F, K, BLOCKS, STAGES,
+                     DEPENDENT)),
         ],
         [4, 1],
         [232, 40],

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.linear.launch import options
 from kernels.linear.w8a8 import w8a8_reference
 from kernels.matrix import BlockScaled
 from kernels.runtime.hopper import is_hopper, multiprocessors
@@ -32,15 +33,17 @@ def takes_w8a8_groups(device: torch.device, groups: int, weight_FE: BlockScaled)
     return is_hopper(device) and whole and (weight_FE.rows, weight_FE.features) == (BLOCK, BLOCK)
 
 
-def w8a8_group_linear(x_TK: Tensor, scale_TS: Tensor, weight_FE: BlockScaled, out_TGU: Tensor) -> None:
+def w8a8_group_linear(
+    x_TK: Tensor, scale_TS: Tensor, weight_FE: BlockScaled, out_TGU: Tensor, *, dependent: bool = False
+) -> None:
     """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows and x[t, g] of
     neighbouring features, of activations as `kernels.quantize` leaves them: every 128 products are summed by the tensor
     cores, multiplied by the scales of both, and added up in fp32; then rounded once to the dtype of `out_TGU`.
 
     `x_TK` is float8_e4m3fn and contiguous; columns of `scale_TS` (fp32) are contiguous and lie side by side. The last
     dimension of `out_TGU` is contiguous, the others are in whole 16-byte pieces. A token's result does not depend on
-    the other tokens. For matrices that `takes_w8a8_groups` takes. ValueError for other shapes and strides. Source:
-    DeepSeek-V4 (2026), section 2.3.1.
+    the other tokens. For matrices that `takes_w8a8_groups` takes. `dependent`: programmatic dependent launch, which is
+    always safe. ValueError for other shapes and strides. Source: DeepSeek-V4 (2026), section 2.3.1.
     """
     (tokens, groups, rows), features = out_TGU.shape, weight_FE.shape[1]
     if x_TK.shape != (tokens, groups * features) or weight_FE.shape[0] != groups * rows:
@@ -50,7 +53,7 @@ def w8a8_group_linear(x_TK: Tensor, scale_TS: Tensor, weight_FE: BlockScaled, ou
     if not tokens:
         return
     if x_TK.is_cuda:
-        launch_w8a8_groups(x_TK, scale_TS, weight_FE, out_TGU)
+        launch_w8a8_groups(x_TK, scale_TS, weight_FE, out_TGU, dependent=dependent)
         return
     for group in range(groups):
         own, blocks = slice(group * rows, (group + 1) * rows), rows // BLOCK
@@ -68,6 +71,7 @@ def launch_w8a8_groups(
     programs: int | None = None,
     stages: int | None = None,
     blocks: int | None = None,
+    dependent: bool = False,
 ) -> None:
     """`w8a8_group_linear` as a kernel. `blocks`: of weight rows in an item, 1 or 2."""
     from kernels.linear import w8a8_groups as kernels  # a machine without Hopper GPUs need not have Gluon
@@ -92,5 +96,7 @@ def launch_w8a8_groups(
         OUT_GROUP=out_TGU.stride(1),
         BLOCKS=blocks,
         STAGES=stages or STAGES[blocks],
+        DEPENDENT=dependent,
         num_warps=4,
+        **options(dependent),
     )

@@ -154,7 +154,7 @@ def project_groups(
             number_TW = scratch.empty(*x_TW.shape, dtype=torch.float8_e4m3fn)
             scale_TC = scratch.empty(*_scales(*x_TW.shape), dtype=torch.float32).t()
             quantize(x_TW, number_TW, scale_TC, dependent=early)
-            w8a8_group_linear(number_TW, scale_TC, matrix, out_TGU)
+            w8a8_group_linear(number_TW, scale_TC, matrix, out_TGU, dependent=early)
             return
         if not isinstance(matrix, BlockScaled) or rows % matrix.rows or tokens > MOST_WIDENED_IN_REGISTERS:
             # A matrix that is dequantized in the launch before must not be read early.

@@ -55,9 +55,10 @@ def test_rounded_tokens(tokens: int) -> None:
     number, scale = torch.empty(tokens, 8 * FEATURES).to(torch.float8_e4m3fn), torch.empty(8 * FEATURES // 128, tokens)
     out = torch.empty(tokens, 8, ROWS, dtype=torch.bfloat16)
     with compile_only() as compiled:
-        launch_w8a8_groups(number, scale.t(), matrix_of(8), out)
+        launch_w8a8_groups(number, scale.t(), matrix_of(8), out, dependent=tokens <= 512)
     found, code = resources(compiled[0]), machine_code(compiled[0])
     found.check()
+    assert found.waits == found.releases == (tokens <= 512)
     assert found.warps == 12
     blocks = 1 if tokens <= 512 else 2
     # Two partitions, of each four products of 32 features for a block; one instruction adds one to a thread's sum.

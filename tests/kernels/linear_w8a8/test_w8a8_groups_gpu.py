@@ -54,11 +54,11 @@ def test_a_token_does_not_depend_on_the_others() -> None:
 
 def test_replayed_on_other_numbers() -> None:
     number, scale, weight, out = groups_case(300, 8, 1024, 4096, "cuda")
-    w8a8_group_linear(number, scale, weight, out)
+    w8a8_group_linear(number, scale, weight, out, dependent=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), capture_guard(torch.device("cuda")):
-        w8a8_group_linear(number, scale, weight, out)
+        w8a8_group_linear(number, scale, weight, out, dependent=True)
     number.view(torch.uint8).copy_(number.view(torch.uint8).flip(0))
     scale.copy_(scale.flip(0))
     check_replays(graph, lambda: out.fill_(torch.nan), [out])
