@@ -33,7 +33,7 @@ class GroupTiling(NamedTuple):
 
 FEW: Final = GroupTiling(4, 8, 3, 2, 4)
 """For up to 8 tokens."""
-SOME: Final = GroupTiling(4, 8, 3, 2, 4)
+SOME: Final = GroupTiling(4, 8, 3, 1, 4)
 """For up to 16 tokens."""
 
 

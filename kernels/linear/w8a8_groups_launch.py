@@ -80,8 +80,7 @@ def launch_w8a8_groups(
     programs = programs or multiprocessors(out_TGU.device)
     items = -(-tokens // TILE) * groups * (rows // BLOCK)
     if blocks is None:
-        # Two blocks read the tokens half as often. Where not every program would have such an item, it has one block.
-        blocks = 2 if rows % (2 * BLOCK) == 0 and items >= 2 * programs else 1
+        blocks = 2 if rows % (2 * BLOCK) == 0 and _pays(items, programs) else 1
     kernels.multiply_groups[(min(programs, items // blocks),)](
         kernels.box(x_TK, TILE // 2),
         scale_TS,
@@ -100,3 +99,9 @@ def launch_w8a8_groups(
         num_warps=4,
         **options(dependent),
     )
+
+
+def _pays(items: int, programs: int) -> bool:
+    """Whether items of two blocks take less time than so many of one: programs take turns, and a turn of two blocks,
+    which read the tokens once, takes five thirds of one of one."""
+    return 5 * -(-items // (2 * programs)) < 3 * -(-items // programs)
