@@ -1,14 +1,15 @@
 """Products of groups of input features with weights of their own on Hopper, both in FP8, of many tokens: all groups in
 one launch.
 
-An item is a tile of 128 tokens and one or two blocks of 128 weight rows of a group; programs stay and take every
-so many-th. One partition of a program fetches the tokens' and weights' numbers of 128 input features into a ring of
-stages, with the copy engine; two others multiply them, 64 tokens each. The tensor cores make the sums of 128 features
-anew, where they keep fewer bits than fp32 has, and plain cores multiply them with the scales of both sides and add them
-up in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3). While one partition adds, the other has the tensor cores.
+An item is a tile of 128 tokens and some weight rows of a group: half a block of 128, for a single tile of tokens, so
+that there are about as many items as programs, else one block or two. Programs stay and take every so many-th item. One
+partition of a program fetches the tokens' and weights' numbers of 128 input features into a ring of stages, with the
+copy engine; two others multiply them, 64 tokens each. The tensor cores make the sums of 128 features anew, where they
+keep fewer bits than fp32 has, and plain cores multiply them with the scales of both sides and add them up in fp32
+(DeepSeek-V3, arXiv:2412.19437, section 3.3). While one partition adds, the other has the tensor cores.
 
-The order of a token's sums is the same for any number of tokens and for items of one or two blocks, so its result does
-not depend on the other tokens.
+The order of a token's sums is the same for any number of tokens and rows of an item, so its result does not depend on
+the other tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -36,7 +37,7 @@ HALF_TILE = gl.constexpr(64)
 STEP = gl.constexpr(128)
 """Input features of a stage, and of a scale: 128 bytes, the width of a swizzled row."""
 BLOCK = gl.constexpr(128)
-"""Weight rows of a scale, and of a product."""
+"""Weight rows of a scale."""
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 
 
@@ -74,7 +75,7 @@ def fetch_tokens(x_box, first, k, rest, bar, x_s, stage):
 def fetch_weights(weight_box, row, k, bar, weight_s, stage, BLOCKS: gl.constexpr):
     """Start fetching the weights of a stage."""
     for block in gl.static_range(BLOCKS):
-        at = [row + block * BLOCK, k]
+        at = [row + block * weight_box.block_type.shape[0], k]
         tma.async_copy_global_to_shared(weight_box, at, bar, weight_s.index(BLOCKS * stage + block))
 
 
@@ -87,14 +88,15 @@ def fetch(
     """The fetching partition. Of the first item as many stages of weights as there is room for are under way before it
     waits for the kernel before."""
     steps: gl.constexpr = K // STEP
-    of_tile: gl.constexpr = F // (BLOCKS * BLOCK)
+    own: gl.constexpr = BLOCKS * weight_box.block_type.shape[0]
+    of_tile: gl.constexpr = F // own
     early: gl.constexpr = min(steps, STAGES) if DEPENDENT else 0
     tiles = (tokens + ROWS - 1) // ROWS
     item = gl.program_id(0)
     if DEPENDENT:
         group, tile, place = place_of(item, tiles, of_tile)
         first = tile * ROWS
-        row = group * F + place * (BLOCKS * BLOCK)
+        row = group * F + place * own
         for stage in range(early):
             expect(x_box, weight_box, full.index(stage), tokens - first, BLOCKS)
             fetch_weights(weight_box, row, stage * STEP, full.index(stage), weight_s, stage, BLOCKS)
@@ -106,7 +108,7 @@ def fetch(
     while item < GROUPS * tiles * of_tile:
         group, tile, place = place_of(item, tiles, of_tile)
         first = tile * ROWS
-        row = group * F + place * (BLOCKS * BLOCK)
+        row = group * F + place * own
         for i in range(begin, steps):
             stage = step % STAGES
             bar = full.index(stage)
@@ -123,18 +125,19 @@ def fetch(
 def multiply(
     x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_GROUP: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    OUT_GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first 64 tokens of every tile, or the others."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
-    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     steps: gl.constexpr = K // STEP
-    of_tile: gl.constexpr = F // (BLOCKS * BLOCK)
+    own: gl.constexpr = BLOCKS * WIDTH
+    of_tile: gl.constexpr = F // own
     tiles = (tokens + ROWS - 1) // ROWS
     m = WHICH * HALF_TILE + gl.arange(0, HALF_TILE, gl.SliceLayout(1, lanes))
     r = WHICH * HALF_TILE + gl.arange(0, HALF_TILE, gl.SliceLayout(1, layout))
-    column = gl.arange(0, BLOCK, gl.SliceLayout(0, lanes))
-    part = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, lanes))
+    part = gl.zeros([HALF_TILE, WIDTH], gl.float32, layout)
     step = 0
     item = gl.program_id(0)
     if DEPENDENT:
@@ -145,14 +148,14 @@ def multiply(
         if tokens - first > WHICH * HALF_TILE:
             there = first + r < tokens
             x_at = x_scale + (group * steps).to(gl.int64) * tokens + first + r
-            left_at = weight_scale + (group * (F // BLOCK) + place * BLOCKS) * steps
+            left_at = weight_scale + (group * (F // BLOCK) + place * own // BLOCK) * steps
             right_at = left_at + (BLOCKS - 1) * steps
             # .cg: a dependent launch may find lines of an earlier kernel in L1.
             x_factor = gl.load(x_at, mask=there, other=0.0, cache_modifier=".cg")
             left_factor = gl.load(left_at)
             right_factor = gl.load(right_at)
-            left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
-            right = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
+            left = gl.zeros([HALF_TILE, WIDTH], gl.float32, layout)
+            right = gl.zeros([HALF_TILE, WIDTH], gl.float32, layout)
             for i in range(steps):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -184,11 +187,11 @@ def multiply(
                 step += 1
             row = first + m
             to = out + row.to(gl.int64)[:, None] * OUT_TOKEN + group.to(gl.int64) * OUT_GROUP
-            to += (place * (BLOCKS * BLOCK) + column)[None, :]
+            to += (place * own + column)[None, :]
             gl.store(to, gl.convert_layout(left.to(out.dtype.element_ty), lanes), mask=(row < tokens)[:, None])
             if BLOCKS == 2:
                 value = gl.convert_layout(right.to(out.dtype.element_ty), lanes)
-                gl.store(to + BLOCK, value, mask=(row < tokens)[:, None])
+                gl.store(to + WIDTH, value, mask=(row < tokens)[:, None])
         else:
             for _i in range(steps):
                 stage = step % STAGES
@@ -202,19 +205,19 @@ def multiply(
 def multiply_groups(
     x_box, x_scale, weight_box, weight_scale, out, tokens,
     GROUPS: gl.constexpr, F: gl.constexpr, K: gl.constexpr, OUT_TOKEN: gl.constexpr, OUT_GROUP: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out[t, g] = weight[g] · x[t, g]. Grid: programs; four warps, five others come on top.
 
     `x_box` describes float8_e4m3fn [tokens, GROUPS * K] in boxes of 64 rows, `weight_box` [GROUPS * F, K] in boxes of
-    128. `x_scale`: fp32 [GROUPS * K / 128, tokens]; `weight_scale`: fp32 [GROUPS * F / 128, K / 128]. BLOCKS: of 128
-    weight rows in an item, 1 or 2. F is a multiple of them, K of 128.
+    WIDTH. `x_scale`: fp32 [GROUPS * K / 128, tokens]; `weight_scale`: fp32 [GROUPS * F / 128, K / 128]. An item has
+    BLOCKS times WIDTH weight rows: 64 or 128, or twice 128. F is a multiple of 128 and of them, K of 128.
     """
     dtype: gl.constexpr = weight_box.dtype
     if DEPENDENT:
         let_kernel_after_start()
     x_s = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)
-    weight_s = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, BLOCK, STEP], TILED)
+    weight_s = gl.allocate_shared_memory(dtype, [BLOCKS * STAGES, WIDTH, STEP], TILED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -226,9 +229,9 @@ def multiply_groups(
     gl.warp_specialize(
         [
             (multiply, (x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
-                        0, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES, DEPENDENT)),
+                        0, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, WIDTH, BLOCKS, STAGES, DEPENDENT)),
             (multiply, (x_scale, weight_scale, out, x_s, weight_s, full, empty, tokens,
-                        1, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, BLOCKS, STAGES, DEPENDENT)),
+                        1, GROUPS, F, K, OUT_TOKEN, OUT_GROUP, WIDTH, BLOCKS, STAGES, DEPENDENT)),
             (fetch, (x_box, weight_box, x_s, weight_s, full, empty, tokens, GROUPS, F, K, BLOCKS, STAGES,
                      DEPENDENT)),
         ],

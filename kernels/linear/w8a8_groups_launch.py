@@ -21,8 +21,8 @@ BLOCK: Final = 128
 """Weight rows and input features that share a scale."""
 TILE: Final = 128
 """Tokens of an item."""
-STAGES: Final = {1: 6, 2: 4}
-"""Stages of a ring, by the blocks of an item: 192 KiB."""
+STAGES: Final = {64: 8, 128: 6, 256: 4}
+"""Stages of a ring, by the weight rows of an item: 192 KiB."""
 
 
 def takes_w8a8_groups(device: torch.device, groups: int, weight_FE: BlockScaled) -> bool:
@@ -70,21 +70,21 @@ def launch_w8a8_groups(
     *,
     programs: int | None = None,
     stages: int | None = None,
-    blocks: int | None = None,
+    own: int | None = None,
     dependent: bool = False,
 ) -> None:
-    """`w8a8_group_linear` as a kernel. `blocks`: of weight rows in an item, 1 or 2."""
+    """`w8a8_group_linear` as a kernel. `own`: weight rows of an item, 64, 128 or 256."""
     from kernels.linear import w8a8_groups as kernels  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, groups, rows), features = out_TGU.shape, weight_FE.shape[1]
     programs = programs or multiprocessors(out_TGU.device)
-    items = -(-tokens // TILE) * groups * (rows // BLOCK)
-    if blocks is None:
-        blocks = 2 if rows % (2 * BLOCK) == 0 and _pays(items, programs) else 1
-    kernels.multiply_groups[(min(programs, items // blocks),)](
+    blocks = -(-tokens // TILE) * groups * (rows // BLOCK)
+    own = own or _rows_of_item(blocks, rows, programs)
+    width = min(own, BLOCK)
+    kernels.multiply_groups[(min(programs, blocks * BLOCK // own),)](
         kernels.box(x_TK, TILE // 2),
         scale_TS,
-        kernels.box(weight_FE.data, BLOCK),
+        kernels.box(weight_FE.data, width),
         weight_FE.scales,
         out_TGU,
         tokens,
@@ -93,15 +93,20 @@ def launch_w8a8_groups(
         K=features,
         OUT_TOKEN=out_TGU.stride(0),
         OUT_GROUP=out_TGU.stride(1),
-        BLOCKS=blocks,
-        STAGES=stages or STAGES[blocks],
+        WIDTH=width,
+        BLOCKS=own // width,
+        STAGES=stages or STAGES[own],
         DEPENDENT=dependent,
         num_warps=4,
         **options(dependent),
     )
 
 
-def _pays(items: int, programs: int) -> bool:
-    """Whether items of two blocks take less time than so many of one: programs take turns, and a turn of two blocks,
-    which read the tokens once, takes five thirds of one of one."""
-    return 5 * -(-items // (2 * programs)) < 3 * -(-items // programs)
+def _rows_of_item(blocks: int, rows: int, programs: int) -> int:
+    """Weight rows of an item, of a product that has so many blocks of 128 for all tiles of tokens: half a block where
+    there are programs for all halves. A turn of the programs with two blocks, which read the tokens once, takes five
+    thirds of one with one block."""
+    if 2 * blocks <= programs:
+        return BLOCK // 2
+    pays = 5 * -(-blocks // (2 * programs)) < 3 * -(-blocks // programs)
+    return 2 * BLOCK if rows % (2 * BLOCK) == 0 and pays else BLOCK

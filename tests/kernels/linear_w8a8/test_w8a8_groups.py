@@ -50,3 +50,12 @@ def test_refuses_what_is_no_such_product() -> None:
             w8a8_group_linear(number, scale, weight, wrong)
     with pytest.raises(ValueError, match="column by column"):
         w8a8_group_linear(number, scale.contiguous(), weight, out)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "own"), [(17, 64), (128, 64), (129, 128), (256, 128), (300, 256), (512, 256), (600, 128), (8192, 256)]
+)
+def test_rows_of_an_item(tokens: int, own: int) -> None:
+    """Of DeepSeek V4 Flash on an H200: as many programs as possible have something to do, and few turns."""
+    assert w8a8_groups_launch._rows_of_item(-(-tokens // 128) * 64, 1024, 132) == own
+    assert w8a8_groups_launch._rows_of_item(-(-tokens // 128) * 64, 1024 + 128, 132) == min(own, 128)

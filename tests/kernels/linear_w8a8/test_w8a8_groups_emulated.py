@@ -18,10 +18,11 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize(
     ("tokens", "groups", "rows", "features", "programs", "more"),
     [
-        pytest.param(17, 2, 256, 256, 3, {}, id="half a tile, items of one block"),
-        pytest.param(130, 2, 256, 384, 3, {"blocks": 2, "stages": 2}, id="rings go round, and a tile of two tokens"),
+        pytest.param(17, 2, 256, 256, 3, {"own": 128}, id="half a tile, items of one block"),
+        pytest.param(80, 2, 128, 384, 3, {"own": 64, "stages": 2}, id="items of half a block"),
+        pytest.param(130, 2, 256, 384, 3, {"own": 256, "stages": 2}, id="rings go round, and a tile of two tokens"),
         pytest.param(65, 3, 128, 256, 2, {"stages": 2}, id="both halves, items of one block"),
-        pytest.param(64, 1, 256, 128, 1, {"blocks": 2}, id="one step, one item"),
+        pytest.param(64, 1, 256, 128, 1, {"own": 256}, id="one step, one item"),
     ],
 )
 def test_groups(tokens: int, groups: int, rows: int, features: int, programs: int, more: dict[str, int]) -> None:

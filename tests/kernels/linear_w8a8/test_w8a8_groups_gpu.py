@@ -41,10 +41,10 @@ def test_every_size(tokens: int, groups: int, rows: int, features: int) -> None:
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
-    """Nor on whether items have one block of weight rows or two."""
+    """Nor on how many weight rows items have: 256 here, 64 and 128 of fewer."""
     number, scale, weight, out = groups_case(4096, 8, 1024, 4096, "cuda")
     w8a8_group_linear(number, scale, weight, out)
-    for own in (slice(0, 20), slice(100, 400), slice(4000, 4096)):
+    for own in (slice(0, 20), slice(100, 300), slice(4000, 4096)):
         tokens = own.stop - own.start
         alone = torch.empty(tokens, 8, 1024, dtype=torch.bfloat16, device="cuda")
         scales = scale[own].t().contiguous().t()
