@@ -197,7 +197,8 @@ class CompressedDecoderLayer:
             groups = block.attention.out_FD.shape[0] // features
             out_TGU = scratch.empty(tokens, groups, features, dtype=dtype)
             of_groups = attended_THD.view(tokens, groups, -1)
-            project_groups(of_groups, block.attention.out_FD, out_TGU, scratch)
+            rounds = ops.quantize_activations
+            project_groups(of_groups, block.attention.out_FD, out_TGU, scratch, quantize_activations=rounds)
             ops.add(out_TGU.flatten(1), block.attention.out_EF, between, x, scratch)
         table_YK = block.experts.expert_YK
         given = None if table_YK is None else GivenExperts(table_YK, buffers.token_T)
