@@ -49,6 +49,7 @@ __all__ = [
     "supports_w8a8",
     "takes_fp8",
     "takes_fp16_scaled",
+    "takes_ring",
     "takes_w8a8_groups",
     "w8a8_group_linear",
     "w8a8_linear",
@@ -70,6 +71,12 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
     if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
         return False
     return not x_TE.is_cuda or (launches_dependently(x_TE.device) and launch.streamable(x_TE, weight))
+
+
+def takes_ring(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether `linear` multiplies these tokens, as they are, by this matrix in FP8 through the ring of `fp8_groups`,
+    which is better than scaled fp16 (`takes_fp16_scaled`); it is for products that nothing precedes and follows."""
+    return x_TE.is_cuda and fp8_groups_launch.takes_alone(x_TE.shape[0], weight)
 
 
 def fits_pending_norm(x_TE: Tensor, weight: Matrix) -> bool:
@@ -100,6 +107,9 @@ def linear(
             fp8_even_launch.fp8_even(x_TE, weight_FE, out_TF, dependent=dependent)
         elif isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x_TE.shape[0], weight_FE):
             fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, dependent=dependent)
+        elif isinstance(weight_FE, BlockScaled) and takes_ring(x_TE, weight_FE):
+            one_group = x_TE.unsqueeze(1), weight_FE, out_TF.unsqueeze(1)
+            fp8_groups_launch.fp8_groups(*one_group, tiling=fp8_groups_launch.ALONE, dependent=dependent)
         elif x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
         else:

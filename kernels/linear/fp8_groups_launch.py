@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kernels.gluon.stored import stored
 from kernels.gluon.tiles import ROWS
-from kernels.linear.fp8_launch import BLOCK, box, warps_of
+from kernels.linear.fp8_launch import BLOCK, MOST_TOKENS, box, warps_of
 from kernels.linear.launch import options
 from kernels.linear.records import Size, Streams, Strides
 from kernels.matrix import BlockScaled, Matrix
-from kernels.runtime.hopper import is_hopper
+from kernels.runtime.hopper import is_hopper, multiprocessors
 
 
 class GroupTiling(NamedTuple):
@@ -35,6 +35,21 @@ FEW: Final = GroupTiling(4, 8, 3, 2, 4)
 """For up to 8 tokens."""
 SOME: Final = GroupTiling(4, 8, 3, 1, 4)
 """For up to 16 tokens."""
+
+ALONE: Final = GroupTiling(2, 8, 6, 3, 4)
+"""For up to 8 tokens and one matrix that is a group by itself."""
+LONG_ALONE: Final = 4096
+"""Fewest input features of such a matrix: with fewer, chunks are too few for a ring."""
+
+
+def takes_alone(tokens: int, weight: Matrix) -> bool:
+    """Whether `fp8_groups` multiplies so few tokens by a matrix as one group: where its programs are about as many as
+    there are multiprocessors. One token took 10.4 us for 4096 x 8192 weights where `fp8_linear` took 13.6, behind a
+    rounding of 2 (one H200)."""
+    if not 0 < tokens <= MOST_TOKENS or not takes_groups(1, weight) or weight.shape[1] < LONG_ALONE:
+        return False
+    programs, places = weight.shape[0] // (ALONE.tiles * ROWS), multiprocessors(weight.device)
+    return 3 * places <= 4 * programs <= 4 * places
 
 
 def takes_groups(groups: int, weight: Matrix) -> bool:

@@ -47,3 +47,8 @@ def test_a_ring_that_goes_round(features: int) -> None:
 def test_without_its_wait_it_would_be_noticed() -> None:
     with pytest.raises((AssertionError, Fault, Unordered)):
         run(3, 2, 512, RING, edit=lambda ptx: ptx.replace("griddepcontrol.wait;", ""))
+
+
+def test_a_matrix_alone() -> None:
+    """Programs of fewer rows."""
+    run(2, 1, 1024, GroupTiling(2, 2, 3, 1, 2))

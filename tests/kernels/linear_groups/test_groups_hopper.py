@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from kernels.linear import launch
+from kernels.linear import fp8_groups_launch, launch
 from kernels.linear.fp8_groups_launch import fp8_groups
 from kernels.linear.groups import launch_group_linear
 from kernels.linear.w8a8_groups_launch import launch_w8a8_groups
@@ -48,6 +48,36 @@ def test_few_tokens_in_a_ring(tokens: int, groups: int) -> None:
     assert "UTMALDG" in behind
     assert "LDG.E.128.STRONG.GPU" in behind
     assert "LDG.E.128" not in before
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("features", [8192, 12288])
+def test_a_matrix_alone_in_a_ring(features: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which brings DeepSeek V4's groups together, and what DSpark's context is made of: 128 programs."""
+    data = torch.empty(4096, features, dtype=torch.float8_e4m3fn)
+    matrix = BlockScaled(data, torch.empty(32, features // 128))
+    monkeypatch.setattr(fp8_groups_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_groups_launch, "multiprocessors", lambda device: 132)
+    assert fp8_groups_launch.takes_alone(tokens, matrix)
+    x, out = torch.empty(tokens, 1, features).bfloat16(), torch.empty(tokens, 1, 4096)
+    with compile_only() as compiled:
+        for made in (out, out.bfloat16()):
+            fp8_groups(x, matrix, made, tiling=fp8_groups_launch.ALONE, dependent=True)
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check()
+        assert (found.waits, found.releases) == (True, True)
+        before, behind = machine_code(kernel).split("ACQBULK")
+        assert "UTMALDG" in before
+        assert "UTMALDG" in behind
+
+
+@pytest.mark.parametrize(("rows", "features"), [(32768, 1024), (4096, 2048), (2048, 8192), (8192, 4096)])
+def test_other_matrices_have_kernels_of_their_own(rows: int, features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.empty(rows, features, dtype=torch.float8_e4m3fn)
+    monkeypatch.setattr(fp8_groups_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_groups_launch, "multiprocessors", lambda device: 132)
+    assert not fp8_groups_launch.takes_alone(1, BlockScaled(data, torch.empty(rows // 128, features // 128)))
 
 
 @pytest.mark.parametrize("tokens", [17, 128, 256, 512, 8192])
