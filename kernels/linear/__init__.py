@@ -79,14 +79,16 @@ def takes_ring(x_TE: Tensor, weight: Matrix) -> bool:
     return x_TE.is_cuda and fp8_groups_launch.takes_alone(x_TE.shape[0], weight)
 
 
-def fits_pending_norm(x_TE: Tensor, weight: Matrix) -> bool:
+def fits_pending_norm(x_TE: Tensor, weight: Matrix, *, wide: bool = False) -> bool:
     """Whether a pending norm is better than one that a kernel makes, before or behind a product of these tokens with a
-    matrix in FP8: on Hopper, where `fp8_whole` takes it."""
+    matrix in FP8: on Hopper, where `fp8_whole` takes it, or behind the norm `fp8_groups`, with `wide` rows."""
     if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
         return False
     if not x_TE.is_cuda:
         return x_TE.dtype != torch.float64 and not any(size % ROWS for size in weight.shape)
-    return launch.streamable(x_TE, weight) and fp8_launch.whole(x_TE.shape[0], weight, normed=True)
+    tokens = x_TE.shape[0]
+    taken = fp8_launch.whole(tokens, weight, normed=True) or (wide and fp8_groups_launch.takes_normed(tokens, weight))
+    return taken and launch.streamable(x_TE, weight)
 
 
 def linear(
@@ -237,10 +239,13 @@ def normed_linear(
     norm_A: Tensor | None = None,
     next: PendingNorm | None = None,
     scale_T: Tensor | None = None,
+    wide: bool = False,
     dependent: bool = False,
 ) -> None:
     """out = norm(x) · weight^T. With `next`, the first A columns of out become a pending norm of weight `norm_A`, over
     `out_TF` itself: `next.x_TE` is `out_TF[:, :A]`. `scale_T` (fp32): what that norm of each token is multiplied by.
+    `wide`: no norm follows, and of rows so many that programs have to wait for others each may take several times 16,
+    where there is a kernel for that.
 
     This and the functions below: at most MOST_STREAMED tokens; on a GPU tokens in bf16 and weights in bf16 or FP8, in
     rows of whole 16-byte pieces. Sums are in fp32 and in the same order for every number of tokens. On a CPU any
@@ -249,9 +254,14 @@ def normed_linear(
     _check_few(x.x_TE, weight_FE)
     if next is not None and next.x_TE.data_ptr() != out_TF.data_ptr():
         raise ValueError("the next norm lies over the first columns of the output")
+    if wide and next is not None:
+        raise ValueError("programs of more than 16 rows leave no norm pending")
     if scale_T is not None and next is None:
         raise ValueError("factors of the tokens are for the next norm, and there is none")
-    if isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE, normed=True):
+    if wide and isinstance(weight_FE, BlockScaled) and _in_wide_programs(x.x_TE.shape[0], weight_FE):
+        one_group = x.x_TE.unsqueeze(1), weight_FE, out_TF.unsqueeze(1)
+        fp8_groups_launch.fp8_groups(*one_group, pending=x, tiling=fp8_groups_launch.FEW, dependent=dependent)
+    elif isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE, normed=True):
         fp8_launch.fp8_whole(x, weight_FE, out_TF, norm=norm_A, next=next, scale_T=scale_T, dependent=dependent)
     elif x.x_TE.is_cuda:
         launch.stream_linear(
@@ -350,3 +360,9 @@ def _check_few(x_TE: Tensor, weight_FE: Matrix) -> None:
         )
     if x_TE.is_cuda and torch.version.cuda is None:
         raise ValueError("these products need CUDA")
+
+
+def _in_wide_programs(tokens: int, weight: BlockScaled) -> bool:
+    """Whether programs of several times 16 rows finish the norm of so many tokens: where smaller ones do not all stand
+    at once."""
+    return not fp8_launch.whole(tokens, weight) and fp8_groups_launch.takes_normed(tokens, weight)

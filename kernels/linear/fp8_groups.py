@@ -7,7 +7,8 @@ of stages, of which some are under way before the program waits for the kernel b
 behind them the rest of the ring: in a queue behind all of it they would come late. Every 128 features of a token, which
 one warp multiplies at a time, get a power of two of their own and become fp16. Their sums are multiplied by it,
 together with the scale of the block of weights. Only sums of whole rows meet, at the end, in a fixed order: a token's
-result depends on neither the number of tokens nor its place among them.
+result depends on neither the number of tokens nor its place among them. Tokens may still have to be divided by their
+root mean squares (`kernels.pending_norm`).
 
 Gluon, for compute capability 9.0.
 """
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.gluon.tiles import ROWS, products_layout, share, sums_layout
+from kernels.gluon.tiles import ROWS, copy_squares, inverse_rms, products_layout, share, sums_layout
 from kernels.linear.fp8 import BOXES, WIDTH, barriers, columns_layout, fp16_scaled_columns, load_columns, weight_tile
 
 _ROWS = gl.constexpr(ROWS)
@@ -47,14 +48,14 @@ def features_layout(warps):
     return gl.SliceLayout(1, gl.SliceLayout(2, products_layout(warps)))
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "eps"])
 def fp8_groups(
-    x, box, scale, out, tokens,
-    STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, STREAMS: gl.constexpr, TILES: gl.constexpr,
-    UNDER_WAY: gl.constexpr, AHEAD: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, square, box, scale, out, tokens, eps,
+    STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, STREAMS: gl.constexpr,
+    TILES: gl.constexpr, UNDER_WAY: gl.constexpr, AHEAD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """out[t, g] = weight[g] · x[t, g]. Grid: rows of a group / (16 TILES), groups. The rows of a program share their
-    scales.
+    """out[t, g] = weight[g] · x[t, g], if NORM.scaled divided by the root mean square of x[t]. Grid: rows of a group /
+    (16 TILES), groups. The rows of a program share their scales.
 
     STREAMS.ahead: stages of the ring, of which UNDER_WAY are asked for before the wait. AHEAD: chunks of the tokens
     that registers hold.
@@ -83,6 +84,9 @@ def fp8_groups(
         scales = scales + (gl.load(scale + row // STORED.rows * STORED.scales + column),)
     if DEPENDENT:
         wait_for_kernel_before()
+    if NORM.scaled:
+        square_s = copy_squares(square, tokens, NORM.sums, NORM.block, COLUMNS, WARPS)
+        async_copy.commit_group()
     token = gl.arange(0, COLUMNS, columns_layout(WARPS))
     x_at = token.to(gl.int64) * STRIDES.x + group.to(gl.int64) * STRIDES.x_head
     live = token < tokens
@@ -112,7 +116,13 @@ def fp8_groups(
     t = gl.arange(0, COLUMNS, gl.SliceLayout(0, sums))
     f = first + gl.arange(0, _ROWS, gl.SliceLayout(1, sums))
     to = out + group.to(gl.int64) * STRIDES.out_head + t.to(gl.int64)[None, :] * STRIDES.out + f[:, None]
+    if NORM.scaled:
+        async_copy.wait_group(0)
     for tile in gl.static_range(TILES):
         y = gl.sum(share(totals[tile], WARPS, COLUMNS).load(sums.parent), 0)
+        if NORM.scaled:
+            if tile == 0:  # all threads have waited for their copies
+                factor = inverse_rms(square_s, eps, K, _ROWS, WARPS)
+            y = y * factor[None, :]
         mask = (f + tile * _ROWS < F)[:, None] & (t < tokens)[None, :]
         gl.store(to + tile * _ROWS, y.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_last")

@@ -10,9 +10,10 @@ from torch import Tensor
 from kernels.gluon.stored import stored
 from kernels.gluon.tiles import ROWS
 from kernels.linear.fp8_launch import BLOCK, MOST_TOKENS, box, warps_of
-from kernels.linear.launch import options
+from kernels.linear.launch import options, pieces
 from kernels.linear.records import Size, Streams, Strides
 from kernels.matrix import BlockScaled, Matrix
+from kernels.pending_norm import PendingNorm
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 
@@ -52,6 +53,14 @@ def takes_alone(tokens: int, weight: Matrix) -> bool:
     return 3 * places <= 4 * programs <= 4 * places
 
 
+def takes_normed(tokens: int, weight: Matrix) -> bool:
+    """Whether `fp8_groups` multiplies so few tokens, whose norm is pending, by a matrix as one group: one that has at
+    least as many programs as most multiprocessors, of few input features, which one chunk or two have."""
+    if not 0 < tokens <= MOST_TOKENS or not takes_groups(1, weight) or weight.shape[1] > 2 * FEW.warps * BLOCK:
+        return False
+    return 4 * (weight.shape[0] // (FEW.tiles * ROWS)) >= 3 * multiprocessors(weight.device)
+
+
 def takes_groups(groups: int, weight: Matrix) -> bool:
     """Whether `fp8_groups` multiplies groups of this matrix: on Hopper, with scales for 128 features in whole blocks,
     of which none has rows of two programs or groups."""
@@ -68,10 +77,12 @@ def fp8_groups(
     weight_FE: BlockScaled,
     out_TGU: Tensor,
     *,
+    pending: PendingNorm | None = None,
     tiling: GroupTiling | None = None,
     dependent: bool = False,
 ) -> None:
-    """`kernels.linear.group_linear` of up to 16 tokens in bf16, where `takes_groups` says so."""
+    """`kernels.linear.group_linear` of up to 16 tokens in bf16, where `takes_groups` says so. `pending`: the norm of
+    the tokens of the only group, where it is to be finished."""
     from kernels.linear import fp8_groups as kernels  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, groups, features), rows = x_TGE.shape, out_TGU.shape[2]
@@ -82,10 +93,12 @@ def fp8_groups(
     stages = min(tiling.stages, chunks)
     kernels.fp8_groups[(rows // (tiling.tiles * ROWS), groups)](
         x_TGE,
+        x_TGE if pending is None else pending.square_TP,
         box(weight_FE.data, [features // BLOCK, groups * rows, BLOCK], [BLOCK, features, 1], [warps, ROWS, BLOCK]),
         weight_FE.scales,
         out_TGU,
         tokens,
+        0.0 if pending is None else pending.eps,
         STORED=stored(weight_FE)[2],
         SIZE=Size(rows, features),
         STRIDES=Strides(
@@ -95,6 +108,7 @@ def fp8_groups(
             x_head=x_TGE.stride(1),
             out_head=out_TGU.stride(1),
         ),
+        NORM=pieces(pending),
         STREAMS=Streams(columns, BLOCK, warps, stages),
         TILES=tiling.tiles,
         UNDER_WAY=min(tiling.under_way, stages),

@@ -330,13 +330,18 @@ class GeneralOps(LayerOps[Rows]):
         of weight `norm_A` of its first A columns, which are arbitrary behind that. Few tokens' norm is pending
         (`kernels.pending_norm`) in passes of decode rows alone: no launch makes it."""
         tokens, features = len(latent_TF), len(norm_A)
-        matrices = [each.matrix for each in (weight_FE, *(weight for weight, _ in asked))]
-        if self.decode_alone and isinstance(x, Tensor) and all(fits_pending_norm(x, each) for each in matrices):
+        first, matrices = weight_FE.matrix, [weight.matrix for weight, _ in asked]
+        if (
+            self.decode_alone
+            and isinstance(x, Tensor)
+            and fits_pending_norm(x, first)
+            and all(fits_pending_norm(latent_TF[:, :features], each, wide=True) for each in matrices)
+        ):
             early, square_TP = dependent(x), scratch.empty(tokens, features // PENDING, dtype=torch.float32)
             latent = PendingNorm(latent_TF[:, :features], square_TP, eps)
-            linear_to_norm(x, matrices[0], latent_TF, norm_A, latent, dependent=early)
-            for matrix, (_, out_TN) in zip(matrices[1:], asked, strict=True):
-                normed_linear(latent, matrix, out_TN, dependent=early)
+            linear_to_norm(x, first, latent_TF, norm_A, latent, dependent=early)
+            for matrix, (_, out_TN) in zip(matrices, asked, strict=True):
+                normed_linear(latent, matrix, out_TN, wide=True, dependent=early)
             return
         normed = self.latent_linear(x, weight_FE, norm_A, eps, latent_TF, scratch)
         for weight, out_TN in asked:

@@ -7,6 +7,7 @@ import torch
 
 from kernels.linear.fp8_groups_launch import GroupTiling, fp8_groups
 from kernels.matrix import BlockScaled
+from kernels.pending_norm import PIECE, PendingNorm
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
@@ -42,6 +43,28 @@ def test_any_number_of_tokens(tokens: int) -> None:
 def test_a_ring_that_goes_round(features: int) -> None:
     """The last chunk is of half as many features as warps could have."""
     run(3, 2, features, RING)
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(1, 128), (3, 256), (8, 512)])
+def test_tokens_whose_norm_is_pending(tokens: int, features: int) -> None:
+    """Rows of several programs, of one chunk or two; sums of squares in fewer and more pieces than warps."""
+    rows, random = 128, torch.Generator().manual_seed(tokens)
+    residual, norm = torch.randn(tokens, features, generator=random) * 30, torch.randn(features, generator=random)
+    x = torch.full((tokens, features + 16), torch.nan, dtype=torch.bfloat16)[:, :features]
+    x.copy_(residual * norm)
+    pending = PendingNorm(x, residual.square().unflatten(1, (-1, PIECE)).sum(-1), 1e-5)
+    matrix = BlockScaled(
+        torch.randn(rows, features, generator=random).to(torch.float8_e4m3fn),
+        torch.rand(1, features // 128, generator=random) + 0.5,
+    )
+    out = torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16)
+    with emulated(tokens, consecutive=True) as launches:
+        tiling = GroupTiling(4, 2, 3, 2, 4)
+        fp8_groups(x.unsqueeze(1), matrix, out.unsqueeze(1), pending=pending, tiling=tiling, dependent=True)
+    assert launches == ["fp8_groups"]
+    rms = (residual.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
+    want = x.double() / rms @ matrix.float().double().T
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-10 * float(want.abs().max()))
 
 
 def test_without_its_wait_it_would_be_noticed() -> None:

@@ -13,6 +13,7 @@ from kernels.linear.fp8_groups_launch import fp8_groups
 from kernels.linear.groups import launch_group_linear
 from kernels.linear.w8a8_groups_launch import launch_w8a8_groups
 from kernels.matrix import BlockScaled
+from kernels.pending_norm import PendingNorm
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
@@ -70,6 +71,26 @@ def test_a_matrix_alone_in_a_ring(features: int, tokens: int, monkeypatch: pytes
         before, behind = machine_code(kernel).split("ACQBULK")
         assert "UTMALDG" in before
         assert "UTMALDG" in behind
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("rows", [32768, 16384, 8192])
+def test_queries_behind_a_latent_whose_norm_is_pending(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank and of two, and an indexer's. Two programs at least stand on a multiprocessor."""
+    matrix = BlockScaled(torch.empty(rows, 1024, dtype=torch.float8_e4m3fn), torch.empty(rows // 128, 8))
+    monkeypatch.setattr(fp8_groups_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_groups_launch, "multiprocessors", lambda device: 132)
+    assert fp8_groups_launch.takes_normed(tokens, matrix)
+    x, out = torch.empty(tokens, 1024).bfloat16(), torch.empty(tokens, 1, rows).bfloat16()
+    pending = PendingNorm(x, torch.empty(tokens, 64), 1e-6)
+    with compile_only() as compiled:
+        given = x.unsqueeze(1), matrix, out
+        fp8_groups(*given, pending=pending, tiling=fp8_groups_launch.FEW, dependent=True)
+    found = resources(compiled[0])
+    found.check(registers=128)
+    assert (found.waits, found.releases) == (True, True)
+    assert 2 * (found.shared + 1024) <= 228 * 1024
+    assert machine_code(compiled[0]).split("ACQBULK")[0].count("UTMALDG") == 4
 
 
 @pytest.mark.parametrize(("rows", "features"), [(32768, 1024), (4096, 2048), (2048, 8192), (8192, 4096)])
