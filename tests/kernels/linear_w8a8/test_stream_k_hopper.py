@@ -1,4 +1,4 @@
-"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3."""
+"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3, and one of DeepSeek V4."""
 
 import re
 
@@ -13,6 +13,7 @@ from tests.support.rounded_norm_case import memory_of
 pytestmark = pytest.mark.gate
 
 SIZES = {"queries and latents": (2112, 7168), "queries": (24576, 1536), "output": (7168, 16384), "dense": (36864, 7168)}
+SIZES["latents of V4"] = (1536, 4096)
 """Output and input features."""
 
 
@@ -67,3 +68,10 @@ def test_the_norm_behind_queries_and_latents() -> None:
     found = resources(pieces_norm)
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)
+
+
+@pytest.mark.parametrize(("rows", "features", "together"), [(2112, 7168, True), (1536, 4096, False)])
+def test_a_norm_adds_up_few_pieces(rows: int, features: int, together: bool) -> None:
+    scales = torch.empty(-(-rows // 128), features // 128)
+    weight = BlockScaled(torch.empty(rows, features, dtype=torch.float8_e4m3fn), scales)
+    assert stream_k_launch.norms_pieces(weight, 132) == together
