@@ -68,10 +68,3 @@ def test_the_norm_behind_queries_and_latents() -> None:
     found = resources(pieces_norm)
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)
-
-
-@pytest.mark.parametrize(("rows", "features", "together"), [(2112, 7168, True), (1536, 4096, False)])
-def test_a_norm_adds_up_few_pieces(rows: int, features: int, together: bool) -> None:
-    scales = torch.empty(-(-rows // 128), features // 128)
-    weight = BlockScaled(torch.empty(rows, features, dtype=torch.float8_e4m3fn), scales)
-    assert stream_k_launch.norms_pieces(weight, 132) == together
