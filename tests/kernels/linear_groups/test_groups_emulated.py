@@ -34,16 +34,19 @@ def run(tokens: int, groups: int, features: int, tiling: GroupTiling, **options:
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16])
-def test_any_number_of_tokens(tokens: int) -> None:
-    run(tokens, 2, 512, GroupTiling(4, 2, 2, 1, 2))
+@pytest.mark.parametrize("kept", [False, True])
+def test_any_number_of_tokens(tokens: int, kept: bool) -> None:
+    run(tokens, 2, 512, GroupTiling(4, 2, 2, 1, 2, kept))
 
 
 @pytest.mark.parametrize("features", [640, 1024])
-def test_a_ring_that_goes_round(features: int) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_ring_that_goes_round(features: int, kept: bool) -> None:
     """The last chunk is of half as many features as warps could have."""
-    run(3, 2, features, RING)
+    run(3, 2, features, RING._replace(kept=kept))
 
 
-def test_without_its_wait_it_would_be_noticed() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_its_wait_it_would_be_noticed(kept: bool) -> None:
     with pytest.raises((AssertionError, Fault, Unordered)):
-        run(3, 2, 512, RING, edit=lambda ptx: ptx.replace("griddepcontrol.wait;", ""))
+        run(3, 2, 512, RING._replace(kept=kept), edit=lambda ptx: ptx.replace("griddepcontrol.wait;", ""))
