@@ -111,7 +111,8 @@ def linear(
             fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, dependent=dependent)
         elif isinstance(weight_FE, BlockScaled) and takes_ring(x_TE, weight_FE):
             one_group = x_TE.unsqueeze(1), weight_FE, out_TF.unsqueeze(1)
-            fp8_groups_launch.fp8_groups(*one_group, tiling=fp8_groups_launch.ALONE, dependent=dependent)
+            tiling = fp8_groups_launch.ALONE if x_TE.shape[0] == 1 else fp8_groups_launch.FEW_ALONE
+            fp8_groups_launch.fp8_groups(*one_group, tiling=tiling, dependent=dependent)
         elif x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
         else:
@@ -260,7 +261,7 @@ def normed_linear(
         raise ValueError("factors of the tokens are for the next norm, and there is none")
     if wide and isinstance(weight_FE, BlockScaled) and _in_wide_programs(x.x_TE.shape[0], weight_FE):
         one_group = x.x_TE.unsqueeze(1), weight_FE, out_TF.unsqueeze(1)
-        fp8_groups_launch.fp8_groups(*one_group, pending=x, tiling=fp8_groups_launch.FEW, dependent=dependent)
+        fp8_groups_launch.fp8_groups(*one_group, pending=x, dependent=dependent)
     elif isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x.x_TE.shape[0], weight_FE, normed=True):
         fp8_launch.fp8_whole(x, weight_FE, out_TF, norm=norm_A, next=next, scale_T=scale_T, dependent=dependent)
     elif x.x_TE.is_cuda:

@@ -3,12 +3,12 @@ which the weights stream through the chip, by the means of `fp8`.
 
 A program has several times 16 weight rows of a group, so that there are about as many programs as multiprocessors: none
 waits for another to end, and all features of its tokens are read once. The copy engine fetches the weights into a ring
-of stages, of which some are under way before the program waits for the kernel before. Tokens are asked for next, and
-behind them the rest of the ring: in a queue behind all of it they would come late. Every 128 features of a token, which
-one warp multiplies at a time, get a power of two of their own and become fp16. Their sums are multiplied by it,
-together with the scale of the block of weights. Only sums of whole rows meet, at the end, in a fixed order: a token's
-result depends on neither the number of tokens nor its place among them. Tokens may still have to be divided by their
-root mean squares (`kernels.pending_norm`).
+of stages, of which some are under way before the program waits for the kernel before. Tokens are asked for next, one
+into registers and several into shared memory, and behind them the rest of the ring: in a queue behind all of it they
+would come late. Every 128 features of a token, which one warp multiplies at a time, get a power of two of their own and
+become fp16. Their sums are multiplied by it, together with the scale of the block of weights. Only sums of whole rows
+meet, at the end, in a fixed order: a token's result depends on neither the number of tokens nor its place among them.
+Tokens may still have to be divided by their root mean squares (`kernels.pending_norm`).
 
 Gluon, for compute capability 9.0.
 """
@@ -24,12 +24,30 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.gluon.tiles import ROWS, copy_squares, inverse_rms, products_layout, share, sums_layout
-from kernels.linear.fp8 import BOXES, WIDTH, barriers, columns_layout, fp16_scaled_columns, load_columns, weight_tile
+from kernels.gluon.tiles import (
+    ROWS,
+    copy_squares,
+    inverse_rms,
+    products_layout,
+    share,
+    sums_layout,
+    tokens_layout,
+)
+from kernels.linear.fp8 import (
+    BOXES,
+    WIDTH,
+    barriers,
+    columns_layout,
+    copy_tokens,
+    fp16_scaled_columns,
+    load_columns,
+    weight_tile,
+)
 
 _ROWS = gl.constexpr(ROWS)
 _WIDTH = gl.constexpr(WIDTH)
 _TILES = gl.constexpr(BOXES[3])
+_SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 
 
 @gluon.jit
@@ -52,13 +70,13 @@ def features_layout(warps):
 def fp8_groups(
     x, square, box, scale, out, tokens, eps,
     STORED: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, NORM: gl.constexpr, STREAMS: gl.constexpr,
-    TILES: gl.constexpr, UNDER_WAY: gl.constexpr, AHEAD: gl.constexpr, DEPENDENT: gl.constexpr,
+    TILES: gl.constexpr, UNDER_WAY: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out[t, g] = weight[g] · x[t, g], if NORM.scaled divided by the root mean square of x[t]. Grid: rows of a group /
     (16 TILES), groups. The rows of a program share their scales.
 
     STREAMS.ahead: stages of the ring, of which UNDER_WAY are asked for before the wait. AHEAD: chunks of the tokens
-    that registers hold.
+    that are asked for ahead, into registers, or into shared memory if KEPT.
     """
     F: gl.constexpr = SIZE.rows
     K: gl.constexpr = SIZE.features
@@ -87,12 +105,18 @@ def fp8_groups(
     if NORM.scaled:
         square_s = copy_squares(square, tokens, NORM.sums, NORM.block, COLUMNS, WARPS)
         async_copy.commit_group()
-    token = gl.arange(0, COLUMNS, columns_layout(WARPS))
+    token = gl.arange(0, COLUMNS, tokens_layout(_WIDTH, WARPS) if KEPT else columns_layout(WARPS))
     x_at = token.to(gl.int64) * STRIDES.x + group.to(gl.int64) * STRIDES.x_head
     live = token < tokens
     given = ()
+    if KEPT:
+        x_s = gl.allocate_shared_memory(x.dtype.element_ty, [AHEAD, WARPS, COLUMNS, _WIDTH], _SWIZZLED)
     for chunk in gl.static_range(AHEAD):
-        given = given + (load_columns(x, x_at, live, chunk, K, WARPS),)
+        if KEPT:
+            copy_tokens(x_s.index(chunk), x, x_at, live, chunk, K, WARPS)
+            async_copy.commit_group()
+        else:
+            given = given + (load_columns(x, x_at, live, chunk, K, WARPS),)
     for stage in gl.static_range(UNDER_WAY, STAGES):
         fetch_rows(box, stage, row, w_s, stage, full, TILES, WARPS)
     nothing = gl.zeros([WARPS, _ROWS, COLUMNS], gl.float32, products)
@@ -100,10 +124,20 @@ def fp8_groups(
     for _ in gl.static_range(TILES):
         totals = totals + (nothing,)
     for chunk in gl.static_range(CHUNKS):
-        half, unit = fp16_scaled_columns(given[chunk], WARPS)
+        if KEPT:
+            async_copy.wait_group(AHEAD - 1)
+            gl.thread_barrier()
+            tile = x_s.index(chunk % AHEAD).permute((0, 2, 1)).load(gl.DotOperandLayout(1, products, 16))
+            if chunk + AHEAD < CHUNKS:
+                gl.thread_barrier()
+                copy_tokens(x_s.index(chunk % AHEAD), x, x_at, live, chunk + AHEAD, K, WARPS)
+            async_copy.commit_group()
+        else:
+            tile = given[chunk]
+            if chunk + AHEAD < CHUNKS:
+                given = given + (load_columns(x, x_at, live, chunk + AHEAD, K, WARPS),)
+        half, unit = fp16_scaled_columns(tile, WARPS)
         factor = unit[:, None, :] * scales[chunk][:, None, None]
-        if chunk + AHEAD < CHUNKS:
-            given = given + (load_columns(x, x_at, live, chunk + AHEAD, K, WARPS),)
         mbarrier.wait(full.index(chunk % STAGES), chunk // STAGES & 1)
         added = ()
         for tile in gl.static_range(TILES):

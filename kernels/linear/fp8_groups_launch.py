@@ -27,18 +27,23 @@ class GroupTiling(NamedTuple):
     under_way: int
     """Stages that are asked for before the wait for the kernel before."""
     ahead: int
-    """Chunks of tokens in registers."""
-    registers: int = 255
-    """Most registers of a thread."""
+    """Chunks of tokens that are asked for ahead."""
+    kept: bool = False
+    """Whether those are in shared memory, not in registers."""
 
 
-FEW: Final = GroupTiling(4, 8, 3, 2, 4)
-"""For up to 8 tokens."""
-SOME: Final = GroupTiling(4, 8, 3, 1, 4)
+ONE: Final = GroupTiling(4, 8, 3, 2, 4)
+"""For a token. With one stage or three under way before the wait, 8 times 1,024 x 4,096 weights took an H200 half a
+microsecond longer than 8.9."""
+FEW: Final = GroupTiling(4, 8, 3, 2, 2, kept=True)
+"""For up to 8 tokens. A thread that loads what it multiplies asks for each 32 bytes of the tokens twice, so several
+tokens, which every program reads, would come from L2 as slowly as the weights: they are copied to shared memory."""
+SOME: Final = GroupTiling(4, 8, 3, 2, 1, kept=True)
 """For up to 16 tokens."""
-
 ALONE: Final = GroupTiling(2, 8, 6, 3, 4)
-"""For up to 8 tokens and one matrix that is a group by itself."""
+"""For a token and one matrix that is a group by itself."""
+FEW_ALONE: Final = GroupTiling(2, 8, 4, 3, 2, kept=True)
+"""The same for up to 8 tokens."""
 LONG_ALONE: Final = 4096
 """Fewest input features of such a matrix: with fewer, chunks are too few for a ring."""
 
@@ -67,7 +72,7 @@ def takes_groups(groups: int, weight: Matrix) -> bool:
     if not isinstance(weight, BlockScaled) or not is_hopper(weight.device):
         return False
     rows, features = weight.shape
-    own = FEW.tiles * ROWS
+    own = ONE.tiles * ROWS
     blocks = weight.features == BLOCK and weight.rows % own == 0 and features % BLOCK == 0
     return blocks and rows % (groups * weight.rows) == 0 and weight.data.data_ptr() % 16 == 0
 
@@ -87,7 +92,7 @@ def fp8_groups(
 
     (tokens, groups, features), rows = x_TGE.shape, out_TGU.shape[2]
     columns = 8 if tokens <= 8 else 16
-    tiling = tiling or (FEW if columns == 8 else SOME)
+    tiling = tiling or (ONE if tokens == 1 else FEW if columns == 8 else SOME)
     warps = warps_of(features, tiling.warps)
     chunks = -(-features // (warps * BLOCK))
     stages = min(tiling.stages, chunks)
@@ -113,8 +118,8 @@ def fp8_groups(
         TILES=tiling.tiles,
         UNDER_WAY=min(tiling.under_way, stages),
         AHEAD=min(tiling.ahead, chunks),
+        KEPT=tiling.kept,
         DEPENDENT=dependent,
         num_warps=warps,
-        maxnreg=tiling.registers,
         **options(dependent),
     )

@@ -125,6 +125,19 @@ def test_products_of_groups(fp8: bool, tokens: int, groups: int, rows: int, feat
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-8 * float(want.abs().max()))
 
 
+def test_a_token_of_groups_does_not_depend_on_the_others() -> None:
+    """Of few tokens with FP8 weights."""
+    x = torch.randn(16, 8, 4096, device="cuda").to(BF16)
+    data = torch.randn(8 * 1024, 4096, device="cuda").to(torch.float8_e4m3fn)
+    matrix = BlockScaled(data, torch.rand(64, 32, device="cuda") + 0.5)
+    all_of_them = torch.empty(16, 8, 1024, dtype=BF16, device="cuda")
+    group_linear(x, matrix, all_of_them, dependent=True)
+    for tokens in (1, 2, 8, 9):
+        out = torch.empty(tokens, 8, 1024, dtype=BF16, device="cuda")
+        group_linear(x[-tokens:], matrix, out, dependent=True)
+        assert torch.equal(out, all_of_them[-tokens:])
+
+
 def test_a_layer_replayed_for_other_rows() -> None:
     """What the kernels write into rings and pages, and what they attend to, follows the tensors as they are at a
     replay: of a step captured with rows of nobody alone."""

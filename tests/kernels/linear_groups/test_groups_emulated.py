@@ -35,18 +35,26 @@ def run(tokens: int, groups: int, features: int, tiling: GroupTiling, **options:
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16])
-def test_any_number_of_tokens(tokens: int) -> None:
-    run(tokens, 2, 512, GroupTiling(4, 2, 2, 1, 2))
+@pytest.mark.parametrize("kept", [False, True])
+def test_any_number_of_tokens(tokens: int, kept: bool) -> None:
+    run(tokens, 2, 512, GroupTiling(4, 2, 2, 1, 2, kept))
 
 
 @pytest.mark.parametrize("features", [640, 1024])
-def test_a_ring_that_goes_round(features: int) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_ring_that_goes_round(features: int, kept: bool) -> None:
     """The last chunk is of half as many features as warps could have."""
-    run(3, 2, features, RING)
+    run(3, 2, features, RING._replace(kept=kept))
 
 
+def test_without_its_wait_kept_tokens_would_be_noticed() -> None:
+    with pytest.raises((AssertionError, Fault, Unordered)):
+        run(3, 2, 512, RING._replace(kept=True), edit=lambda ptx: ptx.replace("griddepcontrol.wait;", ""))
+
+
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize(("tokens", "features"), [(1, 128), (3, 256), (8, 512)])
-def test_tokens_whose_norm_is_pending(tokens: int, features: int) -> None:
+def test_tokens_whose_norm_is_pending(tokens: int, features: int, kept: bool) -> None:
     """Rows of several programs, of one chunk or two; sums of squares in fewer and more pieces than warps."""
     rows, random = 128, torch.Generator().manual_seed(tokens)
     residual, norm = torch.randn(tokens, features, generator=random) * 30, torch.randn(features, generator=random)
@@ -59,7 +67,7 @@ def test_tokens_whose_norm_is_pending(tokens: int, features: int) -> None:
     )
     out = torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16)
     with emulated(tokens, consecutive=True) as launches:
-        tiling = GroupTiling(4, 2, 3, 2, 4)
+        tiling = GroupTiling(4, 2, 3, 2, 2, kept=kept)
         fp8_groups(x.unsqueeze(1), matrix, out.unsqueeze(1), pending=pending, tiling=tiling, dependent=True)
     assert launches == ["fp8_groups"]
     rms = (residual.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
