@@ -119,4 +119,6 @@ def test_dspark_drafts_what_it_does_on_the_references(drafted: tuple[Path, list[
     folder, wanted = drafted
     for got, want in zip(dspark(folder, Group()), wanted, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=0)
-    assert {"rope_store", "keep_entries", "attend", "add_to_streams", "rms_norm", "silu_mul", "route"} == set(CALLS)
+    assert {"begin", "rope_store", "keep_entries", "attend", "add_to_streams", "rms_norm", "silu_mul", "route"} == set(
+        CALLS
+    )
