@@ -7,10 +7,8 @@ import pytest
 import torch
 from compressed_case import Attending, Compressing, Storing
 
-from kernels.compressed import launch
 from kernels.linear.groups import launch_group_linear
 from kernels.matrix import BlockScaled
-from kernels.residual_streams import StreamMemory
 from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
@@ -99,31 +97,3 @@ def test_products_of_groups(tokens: int) -> None:
         launch_group_linear(x, matrix, out)
     want = torch.einsum("tge,gue->tgu", x.double(), matrix.float().view(groups, rows, features).double())
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-8 * float(want.abs().max()))
-
-
-def test_the_beginning_of_a_pass() -> None:
-    """Tokens and positions may have been written by the kernel before."""
-    tokens, features, streams, rope = 3, 1088, 4, 64
-    random = torch.Generator().manual_seed(0)
-    embedding = torch.randn(7, features, generator=random).bfloat16()
-    tables = torch.randn(9, rope, generator=random), torch.randn(9, rope, generator=random)
-    token, position = torch.tensor([6, 0, 3]), torch.tensor([8, 0, 5])
-    kept, turns = torch.full_like(token, -1), tuple(torch.full((tokens, rope), torch.nan) for _ in tables)
-    x = torch.full((tokens, features), torch.nan, dtype=torch.bfloat16)
-    residual = torch.full((tokens, streams, features), torch.nan, dtype=torch.bfloat16)
-    memory = StreamMemory.empty(tokens, streams, features, torch.empty, mixing=True)
-    row, bound = torch.full((2, tokens), 77, dtype=torch.int32)
-    with emulated(1, consecutive=True) as launches:
-        length, wanted = torch.tensor([9, 0, 4], dtype=torch.int32), torch.tensor([1, 1, 0])
-        launch.lay_out_rows(position, length, wanted, row, bound, 4, dependent=True)
-        given = token, position, embedding, tables, kept, turns, x, residual
-        launch.begin(*given, memory, dependent=True)
-    assert launches == ["lay_out_rows_kernel", "begin_kernel"]
-    assert (row.tolist(), bound.tolist()) == ([0, 1, -1], [2, 0, 0])
-    assert torch.equal(kept, token)
-    assert torch.equal(x, embedding[token])
-    assert all(torch.equal(own, table[position]) for own, table in zip(turns, tables, strict=True))
-    assert not residual.any()
-    assert memory.mix_TSS is not None
-    assert not memory.mix_TSS.any()
-    assert bool((memory.open_TS == 1).all())
