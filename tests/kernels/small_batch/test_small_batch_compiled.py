@@ -424,12 +424,17 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "features", "served"), [(1, 18432, True), (8, 18432, True), (9, 2048, True), (9, 2112, False)]
+    ("tokens", "rows", "features", "served"),
+    [
+        *((1, 64, 18432, True), (8, 64, 18432, True), (9, 129280, 2048, True), (9, 129280, 2112, False)),
+        *((9, 2624, 4096, True), (16, 4096, 4096, True), (16, 4112, 4096, False)),
+    ],
 )
-def test_products_that_cublas_does_better(tokens: int, features: int, served: bool) -> None:
-    """Products of more tokens than eight columns, where they do not stay in shared memory, are left to cuBLAS."""
-    assert launch.served(empty(tokens, features), empty(64, features)) is served
-    assert not launch.served(empty(tokens, features).float(), empty(64, features))
+def test_products_that_cublas_does_better(tokens: int, rows: int, features: int, served: bool) -> None:
+    """Products of more tokens than eight columns, where they do not stay in shared memory, are left to cuBLAS, unless
+    the matrix is small."""
+    assert launch.served(empty(tokens, features), empty(rows, features)) is served
+    assert not launch.served(empty(tokens, features).float(), empty(rows, features))
 
 
 @pytest.mark.parametrize(("experts", "groups"), [(520, 1), (320, 64)])
