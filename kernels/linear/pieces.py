@@ -9,6 +9,7 @@ a program p and a block b lies at p + b. Where one has them all, the product is 
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import triton
@@ -20,6 +21,7 @@ from kernels.quantize import store_rounded
 _BLOCK = tl.constexpr(128)
 
 
+@cache
 def most_pieces(rows: int, features: int, programs: int) -> int:
     """The most pieces that a block of a product of these sizes has."""
     steps = features // 128

@@ -31,6 +31,14 @@ STAGES: Final = 8
 """Steps under way in a program. Of 64 tokens they take 192 KiB."""
 WIDE: Final = 16
 """Tokens of a program that adds pieces up."""
+NARROW: Final = 4
+"""The same where matrices have so few rows that such programs would leave most of a GPU idle: one read 50 KB of pieces
+in 1.4 us, but 270 KB in 6.8 (512 x 4096 weights, whose blocks have 32 pieces, on one H200)."""
+FEWEST_ADDING: Final = 64
+"""Programs that are enough to add pieces up."""
+MOST_NORMED: Final = 10
+"""Most pieces of a block that are added up by the kernel that norms them: it has a program for a token alone. Of 17, of
+1024 x 4096 weights, it took 8.1 us, where to add pieces up takes 1.5 and a norm 1."""
 
 
 def takes(tokens: int, features: int) -> bool:
@@ -64,16 +72,23 @@ def stream_k(
     programs = programs or _programs(weight_FE)
     _multiply(x_TE, scale_TG, weight_FE, out_TF, piece_PTB, programs, stages, dependent)
     (tokens, rows), wide = out_TF.shape, columns(out_TF.shape[0])
-    adding.add_pieces[(triton.cdiv(rows, BLOCK), wide // WIDE)](
+    blocks = triton.cdiv(rows, BLOCK)
+    own = WIDE if blocks * wide // WIDE >= FEWEST_ADDING else NARROW
+    adding.add_pieces[(blocks, wide // own)](
         piece_PTB,
         out_TF,
         tokens,
-        WIDE=WIDE,
+        WIDE=own,
         **_pieces(weight_FE, wide, programs),
         DEPENDENT=dependent,
-        num_warps=8,
+        num_warps=8 if own == WIDE else 4,
         **options(dependent),
     )
+
+
+def norms_pieces(weight_FE: BlockScaled, programs: int | None = None) -> bool:
+    """Whether `stream_k_norm` is better than `stream_k` and a norm behind it."""
+    return adding.most_pieces(*weight_FE.shape, programs or _programs(weight_FE)) <= MOST_NORMED
 
 
 def stream_k_norm(

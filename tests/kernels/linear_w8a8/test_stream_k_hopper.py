@@ -1,4 +1,4 @@
-"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3."""
+"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3, and one of DeepSeek V4."""
 
 import re
 
@@ -13,6 +13,7 @@ from tests.support.rounded_norm_case import memory_of
 pytestmark = pytest.mark.gate
 
 SIZES = {"queries and latents": (2112, 7168), "queries": (24576, 1536), "output": (7168, 16384), "dense": (36864, 7168)}
+SIZES["latents of V4"] = (1536, 4096)
 """Output and input features."""
 
 
