@@ -11,6 +11,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from token_wise_case import Case, Gate, Norm, OutputGate, RopeCache, Sink, Streams  # noqa: E402
 
+from kernels.residual_streams import FEWEST_TILED  # noqa: E402
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -63,6 +65,45 @@ def test_residual_streams(features: int, streams: int, gates: int, dtype: torch.
     check(Streams(3, dtype, features=features, streams=streams, gates=gates))
     if gates < 2:  # behind the last part of a model
         check(Streams(3, dtype, features=features, streams=streams, gates=gates, mixed=True, keeps=True))
+
+
+@pytest.mark.parametrize(
+    ("features", "streams", "gates"), [(8, 4, 2), (600, 4, 1), (1200, 2, 2), (40, 3, 2), (600, 4, 3), (40, 2, 3)]
+)
+def test_residual_streams_in_tiles(features: int, streams: int, gates: int) -> None:
+    tokens = FEWEST_TILED + 6
+    check(Streams(tokens, features=features, streams=streams, gates=gates))
+    if gates < 2:
+        check(Streams(tokens, features=features, streams=streams, gates=gates, mixed=True, keeps=True))
+
+
+@pytest.mark.parametrize(("tokens", "invariant"), [(FEWEST_TILED + 6, False), (FEWEST_TILED + 6, True), (7, False)])
+@pytest.mark.parametrize("gates", [2, 3])
+def test_a_tokens_streams_depend_on_no_other_token(gates: int, tokens: int, invariant: bool) -> None:
+    """Another call of the same path has the token elsewhere, and others beside it."""
+    case = Streams(tokens, features=600, gates=gates, invariant=invariant)
+    case.run()
+    other = Streams(tokens, features=600, gates=gates, invariant=invariant, seed=50)
+    shifted = ["x", "residual", "open", "mix"]
+    for name, tensor in case.inputs.items():
+        other.tensors[name].copy_(tensor)
+        if name in shifted:
+            other.tensors[name][:-3].copy_(tensor[3:])
+    other.run()
+    for name in case.outputs:
+        assert torch.equal(other.tensors[name][:-3], case.tensors[name][3:]), name
+
+
+def test_invariant_streams_are_those_of_one_token() -> None:
+    case = Streams(FEWEST_TILED, features=600, invariant=True)
+    case.run()
+    for token in (0, FEWEST_TILED - 1):
+        alone = Streams(1, features=600)
+        for name, tensor in case.inputs.items():
+            alone.tensors[name].copy_(tensor[token : token + 1] if len(tensor) == FEWEST_TILED else tensor)
+        alone.run()
+        for name in case.outputs:
+            assert torch.equal(alone.tensors[name][0], case.tensors[name][token]), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
 
-from tests.support.hopper import compile_only, machine_code, resources
+from kernels.residual_streams import FEWEST_TILED
+from tests.support.hopper import SHARED_MEMORY_LIMIT, compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate
 
@@ -90,9 +91,38 @@ def test_streams(name: str, tokens: int, dependent: bool) -> None:
     assert re.search(r"LDG\.E\.(128|64)", machine_code(compiled[0]))
 
 
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("name", [name for name, case in STREAMS.items() if case(1).gates])
+def test_streams_in_tiles(name: str, dependent: bool) -> None:
+    """Products are those of tensor cores; two programs fit on a multiprocessor, which read nothing before they wait and
+    then past L1, 16 bytes at a time."""
+    with compile_only() as compiled:
+        STREAMS[name](FEWEST_TILED).run(dependent)
+    assert [kernel.name for kernel in compiled] == ["add_to_many_streams_kernel", "read_many_streams_kernel"]
+    for kernel in compiled:
+        found = resources(kernel)
+        found.check(registers=128)
+        assert found.waits == dependent
+        assert found.shared <= SHARED_MEMORY_LIMIT // 2
+        ptx = kernel.asm["ptx"]
+        before, _, behind = ptx.partition("griddepcontrol.wait") if dependent else ("", "", ptx)
+        assert "ld.global" not in before
+        assert "ld.global.cg" in behind
+        assert "LDG.E.128" in machine_code(kernel)
+    assert "HGMMA" in machine_code(compiled[0])
+
+
 def test_the_number_of_tokens_compiles_nothing_new() -> None:
     with compile_only() as compiled:
         for tokens in (1, 2, 16, 17, 100):
             for case in (Norm(tokens), Gate(tokens), RopeCache(tokens)):
                 case.run()
     assert len({kernel.hash for kernel in compiled}) == 3
+
+
+def test_the_number_of_tokens_compiles_streams_twice() -> None:
+    """Those of few tokens, and those of many."""
+    with compile_only() as compiled:
+        for tokens in (1, 2, 16, 17, FEWEST_TILED, 100, 128):
+            Streams(tokens, features=256, gates=3).run()
+    assert len({kernel.hash for kernel in compiled}) == 4

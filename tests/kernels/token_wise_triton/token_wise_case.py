@@ -201,6 +201,7 @@ class Streams(_Tensors):
     """Whether the streams are mixed before anything is added; so they are with three kinds of gates."""
     keeps: bool = False
     """Whether the sum that is read is wanted as well as its norm."""
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         self.mixed |= self.gates == 3
@@ -234,7 +235,7 @@ class Streams(_Tensors):
         gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4, steps) if self.gates else None
         memory = StreamMemory(t["open"], t["part"], t["mix"] if self.mixed else None, t["sum"] if self.keeps else None)
         into = t["residual"], memory, gates, t["weight"], t["out"], self.eps
-        launch_add_to_streams(t["x"], *into, dependent=dependent)
+        launch_add_to_streams(t["x"], *into, invariant=self.invariant, dependent=dependent)
 
     def check(self) -> None:
         added = self.inputs["open"].unsqueeze(2) * self.inputs["x"].float().unsqueeze(1)

@@ -1,0 +1,196 @@
+"""Residual streams of many tokens in Triton: tiles of them share the weights of gates, whose products are those of
+tensor cores."""
+
+# ruff: noqa: RUF005
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.residual_streams.kernel import mixing_matrix, new_stream, read_token
+
+
+@triton.jit
+def _numbers(at, there, COUNT: tl.constexpr):
+    """COUNT numbers of each token, which lie side by side from `at` on, as columns."""
+    found = ()
+    for number in tl.static_range(COUNT):
+        found = found + (tl.load(at + number, mask=there, other=0.0, cache_modifier=".cg")[:, None],)
+    return found
+
+
+@triton.jit
+def _add_product(product, x, weight):
+    """`product` and the sums of products of `x` [T, E] in bf16 with the rows of `weight` [M, E] in fp32.
+
+    Such weights are exactly the sum of three numbers in bf16, of 8 bits each. Tensor cores multiply these exactly, but
+    do not round to nearest where they add up: what they have added up of few features is added to the rest here, by
+    operations that no compiler lets tensor cores do."""
+    high = weight.to(tl.bfloat16)
+    rest = weight - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    sums = tl.fma(tl.dot(x, tl.trans(middle)), 1.0, tl.dot(x, tl.trans(low)))
+    sums = tl.fma(tl.dot(x, tl.trans(high)), 1.0, sums)
+    return product + sums
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def add_to_many_streams_kernel(
+    x,
+    residual,
+    open_gate,
+    mix,
+    weight,
+    part,
+    tokens,
+    blocks,
+    X_STRIDE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STREAMS: tl.constexpr,
+    GATES: tl.constexpr,
+    LANES: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIXED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """As `add_to_streams_kernel`, of TOKENS tokens and `blocks` blocks of features, one after the other; streams are in
+    bf16. A token's sums depend neither on its place in the tile nor on the tokens beside it."""
+    tile = tl.program_id(0).to(tl.int64) * TOKENS
+    t = tl.arange(0, TOKENS)
+    m = tl.arange(0, LANES)
+    token, there = tile + t, t < tokens - tile
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    opened = _numbers(open_gate + token * STREAMS, there, STREAMS)
+    mixed = ()
+    if MIXED:
+        mixed = _numbers(mix + token * STREAMS * STREAMS, there, STREAMS * STREAMS)
+    square = tl.zeros([TOKENS], tl.float32)
+    product = tl.zeros([TOKENS, LANES], tl.float32)
+    first = tl.program_id(1) * blocks * BLOCK
+    before = ()
+    for _stream in tl.static_range(STREAMS):
+        before = before + (tl.zeros([TOKENS, BLOCK], tl.bfloat16),)
+    # Each block's products are made while the next one's streams are on their way.
+    for block in range(blocks + 1):
+        e = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = there[:, None] & ((e < FEATURES) & (block < blocks))[None, :]
+        begin = residual + tile * STREAMS * FEATURES + (t[:, None] * (STREAMS * FEATURES) + e[None, :])
+        row = weight + m[:, None] * (STREAMS * FEATURES) + (e - BLOCK)[None, :]
+        asked = (m[:, None] < GATES) & ((e - BLOCK < FEATURES) & (block > 0))[None, :]
+        for stream in tl.static_range(STREAMS):
+            of_stream = tl.load(row + stream * FEATURES, mask=asked, other=0.0)
+            product = _add_product(product, before[stream], of_stream)
+        old = ()
+        for stream in tl.static_range(STREAMS):
+            old = old + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0, cache_modifier=".cg"),)
+        x_at = x + tile * X_STRIDE + (t[:, None] * X_STRIDE + e[None, :])
+        added = tl.load(x_at, mask=inside, other=0.0, cache_modifier=".cg")
+        squares = tl.zeros([TOKENS, BLOCK], tl.float32)
+        before = ()
+        for stream in tl.static_range(STREAMS):
+            rounded = new_stream(old, mixed, opened, added, stream, STREAMS, MIXED).to(tl.bfloat16)
+            tl.store(begin + stream * FEATURES, rounded, mask=inside)
+            value = rounded.to(tl.float32)
+            squares += value * value
+            before = before + (rounded,)
+        square += tl.sum(squares, 1)
+    to = part + (token * PARTS + tl.program_id(1)) * PART
+    tl.store(to[:, None] + m[None, :], product, mask=there[:, None] & (m < GATES)[None, :])
+    tl.store(to + GATES, square, mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def read_many_streams_kernel(
+    residual,
+    open_gate,
+    mix,
+    base,
+    scale,
+    part,
+    weight,
+    out,
+    read_sum,
+    tokens,
+    eps,
+    gate_eps,
+    norm_eps,
+    magnitude,
+    OUT_STRIDE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STREAMS: tl.constexpr,
+    GATES: tl.constexpr,
+    LANES: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_LANES: tl.constexpr,
+    STEPS: tl.constexpr,
+    KEEP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """With STEPS the first programs make the mixing matrices of TOKENS tokens each; each of the others reads the
+    streams of one token, see `read_token`."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    p = tl.arange(0, PART_LANES)
+    mixers = 0
+    if STEPS:
+        mixers = tl.cdiv(tokens, TOKENS)
+        if tl.program_id(0) < mixers:
+            t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+            begins = part + (t[:, None] * PARTS + p[None, :]) * PART
+            all_there = (t < tokens)[:, None] & (p < PARTS)[None, :]
+            squares = tl.sum(tl.load(begins + GATES, mask=all_there, other=0.0, cache_modifier=".cg"), 1)
+            inverse = tl.rsqrt(squares / (STREAMS * FEATURES) + norm_eps)
+            mixing_factor = tl.load(scale + 2)
+            made = ()
+            for number in tl.static_range(2 * STREAMS, GATES):
+                total = tl.sum(tl.load(begins + number, mask=all_there, other=0.0, cache_modifier=".cg"), 1)
+                made = made + (total * inverse * mixing_factor + tl.load(base + number),)
+            matrix = mixing_matrix(made, gate_eps, STREAMS, STEPS)
+            for number in tl.static_range(STREAMS * STREAMS):
+                tl.store(mix + t * STREAMS * STREAMS + number, matrix[number], mask=t < tokens)
+    if tl.program_id(0) >= mixers:
+        token = tl.program_id(0).to(tl.int64) - mixers
+        m = tl.arange(0, LANES)
+        e = tl.arange(0, BLOCK)
+        made_gate = m < GATES
+        begin = part + (token * PARTS + p) * PART
+        there = (p[:, None] < PARTS) & made_gate[None, :]
+        sums = tl.load(begin[:, None] + m[None, :], mask=there, other=0.0, cache_modifier=".cg")
+        square = tl.load(begin + GATES, mask=p < PARTS, other=0.0, cache_modifier=".cg")
+        read_token(
+            token,
+            residual,
+            open_gate,
+            sums,
+            square,
+            tl.load(scale + tl.minimum(m // STREAMS, 2), mask=made_gate, other=0.0),
+            tl.load(base + m, mask=made_gate, other=0.0),
+            tl.load(weight + e, mask=e < FEATURES, other=0.0).to(tl.float32),
+            out,
+            read_sum,
+            eps,
+            gate_eps,
+            norm_eps,
+            magnitude,
+            OUT_STRIDE,
+            FEATURES,
+            STREAMS,
+            GATES,
+            LANES,
+            STEPS,
+            KEEP,
+            BLOCK,
+        )
