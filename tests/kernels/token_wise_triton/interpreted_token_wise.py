@@ -9,7 +9,17 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from token_wise_case import Case, Gate, Norm, OutputGate, RopeCache, Sink, Streams  # noqa: E402
+from token_wise_case import (  # noqa: E402
+    Case,
+    Gate,
+    Norm,
+    OutputGate,
+    RopeCache,
+    Sink,
+    Streams,
+    check_invariant,
+    check_tokens_alone,
+)
 
 from kernels.residual_streams import FEWEST_TILED  # noqa: E402
 
@@ -80,30 +90,11 @@ def test_residual_streams_in_tiles(features: int, streams: int, gates: int) -> N
 @pytest.mark.parametrize(("tokens", "invariant"), [(FEWEST_TILED + 6, False), (FEWEST_TILED + 6, True), (7, False)])
 @pytest.mark.parametrize("gates", [2, 3])
 def test_a_tokens_streams_depend_on_no_other_token(gates: int, tokens: int, invariant: bool) -> None:
-    """Another call of the same path has the token elsewhere, and others beside it."""
-    case = Streams(tokens, features=600, gates=gates, invariant=invariant)
-    case.run()
-    other = Streams(tokens, features=600, gates=gates, invariant=invariant, seed=50)
-    shifted = ["x", "residual", "open", "mix"]
-    for name, tensor in case.inputs.items():
-        other.tensors[name].copy_(tensor)
-        if name in shifted:
-            other.tensors[name][:-3].copy_(tensor[3:])
-    other.run()
-    for name in case.outputs:
-        assert torch.equal(other.tensors[name][:-3], case.tensors[name][3:]), name
+    check_tokens_alone(Streams(tokens, features=600, gates=gates, invariant=invariant))
 
 
 def test_invariant_streams_are_those_of_one_token() -> None:
-    case = Streams(FEWEST_TILED, features=600, invariant=True)
-    case.run()
-    for token in (0, FEWEST_TILED - 1):
-        alone = Streams(1, features=600)
-        for name, tensor in case.inputs.items():
-            alone.tensors[name].copy_(tensor[token : token + 1] if len(tensor) == FEWEST_TILED else tensor)
-        alone.run()
-        for name in case.outputs:
-            assert torch.equal(alone.tensors[name][0], case.tensors[name][token]), name
+    check_invariant(Streams(FEWEST_TILED, features=600, invariant=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture, check_replays
-from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
+from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams, check_invariant, check_tokens_alone
 
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_cache import rope_cache
@@ -68,6 +68,13 @@ def test_replayed_on_other_values(name: str, tokens: int, dependent: bool) -> No
     case.inputs = other.inputs
     check_replays(graph, case.refill, [case.tensors[output] for output in case.outputs])
     case.check()
+
+
+@pytest.mark.parametrize("tokens", [16, 333])
+@pytest.mark.parametrize(("features", "gates"), [(6144, 2), (4096, 3)])
+def test_a_tokens_streams_depend_on_no_other_token(features: int, gates: int, tokens: int) -> None:
+    check_tokens_alone(Streams(tokens, device="cuda", features=features, gates=gates))
+    check_invariant(Streams(tokens, device="cuda", features=features, gates=gates, invariant=True))
 
 
 def test_public_functions_dispatch_to_the_kernels() -> None:

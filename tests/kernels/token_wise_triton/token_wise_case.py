@@ -279,6 +279,33 @@ class Streams(_Tensors):
         assert bool((error <= moved + 2 * atol + 3 * rtol * want.abs()).all()), error.max()
 
 
+def check_tokens_alone(case: Streams) -> None:
+    """A token's bits are the same in a call on the same path that has it elsewhere, and others beside it."""
+    case.run()
+    other = replace(case, seed=case.seed + 50, tensors={}, inputs={}, outputs=[])
+    for name, tensor in case.inputs.items():
+        moves = name in {"x", "residual", "open", "mix"}
+        other.tensors[name][: -3 if moves else None].copy_(tensor[3 if moves else 0 :])
+    other.run()
+    for name in case.outputs:
+        assert torch.equal(other.tensors[name][:-3], case.tensors[name][3:]), name
+
+
+def check_invariant(case: Streams) -> None:
+    """A token's bits are those of a call of its own."""
+    assert case.invariant
+    case.run()
+    for token in (0, case.tokens // 2, case.tokens - 1):
+        alone = replace(case, tokens=1, tensors={}, inputs={}, outputs=[])
+        for name in ("x", "residual", "open", "mix"):
+            alone.tensors[name].copy_(case.inputs[name][token : token + 1])
+        for name in ("made", "base", "scale", "weight"):
+            alone.tensors[name].copy_(case.inputs[name])
+        alone.run()
+        for name in case.outputs:
+            assert torch.equal(alone.tensors[name][0], case.tensors[name][token]), name
+
+
 def mixing(made: Tensor, count: int) -> Tensor:
     """Return the mixing matrices of gates in float64."""
     mix = made[:, 2 * count :].unflatten(1, (count, count)).softmax(2) + 1e-2
