@@ -64,7 +64,7 @@ class StreamLaunches:
         features = MIXED_BLOCK if mixed else BLOCK
         if self.tiled:
             features = _TILE_BLOCK * (_MIXED_TILE_BLOCKS if mixed else _TILE_BLOCKS)
-        return triton.cdiv(self.residual_TSE.shape[2], features)
+        return -(-self.residual_TSE.shape[2] // features)
 
     def check(self) -> None:
         """ValueError where tensors do not fit each other, or what kernels take for granted."""
@@ -119,8 +119,8 @@ class StreamLaunches:
         gates, memory, tokens = self.gates, self.memory, len(self.x_TE)
         assert gates is not None
         out_TE, read_TE = self.out_TE, memory.read_TE
-        given = self.residual_TSE, memory.open_TS, self._mix_TSS, gates.base_M, gates.scale_G, memory.part_TPX
-        given = *given, self.weight_E, out_TE, out_TE if read_TE is None else read_TE
+        made = self.residual_TSE, memory.open_TS, self._mix_TSS, gates.base_M, gates.scale_G, memory.part_TPX
+        given = *made, self.weight_E, out_TE, out_TE if read_TE is None else read_TE
         numbers = self.eps, gates.eps, gates.norm_eps, gates.magnitude
         lanes, parts = triton.next_power_of_2(self.residual_TSE.shape[2]), self.parts
         constants = self._constants() | {
