@@ -6,19 +6,20 @@ each other, or in that of DeepSeek V4 (2026): there a nearly doubly stochastic m
 is added (manifold-constrained hyper-connections, 2026, sections 2.2 and 4).
 
 Shape legend: T tokens, S streams, E features of each, F = S E, M gates (S of what is read, behind them S of what is
-added, and S S of the mixing where there is any; those of a model's end are S alone), P parts of their sums, X = M
-rounded up to a power of two, and one.
+added, and S S of the mixing where there is any; those of a model's end are S alone), P parts of their sums at most, X
+= M + 1 rounded up to a multiple of four.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.residual_streams.launch import FEWEST_TILED, launch_add_to_streams
-from kernels.residual_streams.memory import StreamGates, StreamMemory
+from kernels.residual_streams.launch import launch_add_to_streams
+from kernels.residual_streams.memory import FEWEST_LONG, FEWEST_TILED, StreamGates, StreamMemory
 from kernels.residual_streams.reference import add_to_streams_reference
 
 __all__ = [
+    "FEWEST_LONG",
     "FEWEST_TILED",
     "StreamGates",
     "StreamMemory",
@@ -52,8 +53,8 @@ def add_to_streams(
 
     Without `gates` nothing but the first happens. All is computed in fp32. A token's bits depend on no other token, and
     not on its place among them. With `invariant` they are the same in any call. Without it they are the same in all
-    calls of fewer than `FEWEST_TILED` tokens, and in all calls of at least as many: on a GPU those have sums in another
-    order, where the streams are in bf16.
+    calls of fewer than `FEWEST_TILED` tokens, in all of fewer than `FEWEST_LONG`, and in all others: on a GPU these
+    have sums in different orders, where the streams are in bf16.
 
     `residual_TSE` is contiguous, rows of `x_TE` and `out_TE` may be strided; `out_TE` may be `x_TE`. All three and
     `weight_E` may have any floating dtype, on a GPU up to fp32. `dependent`: programmatic dependent launch.

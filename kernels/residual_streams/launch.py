@@ -14,22 +14,14 @@ import triton
 from torch import Tensor
 
 from kernels.residual_streams.kernel import add_to_streams_kernel, read_streams_kernel
-from kernels.residual_streams.memory import BLOCK, MIXED_BLOCK, StreamGates, StreamMemory
+from kernels.residual_streams.memory import Path, StreamGates, StreamMemory
 from kernels.residual_streams.tiles import add_to_many_streams_kernel, read_many_streams_kernel
 
-FEWEST_TILED: Final = 64
-"""Fewest tokens whose products with the gates' weights are those of tensor cores, in tiles of tokens."""
 _MOST_EARLY: Final = 16
-"""Most tokens whose programs ask for the weights of gates before they wait for the kernel before: of more, programs
-that hold them so long leave no room for others."""
+"""Most tokens whose programs ask for the weights of gates before they wait for the kernel before, where each token has
+programs of its own: of more, programs that hold them so long leave no room for others."""
 _TILE: Final = 64
 """Tokens of a tile."""
-_TILE_BLOCK: Final = 32
-"""Features of every stream that a tile has at a time."""
-_TILE_BLOCKS: Final = 16
-"""Such blocks of a program: its sums are a part, and the kernel behind adds up the parts of a token."""
-_MIXED_TILE_BLOCKS: Final = 8
-"""The same where streams are mixed."""
 _TILE_REGISTERS: Final = 128
 """Most registers of a thread, so that two programs with tiles fit on a multiprocessor: one waits for memory while the
 other computes."""
@@ -52,19 +44,16 @@ class StreamLaunches:
     dependent: bool
 
     @property
-    def tiled(self) -> bool:
-        """Whether tiles of tokens share the weights of gates."""
-        many = len(self.x_TE) >= FEWEST_TILED and self.residual_TSE.dtype == torch.bfloat16
-        return many and self.gates is not None and not self.invariant
+    def path(self) -> Path:
+        """How tokens share programs, and sums are cut into parts."""
+        tiled = self.gates is not None and not self.invariant and self.residual_TSE.dtype == torch.bfloat16
+        mixed = self.memory.mix_TSS is not None
+        return Path.of(len(self.x_TE), mixed) if tiled else Path.alone(mixed)
 
     @property
     def parts(self) -> int:
         """Programs that add to a token's streams, and so parts of its sums."""
-        mixed = self.memory.mix_TSS is not None
-        features = MIXED_BLOCK if mixed else BLOCK
-        if self.tiled:
-            features = _TILE_BLOCK * (_MIXED_TILE_BLOCKS if mixed else _TILE_BLOCKS)
-        return -(-self.residual_TSE.shape[2] // features)
+        return -(-self.residual_TSE.shape[2] // self.path.features)
 
     def check(self) -> None:
         """ValueError where tensors do not fit each other, or what kernels take for granted."""
@@ -75,10 +64,10 @@ class StreamLaunches:
         made = 0 if self.gates is None else len(self.gates.base_M)
         steps = 0 if self.gates is None else self.gates.mixing_steps
         counts = ((2 + streams) * streams,) if steps else (0, streams, 2 * streams)
-        parts = triton.cdiv(features, MIXED_BLOCK if mixed else BLOCK)
-        if room.shape[:2] != (tokens, parts) or made not in counts or (steps and not mixed):
+        fits = len(room) == tokens and room.shape[1] >= self.parts and room.shape[2] > made and room.is_contiguous()
+        if not fits or made not in counts or (steps and not mixed):
             raise ValueError(
-                f"memory for {tuple(room.shape[:2])} parts and {made} gates do not fit {tokens} tokens of "
+                f"memory for {tuple(room.shape)} parts of sums and {made} gates do not fit {tokens} tokens of "
                 f"{streams} streams of {features} features"
             )
         read_TE = self.memory.read_TE
@@ -90,25 +79,26 @@ class StreamLaunches:
         memory, mixed = self.memory, self.memory.mix_TSS is not None
         weight_MF = memory.part_TPX if self.gates is None else self.gates.weight_MF
         given = self.x_TE, self.residual_TSE, memory.open_TS, self._mix_TSS, weight_MF, memory.part_TPX
-        tokens, constants = len(self.x_TE), {"X_STRIDE": self.x_TE.stride(0), "MIXED": mixed}
-        if not self.tiled:
+        tokens, path, constants = len(self.x_TE), self.path, {"X_STRIDE": self.x_TE.stride(0), "MIXED": mixed}
+        if not path.tiled:
             add_to_streams_kernel[(tokens, self.parts)](
                 *given,
                 **self._constants(),
                 **constants,
                 EARLY=self.dependent and tokens <= _MOST_EARLY,
-                BLOCK=MIXED_BLOCK if mixed else BLOCK,
+                BLOCK=path.block,
                 num_warps=4 if mixed or self.gates is None else 8,
             )
             return
         add_to_many_streams_kernel[(triton.cdiv(tokens, _TILE), self.parts)](
             *given,
             tokens,
-            _MIXED_TILE_BLOCKS if mixed else _TILE_BLOCKS,
+            path.blocks,
             **self._constants(fewest_lanes=16),
             **constants,
+            EARLY=path.blocks == 1,
             TOKENS=_TILE,
-            BLOCK=_TILE_BLOCK,
+            BLOCK=path.block,
             num_warps=8,
             num_stages=1,
             maxnreg=_TILE_REGISTERS,
@@ -132,7 +122,7 @@ class StreamLaunches:
             # Not more: each warp of a program that makes one token's mixing matrix computes all of it.
             "num_warps": min(max(lanes // 1024, 1), 16),
         }
-        if not self.tiled:
+        if not self.path.many:
             read_streams_kernel[(tokens, 2 if gates.mixing_steps else 1)](*given, *numbers, **constants)
             return
         mixers = triton.cdiv(tokens, _MIXERS) if gates.mixing_steps else 0

@@ -13,11 +13,52 @@ import torch
 import triton
 from torch import Tensor
 
-BLOCK: Final = 512
-"""Features of every stream that a program takes which adds to few tokens' streams. Sums have one order, which follows
-from it."""
-MIXED_BLOCK: Final = 128
-"""The same where streams are mixed, which takes so many gates that their sums of more would not find registers."""
+FEWEST_TILED: Final = 9
+"""Fewest tokens that share the weights of gates in tiles of tokens, whose products are those of tensor cores."""
+FEWEST_LONG: Final = 513
+"""Fewest tokens with long parts of sums: of fewer there would be too few programs."""
+_ALONE: Final = {False: 512, True: 128}
+"""Features of every stream that a program takes of one token: where streams are mixed, which takes so many gates that
+sums of more would not find registers, fewer."""
+_TILE_BLOCK: Final = 32
+"""Features of every stream that a program has at a time of a tile."""
+_LONG: Final = {False: 16, True: 8}
+"""Such blocks of a long part of sums: where streams are mixed, and otherwise."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """How tokens share programs, and how many features of a stream a program adds up, which the order of sums follows
+    from."""
+
+    tiled: bool
+    """Whether tokens share the weights of gates."""
+    block: int
+    """Features of every stream that a program has at a time."""
+    blocks: int = 1
+    """Blocks of a program."""
+
+    @staticmethod
+    def alone(mixed: bool) -> Path:
+        """Each token has programs of its own; `mixed`: whether streams are."""
+        return Path(False, _ALONE[mixed])
+
+    @staticmethod
+    def of(tokens: int, mixed: bool) -> Path:
+        """The fastest for so many tokens."""
+        if tokens < FEWEST_TILED:
+            return Path.alone(mixed)
+        return Path(True, _TILE_BLOCK, 1 if tokens < FEWEST_LONG else _LONG[mixed])
+
+    @property
+    def features(self) -> int:
+        """Features of every stream whose products are one part of a token's sums."""
+        return self.block * self.blocks
+
+    @property
+    def many(self) -> bool:
+        """Whether there are so many tokens that a thread makes a whole mixing matrix."""
+        return self.tiled and self.blocks > 1
 
 
 @dataclass(frozen=True)
@@ -61,9 +102,11 @@ class StreamMemory:
         tokens: int, streams: int, features: int, empty: Callable[..., Tensor], *, mixing: bool = False
     ) -> StreamMemory:
         """Uninitialised; `empty(*shape, dtype=)` gives memory."""
-        sums = triton.next_power_of_2((2 + streams * mixing) * streams) + 1
+        shortest = min(Path.of(tokens, mixing).features, Path.alone(mixing).features)
+        # Of sums and one more number, of squares; kernels load four at once.
+        sums = 4 * triton.cdiv((2 + streams * mixing) * streams + 1, 4)
         return StreamMemory(
             empty(tokens, streams, dtype=torch.float32),
-            empty(tokens, triton.cdiv(features, MIXED_BLOCK if mixing else BLOCK), sums, dtype=torch.float32),
+            empty(tokens, triton.cdiv(features, shortest), sums, dtype=torch.float32),
             empty(tokens, streams, streams, dtype=torch.float32) if mixing else None,
         )

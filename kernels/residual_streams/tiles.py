@@ -23,6 +23,13 @@ def _numbers(at, there, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _weights(weight, m, e, STREAM: tl.constexpr, FEATURES: tl.constexpr, STREAMS: tl.constexpr, GATES: tl.constexpr):
+    """Weights of the gates for features of a stream, 0 where there is no such gate or feature."""
+    asked = (m < GATES)[:, None] & (e < FEATURES)[None, :]
+    return tl.load(weight + m[:, None] * (STREAMS * FEATURES) + (STREAM * FEATURES + e)[None, :], mask=asked, other=0.0)
+
+
+@triton.jit
 def _add_product(product, x, weight):
     """`product` and the sums of products of `x` [T, E] in bf16 with the rows of `weight` [M, E] in fp32.
 
@@ -56,16 +63,23 @@ def add_to_many_streams_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     MIXED: tl.constexpr,
+    EARLY: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """As `add_to_streams_kernel`, of TOKENS tokens and `blocks` blocks of features, one after the other; streams are in
-    bf16. A token's sums depend neither on its place in the tile nor on the tokens beside it."""
+    bf16. With EARLY there is one block, and its weights are asked for before the wait. A token's sums depend neither on
+    its place in the tile nor on the tokens beside it."""
     tile = tl.program_id(0).to(tl.int64) * TOKENS
     t = tl.arange(0, TOKENS)
     m = tl.arange(0, LANES)
     token, there = tile + t, t < tokens - tile
+    first = tl.program_id(1) * blocks * BLOCK
+    early = ()
+    if EARLY:
+        for stream in tl.static_range(STREAMS):
+            early = early + (_weights(weight, m, first + tl.arange(0, BLOCK), stream, FEATURES, STREAMS, GATES),)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -75,20 +89,23 @@ def add_to_many_streams_kernel(
         mixed = _numbers(mix + token * STREAMS * STREAMS, there, STREAMS * STREAMS)
     square = tl.zeros([TOKENS], tl.float32)
     product = tl.zeros([TOKENS, LANES], tl.float32)
-    first = tl.program_id(1) * blocks * BLOCK
     before = ()
     for _stream in tl.static_range(STREAMS):
         before = before + (tl.zeros([TOKENS, BLOCK], tl.bfloat16),)
-    # Each block's products are made while the next one's streams are on their way.
+    # The products of a block are made of what the turn before has left: that the compiler keeps in shared memory, where
+    # tensor cores read it. What the same turn computes it would compute once more for them, in their registers.
     for block in range(blocks + 1):
         e = first + block * BLOCK + tl.arange(0, BLOCK)
         inside = there[:, None] & ((e < FEATURES) & (block < blocks))[None, :]
         begin = residual + tile * STREAMS * FEATURES + (t[:, None] * (STREAMS * FEATURES) + e[None, :])
-        row = weight + m[:, None] * (STREAMS * FEATURES) + (e - BLOCK)[None, :]
-        asked = (m[:, None] < GATES) & ((e - BLOCK < FEATURES) & (block > 0))[None, :]
-        for stream in tl.static_range(STREAMS):
-            of_stream = tl.load(row + stream * FEATURES, mask=asked, other=0.0)
-            product = _add_product(product, before[stream], of_stream)
+        of_gates = early
+        if not EARLY:
+            last = first + tl.maximum(block - 1, 0) * BLOCK + tl.arange(0, BLOCK)
+            for stream in tl.static_range(STREAMS):
+                of_gates = of_gates + (_weights(weight, m, last, stream, FEATURES, STREAMS, GATES),)
+        if block > 0:
+            for stream in tl.static_range(STREAMS):
+                product = _add_product(product, before[stream], of_gates[stream])
         old = ()
         for stream in tl.static_range(STREAMS):
             old = old + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0, cache_modifier=".cg"),)

@@ -49,7 +49,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 3, 64, 333])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 333, 600])
 @pytest.mark.parametrize("name", MAKERS)
 def test_eager(name: str, tokens: int, dtype: torch.dtype) -> None:
     case = MAKERS[name](tokens, dtype, 0)
@@ -70,7 +70,7 @@ def test_replayed_on_other_values(name: str, tokens: int, dependent: bool) -> No
     case.check()
 
 
-@pytest.mark.parametrize("tokens", [16, 333])
+@pytest.mark.parametrize("tokens", [8, 333, 600])
 @pytest.mark.parametrize(("features", "gates"), [(6144, 2), (4096, 3)])
 def test_a_tokens_streams_depend_on_no_other_token(features: int, gates: int, tokens: int) -> None:
     check_tokens_alone(Streams(tokens, device="cuda", features=features, gates=gates))

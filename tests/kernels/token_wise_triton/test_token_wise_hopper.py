@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
 
-from kernels.residual_streams import FEWEST_TILED
+from kernels.residual_streams import FEWEST_LONG, FEWEST_TILED
 from tests.support.hopper import SHARED_MEMORY_LIMIT, compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate
@@ -75,7 +75,7 @@ def test_kernels_that_are_launched_plainly(name: str) -> None:
 def test_streams(name: str, tokens: int, dependent: bool) -> None:
     """Launched dependently they ask for the weights of few tokens' gates before they wait, and read what others have
     written behind that, and not from L1."""
-    case = STREAMS[name](tokens)
+    case = STREAMS[name](tokens, invariant=True)
     with compile_only() as compiled:
         case.run(dependent)
     for kernel in compiled:
@@ -91,14 +91,19 @@ def test_streams(name: str, tokens: int, dependent: bool) -> None:
     assert re.search(r"LDG\.E\.(128|64)", machine_code(compiled[0]))
 
 
-@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "dependent"), [(FEWEST_TILED, False), (FEWEST_TILED, True), (FEWEST_LONG, False), (FEWEST_LONG, True)]
+)
 @pytest.mark.parametrize("name", [name for name, case in STREAMS.items() if case(1).gates])
-def test_streams_in_tiles(name: str, dependent: bool) -> None:
-    """Products are those of tensor cores; two programs fit on a multiprocessor, which read nothing before they wait and
-    then past L1, 16 bytes at a time."""
+def test_streams_in_tiles(name: str, tokens: int, dependent: bool) -> None:
+    """Products are those of tensor cores, and two programs fit on a multiprocessor. Those of few tokens ask for the
+    weights of gates before they wait."""
     with compile_only() as compiled:
-        STREAMS[name](FEWEST_TILED).run(dependent)
-    assert [kernel.name for kernel in compiled] == ["add_to_many_streams_kernel", "read_many_streams_kernel"]
+        STREAMS[name](tokens).run(dependent)
+    add, read = compiled
+    few = tokens < FEWEST_LONG
+    assert add.name == "add_to_many_streams_kernel"
+    assert read.name == ("read_streams_kernel" if few else "read_many_streams_kernel")
     for kernel in compiled:
         found = resources(kernel)
         found.check(registers=128)
@@ -106,10 +111,11 @@ def test_streams_in_tiles(name: str, dependent: bool) -> None:
         assert found.shared <= SHARED_MEMORY_LIMIT // 2
         ptx = kernel.asm["ptx"]
         before, _, behind = ptx.partition("griddepcontrol.wait") if dependent else ("", "", ptx)
-        assert "ld.global" not in before
+        assert ("ld.global" in before) == (dependent and few)
+        assert "ld.global.cg" not in before
         assert "ld.global.cg" in behind
         assert "LDG.E.128" in machine_code(kernel)
-    assert "HGMMA" in machine_code(compiled[0])
+    assert "HGMMA" in machine_code(add)
 
 
 def test_the_number_of_tokens_compiles_nothing_new() -> None:
@@ -120,9 +126,9 @@ def test_the_number_of_tokens_compiles_nothing_new() -> None:
     assert len({kernel.hash for kernel in compiled}) == 3
 
 
-def test_the_number_of_tokens_compiles_streams_twice() -> None:
-    """Those of few tokens, and those of many."""
+def test_the_number_of_tokens_compiles_streams_thrice() -> None:
+    """Those of few tokens, those of more, and those of many; the latter two differ in what is read early alone."""
     with compile_only() as compiled:
-        for tokens in (1, 2, 16, 17, FEWEST_TILED, 100, 128):
-            Streams(tokens, features=256, gates=3).run()
-    assert len({kernel.hash for kernel in compiled}) == 4
+        for tokens in (1, 2, FEWEST_TILED, 16, 100, 128, FEWEST_LONG, 528):
+            Streams(tokens, features=512, gates=3).run()
+    assert len({kernel.hash for kernel in compiled}) == 6
