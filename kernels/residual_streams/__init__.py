@@ -57,7 +57,8 @@ def add_to_streams(
     have sums in different orders, where the streams are in bf16.
 
     `residual_TSE` is contiguous, rows of `x_TE` and `out_TE` may be strided; `out_TE` may be `x_TE`. All three and
-    `weight_E` may have any floating dtype, on a GPU up to fp32. `dependent`: programmatic dependent launch.
+    `weight_E` may have any floating dtype, on a GPU up to fp32. `dependent`: programmatic dependent launch, of fewer
+    than `FEWEST_LONG` tokens.
     """
     if x_TE.is_cuda:
         into = x_TE, residual_TSE, memory, gates, weight_E, out_TE

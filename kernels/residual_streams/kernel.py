@@ -11,15 +11,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def column(matrix, COLUMN: tl.constexpr, STREAMS: tl.constexpr):
+    """A column of a matrix that is a tuple of its numbers row by row, or nothing of nothing."""
+    found = ()
+    if len(matrix) > 0:
+        for row in tl.static_range(STREAMS):
+            found = found + (matrix[row * STREAMS + COLUMN],)
+    return found
+
+
+@triton.jit
 def new_stream(old, mix, opened, added, STREAM: tl.constexpr, STREAMS: tl.constexpr, MIXED: tl.constexpr):
-    """What a stream is once `added` was added to it, before it is rounded, of all `old` streams."""
+    """What a stream is once `added` times `opened` was added to it, before it is rounded, of all `old` streams and its
+    column of the mixing matrix."""
     if MIXED:
-        value = mix[STREAM] * old[0].to(tl.float32)
+        value = mix[0] * old[0].to(tl.float32)
         for other in tl.static_range(1, STREAMS):
-            value += mix[other * STREAMS + STREAM] * old[other].to(tl.float32)
+            value += mix[other] * old[other].to(tl.float32)
     else:
         value = old[STREAM].to(tl.float32)
-    return value + opened[STREAM] * added.to(tl.float32)
+    return value + opened * added.to(tl.float32)
 
 
 @triton.jit
@@ -74,7 +85,8 @@ def add_to_streams_kernel(
     square = tl.zeros([BLOCK], tl.float32)
     product = tl.zeros([LANES, BLOCK], tl.float32)
     for stream in tl.static_range(STREAMS):
-        rounded = new_stream(old, mixed, opened, added, stream, STREAMS, MIXED).to(residual.dtype.element_ty)
+        own = column(mixed, stream, STREAMS)
+        rounded = new_stream(old, own, opened[stream], added, stream, STREAMS, MIXED).to(residual.dtype.element_ty)
         tl.store(begin + stream * FEATURES, rounded, mask=inside)
         if GATES:
             value = rounded.to(tl.float32)

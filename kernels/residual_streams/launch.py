@@ -23,8 +23,8 @@ programs of its own: of more, programs that hold them so long leave no room for 
 _TILE: Final = 64
 """Tokens of a tile."""
 _TILE_REGISTERS: Final = 128
-"""Most registers of a thread, so that two programs with tiles fit on a multiprocessor: one waits for memory while the
-other computes."""
+"""Most registers of a thread where there are many tokens, so that two programs fit on a multiprocessor: one waits for
+memory while the other computes."""
 _MIXERS: Final = 32
 """Tokens whose mixing matrices a program makes."""
 
@@ -84,6 +84,7 @@ class StreamLaunches:
             add_to_streams_kernel[(tokens, self.parts)](
                 *given,
                 **self._constants(),
+                **self._launched,
                 **constants,
                 EARLY=self.dependent and tokens <= _MOST_EARLY,
                 BLOCK=path.block,
@@ -95,13 +96,15 @@ class StreamLaunches:
             tokens,
             path.blocks,
             **self._constants(fewest_lanes=16),
+            **self._launched,
             **constants,
+            STREAM_LANES=triton.next_power_of_2(self.residual_TSE.shape[1]),
             EARLY=path.blocks == 1,
             TOKENS=_TILE,
             BLOCK=path.block,
             num_warps=8,
             num_stages=1,
-            maxnreg=_TILE_REGISTERS,
+            maxnreg=_TILE_REGISTERS if path.many else None,
         )
 
     def read(self) -> None:
@@ -123,7 +126,8 @@ class StreamLaunches:
             "num_warps": min(max(lanes // 1024, 1), 16),
         }
         if not self.path.many:
-            read_streams_kernel[(tokens, 2 if gates.mixing_steps else 1)](*given, *numbers, **constants)
+            grid = tokens, 2 if gates.mixing_steps else 1
+            read_streams_kernel[grid](*given, *numbers, **constants, **self._launched)
             return
         mixers = triton.cdiv(tokens, _MIXERS) if gates.mixing_steps else 0
         read_many_streams_kernel[(mixers + tokens,)](*given, tokens, *numbers, **constants, TOKENS=_MIXERS)
@@ -134,7 +138,7 @@ class StreamLaunches:
         return self.memory.open_TS if self.memory.mix_TSS is None else self.memory.mix_TSS
 
     def _constants(self, fewest_lanes: int = 1) -> dict[str, Any]:
-        """Constants and options of every kernel."""
+        """Constants of every kernel."""
         made = 0 if self.gates is None else len(self.gates.base_M)
         return {
             "FEATURES": self.residual_TSE.shape[2],
@@ -143,9 +147,13 @@ class StreamLaunches:
             "LANES": max(triton.next_power_of_2(made), fewest_lanes),
             "PART": self.memory.part_TPX.stride(1),
             "PARTS": self.parts,
-            "DEPENDENT": self.dependent,
-            **({"launch_pdl": True} if self.dependent else {}),
         }
+
+    @property
+    def _launched(self) -> dict[str, Any]:
+        """Options of a launch that may be dependent: that of many tokens reads some of what others wrote through L1."""
+        dependent = self.dependent and not self.path.many
+        return {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
 
 
 def launch_add_to_streams(

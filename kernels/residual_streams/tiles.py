@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.residual_streams.kernel import mixing_matrix, new_stream, read_token
+from kernels.residual_streams.kernel import column, mixing_matrix, new_stream, read_token
 
 
 @triton.jit
-def _numbers(at, there, COUNT: tl.constexpr):
-    """COUNT numbers of each token, which lie side by side from `at` on, as columns."""
+def _numbers(at, there, COUNT: tl.constexpr, APART: tl.constexpr, CACHE: tl.constexpr):
+    """COUNT numbers of each token, which lie so far apart from `at` on, as columns."""
     found = ()
     for number in tl.static_range(COUNT):
-        found = found + (tl.load(at + number, mask=there, other=0.0, cache_modifier=".cg")[:, None],)
+        found = found + (tl.load(at + number * APART, mask=there, other=0.0, cache_modifier=CACHE)[:, None],)
     return found
 
 
@@ -27,6 +27,24 @@ def _weights(weight, m, e, STREAM: tl.constexpr, FEATURES: tl.constexpr, STREAMS
     """Weights of the gates for features of a stream, 0 where there is no such gate or feature."""
     asked = (m < GATES)[:, None] & (e < FEATURES)[None, :]
     return tl.load(weight + m[:, None] * (STREAMS * FEATURES) + (STREAM * FEATURES + e)[None, :], mask=asked, other=0.0)
+
+
+@triton.jit
+def _into_l2(at, asked):
+    """Ask for the line of the L2 cache at each address that is `asked` to be brought there."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred asks;
+            setp.ne.b32 asks, $2, 0;
+            @asks prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [at.to(tl.int64), asked.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -63,17 +81,19 @@ def add_to_many_streams_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     MIXED: tl.constexpr,
+    STREAM_LANES: tl.constexpr,
     EARLY: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """As `add_to_streams_kernel`, of TOKENS tokens and `blocks` blocks of features, one after the other; streams are in
-    bf16. With EARLY there is one block, and its weights are asked for before the wait. A token's sums depend neither on
-    its place in the tile nor on the tokens beside it."""
+    bf16. A token's sums depend neither on its place in the tile nor on the tokens beside it. With EARLY there is one
+    block, and its weights are asked for before the wait; else it is launched plainly."""
     tile = tl.program_id(0).to(tl.int64) * TOKENS
     t = tl.arange(0, TOKENS)
     m = tl.arange(0, LANES)
+    s = tl.arange(0, STREAM_LANES)
     token, there = tile + t, t < tokens - tile
     first = tl.program_id(1) * blocks * BLOCK
     early = ()
@@ -83,10 +103,14 @@ def add_to_many_streams_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    opened = _numbers(open_gate + token * STREAMS, there, STREAMS)
+    open_at = open_gate + token * STREAMS
+    mix_at = mix + token * (STREAMS * STREAMS)
+    opened = ()
     mixed = ()
-    if MIXED:
-        mixed = _numbers(mix + token * STREAMS * STREAMS, there, STREAMS * STREAMS)
+    if EARLY:
+        opened = _numbers(open_at, there, STREAMS, 1, ".cg")
+        if MIXED:
+            mixed = _numbers(mix_at, there, STREAMS * STREAMS, 1, ".cg")
     square = tl.zeros([TOKENS], tl.float32)
     product = tl.zeros([TOKENS, LANES], tl.float32)
     before = ()
@@ -114,12 +138,26 @@ def add_to_many_streams_kernel(
         squares = tl.zeros([TOKENS, BLOCK], tl.float32)
         before = ()
         for stream in tl.static_range(STREAMS):
-            rounded = new_stream(old, mixed, opened, added, stream, STREAMS, MIXED).to(tl.bfloat16)
-            tl.store(begin + stream * FEATURES, rounded, mask=inside)
+            if EARLY:
+                own_open = opened[stream]
+                own_mix = column(mixed, stream, STREAMS)
+            else:  # again in each turn, from L1: registers have no room for them
+                own_open = _numbers(open_at + stream, there, 1, 1, "")[0]
+                own_mix = _numbers(mix_at + stream, there, STREAMS if MIXED else 0, STREAMS, "")
+            rounded = new_stream(old, own_mix, own_open, added, stream, STREAMS, MIXED).to(tl.bfloat16)
             value = rounded.to(tl.float32)
             squares += value * value
             before = before + (rounded,)
+        for stream in tl.static_range(STREAMS):
+            tl.store(begin + stream * FEATURES, before[stream], mask=inside)
         square += tl.sum(squares, 1)
+        if not EARLY:
+            # Memory is read by the line, of which a turn has a half: of what the next turn but one begins with.
+            ahead = first + (block + 2) * BLOCK
+            asked = there & (block % 2 == 0) & (block + 2 < blocks) & (ahead < FEATURES)
+            _into_l2(x + tile * X_STRIDE + (t * X_STRIDE + ahead), asked)
+            line = t[:, None] * (STREAMS * FEATURES) + s[None, :] * FEATURES + ahead
+            _into_l2(residual + tile * STREAMS * FEATURES + line, asked[:, None] & (s < STREAMS)[None, :])
     to = part + (token * PARTS + tl.program_id(1)) * PART
     tl.store(to[:, None] + m[None, :], product, mask=there[:, None] & (m < GATES)[None, :])
     tl.store(to + GATES, square, mask=there)
@@ -153,13 +191,9 @@ def read_many_streams_kernel(
     KEEP: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """With STEPS the first programs make the mixing matrices of TOKENS tokens each; each of the others reads the
-    streams of one token, see `read_token`."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    streams of one token, see `read_token`. Launched plainly."""
     p = tl.arange(0, PART_LANES)
     mixers = 0
     if STEPS:

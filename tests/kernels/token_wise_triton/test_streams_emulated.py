@@ -51,8 +51,6 @@ def test_tiles_as_they_were_compiled(gates: int, tokens: int) -> None:
         ("add_to_streams_kernel", 2),
         ("read_streams_kernel", 2),
         ("add_to_many_streams_kernel", FEWEST_TILED),
-        ("add_to_many_streams_kernel", FEWEST_LONG),
-        ("read_many_streams_kernel", FEWEST_LONG),
     ],
 )
 def test_planted_faults_are_found(kernel: str, tokens: int, what: str, by: str) -> None:

@@ -97,7 +97,7 @@ def test_streams(name: str, tokens: int, dependent: bool) -> None:
 @pytest.mark.parametrize("name", [name for name, case in STREAMS.items() if case(1).gates])
 def test_streams_in_tiles(name: str, tokens: int, dependent: bool) -> None:
     """Products are those of tensor cores, and two programs fit on a multiprocessor. Those of few tokens ask for the
-    weights of gates before they wait."""
+    weights of gates before they wait; those of many wait for nothing and ask for lines of the L2 cache."""
     with compile_only() as compiled:
         STREAMS[name](tokens).run(dependent)
     add, read = compiled
@@ -107,15 +107,16 @@ def test_streams_in_tiles(name: str, tokens: int, dependent: bool) -> None:
     for kernel in compiled:
         found = resources(kernel)
         found.check(registers=128)
-        assert found.waits == dependent
+        assert found.waits == (dependent and few)
         assert found.shared <= SHARED_MEMORY_LIMIT // 2
         ptx = kernel.asm["ptx"]
-        before, _, behind = ptx.partition("griddepcontrol.wait") if dependent else ("", "", ptx)
-        assert ("ld.global" in before) == (dependent and few)
+        before, _, behind = ptx.partition("griddepcontrol.wait") if found.waits else ("", "", ptx)
+        assert ("ld.global" in before) == found.waits
         assert "ld.global.cg" not in before
         assert "ld.global.cg" in behind
         assert "LDG.E.128" in machine_code(kernel)
     assert "HGMMA" in machine_code(add)
+    assert ("prefetch.global.L2" in add.asm["ptx"]) != few
 
 
 def test_the_number_of_tokens_compiles_nothing_new() -> None:
