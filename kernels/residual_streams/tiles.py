@@ -2,7 +2,7 @@
 tensor cores."""
 
 # ruff: noqa: RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc, var-annotated"
 
 from __future__ import annotations
 
