@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from kernels.residual_streams.kernel import add_to_streams_kernel, read_streams_kernel
-from kernels.residual_streams.memory import Path, StreamGates, StreamMemory
+from kernels.residual_streams.memory import StreamPath, StreamGates, StreamMemory
 from kernels.residual_streams.tiles import add_to_many_streams_kernel, read_many_streams_kernel
 
 _MOST_EARLY: Final = 16
@@ -44,11 +44,11 @@ class StreamLaunches:
     dependent: bool
 
     @property
-    def path(self) -> Path:
+    def path(self) -> StreamPath:
         """How tokens share programs, and sums are cut into parts."""
         tiled = self.gates is not None and not self.invariant and self.residual_TSE.dtype == torch.bfloat16
         mixed = self.memory.mix_TSS is not None
-        return Path.of(len(self.x_TE), mixed) if tiled else Path.alone(mixed)
+        return StreamPath.of(len(self.x_TE), mixed) if tiled else StreamPath.alone(mixed)
 
     @property
     def parts(self) -> int:

@@ -27,7 +27,7 @@ _LONG: Final = {False: 16, True: 8}
 
 
 @dataclass(frozen=True)
-class Path:
+class StreamPath:
     """How tokens share programs, and how many features of a stream a program adds up, which the order of sums follows
     from."""
 
@@ -39,16 +39,16 @@ class Path:
     """Blocks of a program."""
 
     @staticmethod
-    def alone(mixed: bool) -> Path:
+    def alone(mixed: bool) -> StreamPath:
         """Each token has programs of its own; `mixed`: whether streams are."""
-        return Path(False, _ALONE[mixed])
+        return StreamPath(False, _ALONE[mixed])
 
     @staticmethod
-    def of(tokens: int, mixed: bool) -> Path:
+    def of(tokens: int, mixed: bool) -> StreamPath:
         """The fastest for so many tokens."""
         if tokens < FEWEST_TILED:
-            return Path.alone(mixed)
-        return Path(True, _TILE_BLOCK, 1 if tokens < FEWEST_LONG else _LONG[mixed])
+            return StreamPath.alone(mixed)
+        return StreamPath(True, _TILE_BLOCK, 1 if tokens < FEWEST_LONG else _LONG[mixed])
 
     @property
     def features(self) -> int:
@@ -102,7 +102,7 @@ class StreamMemory:
         tokens: int, streams: int, features: int, empty: Callable[..., Tensor], *, mixing: bool = False
     ) -> StreamMemory:
         """Uninitialised; `empty(*shape, dtype=)` gives memory."""
-        shortest = min(Path.of(tokens, mixing).features, Path.alone(mixing).features)
+        shortest = min(StreamPath.of(tokens, mixing).features, StreamPath.alone(mixing).features)
         # Of sums and one more number, of squares; kernels load four at once.
         sums = 4 * triton.cdiv((2 + streams * mixing) * streams + 1, 4)
         return StreamMemory(
