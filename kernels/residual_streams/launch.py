@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from kernels.residual_streams.kernel import add_to_streams_kernel, read_streams_kernel
-from kernels.residual_streams.memory import StreamPath, StreamGates, StreamMemory
+from kernels.residual_streams.memory import StreamGates, StreamMemory, StreamPath
 from kernels.residual_streams.tiles import add_to_many_streams_kernel, read_many_streams_kernel
 
 _MOST_EARLY: Final = 16
