@@ -41,6 +41,7 @@ STREAMS = {
     "streams of Hy4": partial(Streams, features=6144),
     "streams at the end of Hy4": partial(Streams, features=6144, gates=1),
     "streams of V4": partial(Streams, features=4096, gates=3),
+    "streams of V4 Pro": partial(Streams, features=7168, gates=3),
     "streams at the end of V4": partial(Streams, features=4096, gates=1, mixed=True),
     "streams at the end of DSpark": partial(Streams, features=4096, gates=1, mixed=True, keeps=True),
     "streams of a shared expert of Hy4": partial(Streams, features=6144, gates=0),
