@@ -11,16 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def column(matrix, COLUMN: tl.constexpr, STREAMS: tl.constexpr):
-    """A column of a matrix that is a tuple of its numbers row by row, or nothing of nothing."""
-    found = ()
-    if len(matrix) > 0:
-        for row in tl.static_range(STREAMS):
-            found = found + (matrix[row * STREAMS + COLUMN],)
-    return found
-
-
-@triton.jit
 def new_stream(old, mix, opened, added, STREAM: tl.constexpr, STREAMS: tl.constexpr, MIXED: tl.constexpr):
     """What a stream is once `added` times `opened` was added to it, before it is rounded, of all `old` streams and its
     column of the mixing matrix."""
@@ -85,7 +75,9 @@ def add_to_streams_kernel(
     square = tl.zeros([BLOCK], tl.float32)
     product = tl.zeros([LANES, BLOCK], tl.float32)
     for stream in tl.static_range(STREAMS):
-        own = column(mixed, stream, STREAMS)
+        own = ()
+        for other in tl.static_range(STREAMS if MIXED else 0):
+            own = own + (mixed[other * STREAMS + stream],)
         rounded = new_stream(old, own, opened[stream], added, stream, STREAMS, MIXED).to(residual.dtype.element_ty)
         tl.store(begin + stream * FEATURES, rounded, mask=inside)
         if GATES:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.residual_streams.kernel import column, mixing_matrix, new_stream, read_token
+from kernels.residual_streams.kernel import mixing_matrix, new_stream, read_token
 
 
 @triton.jit
@@ -63,6 +63,44 @@ def _add_product(product, x, weight):
     return product + sums
 
 
+@triton.jit
+def _turn(
+    x,
+    residual,
+    open_gate,
+    mix,
+    t,
+    there,
+    e,
+    inside,
+    X_STRIDE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STREAMS: tl.constexpr,
+    MIXED: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """Add to a block of features `e` of a tile's streams; the tile begins where all pointers do. Returns the streams,
+    and behind them the sums of their squares."""
+    begin = residual + (t[:, None] * (STREAMS * FEATURES) + e[None, :])
+    old = ()
+    for stream in tl.static_range(STREAMS):
+        old = old + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0, cache_modifier=".cg"),)
+    added = tl.load(x + (t[:, None] * X_STRIDE + e[None, :]), mask=inside, other=0.0, cache_modifier=".cg")
+    squares = tl.zeros(inside.shape, tl.float32)
+    made = ()
+    for stream in tl.static_range(STREAMS):
+        opened = _numbers(open_gate + t * STREAMS + stream, there, 1, 1, CACHE)[0]
+        own = _numbers(mix + t * (STREAMS * STREAMS) + stream, there, STREAMS if MIXED else 0, STREAMS, CACHE)
+        rounded = new_stream(old, own, opened, added, stream, STREAMS, MIXED).to(tl.bfloat16)
+        value = rounded.to(tl.float32)
+        squares += value * value
+        made = made + (rounded,)
+    # Behind all loads, which no compiler takes past a store that might be to the same address.
+    for stream in tl.static_range(STREAMS):
+        tl.store(begin + stream * FEATURES, made[stream], mask=inside)
+    return made + (tl.sum(squares, 1),)
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def add_to_many_streams_kernel(
     x,
@@ -103,61 +141,48 @@ def add_to_many_streams_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    open_at = open_gate + token * STREAMS
-    mix_at = mix + token * (STREAMS * STREAMS)
-    opened = ()
-    mixed = ()
-    if EARLY:
-        opened = _numbers(open_at, there, STREAMS, 1, ".cg")
-        if MIXED:
-            mixed = _numbers(mix_at, there, STREAMS * STREAMS, 1, ".cg")
-    square = tl.zeros([TOKENS], tl.float32)
-    product = tl.zeros([TOKENS, LANES], tl.float32)
+    x += tile * X_STRIDE
+    residual += tile * STREAMS * FEATURES
+    open_gate += tile * STREAMS
+    if MIXED:
+        mix += tile * STREAMS * STREAMS
+    # Matrices are read again in each turn, from L1: registers have no room for them.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    e = first + tl.arange(0, BLOCK)
+    inside = there[:, None] & (e < FEATURES)[None, :]
+    made = _turn(x, residual, open_gate, mix, t, there, e, inside, X_STRIDE, FEATURES, STREAMS, MIXED, CACHE)
     before = ()
-    for _stream in tl.static_range(STREAMS):
-        before = before + (tl.zeros([TOKENS, BLOCK], tl.bfloat16),)
+    for stream in tl.static_range(STREAMS):
+        before = before + (made[stream],)
+    square = made[STREAMS]
+    product = tl.zeros([TOKENS, LANES], tl.float32)
     # The products of a block are made of what the turn before has left: that the compiler keeps in shared memory, where
     # tensor cores read it. What the same turn computes it would compute once more for them, in their registers.
-    for block in range(blocks + 1):
-        e = first + block * BLOCK + tl.arange(0, BLOCK)
-        inside = there[:, None] & ((e < FEATURES) & (block < blocks))[None, :]
-        begin = residual + tile * STREAMS * FEATURES + (t[:, None] * (STREAMS * FEATURES) + e[None, :])
+    for block in range(1, blocks + 1):
         of_gates = early
         if not EARLY:
-            last = first + tl.maximum(block - 1, 0) * BLOCK + tl.arange(0, BLOCK)
             for stream in tl.static_range(STREAMS):
-                of_gates = of_gates + (_weights(weight, m, last, stream, FEATURES, STREAMS, GATES),)
-        if block > 0:
+                of_gates = of_gates + (_weights(weight, m, e, stream, FEATURES, STREAMS, GATES),)
+        for stream in tl.static_range(STREAMS):
+            product = _add_product(product, before[stream], of_gates[stream])
+        streams = ()
+        if EARLY:  # no other turn needs them; but only what a turn changes is kept so
             for stream in tl.static_range(STREAMS):
-                product = _add_product(product, before[stream], of_gates[stream])
-        old = ()
-        for stream in tl.static_range(STREAMS):
-            old = old + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0, cache_modifier=".cg"),)
-        x_at = x + tile * X_STRIDE + (t[:, None] * X_STRIDE + e[None, :])
-        added = tl.load(x_at, mask=inside, other=0.0, cache_modifier=".cg")
-        squares = tl.zeros([TOKENS, BLOCK], tl.float32)
-        before = ()
-        for stream in tl.static_range(STREAMS):
-            if EARLY:
-                own_open = opened[stream]
-                own_mix = column(mixed, stream, STREAMS)
-            else:  # again in each turn, from L1: registers have no room for them
-                own_open = _numbers(open_at + stream, there, 1, 1, "")[0]
-                own_mix = _numbers(mix_at + stream, there, STREAMS if MIXED else 0, STREAMS, "")
-            rounded = new_stream(old, own_mix, own_open, added, stream, STREAMS, MIXED).to(tl.bfloat16)
-            value = rounded.to(tl.float32)
-            squares += value * value
-            before = before + (rounded,)
-        for stream in tl.static_range(STREAMS):
-            tl.store(begin + stream * FEATURES, before[stream], mask=inside)
-        square += tl.sum(squares, 1)
-        if not EARLY:
+                streams = streams + (before[(stream + 1) % STREAMS],)
+        else:
+            e = first + block * BLOCK + tl.arange(0, BLOCK)
+            inside = there[:, None] & ((e < FEATURES) & (block < blocks))[None, :]
+            made = _turn(x, residual, open_gate, mix, t, there, e, inside, X_STRIDE, FEATURES, STREAMS, MIXED, CACHE)
+            for stream in tl.static_range(STREAMS):
+                streams = streams + (made[stream],)
+            square += made[STREAMS]
             # Memory is read by the line, of which a turn has a half: of what the next turn but one begins with.
             ahead = first + (block + 2) * BLOCK
             asked = there & (block % 2 == 0) & (block + 2 < blocks) & (ahead < FEATURES)
-            _into_l2(x + tile * X_STRIDE + (t * X_STRIDE + ahead), asked)
+            _into_l2(x + (t * X_STRIDE + ahead), asked)
             line = t[:, None] * (STREAMS * FEATURES) + s[None, :] * FEATURES + ahead
-            _into_l2(residual + tile * STREAMS * FEATURES + line, asked[:, None] & (s < STREAMS)[None, :])
+            _into_l2(residual + line, asked[:, None] & (s < STREAMS)[None, :])
+        before = streams
     to = part + (token * PARTS + tl.program_id(1)) * PART
     tl.store(to[:, None] + m[None, :], product, mask=there[:, None] & (m < GATES)[None, :])
     tl.store(to + GATES, square, mask=there)
