@@ -1,9 +1,11 @@
 """Times what stands between the large products of a step on this machine's GPU: norms, rope and cache writes, gates,
-routing, merges, sums of parts, and the state of decode rows, each alone in a CUDA graph, at DeepSeek-V2-Lite's shape.
+routing, merges, sums of parts, and the state of decode rows, each alone in a CUDA graph, at DeepSeek-V2-Lite's shape;
+residual streams at DeepSeek V4 Flash's.
 
     python bench/token_wise.py                                     # every kernel
     python bench/token_wise.py --only norm,merge --tokens 1,256
     python bench/token_wise.py --only decode_state,verify --rows 1,64 --widths 1,2,4
+    python bench/token_wise.py --only add_to_streams --tokens 1,16,64,8192
 
 In a step these kernels find what the kernel before has just written, which is in the L2 cache while it fits there: "L2"
 is the time of calls that all have the same tensors. It is the one to look at for decode steps, and may be below the

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from kernels.moe import schedule as moe_schedule
 from kernels.ordered_sum import launch_ordered_sum, ordered_sum_reference
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
+from kernels.residual_streams import StreamGates, StreamMemory, add_to_streams_reference
+from kernels.residual_streams.launch import StreamLaunches
 from kernels.rms_norm import AddNorm, add_rms_norm_reference, launch_add_rms_norm, launch_rms_norm, rms_norm_reference
 from kernels.rope_cache import launch_rope_cache
 from kernels.routing_rule import RoutingRule
@@ -46,6 +48,8 @@ from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.general import MOST_DEPENDENT, ROUTER_PARTS
 
 EPS = 1e-6
+STREAMS, MIXING_STEPS = 4, 20
+"""Residual streams of DeepSeek V4, and steps by which the matrix is made that mixes them."""
 CONTEXT_PAGES = 16
 """Pages of the rows whose attention is merged."""
 MOST_LENGTH = 4096
@@ -98,6 +102,8 @@ class Sizes:
     expert_intermediate: int
     vocab: int
     positions: int
+    streamed: int = 4096
+    """Features of each of four residual streams: as DeepSeek V4 Flash has them."""
     dtype: torch.dtype = torch.bfloat16
 
     @staticmethod
@@ -146,7 +152,7 @@ def calls(
         yield from (call for count in tokens if (call := kernel(sizes, count, device)))
     for kernel in (rope_cache, absorb, absorb_parts, merge_up, merge_attention, gather_context):
         yield from (call for count in tokens if (call := kernel(sizes, count, device)))
-    for kernel in (gate, choose, route, combine_norm):
+    for kernel in (gate, choose, route, combine_norm, add_to_streams, add_to_streams_alone):
         yield from (call for count in tokens if (call := kernel(sizes, count, device)))
     for parts in (2, 4, 8):
         yield from (ordered_sum(sizes, count, parts) for count in tokens)
@@ -539,6 +545,79 @@ def combine_norm(sizes: Sizes, tokens: int, device: torch.device) -> Call | None
 
     moved = ("partial", "id", "weight", "residual", "norm", "residual", "out")
     return Call("moe.combine_norm", str(tokens), make, run, reference, moved, dependent=True)
+
+
+def _streams(sizes: Sizes, tokens: int) -> Tensors:
+    """Residual streams that are mixed, and what is read and written with them. Sums of a token stay as large however
+    often something is added to them."""
+    memory = StreamMemory.empty(tokens, STREAMS, sizes.streamed, torch.zeros, mixing=True)
+    assert memory.mix_TSS is not None
+    gates, features = (2 + STREAMS) * STREAMS, STREAMS * sizes.streamed
+    return {
+        "x": sizes.normal(tokens, sizes.streamed),
+        "residual": sizes.normal(tokens, STREAMS, sizes.streamed),
+        "open": torch.rand(memory.open_TS.shape),
+        "mix": torch.rand(memory.mix_TSS.shape).softmax(1),
+        "part": memory.part_TPX,
+        "made": torch.randn(gates, features) * features**-0.5,
+        "base": torch.randn(gates),
+        "scale": torch.ones(3),
+        "weight": sizes.normal(sizes.streamed),
+        "out": sizes.zeros(tokens, sizes.streamed),
+    }
+
+
+def _stream_launches(t: Tensors, dependent: bool) -> StreamLaunches:
+    gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, EPS, EPS, MIXING_STEPS)
+    memory = StreamMemory(t["open"], t["part"], t["mix"])
+    return StreamLaunches(t["x"], t["residual"], memory, gates, t["weight"], t["out"], EPS, False, dependent)
+
+
+def add_to_streams(sizes: Sizes, tokens: int, device: torch.device) -> Call:
+    """Call behind attention, and behind experts, of a model with residual streams that are mixed: both kernels."""
+
+    def run(t: Tensors, dependent: bool) -> None:
+        launches = _stream_launches(t, dependent)
+        launches.add()
+        launches.read()
+
+    def reference(t: Tensors) -> None:
+        _add_parts(t)
+        launches = _stream_launches(t, False)
+        memory, gates = launches.memory, launches.gates
+        assert memory.mix_TSS is not None
+        assert gates is not None
+        # Nothing more is added to the streams.
+        memory.open_TS.zero_()
+        memory.mix_TSS.copy_(torch.eye(STREAMS))
+        add_to_streams_reference(t["x"], t["residual"], memory, gates, t["weight"], t["out"], EPS)
+
+    moved = ("x", *["residual"] * 3, "made", "weight", "out")
+    dependent = tokens <= MOST_DEPENDENT
+    return Call("add_to_streams", str(tokens), partial(_streams, sizes, tokens), run, reference, moved, dependent)
+
+
+def add_to_streams_alone(sizes: Sizes, tokens: int, device: torch.device) -> Call:
+    """The first of its kernels, which leaves parts of the sums by which the other one reads."""
+
+    def run(t: Tensors, dependent: bool) -> None:
+        _stream_launches(t, dependent).add()
+
+    moved, dependent = ("x", *["residual"] * 2, "made"), tokens <= MOST_DEPENDENT
+    make = partial(_streams, sizes, tokens)
+    return Call("add_to_streams, add", str(tokens), make, run, _add_parts, moved, dependent)
+
+
+def _add_parts(t: Tensors) -> None:
+    """What the first kernel does."""
+    tokens, parts, gates = len(t["x"]), _stream_launches(t, False).parts, len(t["base"])
+    mixed_TSE = torch.einsum("tjk,tje->tke", t["mix"], t["residual"].float())
+    t["residual"].copy_(mixed_TSE + t["open"].unsqueeze(2) * t["x"].float().unsqueeze(1))
+    value_TSPE = t["residual"].float().unflatten(2, (parts, -1))
+    made_TPM = torch.einsum("tspe,mspe->tpm", value_TSPE, t["made"].view(gates, *value_TSPE.shape[1:]))
+    size = t["part"].shape[2]
+    part_TPX = t["part"].view(-1)[: tokens * parts * size].view(tokens, parts, size)
+    part_TPX[:, :, :gates], part_TPX[:, :, gates] = made_TPM, value_TSPE.square().sum((1, 3))
 
 
 def ordered_sum(sizes: Sizes, tokens: int, parts: int) -> Call:

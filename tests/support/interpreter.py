@@ -126,6 +126,8 @@ def repair() -> None:
         return _handle(product, d.dtype.scalar)
 
     def inline_asm(self: Any, asm: str, constraints: str, values: Any, *_: Any) -> Any:
+        if "prefetch.global" in asm:  # which has no effect
+            return _Results([_handle(np.zeros_like(values[-1].data), tl.int32)])
         assert "0x07F007F0" in asm, f"the interpreter does not know {asm}"  # bytes of e4m3 to bf16
         codes = interpreter.TensorHandle(values[0].data, tl.float8e4nv)
         return _Results([_handle(widen(codes), tl.bfloat16)])

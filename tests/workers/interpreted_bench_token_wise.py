@@ -22,7 +22,7 @@ import token_wise as bench  # noqa: E402
 from token_wise_calls import Call, Sizes, calls  # noqa: E402
 
 CPU = torch.device("cpu")
-SIZES = Sizes.of(bench.V2_LITE | SMALL)
+SIZES = replace(Sizes.of(bench.V2_LITE | SMALL), streamed=256)
 
 
 def named(name: str, tokens: int = 17, rows: int = 3, width: int = 4) -> Call:
@@ -75,6 +75,8 @@ def test_every_kernel_is_right_at_every_size(
         "moe.route": {"1", "3"},
         "moe.route, 16 parts": {"17"},
         "moe.combine_norm": {"3", "17"},
+        "add_to_streams": {"1", "3", "17"},
+        "add_to_streams, add": {"1", "3", "17"},
         **{f"ordered_sum, {parts} parts": {"1", "3", "17"} for parts in (2, 4, 8)},
         "decode_state.feed": {"1 x 1", "5 x 1", "1 x 4", "5 x 4"},
         "decode_state.advance": {"1 x 1", "5 x 1", "1 x 4", "5 x 4"},

@@ -439,7 +439,7 @@ class GeneralOps(LayerOps[Rows]):
         early = dependent(x_TE) and (self._alone or self.group.sums_by_kernel(x_TE))
         if norm.memory is not None:
             into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
-            add_to_streams(x_TE, *into, eps=norm.eps, dependent=early)
+            add_to_streams(x_TE, *into, eps=norm.eps, invariant=self.invariant, dependent=early)
             if isinstance(out, RoundedRows):
                 self._round(out)
             return

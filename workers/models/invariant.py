@@ -37,6 +37,8 @@ class DeterministicOps(GeneralOps):
     subtree: so the tree is the same for 1, 2, 4 and 8 ranks.
     """
 
+    invariant = True
+
     def __init__(self, group: Group) -> None:
         if (ranks := group.summed.size) not in INVARIANT_RANKS:
             raise ValueError(

@@ -81,6 +81,8 @@ class LayerOps(ABC, Generic[N]):
     decode_alone = False
     """Whether it is for passes of decode rows alone whose attention reads queries and latents neither roped nor normed,
     and writes the cache itself: see `Entering`."""
+    invariant = False
+    """Whether a token's bits are the same in any batch."""
 
     @abstractmethod
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:

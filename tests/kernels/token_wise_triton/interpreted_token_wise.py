@@ -9,7 +9,19 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from token_wise_case import Case, Gate, Norm, OutputGate, RopeCache, Sink, Streams  # noqa: E402
+from token_wise_case import (  # noqa: E402
+    Case,
+    Gate,
+    Norm,
+    OutputGate,
+    RopeCache,
+    Sink,
+    Streams,
+    check_invariant,
+    check_tokens_alone,
+)
+
+from kernels.residual_streams import memory  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -63,6 +75,33 @@ def test_residual_streams(features: int, streams: int, gates: int, dtype: torch.
     check(Streams(3, dtype, features=features, streams=streams, gates=gates))
     if gates < 2:  # behind the last part of a model
         check(Streams(3, dtype, features=features, streams=streams, gates=gates, mixed=True, keeps=True))
+
+
+@pytest.fixture(params=["short", "long"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tokens of a call in tiles that has short or long parts of sums."""
+    if request.param == "long":
+        monkeypatch.setattr(memory, "FEWEST_LONG", 70)
+    return 70
+
+
+@pytest.mark.parametrize(
+    ("features", "streams", "gates"), [(8, 4, 2), (300, 4, 1), (600, 2, 2), (40, 3, 2), (300, 4, 3), (40, 2, 3)]
+)
+def test_residual_streams_in_tiles(features: int, streams: int, gates: int, tiles: int) -> None:
+    check(Streams(tiles, features=features, streams=streams, gates=gates))
+    if gates < 2:
+        check(Streams(tiles, features=features, streams=streams, gates=gates, mixed=True, keeps=True))
+
+
+@pytest.mark.parametrize("gates", [2, 3])
+def test_a_tokens_streams_depend_on_no_other_token(gates: int, tiles: int) -> None:
+    check_tokens_alone(Streams(tiles, features=300, gates=gates))
+    check_tokens_alone(Streams(7, features=300, gates=gates))
+
+
+def test_invariant_streams_are_those_of_one_token() -> None:
+    check_invariant(Streams(20, features=600, invariant=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

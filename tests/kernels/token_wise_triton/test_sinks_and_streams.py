@@ -17,7 +17,7 @@ from kernels.residual_streams import StreamGates, StreamMemory, add_to_streams, 
 def _references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases run what a CPU runs."""
 
-    def add(x, residual, memory, gates, weight, out, eps, *, dependent):  # type: ignore[no-untyped-def]
+    def add(x, residual, memory, gates, weight, out, eps, **options):  # type: ignore[no-untyped-def]
         add_to_streams(x, residual, memory, gates, weight, out, eps=eps)
 
     monkeypatch.setattr(token_wise_case, "launch_attention_sink", attention_sink)

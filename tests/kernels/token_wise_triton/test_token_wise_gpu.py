@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture, check_replays
-from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams
+from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams, check_invariant, check_tokens_alone
 
+from kernels.residual_streams import FEWEST_LONG
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_cache import rope_cache
 from kernels.silu_mul import silu_mul
@@ -57,6 +58,13 @@ def test_eager(name: str, tokens: int, dtype: torch.dtype) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("name", [name for name in MAKERS if name.startswith("streams")])
+def test_streams_of_many_tokens(name: str) -> None:
+    case = MAKERS[name](FEWEST_LONG + 87, torch.bfloat16, 0)
+    case.run()
+    case.check()
+
+
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("tokens", [1, 100])
 @pytest.mark.parametrize("name", MAKERS)
@@ -68,6 +76,13 @@ def test_replayed_on_other_values(name: str, tokens: int, dependent: bool) -> No
     case.inputs = other.inputs
     check_replays(graph, case.refill, [case.tensors[output] for output in case.outputs])
     case.check()
+
+
+@pytest.mark.parametrize("tokens", [8, 333, 600])
+@pytest.mark.parametrize(("features", "gates"), [(6144, 2), (4096, 3)])
+def test_a_tokens_streams_depend_on_no_other_token(features: int, gates: int, tokens: int) -> None:
+    check_tokens_alone(Streams(tokens, device="cuda", features=features, gates=gates))
+    check_invariant(Streams(tokens, device="cuda", features=features, gates=gates, invariant=True))
 
 
 def test_public_functions_dispatch_to_the_kernels() -> None:

@@ -201,6 +201,7 @@ class Streams(_Tensors):
     """Whether the streams are mixed before anything is added; so they are with three kinds of gates."""
     keeps: bool = False
     """Whether the sum that is read is wanted as well as its norm."""
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         self.mixed |= self.gates == 3
@@ -234,7 +235,7 @@ class Streams(_Tensors):
         gates = StreamGates(t["made"], t["base"], t["scale"], 2.0, 1e-2, 1e-4, steps) if self.gates else None
         memory = StreamMemory(t["open"], t["part"], t["mix"] if self.mixed else None, t["sum"] if self.keeps else None)
         into = t["residual"], memory, gates, t["weight"], t["out"], self.eps
-        launch_add_to_streams(t["x"], *into, dependent=dependent)
+        launch_add_to_streams(t["x"], *into, invariant=self.invariant, dependent=dependent)
 
     def check(self) -> None:
         added = self.inputs["open"].unsqueeze(2) * self.inputs["x"].float().unsqueeze(1)
@@ -276,6 +277,33 @@ class Streams(_Tensors):
         want = F.rms_norm(read, (self.features,), self.wide("weight"), self.eps)
         error = (self.tensors["out"].double().cpu() - want).abs()
         assert bool((error <= moved + 2 * atol + 3 * rtol * want.abs()).all()), error.max()
+
+
+def check_tokens_alone(case: Streams) -> None:
+    """A token's bits are the same in a call on the same path that has it elsewhere, and others beside it."""
+    case.run()
+    other = replace(case, seed=case.seed + 50, tensors={}, inputs={}, outputs=[])
+    for name, tensor in case.inputs.items():
+        moves = name in {"x", "residual", "open", "mix"}
+        other.tensors[name][: -3 if moves else None].copy_(tensor[3 if moves else 0 :])
+    other.run()
+    for name in case.outputs:
+        assert torch.equal(other.tensors[name][:-3], case.tensors[name][3:]), name
+
+
+def check_invariant(case: Streams) -> None:
+    """A token's bits are those of a call of its own."""
+    assert case.invariant
+    case.run()
+    for token in (0, case.tokens // 2, case.tokens - 1):
+        alone = replace(case, tokens=1, tensors={}, inputs={}, outputs=[])
+        for name in ("x", "residual", "open", "mix"):
+            alone.tensors[name].copy_(case.inputs[name][token : token + 1])
+        for name in ("made", "base", "scale", "weight"):
+            alone.tensors[name].copy_(case.inputs[name])
+        alone.run()
+        for name in case.outputs:
+            assert torch.equal(alone.tensors[name][0], case.tensors[name][token]), name
 
 
 def mixing(made: Tensor, count: int) -> Tensor:

@@ -64,8 +64,8 @@ def select_positions(
     noted("select_positions", sparse_launch.select_positions)(score_TN, bound_T, selected_TS, fault_1, own)
 
 
-def add_to_streams(*given: Any, eps: float, dependent: bool) -> None:
-    noted("add_to_streams", residual_streams.launch_add_to_streams)(*given, eps, dependent=dependent)
+def add_to_streams(*given: Any, eps: float, **options: Any) -> None:
+    noted("add_to_streams", residual_streams.launch_add_to_streams)(*given, eps, **options)
 
 
 def norm(x_TE: Any, weight_E: Any, out_TE: Any, *, eps: float, scale_T: Any = None, dependent: bool = False) -> None:
