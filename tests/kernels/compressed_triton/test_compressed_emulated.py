@@ -3,10 +3,13 @@ schedules."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from compressed_case import Attending, Compressing, Storing
 
+from kernels.compressed import attention_launch
 from kernels.linear.groups import launch_group_linear
 from kernels.matrix import BlockScaled
 from tests.support.ptx import emulated
@@ -81,6 +84,75 @@ def test_tokens_of_a_block_see_all_of_each_other(heads: int, programs: int) -> N
     case.length = [75, 1]
     with emulated(programs, fences=False):
         case.run([3, 3], block=3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Sizes of `Attending` for Hopper's own kernel, which takes few tokens here, too."""
+    monkeypatch.setattr(attention_launch, "FEWEST_OF_HOPPER", 1)
+    return {"features": 512, "rope": 64, "dtype": torch.bfloat16, "hopper": True}
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "ratio", "selected", "programs", "lengths", "counts"),
+    [
+        (64, 130, 4, 200, 2, [590, 0], [3, 2]),  # many tiles and one, tokens of nobody
+        (64, 65, 4, 64, 1, [255, 126], [1, 3]),  # two tiles, three, and full ones
+        (32, 130, 128, 0, 3, [590, 100], [2, 3]),
+        (100, 64, 4, 100, 2, [300, 60], [2, 1]),  # two blocks of heads
+        (64, 70, 0, 0, 1, [260, 0], [1, 70]),
+    ],
+)
+def test_attention_on_hopper(
+    heads: int,
+    window: int,
+    ratio: int,
+    selected: int,
+    programs: int,
+    lengths: list[int],
+    counts: list[int],
+    on_hopper: dict[str, Any],
+) -> None:
+    """Programs that take several tokens one after the other."""
+    sizes = {"heads": heads, "window": window, "ratio": ratio, "selected": selected, "programs": programs}
+    case = Attending(2, 600, **sizes, **on_hopper)
+    case.length = lengths
+    # As in other loops of copies by threads, nothing stands between these and the products.
+    with emulated(heads + window, fences=False):
+        case.run(counts)
+
+
+def test_decode_rows_on_hopper(on_hopper: dict[str, Any]) -> None:
+    """Their entries are in the ring alone. A page that there is not is counted, its entries are absent."""
+    case = Attending(2, 300, heads=64, window=70, ratio=4, selected=30, width=2, programs=2, **on_hopper)
+    case.length = [90, 60]
+    with emulated(1, fences=False):
+        case.run([2, 2], 2, outside=(1, 0))
+    assert case.absent > 0
+
+
+def test_drafts_on_hopper(on_hopper: dict[str, Any]) -> None:
+    """Entries that a layer that drafts has not made; blocks of tokens that see all of each other."""
+    case = Attending(2, 90, heads=20, window=70, first=1, width=2, programs=1, **on_hopper)
+    case.length, case.missing = [64, 1], {(0, 64 - 20)}
+    with emulated(2, fences=False):
+        case.run([2, 2], 2)
+        case.run([2, 1])
+    case = Attending(2, 90, heads=64, window=70, programs=2, **on_hopper)
+    case.length = [75, 1]
+    with emulated(3, fences=False):
+        case.run([3, 3], block=3)
+
+
+def test_what_is_not_finite_stays_in_its_row_on_hopper(on_hopper: dict[str, Any]) -> None:
+    case = Attending(2, 90, heads=64, window=8, ratio=4, width=2, programs=1, **on_hopper)
+    case.length = [64, 70]
+    case.near[0, 65] = torch.nan
+    with emulated(4, fences=False), pytest.raises(AssertionError):
+        case.run([2, 2], 2)
+    assert case.out[0].isfinite().all()
+    assert case.out[1].isnan().all()
+    assert case.out[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", [3, 20])

@@ -96,6 +96,28 @@ def test_attention_of_blocks(heads: int, programs: int) -> None:
         case.run([block] * 3, block=block)
 
 
+@pytest.mark.parametrize("heads", [20, 32, 64, 128])
+@pytest.mark.parametrize(("ratio", "selected"), [(0, 0), (4, 512), (128, 0)])
+def test_attention_of_many_tokens(ratio: int, selected: int, heads: int) -> None:
+    """By Hopper's own kernel where there is one: chunks from the first token on and behind many others, beside short
+    ones; decode rows."""
+    sizes = {"heads": heads, "features": 512, "rope": 64, "window": 128, "ratio": ratio, "selected": selected}
+    case = Attending(3, 4000, width=100, dtype=BF16, device="cuda", **sizes)  # type: ignore[arg-type]
+    for length, counts, width in (
+        ([0, 3700, 9], [513, 260, 1], 0),
+        ([2555, 19, 127], [100, 100, 100], 100),
+    ):
+        case.length = length
+        case.run(counts, width)
+
+
+def test_attention_of_many_tokens_of_the_layer_that_drafts() -> None:
+    sizes = {"heads": 64, "features": 512, "rope": 64, "window": 128, "first": 1}
+    case = Attending(3, 4000, dtype=BF16, device="cuda", **sizes)  # type: ignore[arg-type]
+    case.length, case.missing = [130, 1, 9], {(0, 128), (2, 8)}
+    case.run([5, 300, 1])
+
+
 def test_entries_without_queries() -> None:
     case = Storing(3, 400, heads=0, features=512, rope=64, window=128, width=8, dtype=BF16, device="cuda")
     case.run([300, 0, 2])

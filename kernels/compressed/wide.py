@@ -1,0 +1,122 @@
+"""Attention of many tokens to a window and to entries that stand for several tokens, on Hopper: the groups of
+`kernels.mla_decode.wide`, whose tiles are gathered entry by entry as in `kernels.sparse.selected_wide`, for entries
+that are keys and values at once.
+
+A program stays and takes one token after the other. As a token has few tiles, what lies between tokens counts: the
+queries of the next token are fetched once the last tile of one is scored, and its first tile beside them, while the
+groups still sum; outputs leave through the memory of the last tile.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.compressed.wide_groups import left_group, right_group
+from kernels.compressed.wide_tile import HALF, Call, entries_of, wide_memory
+from kernels.mla_decode.wide_tile import BLOCK, TILE
+from kernels.sparse.fetch import THREADS, rows_layout, tell
+
+_SLICE = gl.constexpr(64)
+_STEP = gl.constexpr(1)
+_PAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def base_of(code, window, step, paged, SIZES: gl.constexpr):
+    """Where the entries lie that were listed as `code`; of absent ones anything."""
+    base = window
+    if SIZES.ratio:
+        base = gl.where((code & _PAGES) != 0, paged, base)
+    if SIZES.own:
+        base = gl.where((code & _STEP) != 0, step, base)
+    return base + (code >> 2).to(gl.int64) * (2 * HALF)
+
+
+@gluon.jit
+def copy_half(entry, there, half_s, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """Copy half of the features of a tile's entries, from FIRST on; zeros of those that are not there."""
+    for i in gl.static_range(HALF // _SLICE):
+        feature = FIRST + i * _SLICE + gl.arange(0, _SLICE, gl.SliceLayout(0, LAYOUT))
+        at = gl.expand_dims(entry, 1) + feature[None, :]
+        mask = gl.expand_dims(there, 1) & (feature >= 0)[None, :]
+        async_copy.async_copy_global_to_shared(half_s.slice(i * _SLICE, _SLICE, dim=1), at, mask=mask)
+
+
+@gluon.jit
+def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr):
+    """The fetching warps: the queries and the tiles of one token after the other."""
+    LAYOUT: gl.constexpr = rows_layout(8)
+    entry = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+    tiles = 0
+    rows = 0
+    count = entries_of(call, gl.program_id(0))
+    mine = (gl.program_id(0) // call.blocks).to(gl.int64) * call.most
+    code = gl.load(call.listed + mine + entry, mask=entry < count, other=-1, cache_modifier=".cg")
+    for item in range(gl.program_id(0), call.tokens * call.blocks, gl.num_programs(0)):
+        following = entries_of(call, item + gl.num_programs(0))
+        next_one = ((item + gl.num_programs(0)) // call.blocks).to(gl.int64) * call.most
+        if count > 0:
+            vector = item // call.blocks * call.heads + item % call.blocks * BLOCK
+            mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
+            mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+            tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+            rows += 1
+        for low in range(0, gl.maximum(count, 1), TILE):
+            there = code >= 0
+            at = base_of(code, window, step, paged, SIZES)
+            # What follows: the token's next tile, or the first one of the next token.
+            more = low + TILE < count
+            begin = gl.where(more, mine + low + TILE, next_one)
+            left = gl.where(more, count - low - TILE, following)
+            code = gl.load(call.listed + begin + entry, mask=entry < left, other=-1, cache_modifier=".cg")
+            if count > 0:
+                buffer = tiles & 1
+                phase = ((tiles >> 1) & 1) ^ 1
+                mbarrier.wait(ring.empty.index(buffer), phase)
+                copy_half(at, there, fetched.kv.index(buffer), 0, LAYOUT)
+                tell(ring.full.index(buffer))
+                mbarrier.wait(ring.empty.index(2 + buffer), phase)
+                copy_half(at, there, fetched.kv.index(2 + buffer), HALF, LAYOUT)
+                tell(ring.full.index(2 + buffer))
+                tiles += 1
+        count = following
+        mine = next_one
+
+
+@gluon.jit(do_not_specialize=["tokens", "heads", "blocks", "most"])
+def attend_entries(
+    q_half, window, step, paged, listed, count, sink, rotation, out, scale, tokens, heads, blocks, most,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Programs that take an item after the other, a block of heads of a token; four warps, the others come on top.
+    `q_half`: TMA descriptor of the queries [vectors, 512] with boxes of 64 x 256. `listed`, `count`: see
+    `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or `paged`. `scale`
+    includes log2(e)."""
+    call = Call(
+        listed=listed,
+        count=count,
+        sink=sink,
+        rotation=rotation,
+        out=out,
+        scale=scale,
+        tokens=tokens,
+        heads=heads,
+        blocks=blocks,
+        most=most,
+    )
+    fetched, exchanged, ring, messages = wide_memory(THREADS)
+    gl.warp_specialize(
+        [
+            (left_group, (call, fetched, exchanged, ring, messages, SIZES)),
+            (right_group, (call, fetched, exchanged, ring, messages, SIZES)),
+            (fetch, (call, q_half, window, step, paged, fetched, ring, SIZES)),
+        ],
+        [4, 4],
+        [224, 48],
+    )
