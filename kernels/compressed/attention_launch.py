@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.compressed import attention
 from kernels.compressed.attention import Sizes
-from kernels.compressed.listing import find_entries
+from kernels.compressed.listing import RECORD_FIELDS, find_entries
 from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper
@@ -21,7 +21,7 @@ from kernels.runtime.hopper import is_hopper
 FEWEST_OF_HOPPER: Final = 256
 """Fewest tokens for Hopper's own kernel of attention, whose programs each have whole tokens."""
 _FEATURES_OF_HOPPER: Final = 512
-_FOUND: Final = 1024
+_FOUND: Final = 512
 """Entries of a token that are listed at a time for it."""
 _PIECE: Final = 128
 """Features of a piece of an entry."""
@@ -74,8 +74,8 @@ class AttendWorkspace:
     """fp32 outputs of parts of a token's entries; G is 0 where no programs share a token."""
     partial_lse_GTH: Tensor
     """fp32 log2-sum-exp2 of their scaled scores."""
-    count_T: Tensor
-    """int32, for Hopper's own kernel: entries of each token."""
+    record_TE: Tensor
+    """int32, for Hopper's own kernel: see `kernels.compressed.listing`."""
     programs: int
     """Programs of that kernel at most."""
 
@@ -108,7 +108,7 @@ class AttendWorkspace:
             empty(blocks, tokens, entries, dtype=torch.int32),
             empty(shared, tokens, heads, features, dtype=torch.float32),
             empty(shared, tokens, heads, dtype=torch.float32),
-            empty(tokens if may else 0, dtype=torch.int32),
+            empty(tokens if may else 0, RECORD_FIELDS, dtype=torch.int32),
             programs,
         )
 
@@ -240,8 +240,10 @@ def _attend_on_hopper(
 
     tokens, heads, features = q_THD.shape
     blocks, most = triton.cdiv(heads, workspace.tiling.block), workspace.listed_BTN.shape[2]
-    told = workspace.listed_BTN, workspace.count_T
-    find_entries[(tokens,)](
+    told = workspace.listed_BTN, workspace.record_TE
+    # What is not finite of a token reaches the other one of its pair: never a token that is decided by itself.
+    pairs = 2 * heads <= workspace.tiling.block and not rows.width and not sizes.first and not sizes.block
+    find_entries[(triton.cdiv(tokens, 2) if pairs else tokens,)](
         *sources,
         out_THD,
         *told,
@@ -250,6 +252,7 @@ def _attend_on_hopper(
         rows.slot_R,
         rows.page_RP,
         rows.fault_1,
+        tokens,
         len(rows.slot_R),
         len(sources[0]),
         rows.page_RP.shape[1],
@@ -260,9 +263,12 @@ def _attend_on_hopper(
         SIZES=sizes,
         TILE=32,
         LANES=_FOUND,
+        PAIRS=pairs,
+        STEPS=sizes.selected.bit_length(),
         num_warps=4,
     )
-    attend_entries[(min(workspace.programs, tokens * blocks),)](
+    items = triton.cdiv(tokens, 2) if pairs else tokens * blocks
+    attend_entries[(min(workspace.programs, items),)](
         boxes(q_THD)[0],
         *sources[:3],
         *told,
@@ -275,5 +281,6 @@ def _attend_on_hopper(
         blocks,
         most,
         SIZES=sizes,
+        PAIRS=pairs,
         num_warps=workspace.tiling.warps,
     )

@@ -1,29 +1,36 @@
 """What Hopper's kernel of attention gets from a kernel in Triton: where the entries of each token lie, those that are
-there one after the other."""
+there one after the other. Neighbouring tokens of a row, which see nearly the same, may be listed together.
+
+A token's record has `RECORD_FIELDS` numbers, of which a call without pairs has the first alone: how many entries its
+list has, by how many first ones of them both tokens of a pair see, up to which one those go that only the first token
+sees, and how many tokens the list is for. The list of a pair, and its record, are those of its first token; it reaches
+into the second one's memory, whose own record is not read.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
 from kernels.compressed.attention import codes_of, drop_odd, list_entries, span_of
-from kernels.compressed.entries import UNALIGNED
+from kernels.compressed.entries import UNALIGNED, place_of
 
-_INTS = ["rows", "places", "columns", "pages", "table_stride", "results", "most"]
+RECORD_FIELDS: Final = 4
+_RECORD = tl.constexpr(RECORD_FIELDS)
+_INTS = ["tokens", "rows", "places", "columns", "pages", "table_stride", "results", "most"]
 
 
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=UNALIGNED)
-def find_entries(
-    ring, step, paged, selected, out, listed, count, position, row, slot, table, fault,
+@triton.jit
+def list_token(
+    token, ring, step, paged, selected, out, listed, record, position, row, slot, table, fault,
     rows, places, columns, pages, table_stride, results, most,
     SIZES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Programs of one token. `listed`: [tokens, most], as `codes_of` says; `count`: how many of a token's entries are
-    there. The output of a token without entries is written here; it is `results` numbers. LANES entries are listed at a
-    time, and TILE looked at."""
-    token = tl.program_id(0).to(tl.int64)
+    """List the entries of one token."""
     own, place, _, sees, p, least, near, total, outside = span_of(token, position, row, slot, rows, places, most, SIZES)
     mine = listed + token * most
     found = total
@@ -57,8 +64,138 @@ def find_entries(
             SIZES, LANES,
         )  # fmt: skip
     tl.atomic_add(fault, faults.to(tl.int64), mask=faults > 0, sem="relaxed")
-    tl.store(count + token, found)
+    own_record = record + token * _RECORD
+    tl.store(own_record, found)
+    tl.store(own_record + 1, found)
+    tl.store(own_record + 2, found)
+    tl.store(own_record + 3, 1)
     if found == 0:
         for begin in range(0, results, LANES):
             at = begin + tl.arange(0, LANES)
             tl.store(out + token * results + at, tl.zeros((LANES,), out.dtype.element_ty), mask=at < results)
+
+
+@triton.jit
+def is_among(number, numbers, count, STEPS: tl.constexpr):
+    """Whether numbers are among the first `count`, fewer than 2 ** STEPS, of others, which rise."""
+    before = tl.zeros_like(number)
+    for step in tl.static_range(STEPS):
+        probe = before + (1 << (STEPS - 1 - step))
+        known = tl.load(numbers + probe - 1, mask=probe <= count, other=2147483647)
+        before = tl.where(known < number, probe, before)
+    return tl.load(numbers + before, mask=before < count, other=-1) == number
+
+
+@triton.jit
+def among_others(i, live, near, number_of, others, least_seen, p, selected, SIZES: tl.constexpr, STEPS: tl.constexpr):
+    """Of a token's entries numbered `i` whether the neighbour at position `p` sees them, too: those of the window,
+    whose `near` ones are numbered first, from its position on, and compressed ones where its selection has them."""
+    seen = live & (i < near) & least_seen
+    if SIZES.ratio:
+        number = i - near
+        compressed = live & (i >= near)
+        end = (p + 1) // SIZES.ratio
+        if SIZES.selected:
+            number = tl.load(selected + number_of * SIZES.selected + number, mask=compressed, other=-1)
+            chosen = is_among(number, selected + others * SIZES.selected, tl.minimum(end, SIZES.selected), STEPS)
+            compressed = compressed & (number >= 0) & chosen
+        seen = seen | (compressed & (number < end))
+    return seen
+
+
+@triton.jit
+def list_pair(
+    token, selected, listed, record, position, row, slot, table, fault,
+    rows, places, columns, pages, table_stride, most,
+    SIZES: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """List the entries of a token and the one behind it, of the same row, together."""
+    after = token + 1
+    own, place, _, _, p, least, near, total, outside = span_of(
+        token, position, row, slot, rows, places, most, SIZES
+    )  # fmt: skip
+    _, _, _, _, p_b, least_b, near_b, total_b, outside_b = span_of(
+        after, position, row, slot, rows, places, most, SIZES
+    )  # fmt: skip
+    mine = listed + token * most
+    shared = 0
+    firsts = 0
+    for begin in range(0, total, LANES):
+        i = begin + tl.arange(0, LANES)
+        live = i < total
+        code, _faults = codes_of(
+            i, live, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
+        )
+        there = live & (code >= 0)
+        both = there & among_others(i, live, near, token, after, least + i >= least_b, p_b, selected, SIZES, STEPS)
+        shared += tl.sum(both.to(tl.int32), 0)
+        firsts += tl.sum(there.to(tl.int32), 0)
+    faults = outside.to(tl.int32) + outside_b.to(tl.int32)
+    at_both = 0
+    at_first = shared
+    for begin in range(0, total, LANES):
+        i = begin + tl.arange(0, LANES)
+        live = i < total
+        code, more = codes_of(
+            i, live, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
+        )
+        faults += more
+        there = live & (code >= 0)
+        both = there & among_others(i, live, near, token, after, least + i >= least_b, p_b, selected, SIZES, STEPS)
+        alone = there & (both == 0)
+        tl.store(mine + at_both + tl.cumsum(both.to(tl.int32), 0) - 1, code, mask=both)
+        tl.store(mine + at_first + tl.cumsum(alone.to(tl.int32), 0) - 1, code, mask=alone)
+        at_both += tl.sum(both.to(tl.int32), 0)
+        at_first += tl.sum(alone.to(tl.int32), 0)
+    at_second = firsts
+    for begin in range(0, total_b, LANES):
+        i = begin + tl.arange(0, LANES)
+        live = i < total_b
+        code, more = codes_of(
+            i, live, after, own, place, p_b, row, selected, table, least_b, near_b, columns, pages, table_stride, SIZES
+        )
+        faults += more
+        both = among_others(i, live, near_b, after, token, least_b + i <= p, p, selected, SIZES, STEPS)
+        alone = live & (code >= 0) & (both == 0)
+        tl.store(mine + at_second + tl.cumsum(alone.to(tl.int32), 0) - 1, code, mask=alone)
+        at_second += tl.sum(alone.to(tl.int32), 0)
+    tl.atomic_add(fault, faults.to(tl.int64), mask=faults > 0, sem="relaxed")
+    own_record = record + token * _RECORD
+    tl.store(own_record, at_second)
+    tl.store(own_record + 1, shared)
+    tl.store(own_record + 2, firsts)
+    tl.store(own_record + 3, 2)
+
+
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=UNALIGNED)
+def find_entries(
+    ring, step, paged, selected, out, listed, record, position, row, slot, table, fault,
+    tokens, rows, places, columns, pages, table_stride, results, most,
+    SIZES: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Programs of one token, with PAIRS of two. `listed`: [tokens, most], as `codes_of` says; `record`: see above. The
+    output of a token without entries is written here; it is `results` numbers. LANES entries are listed at a time, and
+    TILE looked at. STEPS: see `is_among`."""
+    token = tl.program_id(0).to(tl.int64)
+    if PAIRS:
+        token *= 2
+        after = tl.minimum(token + 1, tokens - 1)
+        own, _, there, _ = place_of(token, row, slot, rows, places)
+        p = tl.load(position + token)
+        together = there & (p >= 0) & (tl.load(row + after) == own) & (tl.load(position + after) == p + 1)
+        if together:
+            list_pair(
+                token, selected, listed, record, position, row, slot, table, fault,
+                rows, places, columns, pages, table_stride, most, SIZES, LANES, STEPS,
+            )  # fmt: skip
+        else:
+            for each in range(token, after + 1):
+                list_token(
+                    each, ring, step, paged, selected, out, listed, record, position, row, slot, table, fault,
+                    rows, places, columns, pages, table_stride, results, most, SIZES, TILE, LANES,
+                )  # fmt: skip
+    else:
+        list_token(
+            token, ring, step, paged, selected, out, listed, record, position, row, slot, table, fault,
+            rows, places, columns, pages, table_stride, results, most, SIZES, TILE, LANES,
+        )  # fmt: skip

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.compressed.wide_groups import left_group, right_group
-from kernels.compressed.wide_tile import HALF, Call, entries_of, wide_memory
+from kernels.compressed.wide_tile import HALF, Call, item_of, step_behind, steps_of, wide_memory
 from kernels.mla_decode.wide_tile import BLOCK, TILE
 from kernels.sparse.fetch import THREADS, rows_layout, tell
 
@@ -48,20 +48,24 @@ def copy_half(entry, there, half_s, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr):
-    """The fetching warps: the queries and the tiles of one token after the other."""
+def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr, PAIRS: gl.constexpr):
+    """The fetching warps: the queries and the tiles of one item after the other."""
     LAYOUT: gl.constexpr = rows_layout(8)
     entry = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     tiles = 0
     rows = 0
-    count = entries_of(call, gl.program_id(0))
-    mine = (gl.program_id(0) // call.blocks).to(gl.int64) * call.most
-    code = gl.load(call.listed + mine + entry, mask=entry < count, other=-1, cache_modifier=".cg")
-    for item in range(gl.program_id(0), call.tokens * call.blocks, gl.num_programs(0)):
-        following = entries_of(call, item + gl.num_programs(0))
-        next_one = ((item + gl.num_programs(0)) // call.blocks).to(gl.int64) * call.most
+    number = 0
+    steps = steps_of(call, PAIRS)
+    item = item_of(call, number, PAIRS)
+    mine = item.token.to(gl.int64) * call.most
+    code = gl.load(call.listed + mine + entry, mask=entry < item.count, other=-1, cache_modifier=".cg")
+    while number < steps:
+        number = step_behind(number, item, PAIRS)
+        following = item_of(call, number, PAIRS)
+        next_one = following.token.to(gl.int64) * call.most
+        count = item.count
         if count > 0:
-            vector = item // call.blocks * call.heads + item % call.blocks * BLOCK
+            vector = item.token * call.heads + item.block * BLOCK
             mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
             mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes)
             tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
@@ -70,10 +74,10 @@ def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr)
         for low in range(0, gl.maximum(count, 1), TILE):
             there = code >= 0
             at = base_of(code, window, step, paged, SIZES)
-            # What follows: the token's next tile, or the first one of the next token.
+            # What follows: the item's next tile, or the first one of the next item.
             more = low + TILE < count
             begin = gl.where(more, mine + low + TILE, next_one)
-            left = gl.where(more, count - low - TILE, following)
+            left = gl.where(more, count - low - TILE, following.count)
             code = gl.load(call.listed + begin + entry, mask=entry < left, other=-1, cache_modifier=".cg")
             if count > 0:
                 buffer = tiles & 1
@@ -85,22 +89,22 @@ def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr)
                 copy_half(at, there, fetched.kv.index(2 + buffer), HALF, LAYOUT)
                 tell(ring.full.index(2 + buffer))
                 tiles += 1
-        count = following
+        item = following
         mine = next_one
 
 
 @gluon.jit(do_not_specialize=["tokens", "heads", "blocks", "most"])
 def attend_entries(
-    q_half, window, step, paged, listed, count, sink, rotation, out, scale, tokens, heads, blocks, most,
-    SIZES: gl.constexpr,
+    q_half, window, step, paged, listed, record, sink, rotation, out, scale, tokens, heads, blocks, most,
+    SIZES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Programs that take an item after the other, a block of heads of a token; four warps, the others come on top.
-    `q_half`: TMA descriptor of the queries [vectors, 512] with boxes of 64 x 256. `listed`, `count`: see
-    `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or `paged`. `scale`
-    includes log2(e)."""
+    """Programs that take an `Item` after the other; four warps, the others come on top. With PAIRS two tokens have at
+    most 64 heads together. `q_half`: TMA descriptor of the queries [vectors, 512] with boxes of 64 x 256. `listed`,
+    `record`: see `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or
+    `paged`. `scale` includes log2(e)."""
     call = Call(
         listed=listed,
-        count=count,
+        record=record,
         sink=sink,
         rotation=rotation,
         out=out,
@@ -113,9 +117,9 @@ def attend_entries(
     fetched, exchanged, ring, messages = wide_memory(THREADS)
     gl.warp_specialize(
         [
-            (left_group, (call, fetched, exchanged, ring, messages, SIZES)),
-            (right_group, (call, fetched, exchanged, ring, messages, SIZES)),
-            (fetch, (call, q_half, window, step, paged, fetched, ring, SIZES)),
+            (left_group, (call, fetched, exchanged, ring, messages, SIZES, PAIRS)),
+            (right_group, (call, fetched, exchanged, ring, messages, SIZES, PAIRS)),
+            (fetch, (call, q_half, window, step, paged, fetched, ring, SIZES, PAIRS)),
         ],
         [4, 4],
         [224, 48],

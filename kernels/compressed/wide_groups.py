@@ -14,20 +14,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.compressed.wide_tile import HALF, begin_scores, entries_of, store_half, weigh
+from kernels.compressed.wide_tile import HALF, begin_scores, item_of, step_behind, steps_of, store_half, weigh
 from kernels.mla_decode.wide_tile import BLOCK, LOWEST, SCORES, TILE, as_left_operand, output_layout, scaled
 
 
 @gluon.jit
-def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr):
+def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PAIRS: gl.constexpr):
     """The group that scores a token's first tile, its third and so on, and sums the left half of the features."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     tiles = 0
     rows = 0
     seconds = 0
-    count = entries_of(call, gl.program_id(0))
-    for item in range(gl.program_id(0), call.tokens * call.blocks, gl.num_programs(0)):
-        following = entries_of(call, item + gl.num_programs(0))
+    step = 0
+    steps = steps_of(call, PAIRS)
+    item = item_of(call, step, PAIRS)
+    while step < steps:
+        step = step_behind(step, item, PAIRS)
+        following = item_of(call, step, PAIRS)
+        count = item.count
         if count > 0:
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
@@ -37,7 +41,7 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr):
                 buffer = tiles & 1
                 score = begin_scores(fetched, ring.full, buffer, (tiles >> 1) & 1)
                 score = warpgroup_mma_wait(0, deps=(score,))
-                weight, top, shrink = weigh(score, top, call.scale, low, count)
+                weight, top, shrink = weigh(score, top, call, item, low, PAIRS)
                 rounded = weight.to(gl.bfloat16)
                 exchanged.top.index(0).store(top)
                 exchanged.shrink.index(0).store(shrink)
@@ -79,8 +83,8 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr):
             total += exchanged.total.index(own + 1).load(per_query)
             rows += 1
             last = (tiles & 1) ^ 1
-            store_half(sums, total, top, call, item, fetched.kv.index(last), ring.empty.index(last), 0, SIZES)
-        count = following
+            store_half(sums, total, top, call, item, fetched.kv.index(last), ring.empty.index(last), 0, SIZES, PAIRS)
+        item = following
 
 
 @gluon.jit
@@ -97,15 +101,19 @@ def begin_firsts(sums, total, fetched, exchanged, full, buffer, phase):
 
 
 @gluon.jit
-def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr):
+def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PAIRS: gl.constexpr):
     """The group that scores a token's second tile, its fourth and so on, and sums the right half of the features."""
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     tiles = 0
     rows = 0
     firsts = 0
-    count = entries_of(call, gl.program_id(0))
-    for item in range(gl.program_id(0), call.tokens * call.blocks, gl.num_programs(0)):
-        following = entries_of(call, item + gl.num_programs(0))
+    step = 0
+    steps = steps_of(call, PAIRS)
+    item = item_of(call, step, PAIRS)
+    while step < steps:
+        step = step_behind(step, item, PAIRS)
+        following = item_of(call, step, PAIRS)
+        count = item.count
         if count > 0:
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
@@ -124,7 +132,7 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr):
                     # ptxas lets no product be under way while sums are scaled that the next one adds to.
                     score = warpgroup_mma_wait(0, deps=(score,))
                     summing, top, total = begin_firsts(sums, total, fetched, exchanged, ring.full, buffer, phase)
-                    weight, top, shrink = weigh(score, top, call.scale, low + TILE, count)
+                    weight, top, shrink = weigh(score, top, call, item, low + TILE, PAIRS)
                     rounded = weight.to(gl.bfloat16)
                     exchanged.top.index(1).store(top)
                     exchanged.shrink.index(1).store(shrink)
@@ -160,5 +168,5 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr):
             total = exchanged.total.index(own).load(per_query) + total
             rows += 1
             last = 2 + ((tiles & 1) ^ 1)
-            store_half(sums, total, top, call, item, fetched.kv.index(last), ring.empty.index(last), 1, SIZES)
-        count = following
+            store_half(sums, total, top, call, item, fetched.kv.index(last), ring.empty.index(last), 1, SIZES, PAIRS)
+        item = following

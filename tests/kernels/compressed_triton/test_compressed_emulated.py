@@ -98,7 +98,9 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         (64, 130, 4, 200, 2, [590, 0], [3, 2]),  # many tiles and one, tokens of nobody
         (64, 65, 4, 64, 1, [255, 126], [1, 3]),  # two tiles, three, and full ones
-        (32, 130, 128, 0, 3, [590, 100], [2, 3]),
+        (32, 130, 128, 0, 3, [590, 100], [2, 4]),  # pairs of tokens, and a token that is alone
+        (32, 65, 4, 40, 2, [300, 60], [3, 4]),
+        (20, 8, 4, 60, 1, [333, 2], [4, 1]),
         (100, 64, 4, 100, 2, [300, 60], [2, 1]),  # two blocks of heads
         (64, 70, 0, 0, 1, [260, 0], [1, 70]),
     ],
@@ -128,6 +130,15 @@ def test_decode_rows_on_hopper(on_hopper: dict[str, Any]) -> None:
     case.length = [90, 60]
     with emulated(1, fences=False):
         case.run([2, 2], 2, outside=(1, 0))
+    assert case.absent > 0
+
+
+@pytest.mark.parametrize("selected", [0, 12])
+def test_entries_outside_of_pairs_on_hopper(selected: int, on_hopper: dict[str, Any]) -> None:
+    case = Attending(2, 200, heads=32, window=8, ratio=4, selected=selected, programs=1, **on_hopper)
+    case.length = [130, 150]
+    with emulated(5, fences=False):
+        case.run([2, 4], outside=(1, 1))
     assert case.absent > 0
 
 
