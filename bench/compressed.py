@@ -180,9 +180,10 @@ def _projection(make: Callable[[int], Layer], fp8: bool) -> Run:
 class Prompt:
     """Attention of the last tokens of a prompt in a layer, in turns as the engine takes them."""
 
-    def __init__(self, length: int, heads: int, ratio: int, alike: float) -> None:
-        """`alike`: see `_selected`."""
+    def __init__(self, length: int, heads: int, ratio: int, alike: float, turn: int) -> None:
+        """`alike`: see `_selected`. `turn`: tokens that attend at once."""
         self.tokens, self.heads, self.ratio, self.alike = min(length, PROMPT), heads, ratio, alike
+        self.at_once = turn
         self.begin = length - self.tokens
         pages = length // PAGE_TOKENS + 1
         self.q, self.entry = normal(self.tokens, heads, ENTRY), normal(self.tokens, ENTRY)
@@ -221,8 +222,8 @@ class Prompt:
     def attend(self, hopper: bool) -> Run:
         """All turns."""
         turns = []
-        for begin in range(0, self.tokens, ATTENDING):
-            own = slice(begin, begin + ATTENDING)
+        for begin in range(0, self.tokens, self.at_once):
+            own = slice(begin, begin + self.at_once)
             rows = replace(self.rows, position_T=self.position[own], row_T=self.rows.row_T[own])
             count = len(rows.row_T)
             workspace = AttendWorkspace.allocate(
@@ -240,12 +241,12 @@ class Prompt:
         return run
 
 
-def prompts(lengths: list[int], heads: int, alike: float) -> None:
+def prompts(lengths: list[int], heads: int, alike: float, turn: int) -> None:
     """Print the table of prompts."""
     for length in lengths:
         print(f"the last {min(length, PROMPT)} of {length} tokens, {heads} heads", flush=True)
         for ratio, name in ((0, "window alone"), (4, f"ratio 4, {SELECTED} selected"), (128, "ratio 128")):
-            case, told, outs = Prompt(length, heads, ratio, alike), [], []
+            case, told, outs = Prompt(length, heads, ratio, alike, turn), [], []
             for hopper in (False, True):
                 ms = timing.microseconds([case.attend(hopper)]) / 1e3
                 told.append(f"{ms:7.3f} ms {case.operations / ms / 1e9:4.0f} TFLOP/s")
@@ -263,10 +264,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32, help="heads of a rank, of 64")
     parser.add_argument("--prompts", help="lengths of prompts, in place of decode rows")
     parser.add_argument("--alike", type=float, default=0.8, help="how alike the tokens of a prompt select, 0 to 1")
+    parser.add_argument("--turn", type=int, default=ATTENDING, help="tokens of a prompt that attend at once")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     if chosen.prompts:
-        prompts([int(length) for length in chosen.prompts.split(",")], chosen.heads, chosen.alike)
+        prompts([int(length) for length in chosen.prompts.split(",")], chosen.heads, chosen.alike, chosen.turn)
         return
     for rows in map(int, chosen.rows.split(",")):
         print(f"{rows} rows of width {chosen.width}, {chosen.context} tokens each, {chosen.heads} heads", flush=True)
