@@ -3,6 +3,7 @@ schedules."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from compressed_case import Attending, Compressing, Storing
 from kernels.compressed import attention_launch
 from kernels.linear.groups import launch_group_linear
 from kernels.matrix import BlockScaled
-from tests.support.ptx import emulated
+from tests.support.ptx import Fault, emulated
 
 pytestmark = pytest.mark.long
 
@@ -97,12 +98,12 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ("heads", "window", "ratio", "selected", "programs", "lengths", "counts"),
     [
         (64, 130, 4, 200, 2, [590, 0], [3, 2]),  # many tiles and one, tokens of nobody
-        (64, 65, 4, 64, 1, [255, 126], [1, 3]),  # two tiles, three, and full ones
         (32, 130, 128, 0, 3, [590, 100], [2, 4]),  # pairs of tokens, and a token that is alone
-        (32, 65, 4, 40, 2, [300, 60], [3, 4]),
         (20, 8, 4, 60, 1, [333, 2], [4, 1]),
-        (100, 64, 4, 100, 2, [300, 60], [2, 1]),  # two blocks of heads
-        (64, 70, 0, 0, 1, [260, 0], [1, 70]),
+        (100, 70, 0, 0, 1, [260, 60], [1, 8]),  # two blocks of heads; two tiles and one
+        (64, 70, 0, 0, 1, [260, 0], [1, 70]),  # one tile, many times
+        pytest.param(64, 65, 4, 64, 1, [255, 126], [1, 3], marks=pytest.mark.soak),  # full tiles
+        pytest.param(32, 65, 4, 40, 2, [300, 60], [3, 4], marks=pytest.mark.soak),
     ],
 )
 def test_attention_on_hopper(
@@ -124,6 +125,20 @@ def test_attention_on_hopper(
         case.run(counts)
 
 
+def test_queries_that_are_overwritten_too_early_are_noticed(on_hopper: dict[str, Any]) -> None:
+    """Both groups say that they need the queries no more."""
+
+    def after_one(ptx: str) -> str:
+        edited, found = re.subn(r"(mbarrier\.init\S* \[[^\]]+\], )2;", r"\g<1>1;", ptx)
+        assert found == (".entry attend_entries" in ptx)
+        return edited
+
+    case = Attending(2, 300, heads=64, window=130, programs=1, **on_hopper)
+    case.length = [200, 0]
+    with emulated(1, fences=False, edit=after_one), pytest.raises((AssertionError, Fault)):
+        case.run([3, 2])
+
+
 def test_decode_rows_on_hopper(on_hopper: dict[str, Any]) -> None:
     """Their entries are in the ring alone. A page that there is not is counted, its entries are absent."""
     case = Attending(2, 300, heads=64, window=70, ratio=4, selected=30, width=2, programs=2, **on_hopper)
@@ -133,7 +148,7 @@ def test_decode_rows_on_hopper(on_hopper: dict[str, Any]) -> None:
     assert case.absent > 0
 
 
-@pytest.mark.parametrize("selected", [0, 12])
+@pytest.mark.parametrize("selected", [pytest.param(0, marks=pytest.mark.soak), 12])
 def test_entries_outside_of_pairs_on_hopper(selected: int, on_hopper: dict[str, Any]) -> None:
     case = Attending(2, 200, heads=32, window=8, ratio=4, selected=selected, programs=1, **on_hopper)
     case.length = [130, 150]
