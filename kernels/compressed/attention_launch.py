@@ -18,8 +18,10 @@ from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper
 
-FEWEST_OF_HOPPER: Final = 256
+FEWEST_OF_HOPPER: Final = 128
 """Fewest tokens for Hopper's own kernel of attention, whose programs each have whole tokens."""
+AHEAD = True
+"""Whether that kernel tells the L2 cache of the next token's queries and rotations while it attends."""
 _FEATURES_OF_HOPPER: Final = 512
 _FOUND: Final = 512
 """Entries of a token that are listed at a time for it."""
@@ -269,6 +271,7 @@ def _attend_on_hopper(
     )
     items = triton.cdiv(tokens, 2) if pairs else tokens * blocks
     attend_entries[(min(workspace.programs, items),)](
+        q_THD,
         boxes(q_THD)[0],
         *sources[:3],
         *told,
@@ -282,5 +285,6 @@ def _attend_on_hopper(
         most,
         SIZES=sizes,
         PAIRS=pairs,
+        AHEAD=AHEAD,
         num_warps=workspace.tiling.warps,
     )

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.compressed.wide_groups import left_group, right_group
 from kernels.compressed.wide_tile import HALF, Call, item_of, step_behind, steps_of, wide_memory
+from kernels.gluon.prefetch import LINE, ask_for_lines
 from kernels.mla_decode.wide_tile import BLOCK, TILE
 from kernels.sparse.fetch import THREADS, rows_layout, tell
 
@@ -48,7 +49,26 @@ def copy_half(entry, there, half_s, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr, PAIRS: gl.constexpr):
+def ask_for(call, q, item, SIZES: gl.constexpr):
+    """Tell the L2 cache of what an item alone reads: its queries, and the rotations of its tokens."""
+    VECTOR: gl.constexpr = 2 * HALF * 2
+    lines: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    vector = item.token.to(gl.int64) * call.heads + item.block * BLOCK
+    there = gl.where(item.count > 0, gl.minimum(call.tokens.to(gl.int64) * call.heads - vector, BLOCK), 0)
+    for part in gl.static_range(BLOCK * VECTOR // LINE // THREADS):
+        line = part * THREADS + gl.arange(0, THREADS, lines)
+        ask_for_lines(q.to(gl.int64) + vector * VECTOR + line * LINE, line * LINE < there * VECTOR)
+    angle = gl.arange(0, THREADS, lines)
+    second = (angle >= THREADS // 2).to(gl.int32)
+    at = (item.token + second).to(gl.int64) * SIZES.rotation + (angle - second * (THREADS // 2))
+    asked = (angle - second * (THREADS // 2) < SIZES.rope) & (second < item.tokens) & (item.count > 0)
+    ask_for_lines((call.rotation + at).to(gl.int64), asked)
+
+
+@gluon.jit
+def fetch(
+    call, q, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr
+):
     """The fetching warps: the queries and the tiles of one item after the other."""
     LAYOUT: gl.constexpr = rows_layout(8)
     entry = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
@@ -63,6 +83,8 @@ def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr,
         number = step_behind(number, item, PAIRS)
         following = item_of(call, number, PAIRS)
         next_one = following.token.to(gl.int64) * call.most
+        if AHEAD:
+            ask_for(call, q, following, SIZES)
         count = item.count
         if count > 0:
             vector = item.token * call.heads + item.block * BLOCK
@@ -95,13 +117,13 @@ def fetch(call, q_half, window, step, paged, fetched, ring, SIZES: gl.constexpr,
 
 @gluon.jit(do_not_specialize=["tokens", "heads", "blocks", "most"])
 def attend_entries(
-    q_half, window, step, paged, listed, record, sink, rotation, out, scale, tokens, heads, blocks, most,
-    SIZES: gl.constexpr, PAIRS: gl.constexpr,
+    q, q_half, window, step, paged, listed, record, sink, rotation, out, scale, tokens, heads, blocks, most,
+    SIZES: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Programs that take an `Item` after the other; four warps, the others come on top. With PAIRS two tokens have at
-    most 64 heads together. `q_half`: TMA descriptor of the queries [vectors, 512] with boxes of 64 x 256. `listed`,
-    `record`: see `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or
-    `paged`. `scale` includes log2(e)."""
+    most 64 heads together. `q_half`: TMA descriptor of the queries `q`, [vectors, 512], with boxes of 64 x 256.
+    `listed`, `record`: see `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or
+    `paged`. `scale` includes log2(e). AHEAD: whether the L2 cache is told of the next item."""
     call = Call(
         listed=listed,
         record=record,
@@ -119,7 +141,7 @@ def attend_entries(
         [
             (left_group, (call, fetched, exchanged, ring, messages, SIZES, PAIRS)),
             (right_group, (call, fetched, exchanged, ring, messages, SIZES, PAIRS)),
-            (fetch, (call, q_half, window, step, paged, fetched, ring, SIZES, PAIRS)),
+            (fetch, (call, q, q_half, window, step, paged, fetched, ring, SIZES, PAIRS, AHEAD)),
         ],
         [4, 4],
         [224, 48],

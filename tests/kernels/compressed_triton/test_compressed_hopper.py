@@ -171,6 +171,7 @@ def test_attention_on_hopper(ratio: int, selected: int, first: int, block: int, 
     assert used["HGMMA"] == 2 * 2 * 16 + (2 + 3) * 4
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\S*\.128", code)) == used["LDGSTS"] == 32
     assert used["UTMALDG"] == 2
+    assert "CCTL.E.PF2" in code  # the L2 cache is told of the next token
     others = attending(505, 0, ratio, selected, heads, first, block=block, hopper=True)
     assert [kernel.hash for kernel in others] == [kernel.hash for kernel in compiled]
 

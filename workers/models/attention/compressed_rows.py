@@ -32,9 +32,9 @@ from workers.models.config import CompressedLayer, Compression
 from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
 from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
 
-ATTENDING: Final = 1024
-"""Most tokens of chunks that attend at once: they fill a GPU, and for each its entries are listed, as many as a row may
-have."""
+ATTENDING: Final = 4096
+"""Most tokens of chunks that attend at once. For each its entries are listed, as many as a row may have: with 8,192 of
+them beside the window that takes 136 MB. A thousand fill a GPU, which waits for the last ones in each turn."""
 
 
 @dataclass(frozen=True)
