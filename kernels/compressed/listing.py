@@ -114,51 +114,51 @@ def list_pair(
     own, place, _, _, p, least, near, total, outside = span_of(
         token, position, row, slot, rows, places, most, SIZES
     )  # fmt: skip
-    _, _, _, _, p_b, least_b, near_b, total_b, outside_b = span_of(
+    mine = listed + token * most
+    faults = outside.to(tl.int32)
+    # Those of both tokens from the front on, the first one's from the back: so they are all looked at but once.
+    shared = 0
+    alone = 0
+    for begin in range(0, total, LANES):
+        i = begin + tl.arange(0, LANES)
+        live = i < total
+        code, more = codes_of(
+            i, live, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
+        )
+        faults += more
+        there = live & (code >= 0)
+        in_window = least + i > p + 1 - SIZES.window
+        both = there & among_others(i, live, near, token, after, in_window, p + 1, selected, SIZES, STEPS)
+        first = there & (both == 0)
+        tl.store(mine + shared + tl.cumsum(both.to(tl.int32), 0) - 1, code, mask=both)
+        tl.store(mine + total - alone - tl.cumsum(first.to(tl.int32), 0), code, mask=first)
+        shared += tl.sum(both.to(tl.int32), 0)
+        alone += tl.sum(first.to(tl.int32), 0)
+    firsts = shared + alone
+    if firsts < total:  # some are absent
+        for begin in range(0, alone, LANES):
+            i = begin + tl.arange(0, LANES)
+            tl.debug_barrier()
+            code = tl.load(mine + total - alone + i, mask=i < alone, other=-1)
+            tl.debug_barrier()  # other threads write where this one has read
+            tl.store(mine + shared + i, code, mask=i < alone)
+    tl.debug_barrier()  # what the second token alone sees may be written where others have read
+    _, _, _, _, p, least, near, total, outside = span_of(
         after, position, row, slot, rows, places, most, SIZES
     )  # fmt: skip
-    mine = listed + token * most
-    shared = 0
-    firsts = 0
-    for begin in range(0, total, LANES):
-        i = begin + tl.arange(0, LANES)
-        live = i < total
-        code, _faults = codes_of(
-            i, live, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
-        )
-        there = live & (code >= 0)
-        both = there & among_others(i, live, near, token, after, least + i >= least_b, p_b, selected, SIZES, STEPS)
-        shared += tl.sum(both.to(tl.int32), 0)
-        firsts += tl.sum(there.to(tl.int32), 0)
-    faults = outside.to(tl.int32) + outside_b.to(tl.int32)
-    at_both = 0
-    at_first = shared
-    for begin in range(0, total, LANES):
-        i = begin + tl.arange(0, LANES)
-        live = i < total
-        code, more = codes_of(
-            i, live, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
-        )
-        faults += more
-        there = live & (code >= 0)
-        both = there & among_others(i, live, near, token, after, least + i >= least_b, p_b, selected, SIZES, STEPS)
-        alone = there & (both == 0)
-        tl.store(mine + at_both + tl.cumsum(both.to(tl.int32), 0) - 1, code, mask=both)
-        tl.store(mine + at_first + tl.cumsum(alone.to(tl.int32), 0) - 1, code, mask=alone)
-        at_both += tl.sum(both.to(tl.int32), 0)
-        at_first += tl.sum(alone.to(tl.int32), 0)
+    faults += outside.to(tl.int32)
     at_second = firsts
-    for begin in range(0, total_b, LANES):
+    for begin in range(0, total, LANES):
         i = begin + tl.arange(0, LANES)
-        live = i < total_b
+        live = i < total
         code, more = codes_of(
-            i, live, after, own, place, p_b, row, selected, table, least_b, near_b, columns, pages, table_stride, SIZES
+            i, live, after, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
         )
         faults += more
-        both = among_others(i, live, near_b, after, token, least_b + i <= p, p, selected, SIZES, STEPS)
-        alone = live & (code >= 0) & (both == 0)
-        tl.store(mine + at_second + tl.cumsum(alone.to(tl.int32), 0) - 1, code, mask=alone)
-        at_second += tl.sum(alone.to(tl.int32), 0)
+        both = among_others(i, live, near, after, token, least + i < p, p - 1, selected, SIZES, STEPS)
+        second = live & (code >= 0) & (both == 0)
+        tl.store(mine + at_second + tl.cumsum(second.to(tl.int32), 0) - 1, code, mask=second)
+        at_second += tl.sum(second.to(tl.int32), 0)
     tl.atomic_add(fault, faults.to(tl.int64), mask=faults > 0, sem="relaxed")
     own_record = record + token * _RECORD
     tl.store(own_record, at_second)
