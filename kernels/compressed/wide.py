@@ -86,13 +86,6 @@ def fetch(
         if AHEAD:
             ask_for(call, q, following, SIZES)
         count = item.count
-        if count > 0:
-            vector = item.token * call.heads + item.block * BLOCK
-            mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
-            mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-            tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-            rows += 1
         for low in range(0, gl.maximum(count, 1), TILE):
             there = code >= 0
             at = base_of(code, window, step, paged, SIZES)
@@ -107,6 +100,14 @@ def fetch(
                 mbarrier.wait(ring.empty.index(buffer), phase)
                 copy_half(at, there, fetched.kv.index(buffer), 0, LAYOUT)
                 tell(ring.full.index(buffer))
+                if low == 0:
+                    # Of an odd number of tiles there is room for the next token's first one before its queries.
+                    vector = item.token * call.heads + item.block * BLOCK
+                    mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
+                    mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes)
+                    tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+                    tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+                    rows += 1
                 mbarrier.wait(ring.empty.index(2 + buffer), phase)
                 copy_half(at, there, fetched.kv.index(2 + buffer), HALF, LAYOUT)
                 tell(ring.full.index(2 + buffer))
@@ -144,5 +145,5 @@ def attend_entries(
             (fetch, (call, q, q_half, window, step, paged, fetched, ring, SIZES, PAIRS, AHEAD)),
         ],
         [4, 4],
-        [224, 48],
+        [216, 56],
     )
