@@ -28,13 +28,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "assets"))
 
-from shapes import SHAPES
+from shapes import MXFP8_EXPONENT, SHAPES
 from training.quantize import FP8_CONFIG, INT4_CONFIG
 
 from workers.families.loading import counted
 from workers.families.registry import parse_config
 from workers.parallel.group import Group
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP8, PLAIN
 from workers.weights.formats.format import Format
 from workers.weights.formats.int4_groups import INT4_SCALES, INT4_SHAPE
 from workers.weights.formats.registry import assumed_dtypes
@@ -46,9 +46,10 @@ QUANTIZED: dict[Format, dict[str, Any]] = {
     PLAIN: {},
     FP8_BLOCKS: {"quantization_config": FP8_CONFIG},
     INT4_GROUPS: {"quantization_config": INT4_CONFIG},
+    MXFP8: {"quantization_config": {"quant_method": MXFP8.method, "quantization": {"quant_algo": MXFP8.algorithm}}},
 }
-BYTES = {"F32": 4, "BF16": 2, "I32": 4, FP8_DTYPE: 1}
-EXPONENTS = {FP8_SCALES: 115, MX_SCALES: 119}
+BYTES = {"F32": 4, "BF16": 2, "I32": 4, FP8_DTYPE: 1, "U8": 1}
+EXPONENTS = {FP8_SCALES: MXFP8_EXPONENT, MX_SCALES: 119}
 """The lesser of the two scales in E8M0 that are drawn, by what the name ends with: matrices are normal(0, 0.02), or in
 MXFP4 uniform over its numbers with nearly that deviation."""
 
@@ -79,6 +80,8 @@ def numbers(name: str, shape: Shape, dtype: str, device: torch.device) -> Tensor
     elif dtype == "F8_E8M0":
         least = next(least for ending, least in EXPONENTS.items() if name.endswith(ending))
         some = torch.randint(least, least + 2, shape, device=device, dtype=torch.uint8)
+    elif dtype == "U8":
+        some = torch.randint(MXFP8_EXPONENT, MXFP8_EXPONENT + 2, shape, device=device, dtype=torch.uint8)
     elif dtype == "I8":
         some = torch.randint(0, 256, shape, device=device, dtype=torch.uint8)
     elif dtype == "I64":

@@ -11,17 +11,20 @@ verification and drafts in one graph. Of the DeepSeek-V2-Lite shape, a slice of 
     python bench/decode_step.py --fp8-cache           # latents in FP8, keys of indexers in INT8
     python bench/decode_step.py --shape glm-flash     # GLM-4.7-Flash, whole
     python bench/decode_step.py --shape small4        # Mistral Small 4, whole, in FP8; small4-slice: six of its layers
+    python bench/decode_step.py --shape hy4-slice --beside glm52-mxfp8-slice   # and how many times as long it takes
     python bench/decode_step.py --timeline            # in place of the tables: each kernel's share of a replay
 
-One line per number of rows: the small-batch path, the general path beside it, and the time in which the bytes can be
-read. Then every kernel of the path alone: its launches of one step, in order, in a graph without the others; its share
-is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200. Weights are normal(0, 0.02), norms 1,
-so that routing is that of random tokens; a draft layer, where there is one, is as random.
+One line per number of rows: the path that its step takes, the general path beside it where that is another one, and
+the time in which the bytes can be read. Then every kernel of the path alone: its launches of one step, in order, in a
+graph without the others; its share is of the bytes of weights it streams at 4.2 TB/s, the read bandwidth of an H200.
+Weights are normal(0, 0.02), norms 1, so that routing is that of random tokens; a draft layer, where there is one, is as
+random.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +78,22 @@ def plain_layers() -> Iterator[None]:
     ExecutionPaths.takes_small_batch = lambda self, batch, dtype, device: False
     try:
         yield
+    finally:
+        ExecutionPaths.takes_small_batch = takes
+
+
+@contextmanager
+def noted_paths() -> Iterator[list[bool]]:
+    """Note of every pass within this context whether it takes the small-batch path."""
+    takes, noted = ExecutionPaths.takes_small_batch, list[bool]()
+
+    def noting(self: ExecutionPaths, *about: Any) -> bool:
+        noted.append(takes(self, *about))
+        return noted[-1]
+
+    ExecutionPaths.takes_small_batch = noting
+    try:
+        yield noted
     finally:
         ExecutionPaths.takes_small_batch = takes
 
@@ -165,9 +184,40 @@ def streamed_bytes(launch: Any, experts: float) -> float:
     return (2 if name == "gate_up" else 1) * size * (o["CHOICES"].shared + experts)
 
 
+def measure(shape: str, given: argparse.Namespace) -> dict[int, float]:
+    """Print a line for each number of rows, and what is asked for besides; the milliseconds of each."""
+    values, form = SHAPES[shape]
+    model = model_of(values, given.width, torch.bfloat16, torch.device("cuda"), form, fp8_cache=given.fp8_cache)
+    taken: dict[int, float] = {}
+    for rows in map(int, given.rows.split(",")):
+        case = Case(model, rows, given.width, given.context, room(given.width))
+        with noted_paths() as few:
+            experts = chosen_experts(case)
+        ours = replayed(case)
+        taken[rows] = min(ours)
+        beside = "the general path"
+        if any(few):
+            with plain_layers():
+                beside = f"plain layers {min(replayed(case)):.3f} ms"
+        tokens = Tokens.decode(rows, given.width, given.context, experts)
+        floor = sum(work.bytes for work in target_work(model, tokens).values()) / BANDWIDTH
+        print(
+            f"{shape}: rows {rows} width {given.width} context {given.context}: path {min(ours):.3f} ms "
+            f"({', '.join(f'{t:.3f}' for t in ours)}), {beside}, floor of the target's pass {floor:.3f} ms "
+            f"({floor / min(ours):.0%}), experts {experts:.1f}",
+            flush=True,
+        )
+        if given.timeline:
+            timeline(graph_of(case), case.rewind)
+        elif given.kernels:
+            by_kernel(case, experts)
+    return taken
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="v2-lite")
+    parser.add_argument("--beside", default="", help="shapes to measure, too, and to compare with, with commas")
     parser.add_argument("--rows", default="1,2,4,16")
     parser.add_argument("--width", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
@@ -177,30 +227,17 @@ def main() -> None:
     parser.add_argument("--fp8-cache", action="store_true", help="cache latents in FP8 and index keys in INT8")
     parser.add_argument("--timeline", action="store_true", help="profile replays in place of timing every kernel alone")
     given = parser.parse_args()
+    if unknown := {*filter(None, given.beside.split(","))} - {*SHAPES}:
+        parser.error(f"no shape is called {', '.join(sorted(unknown))}: {', '.join(SHAPES)}")
     if not torch.cuda.is_available():
         sys.exit("this measures a GPU, and there is none")
     with torch.inference_mode():
-        values, form = SHAPES[given.shape]
-        where = torch.bfloat16, torch.device("cuda")
-        model = model_of(values, given.width, *where, form, fp8_cache=given.fp8_cache)
-        for rows in map(int, given.rows.split(",")):
-            case = Case(model, rows, given.width, given.context, room(given.width))
-            experts = chosen_experts(case)
-            ours = replayed(case)
-            with plain_layers():
-                plain = replayed(case)
-            tokens = Tokens.decode(rows, given.width, given.context, experts)
-            floor = sum(work.bytes for work in target_work(model, tokens).values()) / BANDWIDTH
-            print(
-                f"rows {rows} width {given.width} context {given.context}: path {min(ours):.3f} ms "
-                f"({', '.join(f'{t:.3f}' for t in ours)}), plain layers {min(plain):.3f} ms, floor of the target's "
-                f"pass {floor:.3f} ms ({floor / min(ours):.0%}), experts {experts:.1f}",
-                flush=True,
-            )
-            if given.timeline:
-                timeline(graph_of(case), case.rewind)
-            elif given.kernels:
-                by_kernel(case, experts)
+        ours = measure(given.shape, given)
+        for other in filter(None, given.beside.split(",")):
+            gc.collect()
+            torch.cuda.empty_cache()
+            for rows, ms in measure(other, given).items():
+                print(f"rows {rows}: {given.shape} takes {ours[rows] / ms:.3f} times as long as {other}", flush=True)
 
 
 if __name__ == "__main__":

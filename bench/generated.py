@@ -56,6 +56,7 @@ DTYPES = {
     **PLAIN_DTYPES,
     FP8_DTYPE: torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
     "I8": torch.int8,
     "I64": torch.int64,
 }

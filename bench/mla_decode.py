@@ -3,6 +3,7 @@
     python bench/mla_decode.py                         # all shapes of the documentation's table
     python bench/mla_decode.py --heads 16 --width 1,2 --shape 1x4096,64x16384 --flashmla PATH/_flashmla_C.abi3.so
     python bench/mla_decode.py --heads 16,128 --width 1,2 --shape 64x16384 --cache fp8
+    python bench/mla_decode.py --latent 256 --heads 32 --width 1,2   # Mistral Small 4
 
 A graph holds the attention of many layers, each with a cache and query of its own, so that by the time a layer comes
 round again the L2 cache has seen far more than it holds. All write one output, as the layers of a step do: it stays in
@@ -45,7 +46,7 @@ from kernels.mla_decode.schedule import (
     wide_fp8_tiling,
 )
 
-LATENT, ROPE, PAGE = 512, 64, 64
+ROPE, PAGE = 64, 64
 SHAPES = ((1, 4096), (1, 32768), (32, 4096), (128, 4096), (64, 16384))
 L2_BYTES = 60e6
 
@@ -57,6 +58,8 @@ class Problem:
     lengths: tuple[int, ...]
     width: int
     heads: int
+    latent: int = 512
+    """Latent features of an entry."""
     fp8: bool = False
     """Whether the cache has FP8 entries."""
 
@@ -64,13 +67,13 @@ class Problem:
     def bytes(self) -> int:
         """Bytes one layer must read and write."""
         vectors = len(self.lengths) * self.width * self.heads
-        entry = fp8_entry(LATENT, ROPE, torch.bfloat16).size if self.fp8 else 2 * (LATENT + ROPE)
-        return sum(self.lengths) * entry + 2 * vectors * (2 * LATENT + ROPE)
+        entry = fp8_entry(self.latent, ROPE, torch.bfloat16).size if self.fp8 else 2 * (self.latent + ROPE)
+        return sum(self.lengths) * entry + 2 * vectors * (2 * self.latent + ROPE)
 
     @property
     def floor(self) -> float:
         """Microseconds no kernel can beat on one H200."""
-        products = 2 * sum(self.lengths) * self.width * self.heads * (2 * LATENT + ROPE)
+        products = 2 * sum(self.lengths) * self.width * self.heads * (2 * self.latent + ROPE)
         return max(self.bytes / 4.2e6, products / 790e6)
 
     def layers(self) -> list[dict[str, torch.Tensor]]:
@@ -85,28 +88,28 @@ class Problem:
             table[row, :used], order = order[:used], order[used:]
         made = []
         for _ in range(count):
-            q = torch.randn(rows, self.width, self.heads, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
+            q = torch.randn(rows, self.width, self.heads, self.latent + ROPE, device="cuda", dtype=torch.bfloat16)
             made.append(
                 {
                     "q": q,
-                    "cache": torch.randn(total, PAGE, LATENT + ROPE, device="cuda", dtype=torch.bfloat16),
+                    "cache": torch.randn(total, PAGE, self.latent + ROPE, device="cuda", dtype=torch.bfloat16),
                 }
             )
         shared = {
             "table": table.cuda(),
             "length": torch.tensor(self.lengths, dtype=torch.int32, device="cuda"),
-            "out": torch.empty(rows, self.width, self.heads, LATENT, device="cuda", dtype=torch.bfloat16),
+            "out": torch.empty(rows, self.width, self.heads, self.latent, device="cuda", dtype=torch.bfloat16),
             "lse": torch.empty(rows, self.width, self.heads, device="cuda"),
         }
         return [layer | shared for layer in made]
 
 
-def in_fp8(layers: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+def in_fp8(layers: list[dict[str, torch.Tensor]], latent: int) -> list[dict[str, torch.Tensor]]:
     """Return these tensors with the caches in FP8."""
 
     def coded(cache: torch.Tensor) -> torch.Tensor:
         # In parts: on the way there numbers are in fp32.
-        parts = [encode(part.flatten(0, 1), LATENT) for part in cache.split(1024)]
+        parts = [encode(part.flatten(0, 1), latent) for part in cache.split(1024)]
         return torch.cat(parts).view(*cache.shape[:2], -1)
 
     return [layer | {"cache": coded(layer["cache"])} for layer in layers]
@@ -120,7 +123,7 @@ def microseconds(run: Callable[[int], None], layers: int, target_us: float = 300
 def shape_of(problem: Problem, layers: list[dict[str, torch.Tensor]], invariant: bool = False) -> DecodeShape:
     """The launch's sizes."""
     pages = layers[0]["table"].shape[1]
-    return DecodeShape(len(problem.lengths), problem.width, problem.heads, LATENT, ROPE, pages, invariant)
+    return DecodeShape(len(problem.lengths), problem.width, problem.heads, problem.latent, ROPE, pages, invariant)
 
 
 def ours(
@@ -139,7 +142,10 @@ def ours(
 
 
 def kernels_of_fp8(problem: Problem, layers: list[dict[str, torch.Tensor]], plain: float) -> Iterator[str]:
-    """Lines of the kernels for FP8 entries, early, beside the microseconds on the bf16 cache."""
+    """Lines of Hopper's kernels for FP8 entries, which have 512 latent features, early, beside the microseconds on the
+    bf16 cache."""
+    if problem.latent != 512:
+        return
     shape = shape_of(problem, layers)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     kernels = {"attend_narrow": narrow_fp8_tiling, "attend_fp8": fp8_tiling, "attend_wide_fp8": wide_fp8_tiling}
@@ -182,7 +188,7 @@ def flashmla(problem: Problem, layers: list[dict[str, torch.Tensor]]) -> float:
         x = layers[layer]
         causal = problem.width > 1
         cache = x["cache"].unsqueeze(2)
-        result = decode(x["q"], cache, LATENT, x["length"], x["table"], 0.04, causal, plan[0], plan[1], None)
+        result = decode(x["q"], cache, problem.latent, x["length"], x["table"], 0.04, causal, plan[0], plan[1], None)
         plan[:] = result[2:]
 
     return microseconds(run, len(layers))
@@ -215,6 +221,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="16,128", help="query heads of a rank")
+    parser.add_argument("--latent", type=int, choices=(256, 512), default=512, help="latent features of an entry")
     parser.add_argument("--width", default="1,2,4", help="tokens a row verifies")
     parser.add_argument(
         "--shape", default=",".join(f"{b}x{n}" for b, n in SHAPES), help="BATCHxCONTEXT, several by commas"
@@ -240,7 +247,7 @@ def main() -> None:
         for width in map(int, arguments.width.split(",")):
             early: dict[str, float] = {}
             for name, lengths in named:
-                problem = Problem(lengths, width, heads)
+                problem = Problem(lengths, width, heads, arguments.latent)
                 layers = problem.layers()
                 times = all_of_ours(problem, layers, portable=arguments.portable)
                 early[name] = times[1]
@@ -248,7 +255,7 @@ def main() -> None:
                 peer = f"{flashmla(problem, layers):9.1f}" if arguments.flashmla else f"{'-':>9}"
                 print(f"{heads:5} {width:5} {name:>16} {problem.floor:8.1f} {ours_us} {peer}", flush=True)
                 if arguments.cache == "fp8":
-                    problem, layers = replace(problem, fp8=True), in_fp8(layers)
+                    problem, layers = replace(problem, fp8=True), in_fp8(layers, problem.latent)
                     times = all_of_ours(problem, layers, portable=arguments.portable)
                     ours_us = "{:8.1f} {:8.1f} {:9.1f} {:6.1f}".format(*times)
                     share = f"{times[1] / early[name]:.3f} of bf16"

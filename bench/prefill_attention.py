@@ -1,6 +1,7 @@
 """Times prefill attention on this machine's GPU: one layer's chunk, or a chunk over cached context, causal or not.
 
     python bench/prefill_attention.py           # the portable kernel, and on Hopper its own beside it
+    python bench/prefill_attention.py --heads 32 --nope 64            # Mistral Small 4
     python bench/prefill_attention.py --heads 128 --shape 4x2048,1x512+8192
     python bench/prefill_attention.py --tiles hopper,128x128x8x2      # or queries x keys x warps x stages
     python bench/prefill_attention.py --shape 1x90+4096 --parts 1,4,8
@@ -31,7 +32,7 @@ from kernels.merge_attention import merge_attention
 from kernels.mla_prefill import key_parts, launch, mla_prefill_reference
 from kernels.mla_prefill.launch import HOPPER, PrefillTiling
 
-NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
+ROPE, VALUE, LATENT = 64, 128, 512
 SHAPES = "1x128,1x256,1x512,1x1024,8x128,8x1024,1x8192,16x512,1x512+4096"
 
 
@@ -42,18 +43,20 @@ class Shape:
     rows: int
     queries: int
     context: int
+    nope: int
+    """Features of a key without its roped ones."""
 
     @staticmethod
-    def parse(text: str) -> Shape:
+    def parse(text: str, nope: int) -> Shape:
         """`rows`x`queries`, or `rows`x`queries`+`context`."""
         chunk, _, context = text.partition("+")
         rows, queries = chunk.split("x")
-        return Shape(int(rows), int(queries), int(context or 0))
+        return Shape(int(rows), int(queries), int(context or 0), nope)
 
     def operations(self, heads: int) -> float:
         """Floating-point operations of the products."""
         pairs = self.queries * self.context if self.context else self.queries * (self.queries + 1) / 2
-        return 2.0 * self.rows * heads * pairs * (NOPE + ROPE + VALUE)
+        return 2.0 * self.rows * heads * pairs * (self.nope + ROPE + VALUE)
 
 
 class Case:
@@ -61,14 +64,15 @@ class Case:
 
     def __init__(self, shape: Shape, heads: int, parts: int) -> None:
         """The keys of context in so many parts; 0: as many as steps take."""
+        nope = shape.nope
         tokens, keys = shape.rows * shape.queries, shape.rows * (shape.context or shape.queries)
         options = {"device": "cuda", "dtype": torch.bfloat16}
-        q_THD = torch.randn(tokens, heads, NOPE + ROPE, **options)
-        kv_SHF = torch.randn(keys, heads, NOPE + VALUE, **options)
+        q_THD = torch.randn(tokens, heads, nope + ROPE, **options)
+        kv_SHF = torch.randn(keys, heads, nope + VALUE, **options)
         latent_SC = torch.randn(keys, LATENT + ROPE, **options)
         begin_B1 = torch.arange(shape.rows + 1, device="cuda", dtype=torch.int32)
         bounds = begin_B1 * shape.queries, begin_B1 * (shape.context or shape.queries)
-        self.tensors = q_THD, kv_SHF[..., :NOPE], latent_SC[:, LATENT:], kv_SHF[..., NOPE:], *bounds
+        self.tensors = q_THD, kv_SHF[..., :nope], latent_SC[:, LATENT:], kv_SHF[..., nope:], *bounds
         if not shape.context:
             parts = 1
         elif not parts:
@@ -80,7 +84,7 @@ class Case:
         self.part_ZTHV = torch.empty(parts, tokens, heads, VALUE, device="cuda")
         self.part_lse_ZTH = torch.empty(parts, tokens, heads, device="cuda")
         self.parts = parts
-        self.scale, self.causal, self.queries = (NOPE + ROPE) ** -0.5, not shape.context, shape.queries
+        self.scale, self.causal, self.queries = (nope + ROPE) ** -0.5, not shape.context, shape.queries
         self.want_THV = torch.empty(tokens, heads, VALUE, device="cuda")
         self.want_lse_TH = torch.empty_like(self.lse_TH)
         mla_prefill_reference(*self.tensors, self.want_THV, self.want_lse_TH, self.scale, self.causal)
@@ -115,17 +119,18 @@ class Case:
         return timing.microseconds([lambda: self.run(tiles)])
 
 
-def choices(text: str) -> list[PrefillTiling]:
+def choices(text: str, nope: int) -> list[PrefillTiling]:
     """Tilings by name or numbers; without any, the portable kernel and Hopper's where it runs."""
     if not text:
         hopper = torch.cuda.get_device_capability() == (9, 0)
-        return [launch.tiling(NOPE + ROPE, VALUE, torch.bfloat16, 128)] + [HOPPER] * hopper
+        return [launch.tiling(nope + ROPE, VALUE, torch.bfloat16, 128)] + [HOPPER] * hopper
     return [HOPPER if part == "hopper" else PrefillTiling(*map(int, part.split("x"))) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--nope", type=int, choices=(64, 128), default=128, help="features of a key without roped ones")
     parser.add_argument("--shape", default=SHAPES)
     parser.add_argument("--tiles", default="")
     counts = {"type": lambda text: [int(part) for part in text.split(",")], "default": [0]}
@@ -134,10 +139,10 @@ def main() -> None:
     print(f"{arguments.heads} heads".ljust(16) + "tiles / parts".ljust(26) + "       us  TFLOP/s  of 790    error")
     all_right = True
     for text in arguments.shape.split(","):
-        shape = Shape.parse(text)
+        shape = Shape.parse(text, arguments.nope)
         cases = [Case(shape, arguments.heads, parts) for parts in arguments.parts[: None if shape.context else 1]]
         results = {}
-        for tiles, case in product(choices(arguments.tiles), cases):
+        for tiles, case in product(choices(arguments.tiles, arguments.nope), cases):
             wrong_by = case.error(tiles)
             time = case.microseconds(tiles)
             rate = shape.operations(arguments.heads) / time / 1e6

@@ -10,6 +10,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
+from family_shapes import AXK1_SLICE, AXK2_LIGHT, AXK2_SLICE, HY4_SLICE, SARVAM, SARVAM_SLICE, YOUTU
 from torch import Tensor
 
 from kernels import few_experts, moe
@@ -25,7 +26,7 @@ from workers.parallel.mesh import Mesh
 from workers.protocol.plan import BatchLayout
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, PLAIN
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP8, PLAIN
 from workers.weights.formats.format import Format
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
@@ -263,8 +264,21 @@ SHAPES = {
     "glm52-slice": (GLM52_SLICE, FP8_BLOCKS),
     "k2-slice": (K2_SLICE, INT4_GROUPS),
     "glm-flash": (GLM_FLASH, PLAIN),
+    "hy4-slice": (HY4_SLICE, MXFP8),
+    "glm52-mxfp8-slice": (GLM52_SLICE, MXFP8),
+    "sarvam": (SARVAM, PLAIN),
+    "sarvam-fp8": (SARVAM, FP8_BLOCKS),
+    "sarvam-slice": (SARVAM_SLICE, PLAIN),
+    "axk1-slice": (AXK1_SLICE, PLAIN),
+    "axk2-light": (AXK2_LIGHT, FP8_BLOCKS),
+    "axk2-slice": (AXK2_SLICE, FP8_BLOCKS),
+    "youtu": (YOUTU, PLAIN),
 }
-"""Shapes by name, with the format in which their matrices are published: in INT4 those of routed experts alone."""
+"""Shapes by name, with the format in which their matrices are published: in INT4 those of routed experts alone.
+GLM-5.2 is published in FP8, too; in MXFP8 it has the experts of Hy4, whose steps are measured beside it."""
+MXFP8_EXPONENT = 115
+"""The lesser of the two scales in E8M0 that are drawn, 2 ** -12 and 2 ** -11, for numbers normal(0, 64): matrices then
+have a deviation of 0.025."""
 _AT_ONCE = 1 << 28
 """Numbers that are drawn at once."""
 _PAGES_AT_ONCE = 4096
@@ -298,6 +312,9 @@ class RandomWeights(WeightSource):
         numbers = into.data.view(-1)
         for some in torch.split(numbers, _AT_ONCE):
             some.copy_(torch.randn(some.shape, device=some.device) * 64)
+        if into.format is MXFP8:
+            into.scales.random_(MXFP8_EXPONENT, MXFP8_EXPONENT + 2)
+            return
         into.scales.uniform_(0.5 * 0.02 / 64, 1.5 * 0.02 / 64)
 
     def fill_part(self, into: Tensor, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
@@ -476,7 +493,8 @@ def weight_bytes(model: CompressedModel, experts: float) -> float:
         mixture = block.experts
         routed = of(mixture.gate_up_XFE) + of(mixture.down_XEI)
         table = 0.0 if mixture.expert_YK is None else of(mixture.expert_YK)
-        total += of(block) - table - routed * (1 - experts / mixture.gate_up_XFE.shape[0])
+        twice = of(block.attention.made_FE)  # its rows are the compressors', too
+        total += of(block) - table - twice - routed * (1 - experts / mixture.gate_up_XFE.shape[0])
     return total
 
 
@@ -518,7 +536,12 @@ def target_work(model: Model, tokens: Tokens) -> dict[str, Work]:
         products *= heads.count
         up = heads.up_HFL
         products += (count - tokens.prefilled + tokens.recalled) * up.numel()
-        parts[INPUT] += product(attention.down_FE, attention.q_up_QA) + Work(0, 2 * tokens.prefilled * up.numel())
+        parts[INPUT] += product(attention.down_FE, attention.q_up_QA, attention.gate_FE)
+        parts[INPUT] += Work(0, 2 * tokens.prefilled * up.numel())
+        for gate in (layer.attention_gate, layer.feed_forward_gate):
+            parts[INPUT] += Work() if gate is None else product(gate.down_RE, gate.up_ER)
+        for streams in (layer.attention_streams, layer.feed_forward_streams):
+            parts[INPUT] += Work() if streams is None else product(Weight(streams.weight_MF))
         parts[ATTENTION] += Work(share * tokens.cached * attention.cache.entry_bytes, 2 * products)
         if indexer is not None:
             parts[INPUT] += product(indexer.q_FA, indexer.both_XE)

@@ -143,10 +143,11 @@ def _serving(step: Step, gpus: Sequence[str], log: int, until: float, patience: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    url, begin = f"http://127.0.0.1:{port}", time.monotonic()
     with _process(step, (*step.server, "--port", str(port)), gpus, stdout=log, stderr=log) as process:
         starts = STARTED_S * (2 if step.generated else 1) * patience
-        wait_until(lambda: _answers(url), lambda: process.poll() is None, min(until, time.monotonic() + starts))
+        wait_until(lambda: _answers(url), lambda: process.poll() is None, min(until, begin + starts))
+        os.write(log, f"the endpoint answered after {time.monotonic() - begin:.1f} s\n".encode())
         yield "--url", url
 
 

@@ -23,6 +23,7 @@ from kernels.few_experts import reference as choice_reference
 from kernels.gather_context import gather_context_reference, launch_gather_context
 from kernels.head_linear import launch as head_launch
 from kernels.head_linear import rope_absorb_reference
+from kernels.latent_entry import rope_cache_reference
 from kernels.linear import MOST_STREAMED
 from kernels.linear.parts import MOST_TOKENS as MOST_IN_PARTS
 from kernels.linear.parts import Cut
@@ -36,7 +37,7 @@ from kernels.ordered_sum import launch_ordered_sum, ordered_sum_reference
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
 from kernels.rms_norm import AddNorm, add_rms_norm_reference, launch_add_rms_norm, launch_rms_norm, rms_norm_reference
-from kernels.rope_cache import launch_rope_cache, rope_cache_reference
+from kernels.rope_cache import launch_rope_cache
 from kernels.routing_rule import RoutingRule
 from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.silu_mul import launch_silu_mul, silu_mul_reference
@@ -592,7 +593,7 @@ def feed(sizes: Sizes, rows: int, width: int) -> Call:
         decode_state.launch_feed(_state(t), *arguments(t))
 
     def reference(t: Tensors) -> None:
-        decode_state.reference.feed(_state(t), *arguments(t))
+        decode_state.feed_reference(_state(t), *arguments(t))
 
     moved = ("slot", "length_S", "token", "page", "token", "position", "cache_slot", "length", "page")
     return Call("decode_state.feed", f"{rows} x {width}", make, run, reference, moved)
@@ -615,7 +616,7 @@ def advance(sizes: Sizes, rows: int, width: int) -> Call:
         decode_state.launch_advance(_state(t), *arguments(t))
 
     def reference(t: Tensors) -> None:
-        decode_state.reference.advance(_state(t), *arguments(t))
+        decode_state.advance_reference(_state(t), *arguments(t))
 
     each = ("slot", "accepted", "newest", "newest", "newest", "length")  # the token and the state are 8 bytes, too
     return Call("decode_state.advance", f"{rows} x {width}", make, run, reference, (*each, "position", "cache_slot"))
@@ -637,7 +638,7 @@ def feed_draft(sizes: Sizes, rows: int, width: int) -> Call | None:
         decode_state.launch_feed_draft(_state(t), *arguments(t))
 
     def reference(t: Tensors) -> None:
-        decode_state.reference.feed_draft(_state(t), *arguments(t))
+        decode_state.feed_draft_reference(_state(t), *arguments(t))
 
     moved = ("slot", "token", "token", "slot", "position", "cache_slot", "length")
     return Call("decode_state.feed_draft", f"{rows} x {width}", make, run, reference, moved)

@@ -18,6 +18,8 @@ from kernels.matrix import GROUP, BlockScaled, GroupScaled, MicroScaled, MicroSc
 
 _ROWS, _FEATURES = 16, 64
 """Rows and features of a program's tile: those of the smallest block."""
+_GROUPS: Final = 128
+"""Groups of neighbouring numbers that a program takes where a matrix is read group by group."""
 
 
 def dequantize(matrix: Scaled, out_NK: Tensor) -> None:
@@ -56,7 +58,8 @@ def _blocks(matrix: BlockScaled, out_NK: Tensor) -> None:
         BLOCK_ROWS=matrix.rows,
         BLOCK_FEATURES=matrix.features,
         TILE_ROWS=_ROWS,
-        TILE_FEATURES=4 * _FEATURES,
+        TILE_PIECES=4,
+        PIECE=_FEATURES,
     )
 
 
@@ -75,17 +78,15 @@ def _groups(matrix: GroupScaled, out_NK: Tensor) -> None:
 
 
 def _exponents(matrix: MicroScaled | MicroScaled4, out_NK: Tensor) -> None:
-    rows, features = matrix.shape
-    dequantize_exponents_kernel[_grid(rows, features)](
+    groups = matrix.scales.numel()
+    dequantize_exponents_kernel[(triton.cdiv(groups, _GROUPS),)](
         matrix.data,
         matrix.scales,
         out_NK,
-        rows,
-        FEATURES=features,
+        groups,
         GROUP=GROUP,
         FOUR_BITS=isinstance(matrix, MicroScaled4),
-        TILE_ROWS=_ROWS,
-        TILE_FEATURES=4 * _FEATURES,
+        TILE=_GROUPS,
     )
 
 
@@ -109,16 +110,20 @@ def dequantize_blocks_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    TILE_FEATURES: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """A tile of rows and features: e4m3 numbers, each times the scale of its block."""
+    """A tile of rows and features: e4m3 numbers, each times the scale of its block. A scale is read once for each row
+    of the smallest block, not for each number."""
     n = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    k = tl.program_id(0) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)[None, :]
-    inside = (n < rows) & (k < FEATURES)
-    at = n.to(tl.int64) * FEATURES + k
-    number = tl.load(data + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(scale + n // BLOCK_ROWS * SCALES + k // BLOCK_FEATURES, mask=inside, other=0.0)
-    tl.store(out + at, (number * factor).to(out.dtype.element_ty), mask=inside)
+    p = tl.program_id(0) * TILE_PIECES + tl.arange(0, TILE_PIECES)[None, :]
+    inside = (n < rows) & (p * PIECE < FEATURES)
+    factor = tl.load(scale + n // BLOCK_ROWS * SCALES + p * PIECE // BLOCK_FEATURES, mask=inside, other=0.0)
+    k = p[:, :, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
+    at = n[:, :, None].to(tl.int64) * FEATURES + k
+    within = inside[:, :, None] & (k < FEATURES)
+    number = tl.load(data + at, mask=within, other=0.0).to(tl.float32)
+    tl.store(out + at, (number * factor[:, :, None]).to(out.dtype.element_ty), mask=within)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -143,32 +148,30 @@ def dequantize_groups_kernel(
     tl.store(out + row * FEATURES + k, (number.to(tl.float32) * factor).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["groups"])
 def dequantize_exponents_kernel(
     data,
     scale,
     out,
-    rows,
-    FEATURES: tl.constexpr,
+    groups,
     GROUP: tl.constexpr,
     FOUR_BITS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """A tile of rows and features: numbers in e4m3, or two in E2M1 per byte, each times 2 to the power of its row's
-    group's byte less 127."""
-    n = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    k = tl.program_id(0) * TILE_FEATURES + tl.arange(0, TILE_FEATURES)[None, :]
-    inside = (n < rows) & (k < FEATURES)
-    row = n.to(tl.int64)
+    """Groups of neighbouring numbers, in e4m3, or two in E2M1 per byte, each times 2 to the power of its group's byte
+    less 127. Rows have whole groups, so a matrix is its groups one behind the other."""
+    g = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside, wide = g < groups, (g < groups)[:, None]
+    byte = tl.load(scale + g, mask=inside, other=0)
+    factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     if FOUR_BITS:
-        pair = tl.load(data + row * (FEATURES // 2) + k // 2, mask=inside, other=0).to(tl.int32)
-        code = (pair >> (k % 2 * 4)) & 15
+        at = g[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        pair = tl.load(data + at, mask=wide, other=0).to(tl.int32)
+        code = tl.interleave(pair & 15, pair >> 4)
         exponent = (code >> 1) & 3
         halves = tl.where(exponent > 0, (2 + (code & 1)) << (tl.maximum(exponent, 1) - 1), code & 1)
         number = tl.where(code > 7, -halves, halves).to(tl.float32) * 0.5
     else:
-        number = tl.load(data + row * FEATURES + k, mask=inside, other=0.0).to(tl.float32)
-    byte = tl.load(scale + row * (FEATURES // GROUP) + k // GROUP, mask=inside, other=0)
-    factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    tl.store(out + row * FEATURES + k, (number * factor).to(out.dtype.element_ty), mask=inside)
+        number = tl.load(data + g[:, None] * GROUP + tl.arange(0, GROUP)[None, :], mask=wide, other=0.0).to(tl.float32)
+    at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out + at, (number * factor[:, None]).to(out.dtype.element_ty), mask=wide)

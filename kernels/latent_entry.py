@@ -9,7 +9,8 @@ What is rounded are the numbers that a plain entry would hold, in fp32: scale = 
 (number / scale), both to nearest even. A group whose numbers are all below `LEAST` has scale 1 and becomes zeros; one
 with a number that is not finite has scale NaN. Read, a number is code * scale, rounded to the model's dtype.
 
-Shape legend: T entries, L latent features, O rope features, C = L + O, E bytes of an entry, G groups.
+Shape legend: T entries, H heads, L latent features, O rope features, C = L + O, P pages, K = 64 entries per page, E
+bytes of an entry, G groups.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -19,6 +20,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -75,7 +77,7 @@ def encode(entry_TC: Tensor, latent: int) -> Tensor:
     at = fp8_entry(latent, rope, entry_TC.dtype)
     groups = -(-latent // GROUP)
     number_TL = entry_TC[:, :latent].float()
-    padded_TGK = torch.nn.functional.pad(number_TL, (0, groups * GROUP - latent)).view(-1, groups, GROUP)
+    padded_TGK = F.pad(number_TL, (0, groups * GROUP - latent)).view(-1, groups, GROUP)
     largest_TG = padded_TGK.abs().amax(-1)
     scale_TG = torch.where(largest_TG < LEAST, 1.0, largest_TG / LARGEST)
     scale_TG = scale_TG.where(largest_TG.isfinite(), torch.nan)
@@ -120,6 +122,34 @@ def write(entry_TC: Tensor, latent: int, slot_T: Tensor, cache_PKC: Tensor) -> N
     else:
         # index_copy_ refuses a negative slot, where plain indexing would wrap to the cache's end.
         flat_NC.index_copy_(0, slot_T, entry_TC)
+
+
+def rope_cache_reference(
+    q_THO: Tensor,
+    kv_TC: Tensor,
+    weight_L: Tensor,
+    rotation_TO: Tensor,
+    cache_slot_T: Tensor,
+    latent_TC: Tensor,
+    cache_PKC: Tensor,
+    eps: float,
+) -> None:
+    """Work that `rope_cache` and `rope_absorb` share, in plain torch: norm of the latent, rope of the key and of the
+    queries `q_THO`, and `write`. `latent_TC` gets what is read where something was written."""
+    latent = weight_L.shape[0]
+    compute = torch.promote_types(kv_TC.dtype, torch.float32)
+    turn_TO = rotation_TO.to(compute)
+    normed_TL = F.rms_norm(kv_TC[:, :latent].to(compute), weight_L.shape, weight_L.to(compute), eps)
+    latent_TC[:, :latent].copy_(normed_TL)
+    latent_TC[:, latent:].copy_(_rotated(kv_TC[:, latent:].to(compute), turn_TO))
+    q_THO.copy_(_rotated(q_THO.to(compute), turn_TO.unsqueeze(1)))
+    write(latent_TC, latent, cache_slot_T, cache_PKC)
+
+
+def _rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn the pairs (2i, 2i + 1), each a complex number."""
+    x_2, turn_2 = x.view(*x.shape[:-1], -1, 2), turn.view(*turn.shape[:-1], -1, 2)
+    return torch.view_as_real(torch.view_as_complex(x_2) * torch.view_as_complex(turn_2)).flatten(-2)
 
 
 @triton.jit

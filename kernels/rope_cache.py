@@ -7,14 +7,12 @@ Shape legend: T tokens, H heads, O rope features, L latent features, C = L + O, 
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.latent_entry import entry_of, store_entry, write
+from kernels.latent_entry import entry_of, rope_cache_reference, store_entry
 from kernels.page import PAGE_TOKENS
 
 _GROUP = 16
@@ -56,33 +54,6 @@ def rope_cache(
         launch_rope_cache(*tensors, eps, dependent=dependent)
     else:
         rope_cache_reference(*tensors, eps)
-
-
-def rope_cache_reference(
-    q_THO: Tensor,
-    kv_TC: Tensor,
-    weight_L: Tensor,
-    rotation_TO: Tensor,
-    cache_slot_T: Tensor,
-    latent_TC: Tensor,
-    cache_PKC: Tensor,
-    eps: float,
-) -> None:
-    """`rope_cache` in plain torch."""
-    latent = weight_L.shape[0]
-    compute = torch.promote_types(kv_TC.dtype, torch.float32)
-    turn_TO = rotation_TO.to(compute)
-    normed_TL = F.rms_norm(kv_TC[:, :latent].to(compute), weight_L.shape, weight_L.to(compute), eps)
-    latent_TC[:, :latent].copy_(normed_TL)
-    latent_TC[:, latent:].copy_(_rotated(kv_TC[:, latent:].to(compute), turn_TO))
-    q_THO.copy_(_rotated(q_THO.to(compute), turn_TO.unsqueeze(1)))
-    write(latent_TC, latent, cache_slot_T, cache_PKC)
-
-
-def _rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn the pairs (2i, 2i + 1), each a complex number."""
-    x_2, turn_2 = x.view(*x.shape[:-1], -1, 2), turn.view(*turn.shape[:-1], -1, 2)
-    return torch.view_as_real(torch.view_as_complex(x_2) * torch.view_as_complex(turn_2)).flatten(-2)
 
 
 def launch_rope_cache(

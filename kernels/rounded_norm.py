@@ -70,15 +70,46 @@ def w8a8_latent(
     dependent: bool = False,
 ) -> None:
     """`kernels.linear.w8a8_linear` with pieces, and `rounded_norm` of the first A columns of what it makes, in
-    one launch less than that takes: A is a multiple of 128."""
+    one launch less than that takes where blocks have few pieces: A is a multiple of 128."""
     if tuple(pieces.shape) != w8a8_pieces(out_TF.shape[0], weight_FE) or norm_A.shape[0] % GROUP:
         raise ValueError(f"no norm of {norm_A.shape[0]} features behind pieces {tuple(pieces.shape)}")
     if x.number_RK.is_cuda:
         product = x.number_RK, x.scale_RG, weight_FE, out_TF, pieces
-        stream_k_launch.stream_k_norm(*product, norm_A, normed_TA, rounded, eps, scale_T, dependent=dependent)
+        if stream_k_launch.norms_pieces(weight_FE):
+            stream_k_launch.stream_k_norm(*product, norm_A, normed_TA, rounded, eps, scale_T, dependent=dependent)
+            return
+        stream_k_launch.stream_k(*product, dependent=dependent)
+        made_TA = out_TF[:, : norm_A.shape[0]]
+        launch_rounded_norm(made_TA, norm_A, normed_TA, rounded, eps, scale_T=scale_T, dependent=dependent)
         return
     w8a8_reference(*x.of(out_TF.shape[0]), weight_FE, out_TF)
     rounded_norm(out_TF[:, : norm_A.shape[0]], norm_A, normed_TA, rounded, eps=eps, scale_T=scale_T)
+
+
+def w8a8_add_norm(
+    x: Fp8Rows,
+    weight_EF: BlockScaled,
+    residual_TE: Tensor,
+    norm_E: Tensor,
+    out_TE: Tensor,
+    rounded: Fp8Rows,
+    *,
+    pieces: Tensor,
+    eps: float,
+    dependent: bool = False,
+) -> None:
+    """`kernels.linear.w8a8_linear` with pieces, and `rounded_norm` of what it makes with that residual, in one launch
+    less than that takes, to the bit but for the order of the sum of squares. E is a multiple of 128; `out_TE` is
+    contiguous."""
+    if tuple(pieces.shape) != w8a8_pieces(out_TE.shape[0], weight_EF) or norm_E.shape[0] % GROUP:
+        raise ValueError(f"no norm of {norm_E.shape[0]} features behind pieces {tuple(pieces.shape)}")
+    if x.number_RK.is_cuda:
+        product = x.number_RK, x.scale_RG, weight_EF, out_TE, pieces
+        into = norm_E, out_TE, rounded, eps
+        stream_k_launch.stream_k_norm(*product, *into, residual_TF=residual_TE, dependent=dependent)
+        return
+    w8a8_reference(*x.of(out_TE.shape[0]), weight_EF, out_TE)
+    rounded_norm(out_TE, norm_E, out_TE, rounded, eps=eps, residual_TE=residual_TE)
 
 
 def launch_rounded_norm(

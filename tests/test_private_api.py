@@ -44,6 +44,7 @@ LEANING = {
     "deploy/cluster/sessions.py": (RAY,),
     "deploy/routing/router.py": (RAY,),
     "deploy/serve/application.py": (RAY,),
+    "deploy/serve/early_imports.py": (RAY,),
     "deploy/serve/entrance.py": (RAY,),
     "deploy/serve/progress.py": (RAY,),
     "deploy/serve/capacity.py": (RAY,),

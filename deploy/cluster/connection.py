@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
@@ -60,10 +60,12 @@ class RayConnection:
         say: Say,
         sessions: Sessions | None = None,
         meanwhile: Callable[[], object] = lambda: None,
+        more: Mapping[str, str] | None = None,
     ) -> None:
-        """Join the Ray that is asked for, or start one in `sessions`: `own` tells. CannotJoin when there is none to
-        join. `meanwhile` is called in a thread while this process waits for a Ray of our own: to import what is
-        needed next. What it raises is dropped, as whoever imports the same later gets it, too."""
+        """Join the Ray that is asked for, or start one in `sessions`, with `more` variables in its environment: `own`
+        tells. CannotJoin when there is none to join. `meanwhile` is called in a thread while this process waits for a
+        Ray of our own: to import what is needed next. What it raises is dropped, as whoever imports the same later gets
+        it, too."""
         self._sessions, self._meanwhile = sessions or Sessions(), meanwhile
         self._beside = Thread(target=self._run_meanwhile, name="meanwhile", daemon=True)
         self._before: dict[str, str | None] = {}
@@ -77,7 +79,7 @@ class RayConnection:
             if address:
                 self._join(address, say)
             else:
-                self._start(config, say)
+                self._start(config, say, more or {})
             self._quiet.enter_context(quiet_driver())
         except BaseException:
             started = _descendants() - before if self.own else set()
@@ -115,7 +117,7 @@ class RayConnection:
         if head["NodeID"] != ray.get_runtime_context().get_node_id():
             self.head_address = head["NodeManagerAddress"]
 
-    def _start(self, config: ServeConfig, say: Say) -> None:
+    def _start(self, config: ServeConfig, say: Say, more: Mapping[str, str]) -> None:
         ingress = resolve_ingress(config)
         stats, exporter, fallback, dashboard, figures = free_ports("127.0.0.1", 5)
         folder = socket_folder(HAPROXY_SOCKETS)
@@ -124,7 +126,7 @@ class RayConnection:
         rays = os.environ.get("RAY_TMPDIR") or (usual if fits_sockets(usual, RAY_SOCKETS) else "/tmp")
         # What Ray's processes leave, should they be killed, goes with the folder. Ray's own files stay: its logs.
         self._export({"TMPDIR": str(folder), "RAY_TMPDIR": rays})
-        self._export(node_environment(config, ingress, folder, SidePorts(stats, exporter, fallback)))
+        self._export({**node_environment(config, ingress, folder, SidePorts(stats, exporter, fallback)), **more})
         if config.ray_auth == "token" and not os.access(Path.home(), os.W_OK):
             # Ray keeps its token under the home directory, where `ray` and `serve` find it; here they cannot.
             self._export({"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)})

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deploy.cluster.environment import PROCESS_ENVIRONMENT
 from deploy.config.application import LogConfig, ServeConfig
 from deploy.observability import logs
+from deploy.serve.early_imports import RANK_ENVIRONMENT
 from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, remove_sockets
 from workers.config import EngineConfig
@@ -155,11 +156,15 @@ class ReplicaProcesses:
         labels: dict[str, Any],
         keeper: Callable[[], Path | None] = lambda: None,
         seats: Sequence[Placement] = (),
+        *,
+        early: bool = False,
     ) -> None:
         """Prepare the processes; nothing starts yet. `labels` become part of every log line. `keeper` gives the place
         of the weight keeper on this node when ranks begin to load. `seats`: places of other ranks, for which these
-        stand by: they reserve nothing, and get the devices of those that they take the place of."""
+        stand by: they reserve nothing, and get the devices of those that they take the place of. `early`: ranks take
+        processes that have imported what they need (`early_imports`)."""
         self._keeper, self._seats = keeper, {seat.bundle: seat for seat in seats}
+        self._rank_environment = RANK_ENVIRONMENT if early else {}
         hot = config.health.standby == "hot"
         self._role: Role = ("standby" if seats else "primary") if hot else "alone"
         self._config, self._log, self._labels = config.engine, config.log, labels
@@ -175,9 +180,11 @@ class ReplicaProcesses:
 
     def _create(self) -> None:
         """Start every process. All start at once: each takes a second or two to come up."""
-        self._scheduler = self._actor(self.scheduler_class, FRONT_BUNDLE, 0).remote(self._log, self._labels)
+        self._scheduler = self._actor(self.scheduler_class, FRONT_BUNDLE, 0, {}).remote(self._log, self._labels)
         self._workers = [
-            self._actor(self.worker_class, FRONT_BUNDLE + 1 + rank, self._gpus).remote(self._log, self._labels)
+            self._actor(self.worker_class, FRONT_BUNDLE + 1 + rank, self._gpus, self._rank_environment).remote(
+                self._log, self._labels
+            )
             for rank in range(self._config.mesh().world.size)
         ]
 
@@ -220,17 +227,18 @@ class ReplicaProcesses:
         seat = self._seats.get(placement.bundle)
         return placement if seat is None else replace(placement, device=seat.device)
 
-    def _actor(self, cls: type, bundle: int, gpus: float) -> Any:
+    def _actor(self, cls: type, bundle: int, gpus: float, environment: dict[str, str]) -> Any:
         options = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         # Asking for variables that are set already would cost the actor a fresh process instead of a waiting one.
-        missing = {name: value for name, value in PROCESS_ENVIRONMENT.items() if os.environ.get(name) != value}
+        lacking = {name: value for name, value in PROCESS_ENVIRONMENT.items() if os.environ.get(name) != value}
+        asked = lacking | environment
         return ray.remote(cls).options(
             num_cpus=0 if self._seats else self._cpus,
             num_gpus=0 if self._seats else gpus,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=options,
-            runtime_env={"env_vars": missing} if missing else None,
+            runtime_env={"env_vars": asked} if asked else None,
         )
 
     def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int = 0) -> None:

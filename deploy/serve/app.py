@@ -20,7 +20,7 @@ from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain
-from deploy.serve import entrance, start_table
+from deploy.serve import early_imports, entrance, start_table
 from workers.channel.ports import free_ports, six_alone
 from workers.environment import check_environment, visible_gpus
 from workers.families.registry import load_config
@@ -177,7 +177,8 @@ def launch(
         _check_port(config)
     times.end("imports")
     try:
-        connection = RayConnection(config, say, sessions, _import_what_follows)
+        more = early_imports.environment(config, len(os.sched_getaffinity(0)))
+        connection = RayConnection(config, say, sessions, _import_what_follows, more)
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
     there_before = True
@@ -188,6 +189,8 @@ def launch(
         times.end("Ray")
         running = Running(config, connection)
         _check_capacity(config, connection, say)
+        if connection.own:
+            early_imports.begin(config)
         there_before = _enter(running, beside=connection.own)
         _deploy(running, engine_class)
         times.end("Ray Serve")

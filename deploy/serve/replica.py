@@ -24,6 +24,7 @@ from deploy.config.application import ServeConfig
 from deploy.observability import logs
 from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
+from deploy.serve import early_imports
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.autoscaling import load_of
 from deploy.serve.front_silence import BEAT_S
@@ -174,7 +175,7 @@ class EngineReplica:
         self._standby: Standby | None = None
         self._restart = ""
         self._start_s: dict[str, float] = {}
-        self.processes = self._new_processes()
+        self.processes = self._new_processes(early=early_imports.waiting())
         try:
             self.engine = await self._bring_up()
         except Exception as error:

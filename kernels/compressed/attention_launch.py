@@ -18,10 +18,15 @@ from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper
 
+ON_HOPPER = False
+"""Whether Hopper's own kernel of attention is taken where nothing else is said. It compiles for Hopper and was tried in
+the emulator; no GPU has run it yet. To be set once `test_compressed_gpu.py` has passed and `bench/compressed.py
+--prompts` says what it gains."""
 FEWEST_OF_HOPPER: Final = 128
-"""Fewest tokens for Hopper's own kernel of attention, whose programs each have whole tokens."""
+"""Fewest tokens for that kernel, whose programs have whole tokens: about as many as there are programs, by
+arithmetic."""
 AHEAD = True
-"""Whether that kernel tells the L2 cache of the next token's queries and rotations while it attends."""
+"""Whether that kernel tells the L2 cache of the next token's queries and rotations meanwhile. Not measured yet."""
 _FEATURES_OF_HOPPER: Final = 512
 _FOUND: Final = 512
 """Entries of a token that are listed at a time for it."""
@@ -96,8 +101,9 @@ class AttendWorkspace:
         """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
         `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device memory; so
         many `programs` are wanted at least, one for each multiprocessor of a GPU. `dtype`: of queries and entries.
-        `hopper`: whether Hopper's own kernel may be taken; None asks the device, where there are tokens enough."""
-        if may := hopper is not False and takes_hopper(tokens, heads, features, dtype):
+        `hopper`: whether Hopper's own kernel may be taken where there are tokens enough; None asks the device, with
+        `ON_HOPPER`."""
+        if may := (ON_HOPPER if hopper is None else hopper) and takes_hopper(tokens, heads, features, dtype):
             may = bool(hopper) or is_hopper(empty(0, dtype=torch.int32).device)
         tiling = HOPPER if may else Tiling.of(heads, dtype.itemsize)
         blocks = 1 if may else -(-heads // tiling.block)
@@ -237,8 +243,7 @@ def _attend_on_hopper(
     sizes: Sizes,
 ) -> None:
     """List the entries of each token, then attend to them. `sources`: where entries lie, and the selection."""
-    from kernels.compressed.wide import attend_entries
-    from kernels.mla_decode.wide import boxes
+    from kernels.compressed.wide import attend_entries, queries_box
 
     tokens, heads, features = q_THD.shape
     blocks, most = triton.cdiv(heads, workspace.tiling.block), workspace.listed_BTN.shape[2]
@@ -272,7 +277,7 @@ def _attend_on_hopper(
     items = triton.cdiv(tokens, 2) if pairs else tokens * blocks
     attend_entries[(min(workspace.programs, items),)](
         q_THD,
-        boxes(q_THD)[0],
+        queries_box(q_THD),
         *sources[:3],
         *told,
         sink_H,

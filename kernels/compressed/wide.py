@@ -11,20 +11,27 @@ groups still sum; outputs leave through the memory of the last tile.
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.compressed.wide_groups import left_group, right_group
 from kernels.compressed.wide_tile import HALF, Call, item_of, step_behind, steps_of, wide_memory
 from kernels.gluon.prefetch import LINE, ask_for_lines
-from kernels.mla_decode.wide_tile import BLOCK, TILE
+from kernels.mla_decode.wide_tile import BLOCK, TILE, TILED
 from kernels.sparse.fetch import THREADS, rows_layout, tell
 
 _SLICE = gl.constexpr(64)
 _STEP = gl.constexpr(1)
 _PAGES = gl.constexpr(2)
+
+
+def queries_box(q_THD: Tensor) -> TensorDescriptor:
+    """The TMA descriptor of queries in bfloat16 of 512 features, laid end to end: boxes of 64 x 256."""
+    return TensorDescriptor.from_tensor(q_THD.reshape(-1, 2 * HALF.value), [BLOCK.value, HALF.value], TILED.value)
 
 
 @gluon.jit
@@ -122,9 +129,9 @@ def attend_entries(
     SIZES: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Programs that take an `Item` after the other; four warps, the others come on top. With PAIRS two tokens have at
-    most 64 heads together. `q_half`: TMA descriptor of the queries `q`, [vectors, 512], with boxes of 64 x 256.
-    `listed`, `record`: see `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or
-    `paged`. `scale` includes log2(e). AHEAD: whether the L2 cache is told of the next item."""
+    most 64 heads together. `q_half`: `queries_box` of the queries `q`. `listed`, `record`: see
+    `kernels.compressed.listing`; they say of each entry whether it lies in `window`, `step` or `paged`. `scale`
+    includes log2(e). AHEAD: whether the L2 cache is told of the next item."""
     call = Call(
         listed=listed,
         record=record,

@@ -35,7 +35,7 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
         if count > 0:
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(False))
+            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(False, HALF))
             mbarrier.wait(ring.q_full, rows & 1)
             for low in range(0, count, 2 * TILE):
                 buffer = tiles & 1
@@ -54,7 +54,7 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
                     mbarrier.arrive(ring.q_empty, count=1)
                 total = total * shrink + gl.sum(weight, 1)
                 sums = scaled(sums, shrink)
-                factor = as_left_operand(rounded, False)
+                factor = as_left_operand(rounded, sums)
                 summing = warpgroup_mma(factor, fetched.kv.index(buffer), sums, is_async=True)
                 sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
                 tiles += 1
@@ -117,7 +117,7 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, P
         if count > 0:
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(False))
+            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(False, HALF))
             mbarrier.wait(ring.q_full, rows & 1)
             if count <= TILE:
                 gl.thread_barrier()  # none that waits still may miss that they came
@@ -147,7 +147,7 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, P
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(2 + buffer), count=1)
                     sums = scaled(sums, shrink)
-                    factor = as_left_operand(rounded, False)
+                    factor = as_left_operand(rounded, sums)
                     summing = warpgroup_mma(factor, fetched.kv.index(2 + second), sums, is_async=True)
                     sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
                     tiles += 2

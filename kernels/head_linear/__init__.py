@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels.head_linear import launch
+from kernels.latent_entry import rope_cache_reference
 from kernels.linear import launch as linear_launch
 from kernels.linear.reference import invariant_groups
 from kernels.mla_decode.schedule import Workspace
 from kernels.parts import added
-from kernels.rope_cache import rope_cache_reference
 
 __all__ = ["absorb", "head_linear", "merge_up", "rope_absorb", "rope_absorb_reference"]
 

@@ -7,9 +7,16 @@ Shape legend: T tokens, J indexer heads, I features of a query or key, X = I + J
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+import triton
 from torch import Tensor
 
-from kernels.index_rope import launch, reference
+from kernels.index_entry import encode
+from kernels.index_rope import kernel
+from kernels.index_rope.hadamard import spread, stages_of
+
+_GROUP = 16
+"""Heads a program rotates."""
 
 
 def index_rope(
@@ -41,7 +48,7 @@ def index_rope(
       `kernels.index_entry`). Features are a multiple of 16 then.
 
     All is computed in fp32 and rounded once. A token's bits depend on nothing but the token.
-    `dependent`: programmatic dependent launch, see `launch`. ValueError for tensors that do not fit.
+    `dependent`: programmatic dependent launch, see `launch_index_rope`. ValueError for tensors that do not fit.
     Source: DeepSeek-V3.2 (2025), section 2.1, and the inference code published with it.
     """
     (tokens, heads, features), roped = q_TJI.shape, rotation_TO.shape[1]
@@ -63,6 +70,98 @@ def index_rope(
         raise ValueError(f"{features} features are no multiple of 16")
     tensors = (q_TJI, both_TX, norm_I, bias_I, rotation_TO, key_TI, weight_TJ, code_TJI)
     if q_TJI.is_cuda:
-        launch.index_rope(*tensors, eps, factor, dependent=dependent)
+        launch_index_rope(*tensors, eps, factor, dependent=dependent)
     else:
-        reference.index_rope(*tensors, eps, factor)
+        index_rope_reference(*tensors, eps, factor)
+
+
+def index_rope_reference(
+    q_TJI: Tensor,
+    both_TX: Tensor,
+    norm_I: Tensor,
+    bias_I: Tensor,
+    rotation_TO: Tensor,
+    key_TI: Tensor,
+    weight_TJ: Tensor,
+    code_TJI: Tensor | None,
+    eps: float,
+    factor: float,
+) -> None:
+    """`index_rope` in plain torch."""
+    features = norm_I.shape[0]
+    turn_TX, roped = _pairs(rotation_TO), rotation_TO.shape[1]
+    normed_TI = F.layer_norm(both_TX[:, :features], norm_I.shape, norm_I, bias_I, eps)
+    roped_TI = torch.cat([_rotate(normed_TI[:, :roped], turn_TX), normed_TI[:, roped:]], -1)
+    roped_TJO = _rotate(q_TJI[..., :roped].float(), turn_TX.unsqueeze(1))
+    torch.mul(both_TX[:, features:], factor, out=weight_TJ)
+    if code_TJI is None:
+        key_TI.copy_(roped_TI)
+        q_TJI[..., :roped].copy_(roped_TJO)
+        return
+    key_TI.copy_(spread(roped_TI))
+    spread_TJI = spread(torch.cat([roped_TJO, q_TJI[..., roped:].float()], -1))
+    code_XI, scale_X = encode(spread_TJI.flatten(0, 1))
+    code_TJI.copy_(code_XI.view(code_TJI.shape))
+    weight_TJ.mul_(scale_X.view(weight_TJ.shape))
+
+
+def _rotate(x: Tensor, turn: Tensor) -> Tensor:
+    return torch.view_as_real(_pairs(x) * turn).flatten(-2)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], x.shape[-1] // 2, 2))
+
+
+def launch_index_rope(
+    q_TJI: Tensor,
+    both_TX: Tensor,
+    norm_I: Tensor,
+    bias_I: Tensor,
+    rotation_TO: Tensor,
+    key_TI: Tensor,
+    weight_TJ: Tensor,
+    code_TJI: Tensor | None,
+    eps: float,
+    factor: float,
+    *,
+    dependent: bool = False,
+) -> None:
+    """`index_rope` as a Triton kernel. Allocates nothing and waits for nothing, so it may be captured into a CUDA
+    graph. `dependent`: safe when the rotation was not written by the kernel launched just before; it is read ahead of
+    the wait for it."""
+    tokens, heads, features = q_TJI.shape
+    if not tokens:
+        return
+    block, rope = triton.next_power_of_2(features), rotation_TO.shape[1]
+    group = min(_GROUP, triton.next_power_of_2(heads or _GROUP))
+    # Features that are not roped are read where all are rounded alone.
+    width = rope if code_TJI is None else features
+    kernel.index_rope[(tokens, 1 + triton.cdiv(heads, group))](
+        q_TJI,
+        both_TX,
+        norm_I,
+        bias_I,
+        rotation_TO,
+        key_TI,
+        weight_TJ,
+        q_TJI if code_TJI is None else code_TJI,
+        eps,
+        factor,
+        Q_TOKEN=q_TJI.stride(0),
+        BOTH_STRIDE=both_TX.stride(0),
+        KEY_STRIDE=key_TI.stride(0),
+        ROTATION_STRIDE=rotation_TO.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        FEATURES=features,
+        BLOCK=block,
+        ROPE=rope,
+        WIDTH=width,
+        WIDTH_BLOCK=triton.next_power_of_2(width),
+        INT8=code_TJI is not None,
+        STAGES=stages_of(features),
+        DEPENDENT=dependent,
+        num_warps=2,
+        **({"launch_pdl": True} if dependent else {}),
+    )

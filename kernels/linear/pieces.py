@@ -9,6 +9,7 @@ a program p and a block b lies at p + b. Where one has them all, the product is 
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import triton
@@ -20,6 +21,7 @@ from kernels.quantize import store_rounded
 _BLOCK = tl.constexpr(128)
 
 
+@cache
 def most_pieces(rows: int, features: int, programs: int) -> int:
     """The most pieces that a block of a product of these sizes has."""
     steps = features // 128
@@ -87,15 +89,19 @@ def add_pieces(
 
 @triton.jit(do_not_specialize=["scale_column"])
 def pieces_norm(
-    pieces, out, weight, row_scale, normed, number, scale, eps, scale_column,
+    pieces, out, residual, weight, row_scale, normed, number, scale, by_token, eps, scale_column,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, FEATURES: tl.constexpr,
-    BLOCKS: tl.constexpr, MOST: tl.constexpr, BATCH: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCKS: tl.constexpr, MOST: tl.constexpr, BATCH: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ADD: tl.constexpr,
+    SCALED: tl.constexpr, TWICE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`add_pieces` of one token; and of the first FEATURES of its ROWS the norm of that `weight`, times the token's
     `row_scale` if SCALED, in `normed`, and that rounded to FP8 as `kernels.quantize.quantize` does it.
 
+    With ADD the sum, rounded, is added to the residual, and the norm is of what that is then; FEATURES is ROWS, and the
+    sum itself is stored nowhere: `normed` may be `out`.
+
     BLOCKS: blocks of 128 rows, to a power of two. FEATURES is a multiple of 128. The scale of a token and 128 features
-    lies at token + group * `scale_column`.
+    lies at token + group * `scale_column`; TWICE also at token * groups + group of `by_token`.
     """
     steps: tl.constexpr = K // _BLOCK
     total: tl.constexpr = steps * ((ROWS + _BLOCK - 1) // _BLOCK)
@@ -112,13 +118,23 @@ def pieces_norm(
         gdc_wait()
     sum = sum_of_pieces(at, count[:, None], in_pieces, COLUMNS * _BLOCK, MOST, BATCH).to(out.dtype.element_ty)
     to = out + row * ROWS + f
-    tl.store(to, sum, mask=in_pieces)
+    if not ADD:
+        tl.store(to, sum, mask=in_pieces)
     whole = tl.load(to, mask=of_norm & (count == 1)[:, None], other=0.0, cache_modifier=".cg")
     value = tl.where(of_norm, tl.where((count > 1)[:, None], sum, whole).to(tl.float32), 0.0)
+    if ADD:
+        to = residual + row * RESIDUAL_STRIDE + f
+        value += tl.load(to, mask=of_norm, other=0.0, cache_modifier=".cg").to(tl.float32)
+        kept = value.to(residual.dtype.element_ty)
+        tl.store(to, kept, mask=of_norm, eviction_policy="evict_last" if DEPENDENT else "")
+        value = kept.to(tl.float32)
     factor = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / FEATURES + eps)
     if SCALED:
         factor *= tl.load(row_scale + row, cache_modifier=".cg")
     y = (value * factor * w).to(normed.dtype.element_ty)
     tl.store(normed + row * FEATURES + f, y, mask=of_norm)
     to = scale + row + block.to(tl.int64) * scale_column
-    store_rounded(y.to(tl.float32), number + row * FEATURES + f, to, of_norm, block * _BLOCK < FEATURES)
+    there = block * _BLOCK < FEATURES
+    size = store_rounded(y.to(tl.float32), number + row * FEATURES + f, to, of_norm, there)
+    if TWICE:
+        tl.store(by_token + row * (FEATURES // _BLOCK) + block, size, mask=there)

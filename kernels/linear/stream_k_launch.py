@@ -31,6 +31,14 @@ STAGES: Final = 8
 """Steps under way in a program. Of 64 tokens they take 192 KiB."""
 WIDE: Final = 16
 """Tokens of a program that adds pieces up."""
+NARROW: Final = 4
+"""The same where matrices have so few rows that such programs would leave most of a GPU idle: one read 50 KB of pieces
+in 1.4 us, but 270 KB in 6.8 (512 x 4096 weights, whose blocks have 32 pieces, on one H200)."""
+FEWEST_ADDING: Final = 64
+"""Programs that are enough to add pieces up."""
+MOST_NORMED: Final = 10
+"""Most pieces of a block that are added up by the kernel that norms them: it has a program for a token alone. Of 17, of
+1024 x 4096 weights, it took 8.1 us, where to add pieces up takes 1.5 and a norm 1."""
 
 
 def takes(tokens: int, features: int) -> bool:
@@ -64,16 +72,23 @@ def stream_k(
     programs = programs or _programs(weight_FE)
     _multiply(x_TE, scale_TG, weight_FE, out_TF, piece_PTB, programs, stages, dependent)
     (tokens, rows), wide = out_TF.shape, columns(out_TF.shape[0])
-    adding.add_pieces[(triton.cdiv(rows, BLOCK), wide // WIDE)](
+    blocks = triton.cdiv(rows, BLOCK)
+    own = WIDE if blocks * wide // WIDE >= FEWEST_ADDING else NARROW
+    adding.add_pieces[(blocks, wide // own)](
         piece_PTB,
         out_TF,
         tokens,
-        WIDE=WIDE,
+        WIDE=own,
         **_pieces(weight_FE, wide, programs),
         DEPENDENT=dependent,
-        num_warps=8,
+        num_warps=8 if own == WIDE else 4,
         **options(dependent),
     )
+
+
+def norms_pieces(weight_FE: BlockScaled, programs: int | None = None) -> bool:
+    """Whether `stream_k_norm` is better than `stream_k` and a norm behind it."""
+    return adding.most_pieces(*weight_FE.shape, programs or _programs(weight_FE)) <= MOST_NORMED
 
 
 def stream_k_norm(
@@ -88,30 +103,39 @@ def stream_k_norm(
     eps: float,
     scale_T: Tensor | None = None,
     *,
+    residual_TF: Tensor | None = None,
     programs: int | None = None,
     stages: int = STAGES,
     dependent: bool = False,
 ) -> None:
     """`stream_k`, and `kernels.rounded_norm.rounded_norm` of the first A columns of what it makes, by the kernel that
-    adds up the pieces."""
+    adds up the pieces. With a residual, to which all columns are added first, `out_TF` does not keep the product, and
+    `normed_TA` may be the same."""
+    (tokens, rows), features = out_TF.shape, norm_A.shape[0]
+    if residual_TF is not None and features != rows:
+        raise ValueError(f"a residual of {rows} features does not have a norm of {features}")
     programs = programs or _programs(weight_FE)
     _multiply(x_TE, scale_TG, weight_FE, out_TF, piece_PTB, programs, stages, dependent)
-    (tokens, rows), features = out_TF.shape, norm_A.shape[0]
     blocks = triton.next_power_of_2(triton.cdiv(rows, BLOCK))
     adding.pieces_norm[(tokens,)](
         piece_PTB,
         out_TF,
+        out_TF if residual_TF is None else residual_TF,
         norm_A,
         norm_A if scale_T is None else scale_T,
         normed_TA,
         rounded.number_RK,
         rounded.scale_RG,
+        rounded.scale_RG if rounded.by_token_TG is None else rounded.by_token_TG,
         eps,
         rounded.scale_RG.stride(1),
         FEATURES=features,
         BLOCKS=blocks,
         **_pieces(weight_FE, columns(tokens), programs),
+        RESIDUAL_STRIDE=0 if residual_TF is None else residual_TF.stride(0),
+        ADD=residual_TF is not None,
         SCALED=scale_T is not None,
+        TWICE=rounded.by_token_TG is not None,
         DEPENDENT=dependent,
         num_warps=min(max(blocks // 2, 1), 16),
         **options(dependent),

@@ -100,7 +100,7 @@ def attend(
         raise ValueError("Hopper's kernel for wide blocks of FP8 entries has no invariant mode: plan with fp8_tiling")
     for way in ways:
         blocks_and_ctas = (way.blocks(shape), way.ctas)
-        tile = Tile(queries=way.block, tokens=way.tile)
+        tile = Tile(queries=way.block, tokens=way.tile, latent=shape.latent)
         overlap = Overlap(
             stages=way.stages, dependent=dependent, early=early, either=tiling.blocks(shape) if len(ways) > 1 else 0
         )
@@ -175,6 +175,7 @@ def attend(
                 *(page_RP, length_R, seen, *where),
                 *numbers,
                 way.blocks(shape),
+                LATENT=shape.latent,
                 OVERLAP=overlap,
                 **common,
             )

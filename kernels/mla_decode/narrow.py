@@ -56,7 +56,7 @@ def narrow_cta(
     PAGE: gl.constexpr = SPLIT.page
     STAGES: gl.constexpr = OVERLAP.stages
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
-    LATENT: gl.constexpr = 512
+    LATENT: gl.constexpr = TILE.latent
     AHEAD: gl.constexpr = STAGES - 1
     mma: gl.constexpr = products_layout(gl.num_warps())
     per_query: gl.constexpr = gl.SliceLayout(1, mma)
@@ -67,7 +67,7 @@ def narrow_cta(
     left = gl.load(record + 2)
     page = gl.load(record + 4)
     tokens = gl.load(record + 5)
-    tiles, queries, shared = rings(STAGES, TOKENS, BLOCK, ENTRY)
+    tiles, queries, shared = rings(STAGES, TILE, ENTRY)
     m = share.block * BLOCK + gl.arange(0, BLOCK, per_query)
     n = gl.arange(0, TOKENS, per_column)
     lowest_split = share.first // SPLIT.unit
@@ -103,19 +103,19 @@ def narrow_cta(
                 if s > 0:
                     page = gl.load(pages + gl.minimum((start + s) * TOKENS // PAGE, last))
                 to = (slot + s) % STAGES
-                copy_tile(cache, page, start + s, tokens, first, tiles, to, TOKENS, PAGE, ENTRY)
+                copy_tile(cache, page, start + s, tokens, first, tiles, to, TILE, PAGE, ENTRY)
         if EARLY:
             wait_for_kernel_before()
             let_kernel_after_start()
         if (stop > start) & (not ahead):
-            copy_query(q, row, share.block, share.queries, queries, own, BLOCK, ENTRY)
+            copy_query(q, row, share.block, share.queries, queries, own, TILE, ENTRY)
         for s in gl.static_range(AHEAD):
             asked = ahead & (s == 0)
             if (start + s < stop) & ((start + s + 1) * TOKENS > settled) & (not asked):
                 if s > 0:
                     page = gl.load(pages + gl.minimum((start + s) * TOKENS // PAGE, last))
                 to = (slot + s) % STAGES
-                copy_tile(cache, page, start + s, tokens, first, tiles, to, TOKENS, PAGE, ENTRY)
+                copy_tile(cache, page, start + s, tokens, first, tiles, to, TILE, PAGE, ENTRY)
             async_copy.commit_group()
         page = gl.load(pages + gl.minimum((start + AHEAD) * TOKENS // PAGE, last))
         # The next row, if this worker's share goes beyond this one, and whether it has entries there.
@@ -137,7 +137,7 @@ def narrow_cta(
             bound = gl.minimum(tokens - (share.drafts - token), tokens)
         top = gl.full([BLOCK], _LOWEST, gl.float32, per_query)
         weights = gl.zeros([BLOCK, TOKENS], gl.float32, mma)
-        sums = no_sums(BLOCK, ENTRY)
+        sums = no_sums(TILE, ENTRY)
         held = query_of_row(queries, own, stop > start, AHEAD, BLOCK, ENTRY)
         for tile in range(start, stop):
             stage = (slot + tile - start) % STAGES
@@ -155,15 +155,15 @@ def narrow_cta(
                     gl.where(here, first, next_first),
                     tiles,
                     free,
-                    TOKENS,
+                    TILE,
                     PAGE,
                     ENTRY,
                 )
             if beyond:
-                copy_query(q, row + 1, share.block, share.queries, queries, 1 - own, BLOCK, ENTRY)
+                copy_query(q, row + 1, share.block, share.queries, queries, 1 - own, TILE, ENTRY)
             async_copy.commit_group()
             page = gl.load(pages + gl.minimum((tile + AHEAD + 1) * TOKENS // PAGE, last))
-            score = scores(held, queries, own, tiles, stage, shared, BLOCK, TOKENS, ENTRY) * share.scale
+            score = scores(held, queries, own, tiles, stage, shared, TILE, ENTRY) * share.scale
             entry = tile * TOKENS + n
             seen = (entry[None, :] < bound[:, None]) & (entry >= first)[None, :]
             score = gl.where(seen, score, _MASKED)
@@ -180,7 +180,7 @@ def narrow_cta(
             divisor = gl.where(total > 0, total, 1.0)
             log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
             rows = whole_rows(sums, divisor, BLOCK, ENTRY)
-            at_out, inside = places(share.block * BLOCK, share.queries, BLOCK)
+            at_out, inside = places(share.block * BLOCK, share.queries, TILE)
             if (begin == 0) & (end == units):
                 base = row.to(gl.int64) * share.queries
                 to = share.out + base * LATENT + at_out
@@ -227,8 +227,8 @@ def attend_narrow(
     TILE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Variant of `kernel.attend` without invariant mode, for 512 latent and 64 roped features in bfloat16, or FP8
-    entries of them (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
+    """Variant of `kernel.attend` without invariant mode, for 512 latent features or 256 and 64 roped ones in bfloat16,
+    or FP8 entries of 512 + 64 (`narrow_fp8`). `OVERLAP.either`: works if the plan says that the row is short."""
     cta = gl.program_id(0) // blocks
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()

@@ -28,7 +28,6 @@ from kernels.mla_decode.narrow_fp8 import (
     take_apart,
 )
 
-_LATENT = gl.constexpr(512)
 _ROPE = gl.constexpr(64)
 
 
@@ -48,7 +47,7 @@ class Tiles(NamedTuple):
     """Rings of tiles in shared memory; of FP8 entries see `narrow_fp8`."""
 
     latent: Any
-    """[stages, N, 512] in bf16."""
+    """[stages, N, latent] in bf16."""
     rope: Any
     """[stages, N, 64] in bf16."""
     scales: Any
@@ -59,7 +58,7 @@ class Queries(NamedTuple):
     """Query vectors in shared memory: two places, each for a block of them."""
 
     latent: Any
-    """[2, M, 512] in bf16."""
+    """[2, M, latent] in bf16."""
     rope: Any
     """[2, M, 64] in bf16."""
 
@@ -73,8 +72,11 @@ def unknown_zero():
 
 
 @gluon.jit
-def rings(STAGES: gl.constexpr, TOKENS: gl.constexpr, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
+def rings(STAGES: gl.constexpr, TILE: gl.constexpr, ENTRY: gl.constexpr):
     """Shared memory for tiles and queries, and what FP8 entries need beside."""
+    TOKENS: gl.constexpr = TILE.tokens
+    BLOCK: gl.constexpr = TILE.queries
+    LATENT: gl.constexpr = TILE.latent
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     shared = ()
     if ENTRY.fp8:
@@ -82,9 +84,9 @@ def rings(STAGES: gl.constexpr, TOKENS: gl.constexpr, BLOCK: gl.constexpr, ENTRY
         q_latent_s, q_rope_s = fp8_queries(BLOCK)
         shared = fp8_shared(TOKENS, BLOCK)
     else:
-        latent_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, _LATENT], swizzled)
+        latent_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, LATENT], swizzled)
         rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, _ROPE], swizzled)
-        q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, _LATENT], swizzled)
+        q_latent_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, LATENT], swizzled)
         q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, _ROPE], swizzled)
         scales_s = latent_s
     tiles = Tiles(latent=latent_s, rope=rope_s, scales=scales_s)
@@ -110,18 +112,20 @@ def _copy_entries(
 @gluon.jit
 def copy_tile(cache, page, tile, tokens, first, tiles, to, TILE: gl.constexpr, PAGE: gl.constexpr, ENTRY: gl.constexpr):
     """Start copying one tile; entries outside [first, tokens) become zero."""
+    LATENT: gl.constexpr = TILE.latent
+    TOKENS: gl.constexpr = TILE.tokens
     latent_s = tiles.latent.index(to)
     rope_s = tiles.rope.index(to)
-    at = page.to(gl.int64) * PAGE + tile * TILE % PAGE
-    begin = tile * TILE
+    at = page.to(gl.int64) * PAGE + tile * TOKENS % PAGE
+    begin = tile * TOKENS
     if ENTRY.fp8:
         SIZE: gl.constexpr = ENTRY.size
-        copy_fp8_tile(cache + at * SIZE, latent_s, rope_s, tiles.scales.index(to), begin, first, tokens, TILE, ENTRY)
+        copy_fp8_tile(cache + at * SIZE, latent_s, rope_s, tiles.scales.index(to), begin, first, tokens, TOKENS, ENTRY)
     else:
-        APART: gl.constexpr = _LATENT + _ROPE
+        APART: gl.constexpr = LATENT + _ROPE
         base = cache + at * APART
-        _copy_entries(base, latent_s, begin, first, tokens, TILE, APART, 0, _LATENT, 8)
-        _copy_entries(base, rope_s, begin, first, tokens, TILE, APART, _LATENT, _ROPE, 8)
+        _copy_entries(base, latent_s, begin, first, tokens, TOKENS, APART, 0, LATENT, 8)
+        _copy_entries(base, rope_s, begin, first, tokens, TOKENS, APART, LATENT, _ROPE, 8)
 
 
 @gluon.jit
@@ -139,9 +143,11 @@ def _copy_vectors(
 
 
 @gluon.jit
-def copy_query(q, row, block, count, queries, to, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
+def copy_query(q, row, block, count, queries, to, TILE: gl.constexpr, ENTRY: gl.constexpr):
     """Start copying a block of the `count` query vectors of a row; those the row does not have become zero."""
-    APART: gl.constexpr = _LATENT + _ROPE
+    LATENT: gl.constexpr = TILE.latent
+    BLOCK: gl.constexpr = TILE.queries
+    APART: gl.constexpr = LATENT + _ROPE
     latent_s = queries.latent.index(to)
     rope_s = queries.rope.index(to)
     base = q + row.to(gl.int64) * count * APART
@@ -149,8 +155,8 @@ def copy_query(q, row, block, count, queries, to, BLOCK: gl.constexpr, ENTRY: gl
     if ENTRY.fp8:
         copy_fp8_query(base, latent_s, rope_s, begin, count, BLOCK)
     else:
-        _copy_vectors(base, latent_s, begin, count, BLOCK, APART, 0, _LATENT, 8)
-        _copy_vectors(base, rope_s, begin, count, BLOCK, APART, _LATENT, _ROPE, 8)
+        _copy_vectors(base, latent_s, begin, count, BLOCK, APART, 0, LATENT, 8)
+        _copy_vectors(base, rope_s, begin, count, BLOCK, APART, LATENT, _ROPE, 8)
 
 
 @gluon.jit
@@ -169,9 +175,11 @@ def query_of_row(queries, own, arrived, AHEAD: gl.constexpr, BLOCK: gl.constexpr
 
 
 @gluon.jit
-def scores(held, queries, own, tiles, stage, shared, BLOCK: gl.constexpr, TOKENS: gl.constexpr, ENTRY: gl.constexpr):
+def scores(held, queries, own, tiles, stage, shared, TILE: gl.constexpr, ENTRY: gl.constexpr):
     """Products [M, N] of the query vectors with a tile's entries. Two chains of products hide half of their latency: a
     warp has only N / warps columns."""
+    BLOCK: gl.constexpr = TILE.queries
+    TOKENS: gl.constexpr = TILE.tokens
     mma: gl.constexpr = products_layout(gl.num_warps())
     if ENTRY.fp8:
         where = tiles.latent.index(stage), tiles.rope.index(stage), tiles.scales.index(stage)
@@ -187,7 +195,7 @@ def scores(held, queries, own, tiles, stage, shared, BLOCK: gl.constexpr, TOKENS
         score = mma_v2(
             queries.rope.index(own).load(left_of), tiles.rope.index(stage).permute((1, 0)).load(right_of), score
         )
-        for j in gl.static_range(_LATENT // CHUNK // 2):
+        for j in gl.static_range(TILE.latent // CHUNK // 2):
             other = mma_v2(
                 query.slice(2 * j * CHUNK, CHUNK, dim=1).load(left_of),
                 keys.slice(2 * j * CHUNK, CHUNK, dim=1).permute((1, 0)).load(right_of),
@@ -203,12 +211,14 @@ def scores(held, queries, own, tiles, stage, shared, BLOCK: gl.constexpr, TOKENS
 
 
 @gluon.jit
-def no_sums(BLOCK: gl.constexpr, ENTRY: gl.constexpr):
-    """Sums of `added_values` of nothing: [M, 512], or those of FP8 entries."""
+def no_sums(TILE: gl.constexpr, ENTRY: gl.constexpr):
+    """Sums of `added_values` of nothing: [M, latent], or those of FP8 entries."""
+    BLOCK: gl.constexpr = TILE.queries
+    LATENT: gl.constexpr = TILE.latent
     if ENTRY.fp8:
         sums = no_fp8_sums(BLOCK)
     else:
-        sums = (gl.zeros([BLOCK, _LATENT], gl.float32, products_layout(gl.num_warps())),)
+        sums = (gl.zeros([BLOCK, LATENT], gl.float32, products_layout(gl.num_warps())),)
     return sums
 
 
@@ -228,8 +238,8 @@ def added_values(sums, shrink, weight, tiles, stage, shared, ENTRY: gl.constexpr
 
 @gluon.jit
 def whole_rows(sums, divisor, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
-    """Sums over `divisor` [M] in bf16, [M, 512]. Through shared memory into whole rows, so that each lane can write 16
-    bytes at a time."""
+    """Sums over `divisor` [M] in bf16, [M, latent]. Through shared memory into whole rows, so that each lane can write
+    16 bytes at a time."""
     stored: gl.constexpr = stored_layout(gl.num_warps())
     if ENTRY.fp8:
         rows = gl.convert_layout(fp8_rows(sums, divisor, BLOCK), stored)
@@ -239,10 +249,12 @@ def whole_rows(sums, divisor, BLOCK: gl.constexpr, ENTRY: gl.constexpr):
 
 
 @gluon.jit
-def places(begin, queries, BLOCK: gl.constexpr):
+def places(begin, queries, TILE: gl.constexpr):
     """Return the offsets of the results of query vectors from number `begin` on, behind those of vector 0, and which of
     the vectors there are."""
+    BLOCK: gl.constexpr = TILE.queries
+    LATENT: gl.constexpr = TILE.latent
     stored: gl.constexpr = stored_layout(gl.num_warps())
     m = begin + gl.arange(0, BLOCK, gl.SliceLayout(1, stored)) + unknown_zero()
-    c = gl.arange(0, _LATENT, gl.SliceLayout(0, stored))
-    return (m[:, None] * _LATENT + c[None, :]).to(gl.int64), (m < queries)[:, None]
+    c = gl.arange(0, LATENT, gl.SliceLayout(0, stored))
+    return (m[:, None] * LATENT + c[None, :]).to(gl.int64), (m < queries)[:, None]

@@ -50,6 +50,8 @@ class Tile(NamedTuple):
     """Query vectors, the same ones all the time."""
     tokens: int
     """Cache tokens."""
+    latent: int
+    """Their latent features."""
 
 
 class Overlap(NamedTuple):

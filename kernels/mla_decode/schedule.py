@@ -40,6 +40,8 @@ NARROW_BLOCK = 16
 """Query vectors a program of the narrow kernel holds."""
 NARROW_STAGES = 2
 """Tiles it has in flight."""
+NARROW_STAGES_OF_256 = 3
+"""The same of latents of 256 features, whose tiles are little more than half as large."""
 FP8_BLOCK = 32
 """Query vectors it holds at most where entries are FP8: each tile is widened once for all of them."""
 FP8_STAGES = 3
@@ -185,13 +187,14 @@ def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = Fal
 
 
 def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False, own: bool = False) -> DecodeTiling:
-    """A tiling for Hopper: its own kernels for 512 + 64 features, the portable one for other models.
+    """A tiling for Hopper: its own kernels for 512 + 64 features and, in bf16, for 256 + 64, the portable one for other
+    models.
 
     `fp8`: of entries in FP8, which the narrow kernel reads for any number of query vectors, `attend_fp8` faster for
     many and alone in invariant mode, and `attend_wide_fp8` for many of a row. `own`: of a shard's own entries, whose
     bounds `attend_wide_fp8` has no registers for.
     """
-    if (shape.latent, shape.rope) != (512, 64):
+    if shape.rope != 64 or not (shape.latent == 512 or (shape.latent == 256 and not fp8)):
         return portable_tiling(shape, multiprocessors)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
@@ -205,7 +208,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
             return fp8_tiling(shape, multiprocessors)
         return wide_fp8_tiling(shape, multiprocessors)
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
-        block, stages = NARROW_BLOCK, NARROW_STAGES
+        block, stages = NARROW_BLOCK, NARROW_STAGES if shape.latent == 512 else NARROW_STAGES_OF_256
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
     short = SHORT_TOKENS if shape.queries <= 64 else SHORT_TOKENS_OF_128 if shape.queries == 128 else -1
     if not shape.invariant and alone and short > 0 and narrow_blocks <= multiprocessors:

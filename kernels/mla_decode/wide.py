@@ -16,6 +16,9 @@ The ring has room for two tiles. Each group hands its half of a tile back as soo
 scores are done by then, as its weights were made of them. Left waits for the next tile to score when it holds nothing
 more, so that nothing waits with it. Right begins its scores before it multiplies left's weights, so that the tensor
 cores have them while left's softmax runs.
+
+Of latents of 256 features each group holds 128 columns, in half as many registers, and the ring has room for four
+tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -45,13 +48,27 @@ from kernels.mla_decode.wide_tile import (
     Fetched,
     Messages,
     Ring,
+    buffer_of,
     next_share,
+    phase_of,
     share_of,
 )
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
 CTA = gl.constexpr(CTA_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
+
+
+@gluon.constexpr_function
+def buffers_of(latent):
+    """Tiles that shared memory has room for beside the query vectors: as many bytes of either size of entries."""
+    return 1024 // latent
+
+
+@gluon.constexpr_function
+def registers_of(latent):
+    """Registers of a thread of the right group, by the sums that it holds."""
+    return 240 if latent == 512 else 168
 
 
 class Boxes(NamedTuple):
@@ -64,10 +81,11 @@ class Boxes(NamedTuple):
 
 
 def boxes(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """TMA descriptors of a bfloat16 tensor of 576 features, its vectors laid end to end: 64 x 256 and 64 x 64
-    elements."""
+    """TMA descriptors of a bfloat16 tensor of some latent features and 64 roped ones, its vectors laid end to end: 64 x
+    half the latent and 64 x 64 elements."""
     vectors = x.reshape(-1, x.shape[-1])
-    return tuple(TensorDescriptor.from_tensor(vectors, [64, width], TILED.value) for width in (256, 64))
+    half = (x.shape[-1] - ROPE.value) // 2
+    return tuple(TensorDescriptor.from_tensor(vectors, [64, width], TILED.value) for width in (half, ROPE.value))
 
 
 @gluon.jit
@@ -89,7 +107,9 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
     """The fetching warp: the tiles and the queries of every row of the CTA's share."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     PREFETCH: gl.constexpr = OVERLAP.stages
-    BYTES: gl.constexpr = TILE * (2 * HALF_LATENT + ROPE) * 2
+    BUFFERS: gl.constexpr = fetched.rope.shape[0]
+    HALF: gl.constexpr = fetched.kv.shape[2]
+    BYTES: gl.constexpr = TILE * (2 * HALF + ROPE) * 2
     record = share.metadata + share.cta * CTA
     row = gl.load(record)
     at = gl.load(record + 1)
@@ -119,23 +139,23 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
                     # Older tiles were settled before the kernel before began; the newest may be its work.
                     if (tile + 1) * TILE >= tokens - share.drafts:
                         wait_for_kernel_before()
-                buffer = tiles & 1
-                phase = ((tiles >> 1) & 1) ^ 1
+                buffer = buffer_of(tiles, fetched)
+                phase = phase_of(tiles, fetched) ^ 1
                 entry = page * TILE
                 mbarrier.wait(ring.empty.index(buffer), phase)
                 mbarrier.expect(ring.full.index(buffer), boxes.kv_half.block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     boxes.kv_half, [entry, 0], ring.full.index(buffer), fetched.kv.index(buffer)
                 )
-                mbarrier.wait(ring.empty.index(2 + buffer), phase)
+                mbarrier.wait(ring.empty.index(BUFFERS + buffer), phase)
                 mbarrier.expect(
-                    ring.full.index(2 + buffer), boxes.kv_half.block_type.nbytes + boxes.kv_rope.block_type.nbytes
+                    ring.full.index(BUFFERS + buffer), boxes.kv_half.block_type.nbytes + boxes.kv_rope.block_type.nbytes
                 )
                 tma.async_copy_global_to_shared(
-                    boxes.kv_half, [entry, HALF_LATENT], ring.full.index(2 + buffer), fetched.kv.index(2 + buffer)
+                    boxes.kv_half, [entry, HALF], ring.full.index(BUFFERS + buffer), fetched.kv.index(BUFFERS + buffer)
                 )
                 tma.async_copy_global_to_shared(
-                    boxes.kv_rope, [entry, 2 * HALF_LATENT], ring.full.index(2 + buffer), fetched.rope.index(buffer)
+                    boxes.kv_rope, [entry, 2 * HALF], ring.full.index(BUFFERS + buffer), fetched.rope.index(buffer)
                 )
                 page = next_page
                 tiles += 1
@@ -146,11 +166,9 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
                     mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
                     mbarrier.expect(ring.q_full, 2 * boxes.q_half.block_type.nbytes + boxes.q_rope.block_type.nbytes)
                     tma.async_copy_global_to_shared(boxes.q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+                    tma.async_copy_global_to_shared(boxes.q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
                     tma.async_copy_global_to_shared(
-                        boxes.q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1)
-                    )
-                    tma.async_copy_global_to_shared(
-                        boxes.q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0)
+                        boxes.q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0)
                     )
                     rows += 1
         left -= take
@@ -159,15 +177,16 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
 
 
 @gluon.jit
-def wide_memory(ARRIVALS: gl.constexpr):
+def wide_memory(ARRIVALS: gl.constexpr, HALF: gl.constexpr = HALF_LATENT, BUFFERS: gl.constexpr = 2):
     """A program's shared memory, with its mbarriers ready: `Fetched`, `Exchanged`, `Ring` and `Messages`. Whoever
-    fetches arrives ARRIVALS times when a part of a tile is there."""
+    fetches arrives ARRIVALS times when a part of a tile is there. BUFFERS, a power of two: tiles that there is room
+    for."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fetched = Fetched(
-        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF_LATENT], TILED),
+        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED),
-        kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF_LATENT], TILED),
-        rope=gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], TILED),
+        kv=gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, TILE, HALF], TILED),
+        rope=gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, ROPE], TILED),
     )
     exchanged = Exchanged(
         weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
@@ -179,14 +198,14 @@ def wide_memory(ARRIVALS: gl.constexpr):
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     totals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     mbarrier.init(first, count=1)
     mbarrier.init(second, count=1)
-    for i in gl.static_range(4):
+    for i in gl.static_range(2 * BUFFERS):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
@@ -199,10 +218,12 @@ def wide_memory(ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
+def wide_cta(
+    cache, boxes, table, table_stride, share, LATENT: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr
+):  # fmt: skip
     """One CTA's `Share`: its KV blocks of one or several rows, for one block of 64 queries. Waits, and lets the kernel
     after start, where `OVERLAP.early`."""
-    fetched, exchanged, ring, messages = wide_memory(1)
+    fetched, exchanged, ring, messages = wide_memory(1, LATENT // 2, buffers_of(LATENT))
     # Under a name Gluon makes values of the running kernel of these constants. The groups' registers were measured with
     # that.
     unit, row_cost, invariant = SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
@@ -229,7 +250,7 @@ def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVER
             (fetch, (cache, boxes, table, table_stride, share, fetched, ring, SPLIT, OVERLAP)),
         ],
         [4, 1],
-        [240, 32],
+        [registers_of(LATENT), 32],
     )  # fmt: skip
 
 
@@ -237,12 +258,14 @@ def wide_cta(cache, boxes, table, table_stride, share, SPLIT: gl.constexpr, OVER
 def attend_wide(
     cache, q_half, q_rope, kv_half, kv_rope, table, length, seen, out, lse, partial, partial_lse, metadata,
     scale, first, table_stride, queries, drafts, heads, blocks,
-    SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    LATENT: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Variant of `kernel.attend` for 512 latent and 64 roped features in bfloat16; four warps, the others come on top.
+    """Variant of `kernel.attend` for 512 latent features or 256 and 64 roped ones in bfloat16; four warps, the others
+    come on top.
 
-    `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, 576] and the cache [entries, 576]
-    with boxes of 64 x 256 and 64 x 64. `OVERLAP.either`: works if the plan does not say that the row is short.
+    `q_half`, `q_rope`, `kv_half`, `kv_rope`: TMA descriptors of the query [vectors, LATENT + 64] and the cache
+    [entries, LATENT + 64] with boxes of 64 x LATENT / 2 and 64 x 64. `OVERLAP.either`: works if the plan does not say
+    that the row is short.
     """
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
@@ -256,7 +279,7 @@ def attend_wide(
             length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
         )
         boxes = Boxes(q_half=q_half, q_rope=q_rope, kv_half=kv_half, kv_rope=kv_rope)
-        wide_cta(cache, boxes, table, table_stride, share, SPLIT, OVERLAP)
+        wide_cta(cache, boxes, table, table_stride, share, LATENT, SPLIT, OVERLAP)
     else:
         if OVERLAP.dependent and OVERLAP.early:
             hand_on()

@@ -18,15 +18,16 @@ from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_befo
 from kernels.mla_decode.schedule import CTA_FIELDS
 from kernels.mla_decode.wide_tile import (
     BLOCK,
-    HALF_LATENT,
     LOWEST,
     SCORES,
     TILE,
     as_left_operand,
     begin_scores,
     begins_or_ends_in,
+    buffer_of,
     next_share,
     output_layout,
+    phase_of,
     scaled,
     seen_entries,
     store_half,
@@ -46,6 +47,7 @@ def left_group(
     """The group that scores a row's first tile, its third and so on, and sums the left half of the values. Its last
     arguments but three are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`; PIECES:
     1 where a row that a CTA has alone is a piece, too, else 0."""
+    HALF: gl.constexpr = fetched.kv.shape[2]
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -68,11 +70,11 @@ def left_group(
             sure = tokens - share.drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF_LATENT], gl.float32, output_layout(STORED))
+            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED, HALF))
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
-                buffer = tiles & 1
-                phase = (tiles >> 1) & 1
+                buffer = buffer_of(tiles, fetched)
+                phase = phase_of(tiles, fetched)
                 low = tile * TILE
                 score = begin_scores(fetched, ring.full, buffer, phase, STORED)
                 score = warpgroup_mma_wait(0, deps=(score,))
@@ -89,21 +91,21 @@ def left_group(
                 sums = scaled(sums, shrink)
                 if begins_or_ends_in(low, tokens, share, OWN):
                     without_outside(fetched.kv.index(buffer), low, row, tokens, share, OWN)
-                factor = as_left_operand(rounded, STORED)
+                factor = as_left_operand(rounded, sums)
                 summing = warpgroup_mma(factor, fetched.kv.index(buffer), sums, is_async=True)
                 sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
                 gl.thread_barrier()
                 mbarrier.arrive(ring.empty.index(buffer), count=1)
                 tiles += 1
                 if tile + 1 < stop:
-                    second = tiles & 1
+                    second = buffer_of(tiles, fetched)
                     mbarrier.wait(messages.second, seconds & 1)
                     top = exchanged.top.index(1).load(per_query)
                     shrink = exchanged.shrink.index(1).load(per_query)
                     seconds += 1
                     total = total * shrink
                     sums = scaled(sums, shrink)
-                    until_there(ring.full.index(second), (tiles >> 1) & 1, STORED)
+                    until_there(ring.full.index(second), phase_of(tiles, fetched), STORED)
                     if begins_or_ends_in(low + TILE, tokens, share, OWN):
                         without_outside(fetched.kv.index(second), low + TILE, row, tokens, share, OWN)
                     summing = warpgroup_mma(exchanged.weights, fetched.kv.index(second), sums, is_async=True)
@@ -134,14 +136,15 @@ def begin_firsts(
 ):  # fmt: skip
     """Begin to multiply the weights of a tile that left has scored with right's half of the values. Returns (sums on
     their way, maximum, sum of right's weights)."""
+    BUFFERS: gl.constexpr = fetched.rope.shape[0]
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     top = exchanged.top.index(0).load(per_query)
     shrink = exchanged.shrink.index(0).load(per_query)
     sums = scaled(sums, shrink)
-    until_there(full.index(2 + buffer), phase, STORED)
+    until_there(full.index(BUFFERS + buffer), phase, STORED)
     if begins_or_ends_in(low, tokens, share, OWN):
-        without_outside(fetched.kv.index(2 + buffer), low, row, tokens, share, OWN)
-    summing = warpgroup_mma(fetched.rope.index(buffer), fetched.kv.index(2 + buffer), sums, is_async=True)
+        without_outside(fetched.kv.index(BUFFERS + buffer), low, row, tokens, share, OWN)
+    summing = warpgroup_mma(fetched.rope.index(buffer), fetched.kv.index(BUFFERS + buffer), sums, is_async=True)
     return summing, top, total * shrink
 
 
@@ -153,6 +156,8 @@ def right_group(
     """The group that scores a row's second tile, its fourth and so on, and sums the right half of the values. Its last
     arguments but three are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`; PIECES:
     1 where a row that a CTA has alone is a piece, too, else 0."""
+    BUFFERS: gl.constexpr = fetched.rope.shape[0]
+    HALF: gl.constexpr = fetched.kv.shape[2]
     per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     record = share.metadata + share.cta * CTA
     row = gl.load(record, cache_modifier=".cg")
@@ -174,15 +179,15 @@ def right_group(
             sure = tokens - share.drafts
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF_LATENT], gl.float32, output_layout(STORED))
+            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED, HALF))
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 low = tile * TILE
-                buffer = tiles & 1
-                phase = (tiles >> 1) & 1
-                second = (tiles + 1) & 1
+                buffer = buffer_of(tiles, fetched)
+                phase = phase_of(tiles, fetched)
+                second = buffer_of(tiles + 1, fetched)
                 if tile + 1 < stop:
-                    score = begin_scores(fetched, ring.full, second, ((tiles + 1) >> 1) & 1, STORED)
+                    score = begin_scores(fetched, ring.full, second, phase_of(tiles + 1, fetched), STORED)
                     mbarrier.wait(messages.first, firsts & 1)
                     # ptxas lets no product be under way while sums are scaled that the next one adds to.
                     score = warpgroup_mma_wait(0, deps=(score,))
@@ -200,16 +205,16 @@ def right_group(
                     mbarrier.arrive(messages.second, count=1)
                     total = total * shrink + gl.sum(weight, 1)
                     if begins_or_ends_in(low + TILE, tokens, share, OWN):
-                        without_outside(fetched.kv.index(2 + second), low + TILE, row, tokens, share, OWN)
+                        without_outside(fetched.kv.index(BUFFERS + second), low + TILE, row, tokens, share, OWN)
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
-                    mbarrier.arrive(ring.empty.index(2 + buffer), count=1)
+                    mbarrier.arrive(ring.empty.index(BUFFERS + buffer), count=1)
                     sums = scaled(sums, shrink)
-                    factor = as_left_operand(rounded, STORED)
-                    summing = warpgroup_mma(factor, fetched.kv.index(2 + second), sums, is_async=True)
+                    factor = as_left_operand(rounded, sums)
+                    summing = warpgroup_mma(factor, fetched.kv.index(BUFFERS + second), sums, is_async=True)
                     sums, factor = warpgroup_mma_wait(0, deps=(summing, factor))
                     gl.thread_barrier()
-                    mbarrier.arrive(ring.empty.index(2 + second), count=1)
+                    mbarrier.arrive(ring.empty.index(BUFFERS + second), count=1)
                     tiles += 2
                 else:
                     mbarrier.wait(messages.first, firsts & 1)
@@ -219,7 +224,7 @@ def right_group(
                     )  # fmt: skip
                     sums = warpgroup_mma_wait(0, deps=(summing,))
                     gl.thread_barrier()
-                    mbarrier.arrive(ring.empty.index(2 + buffer), count=1)
+                    mbarrier.arrive(ring.empty.index(BUFFERS + buffer), count=1)
                     tiles += 1
                 firsts += 1
             exchanged.total.index(1).store(total)

@@ -22,7 +22,7 @@ BLOCK = gl.constexpr(64)
 TILE = gl.constexpr(64)
 """Cache tokens of a tile: a page."""
 HALF_LATENT = gl.constexpr(256)
-"""Latent columns of a group."""
+"""Latent columns of a group, of entries with 512 latent features."""
 ROPE = gl.constexpr(64)
 LOWEST = gl.constexpr(-1.0e30)
 """Start of the running maximum: below every real score."""
@@ -33,24 +33,25 @@ TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 
 @gluon.constexpr_function
-def output_layout(stored):
-    """Layout of a group's sums. Where eight more warps store tiles, a thread starts with 128 registers, and ptxas takes
-    no instruction that names more of them, so products have 128 columns there."""
-    columns = 128 if stored else 256
+def output_layout(stored, half):
+    """Layout of a group's sums, of `half` latent columns. Where eight more warps store tiles, a thread starts with 128
+    registers, and ptxas takes no instruction that names more of them, so products have 128 columns there."""
+    columns = 128 if stored else half
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 class Fetched(NamedTuple):
-    """Shared memory that the fetching warp fills, in bfloat16."""
+    """Shared memory that the fetching warp fills, in bfloat16: BUFFERS tiles, and HALF latent columns for each group
+    (`wide_memory`). Whoever works on it reads both numbers off its shapes."""
 
     q: Any
     """[2, BLOCK, HALF]: the halves of the query's latent features."""
     q_rope: Any
     """[1, BLOCK, ROPE]."""
     kv: Any
-    """[4, TILE, HALF]: left halves of two tiles, then right halves."""
+    """[2 * BUFFERS, TILE, HALF]: left halves of the tiles, then right halves."""
     rope: Any
-    """[2, TILE, ROPE]; left puts the weights of a tile here that it has scored."""
+    """[BUFFERS, TILE, ROPE]; left puts the weights of a tile here that it has scored."""
 
 
 class Ring(NamedTuple):
@@ -59,9 +60,9 @@ class Ring(NamedTuple):
     q_full: Any
     q_empty: Any
     full: Any
-    """[4, 1], as `Fetched.kv`; those of the right halves stand for the rope, too."""
+    """[2 * BUFFERS, 1], as `Fetched.kv`; those of the right halves stand for the rope, too."""
     empty: Any
-    """[4, 1]."""
+    """[2 * BUFFERS, 1]."""
 
 
 class Exchanged(NamedTuple):
@@ -85,6 +86,26 @@ class Messages(NamedTuple):
     second: Any
     totals: Any
     """[2, 1]: of left, of right."""
+
+
+@gluon.constexpr_function
+def turns_of(buffers):
+    """How far the number of a tile is shifted for how often its buffer was filled before: log2 of the buffers."""
+    return buffers.bit_length() - 1
+
+
+@gluon.jit
+def buffer_of(tiles, fetched):
+    """Return the buffer of a tile, by the number of tiles before it."""
+    BUFFERS: gl.constexpr = fetched.rope.shape[0]
+    return tiles & (BUFFERS - 1)
+
+
+@gluon.jit
+def phase_of(tiles, fetched):
+    """Return the phase in which that buffer is full of it."""
+    TURNS: gl.constexpr = turns_of(fetched.rope.shape[0])
+    return (tiles >> TURNS) & 1
 
 
 @gluon.jit
@@ -200,14 +221,17 @@ def until_there(barrier, phase, STORED: gl.constexpr):
 @gluon.jit
 def begin_scores(fetched, full, buffer, phase, STORED: gl.constexpr):
     """Begin the products of the queries with one tile, with each of its halves once that is there."""
+    BUFFERS: gl.constexpr = fetched.rope.shape[0]
     score = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
     zero = unknown_zero()
     until_there(full.index(buffer), phase, STORED)
     score = warpgroup_mma(
         fetched.q.index(zero), fetched.kv.index(buffer).permute((1, 0)), score, use_acc=False, is_async=True
     )
-    until_there(full.index(2 + buffer), phase, STORED)
-    score = warpgroup_mma(fetched.q.index(zero + 1), fetched.kv.index(2 + buffer).permute((1, 0)), score, is_async=True)
+    until_there(full.index(BUFFERS + buffer), phase, STORED)
+    score = warpgroup_mma(
+        fetched.q.index(zero + 1), fetched.kv.index(BUFFERS + buffer).permute((1, 0)), score, is_async=True
+    )
     return warpgroup_mma(fetched.q_rope.index(zero), fetched.rope.index(buffer).permute((1, 0)), score, is_async=True)
 
 
@@ -235,9 +259,9 @@ def scaled(sums, factor):
 
 
 @gluon.jit
-def as_left_operand(weight, STORED: gl.constexpr):
-    """Weights as the left side of a product with values: the same registers."""
-    return gl.convert_layout(weight, gl.DotOperandLayout(0, output_layout(STORED), 2), assert_trivial=True)
+def as_left_operand(weight, sums):
+    """Weights as the left side of a product with values that is added to `sums`: the same registers."""
+    return gl.convert_layout(weight, gl.DotOperandLayout(0, sums.type.layout, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -246,6 +270,7 @@ def store_half(
     HALF_INDEX: gl.constexpr, invariant,
 ):  # fmt: skip
     """Write one half of the latent columns, and with the left half the log-sum-exp."""
+    HALF: gl.constexpr = fetched.kv.shape[2]
     divisor = gl.where(total > 0, total, 1.0)
     sums = scaled(sums, 1.0 / divisor)
     log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
@@ -261,14 +286,11 @@ def store_half(
     zero = unknown_zero()
     m = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, rows_of)) + zero
     r = share.block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES)) + zero
-    at_out = (
-        m[:, None] * (2 * HALF_LATENT)
-        + (HALF_INDEX * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, rows_of)))[None, :]
-    )
+    at_out = m[:, None] * (2 * HALF) + (HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(0, rows_of)))[None, :]
     inside = (m < share.queries)[:, None]
     if whole:
         base = row.to(gl.int64) * share.queries
-        to = share.out + base * (2 * HALF_LATENT) + at_out
+        to = share.out + base * (2 * HALF) + at_out
         gl.store(to, result.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
             gl.store(share.lse + base + r, log * LN2, mask=r < share.queries)
@@ -277,7 +299,7 @@ def store_half(
         if invariant:
             slot = position
         base = slot.to(gl.int64) * share.queries
-        to = share.partial + base * (2 * HALF_LATENT) + at_out
+        to = share.partial + base * (2 * HALF) + at_out
         gl.store(to, result.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
         if HALF_INDEX == 0:
             gl.store(share.partial_lse + base + r, log, mask=r < share.queries)

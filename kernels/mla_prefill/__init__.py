@@ -12,12 +12,22 @@ import torch
 from torch import Tensor
 
 from kernels.mla_prefill import launch
-from kernels.mla_prefill.launch import key_parts, most_partial
-
-__all__ = ["key_parts", "mla_prefill", "mla_prefill_reference", "most_partial"]
+from kernels.runtime.hopper import multiprocessors
 
 SCORE_ELEMENTS: Final = 1 << 24
 """Scores held at once: queries of a row are taken in blocks so that heads * block * keys stays near this."""
+MOST_KEY_PARTS: Final = 8
+FEWEST_TILES: Final = 4
+"""Tiles of keys in a part, but for the last one's: fewer do not pay for the part's results."""
+_QUERIES, _KEYS = 128, 128
+"""Queries and keys of a program, as `key_parts` counts them: of `hopper` always, of the portable kernel where rows are
+long."""
+_EDGE_TILES = 4
+"""Tiles in whose time a program begins and ends."""
+_MERGED = 64
+"""Programs whose results are merged with what else there is in the time of a tile."""
+_MOST_WAVES = 2
+"""Times as many programs as the device runs at once, where keys are cut into parts."""
 
 
 def mla_prefill(
@@ -57,6 +67,26 @@ def mla_prefill(
         )
         return
     mla_prefill_reference(q_THD, k_SHN, k_SO, v_SHV, cu_q_B1, cu_k_B1, out_THV, lse_TH, scale, causal)
+
+
+def key_parts(max_q: int, max_k: int, rows: int, heads: int, device: torch.device) -> int:
+    """Into how many parts the keys of context are best cut: few queries alone would leave most of the device idle. From
+    the times that bench/prefill_attention.py prints."""
+    programs, at_once = -(-max_q // _QUERIES) * rows * heads, multiprocessors(device)
+    tiles = -(-max_k // _KEYS)
+    most = min(MOST_KEY_PARTS, tiles // FEWEST_TILES, _MOST_WAVES * at_once // max(programs, 1))
+
+    def tiles_in_turn(parts: int) -> float:
+        waves = -(-programs * parts // at_once)
+        return waves * (-(-tiles // parts) + _EDGE_TILES) + programs * parts / _MERGED
+
+    return min(range(1, max(most, 1) + 1), key=tiles_in_turn)
+
+
+def most_partial(tokens: int, heads: int, device: torch.device) -> int:
+    """Tokens of all parts together, of up to so many query tokens in any rows: `key_parts` asks for no more."""
+    cut = _MOST_WAVES * multiprocessors(device) * _QUERIES // heads
+    return max(tokens, min(MOST_KEY_PARTS * tokens, cut))
 
 
 def mla_prefill_reference(

@@ -1,4 +1,4 @@
-"""Ragged flash attention for Hopper: bfloat16, 128 + 64 features per key, 128 per value.
+"""Ragged flash attention for Hopper: bfloat16, 128 + 64 or 64 + 64 features per key, 128 per value.
 
 A program holds 128 queries of one row and head. Two groups of four warps have 64 each, and a softmax of their own; a
 ninth warp fetches tiles of 128 keys by TMA into rings of two. The schedule is FlashAttention-3's (Shah et al., 2024)
@@ -34,7 +34,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_prefill import kernel
 
-NOPE = gl.constexpr(128)
 ROPE = gl.constexpr(64)
 VALUE = gl.constexpr(128)
 GROUP_QUERIES = gl.constexpr(64)
@@ -64,7 +63,7 @@ class Fetched(NamedTuple):
     """Shared memory that the fetching warp fills, in bfloat16."""
 
     q: Any
-    """[2, GROUP_QUERIES, NOPE]: of both groups."""
+    """[2, GROUP_QUERIES, NOPE]: of both groups; NOPE are the features of a key without its roped ones."""
     q_rope: Any
     """[2, GROUP_QUERIES, ROPE]."""
     k: Any
@@ -73,6 +72,8 @@ class Fetched(NamedTuple):
     """[2, KEYS, ROPE]."""
     v: Any
     """[2, KEYS, VALUE]."""
+    result: Any
+    """[2, GROUP_QUERIES, VALUE]: for results of both groups; the queries', where these are as wide."""
 
 
 class Ring(NamedTuple):
@@ -94,6 +95,7 @@ def box(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 @gluon.jit
 def fetch(boxes, token, key, q_column, k_column, v_column, tiles, fetched, ring):
     """The fetching warp: the queries once, then keys a tile ahead of values, as the groups use them."""
+    NOPE: gl.constexpr = fetched.q.shape[2]
     if tiles > 0:
         mbarrier.expect(ring.q_full, 2 * (boxes.q.block_type.nbytes + boxes.q_rope.block_type.nbytes))
         for group in gl.static_range(2):
@@ -233,9 +235,9 @@ def attend_group(
     log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
     gl.store(lse + token * STRIDES.lse_token + m * STRIDES.lse_token, log * _LN2, mask=inside)
     if out.dtype.element_ty == gl.bfloat16:
-        # Through the shared memory of the group's queries, so that a lane writes 16 bytes at a time.
+        # Through shared memory that the group alone has, so that a lane writes 16 bytes at a time.
         by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        result_s = fetched.q.index(GROUP)
+        result_s = fetched.result.index(GROUP)
         result_s.store(sums.to(gl.bfloat16))
         gl.thread_barrier()
         r = gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, by_rows))
@@ -251,10 +253,10 @@ def attend_group(
 @gluon.jit(do_not_specialize=["heads", "blocks", "pairs", "lse_part"])
 def attend_hopper(
     q_box, q_rope_box, k_box, k_rope_box, v_box, cu_q, cu_k, out, lse, scale, heads, blocks, pairs,
-    out_part, lse_part, STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    out_part, lse_part, NOPE: gl.constexpr, STRIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` with 128 queries per program and four warps, to which five come. Boxes of `box`:
-    queries 64 x 128 and 64 x 64, keys 128 x 128, their roped part 128 x 64, values 128 x 128."""
+    queries 64 x NOPE and 64 x 64, keys 128 x NOPE, their roped part 128 x 64, values 128 x 128."""
     block, row, head = place(gl.program_id(0), blocks, pairs, heads)
     first = block * (2 * GROUP_QUERIES)
     begin_q = gl.load(cu_q + row)
@@ -270,12 +272,17 @@ def attend_hopper(
     if CAUSAL:
         end = gl.minimum(keys, gl.minimum(first + 2 * GROUP_QUERIES, queries) + keys - queries)
     tiles = gl.where(first < queries, (gl.maximum(end, 0) + KEYS - 1) // KEYS, 0)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, NOPE], TILED)
+    result_s = q_s
+    if NOPE != VALUE:
+        result_s = gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, VALUE], TILED)
     fetched = Fetched(
-        q=gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, NOPE], TILED),
+        q=q_s,
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [2, GROUP_QUERIES, ROPE], TILED),
         k=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, NOPE], TILED),
         k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], TILED),
         v=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, VALUE], TILED),
+        result=result_s,
     )
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

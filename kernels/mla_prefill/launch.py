@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.mla_prefill import kernel
 from kernels.mla_prefill.records import Features, Strides, Tile, TokenStrides
-from kernels.runtime.hopper import is_hopper, multiprocessors
+from kernels.runtime.hopper import is_hopper
 
 
 @dataclass(frozen=True)
@@ -31,42 +31,12 @@ class PrefillTiling:
 
 
 HOPPER: Final = PrefillTiling(128, 128, 9, 2, "hopper")
-"""Tiling for compute capability 9.0 and bfloat16, 128 + 64 features per key and 128 per value."""
+"""Tiling for compute capability 9.0 and bfloat16, of the features in `HOPPER_FEATURES`."""
+HOPPER_FEATURES: Final = ((128, 64, 128), (64, 64, 128))
+"""Features of a key, without and with rope, and of a value, that `hopper` takes."""
 HOPPER_QUERIES: Final = 256
 """Fewest queries of the longest row for which `hopper` is the faster kernel where they attend to each other
 (bench/prefill_attention.py). Over context it is the faster one for any number."""
-MOST_KEY_PARTS: Final = 8
-FEWEST_TILES: Final = 4
-"""Tiles of keys in a part, but for the last one's: fewer do not pay for the part's results."""
-_QUERIES, _KEYS = 128, 128
-"""Queries and keys of a program, as they are counted here: of `hopper` always, of the portable kernel where rows are
-long."""
-_EDGE_TILES = 4
-"""Tiles in whose time a program begins and ends."""
-_MERGED = 64
-"""Programs whose results are merged with what else there is in the time of a tile."""
-_MOST_WAVES = 2
-"""Times as many programs as the device runs at once, where keys are cut into parts."""
-
-
-def key_parts(max_q: int, max_k: int, rows: int, heads: int, device: torch.device) -> int:
-    """Into how many parts the keys of context are best cut: few queries alone would leave most of the device idle. From
-    the times that bench/prefill_attention.py prints."""
-    programs, at_once = -(-max_q // _QUERIES) * rows * heads, multiprocessors(device)
-    tiles = -(-max_k // _KEYS)
-    most = min(MOST_KEY_PARTS, tiles // FEWEST_TILES, _MOST_WAVES * at_once // max(programs, 1))
-
-    def tiles_in_turn(parts: int) -> float:
-        waves = -(-programs * parts // at_once)
-        return waves * (-(-tiles // parts) + _EDGE_TILES) + programs * parts / _MERGED
-
-    return min(range(1, max(most, 1) + 1), key=tiles_in_turn)
-
-
-def most_partial(tokens: int, heads: int, device: torch.device) -> int:
-    """Tokens of all parts together, of up to so many query tokens in any rows: `key_parts` asks for no more."""
-    cut = _MOST_WAVES * multiprocessors(device) * _QUERIES // heads
-    return max(tokens, min(MOST_KEY_PARTS * tokens, cut))
 
 
 def tiling(features: int, value: int, dtype: torch.dtype, max_q: int) -> PrefillTiling:
@@ -132,12 +102,13 @@ def mla_prefill(
         from kernels.mla_prefill.hopper import attend_hopper, box
 
         attend_hopper[grid](
-            box(q_THD, 64, 128),
+            box(q_THD, 64, nope),
             box(q_THD, 64, 64),
-            box(k_SHN, 128, 128),
+            box(k_SHN, 128, nope),
             box(k_SO, 128, 64),
             box(v_SHV, 128, 128),
             *bounds,
+            NOPE=nope,
             STRIDES=strides,
             CAUSAL=causal,
             num_warps=4,
@@ -171,8 +142,9 @@ def _not_for_hopper(tensors: dict[str, Tensor]) -> str:
     """Return why `hopper` does not take these tensors; empty if it does."""
     sizes = tuple(tensors[name].shape[-1] for name in ("k_SHN", "k_SO", "v_SHV"))
     dtype = tensors["q_THD"].dtype
-    if sizes != (128, 64, 128) or dtype != torch.bfloat16:
-        return f"this kernel takes bfloat16 with features (128, 64, 128), not {dtype} with {sizes}"
+    if sizes not in HOPPER_FEATURES or dtype != torch.bfloat16:
+        known = " or ".join(map(str, HOPPER_FEATURES))
+        return f"this kernel takes bfloat16 with features {known}, not {dtype} with {sizes}"
     if not tensors["k_SHN"].shape[0]:
         return "this kernel cannot describe empty keys to the hardware: give at least one, of no row"
     for name, tensor in tensors.items():

@@ -21,12 +21,15 @@ from kernels.moe.pending import takes as takes_pending
 from kernels.moe.records import stored
 from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
+from kernels.quantize import GROUP, Fp8Rows, quantize
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
     "ExpertsShape",
+    "GivenExperts",
     "PendingExperts",
     "add_experts",
     "experts",
@@ -54,7 +57,7 @@ def route(
     *,
     shared: int = 0,
     live_R: Tensor | None = None,
-    given_TK: Tensor | None = None,
+    given: GivenExperts | None = None,
     dependent: bool = False,
 ) -> None:
     """Choose K experts for every token and the weights of their outputs.
@@ -66,23 +69,23 @@ def route(
       experts, which are stored behind the routed ones.
     - `live_R` (integers): token t belongs to row t // (T // R), and the tokens of rows with 0 are padding: their ids
       become -1, their weights 0.
-    - `given_TK` (int32 or int64, contiguous): the experts that the tokens have, without `shared`, if these are not to
-      be chosen: then only their weights are computed, of a rule without groups. An expert that a token has several
-      times counts as often: it stands where it is named first, with the sum of its weights. All others become -1, with
-      weight 0, as do experts that there are not.
+    - `given`: the experts that the tokens have, without `shared`, if these are not to be chosen: then only their
+      weights are computed, of a rule without groups. An expert that a token has several times counts as often: it
+      stands where it is named first, with the sum of its weights. All others become -1, with weight 0, as do experts
+      that there are not.
     - `dependent`: programmatic dependent launch, see `launch`.
 
     On a GPU X is at most 512, the number of chosen experts at most 16. Ids exist and differ whatever the logits hold.
     Ties go to the lowest id, of experts and of groups. ValueError for given experts of another number, or in groups.
     """
-    if given_TK is not None and (given_TK.shape[1] != id_TK.shape[1] - shared or rule.groups > 1):
+    if given is not None and (given.expert_YK.shape[1] != id_TK.shape[1] - shared or rule.groups > 1):
         raise ValueError(
-            f"{given_TK.shape[1]} given experts are no {id_TK.shape[1] - shared} of {rule.groups} group(s)"
+            f"{given.expert_YK.shape[1]} given experts are no {id_TK.shape[1] - shared} of {rule.groups} group(s)"
         )
     if logit_TX.is_cuda:
-        launch.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given_TK, dependent=dependent)
+        launch.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given, dependent=dependent)
     else:
-        reference.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given_TK)
+        reference.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given)
 
 
 def experts(
@@ -100,6 +103,7 @@ def experts(
     quantize_activations: bool = False,
     rounded: tuple[Tensor, Tensor] | None = None,
     limit: float = 0.0,
+    round_to: Fp8Rows | None = None,
     dependent: bool = False,
 ) -> None:
     """out[t] = sum over k of weight[t, k] * down[id] · (silu(gate[id] · x[t]) * (up[id] · x[t])).
@@ -129,6 +133,8 @@ def experts(
     - `rounded`: the numbers and scales that `kernels.quantize` has made of `x_TE`, if it has, both contiguous: then the
       call need not.
     - `limit`: where above 0 the activation is silu(min(gate, limit)) * clamp(up, -limit, limit).
+    - `round_to`: with a norm alone, where that is rounded to FP8 besides, as `kernels.quantize.quantize` does it, by
+      the launch that makes it; E is a multiple of 128. ValueError without a norm.
     - `dependent` (GPU): programmatic dependent launch, see `launch`.
 
     Source: DeepSeekMoE (Dai et al., 2024); grouped products over sorted tokens: MegaBlocks (Gale et al., 2022).
@@ -138,14 +144,18 @@ def experts(
             f"a sum of {tuple(out_TE.shape)} is added to rows of as many features side by side, and has no norm behind "
             f"it then; {tuple(before_TE.shape)} was given {'without' if add_norm is None else 'with'} a norm"
         )
+    if round_to is not None and (add_norm is None or out_TE.shape[1] % GROUP):
+        raise ValueError(f"a norm of whole groups of {GROUP} features can be rounded; this is {tuple(out_TE.shape)}")
     if not x_TE.is_cuda:
         reference.experts_grouped(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE, limit, before_TE)
         if add_norm is not None:
             add_rms_norm(out_TE, add_norm.residual_TE, add_norm.weight_E, out_TE, eps=add_norm.eps)
+        if round_to is not None:
+            quantize(out_TE, *round_to.of(len(out_TE)), by_token_TG=round_to.by_token_TG)
         return
     shape = experts_shape(x_TE, id_TK, down_XEI, shared=shared, quantize_activations=quantize_activations, limit=limit)
     tensors = x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, out_TE
-    _launch(tensors, shape, workspace, dependent, add_norm, rounded, before_TE)
+    _launch(tensors, shape, workspace, dependent, add_norm, rounded, before_TE, round_to)
 
 
 def add_experts(
@@ -181,13 +191,15 @@ def _launch(
     add_norm: AddNorm | None = None,
     rounded: tuple[Tensor, Tensor] | None = None,
     before_TE: Tensor | None = None,
+    round_to: Fp8Rows | None = None,
 ) -> None:
     tiling = schedule.tiling(shape, (stored(tensors[3]), stored(tensors[4])))
     if workspace is None:
         device = tensors[0].device
         workspace = torch.empty(schedule.Workspace.bytes(shape, tiling), dtype=torch.uint8, device=device)
     scratch = schedule.Workspace.over(workspace, shape, tiling)
-    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, add_norm, rounded, before_TE).run()
+    behind = add_norm, rounded, before_TE, round_to
+    launch.ExpertLaunches(*tensors, scratch, shape, tiling, dependent, *behind).run()
 
 
 def experts_shape(

@@ -18,8 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import gated
 from kernels.pending_norm import PIECE
+from kernels.quantize import GROUP, store_rounded
 
 _PIECE = tl.constexpr(PIECE)
+_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -264,7 +266,7 @@ def combine(
     tl.store(out + token * OUT_STRIDE + at, sum.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def combine_norm(
     partial,
     ids,
@@ -272,7 +274,11 @@ def combine_norm(
     residual,
     norm_weight,
     out,
+    number,
+    scale,
+    by_token,
     eps,
+    scale_column,
     RESIDUAL_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -280,9 +286,13 @@ def combine_norm(
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
+    ROUND: tl.constexpr,
+    TWICE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """residual[token] += what `combine` makes of the token, rounded to the dtype of `out`; out = its RMS norm. Grid:
+    """residual[token] += what `combine` makes of the token, rounded to the dtype of `out`; out = its RMS norm. With
+    ROUND that is rounded to FP8 besides, as `kernels.quantize.quantize` does it: the scale of a token's group of 128
+    features lies at token + group * `scale_column`, with TWICE also at token * groups + group of `by_token`. Grid:
     tokens.
 
     Residual and ids are read before the wait: they were written before `down`, which lets this kernel start only after
@@ -304,9 +314,23 @@ def combine_norm(
     rounded = (sum.to(out.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)
     tl.store(at, rounded, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
     value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
-    normed = (value * scale * w).to(out.dtype.element_ty)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / FEATURES + eps)
+    normed = (value * factor * w).to(out.dtype.element_ty)
     tl.store(out + token * OUT_STRIDE + e, normed, mask=inside, eviction_policy="evict_last" if DEPENDENT else "")
+    if ROUND:
+        GROUPS: tl.constexpr = BLOCK // _GROUP
+        group = tl.arange(0, GROUPS)
+        in_groups = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        there = group * _GROUP < FEATURES
+        size = store_rounded(
+            tl.reshape(normed.to(tl.float32), [GROUPS, _GROUP]),
+            number + token * FEATURES + in_groups,
+            scale + token + group.to(tl.int64) * scale_column,
+            in_groups < FEATURES,
+            there,
+        )
+        if TWICE:
+            tl.store(by_token + token * (FEATURES // _GROUP) + group, size, mask=there)
 
 
 @triton.jit

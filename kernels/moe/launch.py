@@ -28,8 +28,10 @@ from kernels.moe.schedule import (
     Product,
     Workspace,
 )
+from kernels.quantize import Fp8Rows, launch_quantize
 from kernels.rms_norm import AddNorm, launch_add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
@@ -44,7 +46,7 @@ def route(
     rule: RoutingRule,
     shared: int = 0,
     live_R: Tensor | None = None,
-    given_TK: Tensor | None = None,
+    given: GivenExperts | None = None,
     *,
     dependent: bool = False,
 ) -> None:
@@ -61,7 +63,8 @@ def route(
         logit_TX,
         logit_TX if bias_X is None else bias_X,
         id_TK if live_R is None else live_R,
-        id_TK if given_TK is None else given_TK,
+        id_TK if given is None else given.expert_YK,
+        id_TK if given is None else given.row_T,
         id_TK,
         weight_TK,
         1 if live_R is None else tokens // live_R.shape[0],
@@ -79,11 +82,11 @@ def route(
         SHARED=shared,
         COLUMNS=columns,
         SCORING=rule.scoring,
-        BIASED=bias_X is not None and given_TK is None,
+        BIASED=bias_X is not None and given is None,
         NORMALIZE=rule.normalize,
         CLOSED_AT_ZERO=rule.closed_at_zero,
         LIVE=live_R is not None,
-        GIVEN=given_TK is not None,
+        GIVEN=given is not None,
         DEPENDENT=dependent,
         num_warps=1,
         **_options(dependent),
@@ -113,6 +116,8 @@ class ExpertLaunches:
     """The tokens in FP8 and their scales, where they have been rounded before; see `kernels.moe.experts`."""
     before_TE: Tensor | None = None
     """What a token's sum is added to, where there is no norm after it; see `kernels.moe.experts`."""
+    round_to: Fp8Rows | None = None
+    """Where the norm is rounded to FP8; None: it is not."""
 
     @property
     def _dependent(self) -> bool:
@@ -128,6 +133,9 @@ class ExpertLaunches:
             if self.add_norm is not None:
                 norm = (self.add_norm.residual_TE, self.add_norm.weight_E, self.out_TE, self.add_norm.eps)
                 launch_add_rms_norm(self.out_TE, *norm, dependent=self._dependent)
+                if self.round_to is not None:
+                    into = self.round_to.of(self.shape.tokens)
+                    launch_quantize(self.out_TE, *into, self.round_to.by_token_TG, dependent=self._dependent)
         else:
             if self.tiling.rows:
                 self.sort()
@@ -306,7 +314,12 @@ class ExpertLaunches:
 
     def combine_norm(self, norm: AddNorm) -> None:
         """The weighted sum over every token's pairs, onto the residual, and its norm."""
-        shape = self.shape
+        shape, rounded = self.shape, self.round_to
+        number, scale, column = self.out_TE, self.out_TE, 0
+        if rounded is not None:
+            number, scale = rounded.of(shape.tokens)
+            column = scale.stride(1)
+        by_token = scale if rounded is None or rounded.by_token_TG is None else rounded.by_token_TG
         kernel.combine_norm[(shape.tokens,)](
             self.scratch.partial_YGE,
             self.id_TK,
@@ -314,12 +327,18 @@ class ExpertLaunches:
             norm.residual_TE,
             norm.weight_E,
             self.out_TE,
+            number,
+            scale,
+            by_token,
             norm.eps,
+            column,
             RESIDUAL_STRIDE=norm.residual_TE.stride(0),
             OUT_STRIDE=self.out_TE.stride(0),
             COLUMNS=shape.chosen,
             EXPERTS=shape.experts,
             FEATURES=shape.hidden,
+            ROUND=rounded is not None,
+            TWICE=rounded is not None and rounded.by_token_TG is not None,
             **self.sums(triton.next_power_of_2(shape.hidden)),
         )
 

@@ -16,18 +16,30 @@ index has of all memory, in every call: so programs need not know of each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 
-from kernels.one_shot import launch
-from kernels.one_shot.launch import EMPTY, MOST_BYTES, PIECE_BYTES
+from kernels.one_shot import kernel
+from kernels.one_shot.words import EMPTY, take
 from kernels.pending_norm import PendingNorm
 
-__all__ = ["MOST_BYTES", "PIECE_BYTES", "Inbox", "one_shot_add", "one_shot_gather", "one_shot_sum"]
-
 BUFFERS: Final = 2
+PIECE_BYTES: Final = 16
+"""Bytes that a thread handles at a time."""
+LANES: Final = 128
+"""Most programs: so many that all of them run at once on any GPU."""
+_THREADS: Final = 128
+_MOST_STEPS: Final = 4
+"""Most pieces of a thread."""
+_LANE_BYTES: Final = _MOST_STEPS * _THREADS * PIECE_BYTES
+MOST_BYTES: Final = LANES * _LANE_BYTES
+"""Largest part."""
+
+_take = cache(take)
 
 
 @dataclass(frozen=True)
@@ -42,11 +54,6 @@ class Inbox:
     """int32: calls so far of each lane; 0 at first."""
     rank: int
 
-    @property
-    def fields(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Fields in their order."""
-        return self.own, self.address_R, self.turn_L, self.rank
-
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Return the bytes of an inbox, for this number of ranks."""
@@ -57,7 +64,7 @@ class Inbox:
         """Make an inbox over memory that becomes empty; every rank's has to be before anybody's first call."""
         own.view(torch.int32).fill_(EMPTY)
         address_R = torch.tensor(addresses, dtype=torch.int64, device=own.device)
-        return Inbox(own, address_R, torch.zeros(launch.LANES, dtype=torch.int32, device=own.device), rank)
+        return Inbox(own, address_R, torch.zeros(LANES, dtype=torch.int32, device=own.device), rank)
 
 
 def one_shot_sum(part: Tensor, inbox: Inbox, out: Tensor, *, dependent: bool = False) -> None:
@@ -68,7 +75,7 @@ def one_shot_sum(part: Tensor, inbox: Inbox, out: Tensor, *, dependent: bool = F
     `part`. All ranks get the same bits. It ends when every rank's part has arrived. `dependent`: programmatic dependent
     launch; it waits before it reads anything that changes.
     """
-    launch.one_shot("sum", part, inbox.fields, out, dependent=dependent)
+    _launch("sum", part, inbox, out, dependent=dependent)
 
 
 def one_shot_add(
@@ -85,7 +92,7 @@ def one_shot_add(
         raise ValueError(f"parts and weights of the norm are in bf16, the residual in fp32: {dtypes}")
     added = residual_TE, norm_E, out.square_TP
     row_bytes = part_TE.shape[1] * part_TE.itemsize
-    launch.one_shot("add", part_TE, inbox.fields, out.x_TE, row_bytes=row_bytes, added=added, dependent=dependent)
+    _launch("add", part_TE, inbox, out.x_TE, row_bytes=row_bytes, added=added, dependent=dependent)
 
 
 def one_shot_gather(part_NY: Tensor, inbox: Inbox, out_NRY: Tensor, *, dependent: bool = False) -> None:
@@ -94,4 +101,56 @@ def one_shot_gather(part_NY: Tensor, inbox: Inbox, out_NRY: Tensor, *, dependent
     NaN stay NaN, but words of `EMPTY` become others.
     """
     row_bytes = part_NY.shape[1] * part_NY.itemsize
-    launch.one_shot("gather", part_NY, inbox.fields, out_NRY, row_bytes=row_bytes, dependent=dependent)
+    _launch("gather", part_NY, inbox, out_NRY, row_bytes=row_bytes, dependent=dependent)
+
+
+def _launch(
+    what: str,
+    part: Tensor,
+    inbox: Inbox,
+    out: Tensor,
+    *,
+    row_bytes: int = PIECE_BYTES,
+    added: tuple[Tensor, Tensor, Tensor] | None = None,
+    dependent: bool,
+) -> None:
+    """Launch `kernel.one_shot`. `row_bytes`: of the rows of `part`. `added`: the residual, the norm's weights and the
+    sums of squares. Allocates nothing and waits for nothing, so it may be captured into a CUDA graph."""
+    if part.dtype not in (torch.bfloat16, torch.float32) or out.dtype != part.dtype:
+        raise ValueError(f"parts and results are alike, in bf16 or fp32: {part.dtype} and {out.dtype}")
+    ranks, nbytes = inbox.address_R.shape[0], part.nbytes
+    if out.nbytes != nbytes * (ranks if what == "gather" else 1):
+        raise ValueError(f"a part of {nbytes} bytes, and a result of {out.nbytes}")
+    if not 0 < nbytes <= MOST_BYTES or nbytes % PIECE_BYTES or row_bytes % PIECE_BYTES:
+        raise ValueError(
+            f"a part of {nbytes} bytes in rows of {row_bytes}: at most {MOST_BYTES}, in pieces of {PIECE_BYTES}"
+        )
+    pieces = nbytes // PIECE_BYTES
+    programs = min(LANES, triton.cdiv(pieces, _THREADS))
+    asm, constraints = _take(ranks, MOST_BYTES)
+    residual, norm, square = (part, part, part) if added is None else added
+    kernel.one_shot[(programs,)](
+        part,
+        inbox.own,
+        inbox.address_R,
+        inbox.turn_L,
+        out,
+        pieces,
+        inbox.rank,
+        residual,
+        norm,
+        square,
+        RANKS=ranks,
+        ROW=row_bytes // PIECE_BYTES,
+        STEPS=triton.next_power_of_2(triton.cdiv(pieces, programs * _THREADS)),
+        BLOCK=_THREADS,
+        LANE_BYTES=_LANE_BYTES,
+        RANK_BYTES=MOST_BYTES,
+        TAKE=asm,
+        CONSTRAINTS=constraints,
+        WHAT=what,
+        FP32=part.dtype == torch.float32,
+        DEPENDENT=dependent,
+        num_warps=_THREADS // 32,
+        launch_pdl=dependent,
+    )

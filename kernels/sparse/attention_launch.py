@@ -83,7 +83,7 @@ def sparse_decode(
         blocks,
         FEATURES=_features(latent, features - latent, q_THC.dtype),
         ENTRY=entry_of(cache_PKC, latent, features - latent, q_THC.dtype),
-        TILE=Tile(queries=tiling.block, tokens=tiling.tile),
+        TILE=Tile(queries=tiling.block, tokens=tiling.tile, latent=latent),
         SHARED=Shared(selected=selected, part=tiling.part, part_lanes=triton.next_power_of_2(tiling.part), parts=parts),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -176,7 +176,7 @@ def _attend_on_hopper(
     if tiling.path == "fp8":
         from kernels.sparse.selected_fp8 import attend_selected_fp8
 
-        tile = Tile(queries=tiling.block, tokens=tiling.tile)
+        tile = Tile(queries=tiling.block, tokens=tiling.tile, latent=out_THL.shape[2])
         entry = entry_of(cache_PKC, out_THL.shape[2], _HOPPER_ROPE, q_THC.dtype)
         attend_selected_fp8[grid](q_THC, cache_PKC, *told, *memory, *numbers, ENTRY=entry, TILE_OF=tile, **common)
     elif cache_PKC.dtype == torch.uint8:

@@ -16,6 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashR
 from kernels import moe
 from kernels.matrix import BlockScaled, GroupScaled, Matrix
 from kernels.moe import reference
+from kernels.quantize import Fp8Rows, quantize_reference
 from kernels.rms_norm import AddNorm
 from kernels.routing_rule import RoutingRule, Scoring
 
@@ -134,7 +135,7 @@ def test_the_square_root_of_softplus(given: bool) -> None:
     ids, weights = torch.empty(20, 4, dtype=torch.int64), torch.empty(20, 4)
     rule = RoutingRule("sqrt_softplus", 1, 1, True, 1.5)
     bias = None if given else router.e_score_correction_bias
-    moe.route(logit, bias, ids, weights, rule, given_TK=router.tid2eid[token] if given else None)
+    moe.route(logit, bias, ids, weights, rule, given=moe.GivenExperts(router.tid2eid, token) if given else None)
     order, want_order = (found.argsort(dim=1) for found in (ids, want_ids))
     assert torch.equal(ids.gather(1, order), want_ids.gather(1, want_order))
     torch.testing.assert_close(weights.gather(1, order), want_weights.gather(1, want_order))
@@ -143,9 +144,10 @@ def test_the_square_root_of_softplus(given: bool) -> None:
 def test_given_experts_that_do_not_fit_are_refused() -> None:
     ids, weights = torch.empty(1, 3, dtype=torch.int64), torch.empty(1, 3)
     for count, groups in ((2, 1), (3, 2)):
-        given, rule = torch.zeros(1, count, dtype=torch.int32), RoutingRule("sigmoid", groups, 1, True, 1.0)
+        given = moe.GivenExperts(torch.zeros(1, count, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        rule = RoutingRule("sigmoid", groups, 1, True, 1.0)
         with pytest.raises(ValueError, match="given experts are no 3"):
-            moe.route(torch.zeros(1, 8), None, ids, weights, rule, given_TK=given)
+            moe.route(torch.zeros(1, 8), None, ids, weights, rule, given=given)
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:
@@ -257,6 +259,29 @@ def test_what_a_sum_is_added_to() -> None:
     for wrong in ({"before_TE": before[:8]}, {"before_TE": before, "add_norm": norm}):
         with pytest.raises(ValueError, match=r"a sum of \(9, 10\) is added to rows of as many features"):
             moe.experts(x, ids, weights, gate_up, down, out, **wrong)
+
+
+def test_a_norm_that_is_rounded() -> None:
+    """As the norm alone, and as what rounds it."""
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(9, 256).bfloat16(), torch.randn(6, 64, 256).bfloat16(), torch.randn(6, 256, 32)
+    ids, weights = torch.stack([torch.randperm(6)[:3] for _ in range(9)]), torch.rand(9, 3)
+    residual, weight, outs = torch.randn(9, 256).bfloat16(), torch.rand(256).bfloat16(), []
+    fp8 = Fp8Rows(torch.zeros(16, 256).to(torch.float8_e4m3fn), torch.zeros(2, 16).t(), torch.zeros(9, 2))
+    for round_to in (None, fp8):
+        outs.append(torch.empty_like(x))
+        norm = AddNorm(residual.clone(), weight, 1e-6)
+        tensors = (x, ids, weights, gate_up, down.bfloat16(), outs[-1])
+        moe.experts(*tensors, add_norm=norm, round_to=round_to)
+    assert torch.equal(*outs)
+    number, scale = torch.empty(9, 256, dtype=torch.float8_e4m3fn), torch.empty(9, 2)
+    quantize_reference(outs[0], number, scale)
+    assert torch.equal(fp8.number_RK[:9].float(), number.float())
+    assert torch.equal(fp8.scale_RG[:9], scale)
+    assert fp8.by_token_TG is not None
+    assert torch.equal(fp8.by_token_TG, scale)
+    with pytest.raises(ValueError, match="a norm of whole groups of 128 features can be rounded"):
+        moe.experts(*tensors, round_to=fp8)
 
 
 @pytest.mark.parametrize("way", [reference.experts_gathered, reference.experts_grouped])

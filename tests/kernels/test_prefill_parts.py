@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.mla_prefill import key_parts, mla_prefill, most_partial
-from kernels.mla_prefill.launch import FEWEST_TILES, MOST_KEY_PARTS
+from kernels.mla_prefill import FEWEST_TILES, MOST_KEY_PARTS, key_parts, mla_prefill, most_partial
 from kernels.runtime.hopper import multiprocessors
 
 CPU = torch.device("cpu")

@@ -31,11 +31,9 @@ def check_norm(
     normed: Tensor,
     rounded: Fp8Rows,
     scale_T: Tensor | None = None,
-    *,
-    behind_a_product: bool = False,
 ) -> None:
     """The norm is within one rounding of bf16 of what fp64 makes, and what is rounded to FP8 is that very norm, to the
-    bit; rows behind the tokens are left alone. `behind_a_product`: scales are not kept twice."""
+    bit; rows behind the tokens are left alone."""
     x, weight, normed = x.cpu().double(), weight.cpu().double(), normed.cpu()
     want = x / (x.square().mean(1, keepdim=True) + EPS).sqrt() * weight
     if scale_T is not None:
@@ -47,7 +45,7 @@ def check_norm(
     quantize_reference(normed, numbers, scales)
     assert torch.equal(number[:tokens].view(torch.uint8), numbers.view(torch.uint8))
     assert torch.equal(scale[:tokens], scales)
-    if rounded.by_token_TG is not None and not behind_a_product:
+    if rounded.by_token_TG is not None:
         assert torch.equal(rounded.by_token_TG.cpu(), scales)
     assert bool(scale[tokens:].isnan().all())
     assert bool(number[tokens:].float().isnan().all())

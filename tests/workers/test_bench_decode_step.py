@@ -105,3 +105,19 @@ def test_bytes_of_a_product_with_int4_experts(monkeypatch: pytest.MonkeyPatch) -
 
     launch = (four_bit_tiles.product, (1,), (), {"AHEAD": 2, "GATE": True, "FEATURES": 2048, "K": 7168})
     assert bench.streamed_bytes(launch, 2.5) == 2.5 * 4096 * 7168 * (1 / 2 + 2 / 32)
+
+
+@torch.inference_mode()
+def test_paths_that_are_taken_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the check is what it was behind it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import decode_step as bench
+
+    takes = bench.ExecutionPaths.takes_small_batch
+    model = bench.model_of(bench.SHAPES["v2-lite"][0] | SMALL, 1, torch.float32, torch.device("cpu"))
+    case = bench.Case(model, 2, 1, 100, room=8)
+    with bench.noted_paths() as noted:
+        assert bench.chosen_experts(case) > 0
+    assert noted
+    assert not any(noted)
+    assert bench.ExecutionPaths.takes_small_batch is takes

@@ -20,9 +20,13 @@ from workers.protocol.plan import SamplingParams
 pytestmark = pytest.mark.long
 
 
+QUICK = [("mistral4", 4), ("mistral4", 1), ("mistral3", 2), ("axk1", 3), ("sarvam", 4), ("youtu", 3)]
+EVERY = [(kind, width) for kind in ("mistral4", "axk1", "axk1-no-bias", "sarvam", "youtu") for width in (1, 2, 3, 4)]
+
+
 @pytest.mark.parametrize(
     ("kind", "width"),
-    [("mistral4", 4), ("mistral4", 1), ("mistral3", 2), ("axk1", 3), ("sarvam", 4), ("youtu", 3)],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in EVERY if case not in QUICK)],
 )
 def test_greedy_tokens_are_transformers_tokens(kind: str, width: int, tmp_path: Path) -> None:
     """Of prompts in mixed steps, six for four rows, and then of one that begins as another did, whose pages it finds;

@@ -83,11 +83,17 @@ def test_a_request_in_any_batch_is_the_request_alone(
         assert outcome == alone(kind, folders[kind])[index], f"request {index}"
 
 
-def test_sparse_attention_selects_the_same_in_any_batch(tmp_path: Path) -> None:
-    folder, own = write_tiny(tmp_path, "glm5", seed=3), jobs("glm5")[1:4]
+@pytest.mark.parametrize(
+    "kind",
+    ["glm5", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hyv4", "axk2", "axk1", "mistral4"))],
+)
+def test_families_that_have_more_than_others_are_the_same_in_any_batch(kind: str, tmp_path: Path) -> None:
+    """A selection, sinks, several residual streams, gates, a norm of experts, queries scaled by their position."""
+    folder, own = write_tiny(tmp_path, kind, seed=3), jobs(kind)[1:4]
     alone = engine(folder, width=1, prefix_cache=False, token_budget=400)
     single = [generate(alone, [job])[0] for job in own]
-    crowded = engine(folder, width=4, token_budget=33)
+    drafter = "auto" if kind in ("glm5", "hyv4") else "ngram"
+    crowded = engine(folder, width=4, token_budget=33, drafter=drafter)
     assert generate(crowded, own[::-1]) == single[::-1]
     assert crowded.scheduler.stats().step_seconds["mixed"].count > 0
 

@@ -35,13 +35,15 @@ from workers.step.parts import StepOutput, StepParts
 
 TOP_K = 128
 """Two pages: prompts and answers below cross it."""
-DRAFTING = ("v32", "glm5")
-"""Kinds of models with sparse attention and a layer that drafts."""
+DRAFTING = ("v32", "glm5", "hyv4")
+"""Kinds of models with sparse attention and a layer that drafts; the last one has sinks, gates and streams."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: write_tiny(tmp_path_factory.mktemp(kind), kind, seed=2, index_topk=TOP_K) for kind in DRAFTING}
+    return {
+        kind: write_tiny(tmp_path_factory.mktemp(kind), kind, seed=2, index_topk=TOP_K) for kind in (*DRAFTING, "axk2")
+    }
 
 
 class Passes:
@@ -82,6 +84,12 @@ class Passes:
         pytest.param(1, False, "glm5", marks=pytest.mark.long),
         pytest.param(1, True, "v32", marks=pytest.mark.long),
         pytest.param(3, True, "glm5", marks=pytest.mark.long),
+        pytest.param(3, False, "hyv4", marks=pytest.mark.long),
+        pytest.param(1, True, "hyv4", marks=pytest.mark.long),
+        pytest.param(1, False, "axk2", marks=pytest.mark.long),
+        pytest.param(1, False, "hyv4", marks=pytest.mark.soak),
+        pytest.param(3, True, "hyv4", marks=pytest.mark.soak),
+        pytest.param(1, True, "axk2", marks=pytest.mark.soak),
         pytest.param(1, False, "v32", marks=pytest.mark.soak),
         pytest.param(1, True, "glm5", marks=pytest.mark.soak),
         pytest.param(3, True, "v32", marks=pytest.mark.soak),

@@ -86,8 +86,6 @@ class PagedCache:
 
     def zero_fill(self, pages: Sequence[int]) -> None:
         """Fill these pages, by their global ids, with zeros in every layer, as far as this rank has them."""
-        if not pages:  # as in nearly every step
-            return
         filled: dict[bool, Tensor] = {}
         for layer, spec in zip(self.layers, self.specs, strict=True):
             if spec.sharded not in filled:

@@ -8,27 +8,19 @@ cannot block another. Messages are msgpack of `workers.protocol.messages`; nothi
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import select
 import shutil
 import threading
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from workers.channel.awake_clock import AwakeClock
 from workers.channel.curve import ClientKeys, Guard
 from workers.channel.ports import socket_folder
-from workers.protocol.messages import Figures, Heartbeat
 
-logger = logging.getLogger(__name__)
-
-HEARTBEAT_PERIOD_S = 0.25
 CONNECT_TIMEOUT_S = 5.0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -245,42 +237,3 @@ class Binding:
         if self._guard is not None:
             self._guard.close()
         remove_sockets(self.addresses)
-
-
-class HeartbeatThread:
-    """Tells the scheduler a few times a second that this process lives, and ends the process when the scheduler no
-    longer does. A thread of its own, so that a busy main thread, or one stuck in a collective, changes neither."""
-
-    def __init__(self, addresses: Addresses, rank: int, silence_s: float) -> None:
-        """`silence_s`: seconds without a sign of the scheduler after which this process exits (code 1), counted from
-        the first sign."""
-        self._addresses, self._rank, self._silence_s = addresses, rank, silence_s
-        self.figures: Callable[[], Figures] = dict
-        """Returns the figures that heartbeats carry. It is called in this thread."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        sender = connect_sender(self._addresses.results, self._addresses.keys)
-        pulse = connect_subscriber(self._addresses.pulse, Heartbeat, self._addresses.keys)
-        heard: float | None = None
-        clock = AwakeClock()
-        while not self._stop.is_set():
-            sender.send(Heartbeat(self._rank, self.figures()))
-            now = clock.look()
-            if pulse.receive(timeout_ms=int(HEARTBEAT_PERIOD_S * 1000)) is not None:
-                heard = clock.look()
-                self._stop.wait(HEARTBEAT_PERIOD_S)
-                while pulse.receive(timeout_ms=0) is not None:
-                    pass
-            elif heard is not None and now - heard > self._silence_s:
-                logger.error("rank %d: the scheduler has been silent for %.1f s; exiting", self._rank, self._silence_s)
-                os._exit(1)
-        sender.close(linger_ms=0)
-        pulse.close()
-
-    def close(self) -> None:
-        """Stop beating."""
-        self._stop.set()
-        self._thread.join(timeout=1.0)

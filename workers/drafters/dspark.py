@@ -36,7 +36,7 @@ from workers.models.config import CompressedLayer, Dspark
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_weights import load_block
 from workers.models.drafter import DraftedRows, Drafter
-from workers.models.general import GeneralOps, tensor_of
+from workers.models.general import GeneralOps, dependent, tensor_of
 from workers.models.head import load_head
 from workers.models.streams import load_streams
 from workers.weights.part import Part
@@ -164,13 +164,25 @@ class DsparkDrafter(Drafter):
         place_K = torch.arange(size, out=scratch.empty(size, dtype=torch.int64))
         position_RK = scratch.empty(rows, size, dtype=torch.int64)
         torch.add(start_R.unsqueeze(1), place_K, out=position_RK)
-        torch.index_select(model.rotation_PO, 0, position_RK.flatten(), out=buffers.rotation_TO)
         no_page_R1 = scratch.empty(rows, 1, dtype=torch.int32)
         where = position_RK.flatten(), row_of_tokens(rows, size, scratch), slot_R, no_page_R1
         of_block = TokenRows(*where, cache.out_of_bounds_count_1)
         # Experts compute nothing for rows of nobody, whose slot is -1.
         live_R = torch.add(slot_R, 1, out=scratch.empty(rows, dtype=torch.int64))
-        ops.enter(model.embedding_YE, buffers.token_T, self._norm(0, buffers), buffers.normed)
+        embedded_NE = tensor_of(buffers.normed)
+        compressed.begin(
+            buffers.token_T,
+            position_RK.flatten(),
+            model.embedding_YE,
+            (model.rotation_PO, model.compressed_rotation_PO),
+            buffers.token_T,
+            (buffers.rotation_TO, buffers.compressed_rotation_TO),
+            embedded_NE,
+            buffers.residual_TSE,
+            buffers.streams,
+            dependent=dependent(embedded_NE),
+        )
+        ops.add_norm(embedded_NE, self._norm(0, buffers), buffers.normed)
         for stage, (layer, ring_XLC) in enumerate(zip(self.layers, self._rings(cache), strict=True)):
             norm = self._norm(stage + 1, buffers)
             if stage + 1 == len(self.layers):

@@ -7,7 +7,7 @@ features of a norm, G groups of features that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeGuard
 
@@ -20,23 +20,29 @@ from kernels.dequantize import dequantize
 from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import (
     PIECE,
+    fits_pending_norm,
     fits_w8a8,
     grouped_linear,
     linear,
+    linear_to_norm,
+    normed_linear,
     padded_scales,
     part_linear,
     parts_of,
     supports_w8a8,
     takes_fp8,
     takes_fp16_scaled,
+    takes_ring,
     w8a8_linear,
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
+from kernels.pending_norm import PIECE as PENDING
+from kernels.pending_norm import PendingNorm
 from kernels.quantize import GROUP, Fp8Rows, quantize, silu_mul_quantize
 from kernels.residual_streams import add_to_streams
 from kernels.rms_norm import AddNorm, add_rms_norm, enter_rms_norm, rms_norm
-from kernels.rounded_norm import rounded_norm, w8a8_latent
+from kernels.rounded_norm import rounded_norm, w8a8_add_norm, w8a8_latent
 from kernels.runtime.dependent import launches_dependently
 from kernels.sigmoid_mul import sigmoid_mul
 from kernels.silu_mul import silu_mul
@@ -116,12 +122,12 @@ def choose_experts(
     mixture: Mixture,
     scratch: Scratch,
     live_R: Tensor | None,
-    given_TK: Tensor | None = None,
+    given: moe.GivenExperts | None = None,
     *,
     dependent: bool,
 ) -> tuple[Tensor, Tensor]:
     """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
-    Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
+    Shared experts behind the others come last. Padding has -1 and 0. `given`: see `moe.route`."""
     routing, tokens = mixture.routing, logit_TX.shape[0]
     columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
     id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
@@ -134,7 +140,7 @@ def choose_experts(
         routing.rule,
         shared=routing.shared_experts,
         live_R=live_R,
-        given_TK=given_TK,
+        given=given,
         dependent=dependent,
     )
     if ops.choices is not None:
@@ -213,7 +219,8 @@ class GeneralOps(LayerOps[Rows]):
         with scratch.scope():
             if takes_fp8(x_TE, weight):
                 early = dependent(out_TF)
-                linear(few_rows(x_TE, weight, scratch, dependent=early), weight, out_TF, dependent=early)
+                rows = x_TE if takes_ring(x_TE, weight) else few_rows(x_TE, weight, scratch, dependent=early)
+                linear(rows, weight, out_TF, dependent=early)
             elif self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
                 self._w8a8_linear(self._in_fp8(x, scratch), weight, out_TF, scratch)
             else:  # not dependent: what is dequantized in the launch before must not be read early
@@ -309,6 +316,37 @@ class GeneralOps(LayerOps[Rows]):
             rms_norm(out_TF[:, :features], norm_A, out, eps=eps, scale_T=scale_T, dependent=early)
         return out
 
+    def through_latent(
+        self,
+        x: Rows,
+        weight_FE: Weight,
+        norm_A: Tensor,
+        eps: float,
+        latent_TF: Tensor,
+        asked: Sequence[tuple[Weight, Tensor]],
+        scratch: Scratch,
+    ) -> None:
+        """latent = x · weight^T, and for each weight [N, A] and output [T, N] that is `asked` the product with the norm
+        of weight `norm_A` of its first A columns, which are arbitrary behind that. Few tokens' norm is pending
+        (`kernels.pending_norm`) in passes of decode rows alone: no launch makes it."""
+        tokens, features = len(latent_TF), len(norm_A)
+        first, matrices = weight_FE.matrix, [weight.matrix for weight, _ in asked]
+        if (
+            self.decode_alone
+            and isinstance(x, Tensor)
+            and fits_pending_norm(x, first)
+            and all(fits_pending_norm(latent_TF[:, :features], each, wide=True) for each in matrices)
+        ):
+            early, square_TP = dependent(x), scratch.empty(tokens, features // PENDING, dtype=torch.float32)
+            latent = PendingNorm(latent_TF[:, :features], square_TP, eps)
+            linear_to_norm(x, first, latent_TF, norm_A, latent, dependent=early)
+            for matrix, (_, out_TN) in zip(matrices, asked, strict=True):
+                normed_linear(latent, matrix, out_TN, wide=True, dependent=early)
+            return
+        normed = self.latent_linear(x, weight_FE, norm_A, eps, latent_TF, scratch)
+        for weight, out_TN in asked:
+            self.linear(normed, weight, out_TN, scratch)
+
     @override
     def gate(self, x: Rows, gate: NormGate, scratch: Scratch) -> None:
         x_TE = tensor_of(x)
@@ -351,11 +389,29 @@ class GeneralOps(LayerOps[Rows]):
                 self.linear(x_TF, weight_EF, part_TPE, scratch)
                 self.add_norm(part_TPE, norm, out)
             return
+        if self._adds_rounded(x_TF, weight_EF.matrix, norm, out, scratch):
+            return
         part_TE = out_TE if self._alone else self.group.part(out_TE)
         self.linear(x_TF, weight_EF, part_TE, scratch)
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)
         self.add_norm(out_TE, norm, out)
+
+    def _adds_rounded(self, x_TF: Tensor, weight: Matrix, norm: AddNorm, out: Rows, scratch: Scratch) -> bool:
+        """Whether the kernel that adds up a product's pieces has also added them to the residual, and made and rounded
+        the norm."""
+        if not self._alone or norm.memory is not None or not isinstance(out, RoundedRows):
+            return False
+        if x_TF.dtype != torch.bfloat16 or not self._quantizes_for(weight, out.x_TE) or takes_fp8(x_TF, weight):
+            return False
+        pieces = w8a8_pieces(x_TF.shape[0], weight)
+        if pieces is None:
+            return False
+        with scratch.scope():
+            fp8, piece_PTB = self._in_fp8(x_TF, scratch), scratch.empty(*pieces, dtype=torch.float32)
+            into = norm.residual_TE, norm.weight_E, out.x_TE, out.fp8
+            w8a8_add_norm(fp8, weight, *into, pieces=piece_PTB, eps=norm.eps, dependent=dependent(x_TF))
+        return True
 
     @override
     def add_gated(
@@ -404,14 +460,14 @@ class GeneralOps(LayerOps[Rows]):
         out: Rows,
         scratch: Scratch,
         live_R: Tensor | None,
-        given_TK: Tensor | None = None,
+        given: moe.GivenExperts | None = None,
     ) -> None:
-        """See `LayerOps`; `given_TK` (int32): the experts that tokens have, where these are not to be chosen."""
+        """See `LayerOps`; `given`: the experts that tokens have, where these are not to be chosen."""
         own_TE = None
         if mixture.shared is not None:
             limit = mixture.routing.limit if mixture.routing.shared_limit else 0.0
             own_TE = self.shared_experts(x, mixture.shared, norm, out, scratch, limit)
-        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given_TK)
+        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
 
     def shared_experts(
@@ -437,13 +493,13 @@ class GeneralOps(LayerOps[Rows]):
         mixture: Mixture,
         scratch: Scratch,
         live_R: Tensor | None = None,
-        given_TK: Tensor | None = None,
+        given: moe.GivenExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `choose_experts`."""
         early, router_XE = dependent(x_TE), mixture.router_XE
         wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
         logits = self.router(wide_TE, router_XE, scratch)
-        return choose_experts(self, logits, mixture, scratch, live_R, given_TK, dependent=early)
+        return choose_experts(self, logits, mixture, scratch, live_R, given, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""
@@ -497,12 +553,11 @@ class GeneralOps(LayerOps[Rows]):
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
             rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
             limit=mixture.routing.limit,
+            round_to=out.fp8 if alone and isinstance(out, RoundedRows) else None,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
             dependent=launches_dependently(x_TE.device),
         )
         if alone:
-            if isinstance(out, RoundedRows):
-                self._round(out)
             return
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)

@@ -236,22 +236,27 @@ class Segments(StepPass):
             tensors = PassTensors(
                 token_T, batch.position_T, batch.cache_slot_T, live_R, source_TE, out_TE, buffers, aux_hidden
             )
-            attend = _Attention(self, buffers, batch, cache, scratch)
+            caches = [self._caches(index, cache) for index in range(len(self.layers))]
+            repeat, passed = self._repeat(batch, cache), (buffers, batch, cache, scratch, scratch)
+            backends = self._backends(*passed) if batch.prefill is None else None
             first, *norms = [self._norm(index, buffers) for index in range(len(self))]
             x, out = buffers.normed, [buffers.normed] * len(self.layers)
             out[-1] = ops.last(x, out_TE)
             with scratch.scope():
                 self._begin(tensors, first, scratch)
-            for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            for index, (layer, own, norm) in enumerate(zip(self.layers, caches, norms, strict=True)):
                 if aux_hidden:
                     self._tap(index, tensors)
                 # Each of the two token-wise parts has all of the scratch's free memory.
                 with scratch.scope():
                     if layer.attention_gate is not None:
                         ops.gate(x, layer.attention_gate, scratch)
-                    where = buffers.rotation_TO, batch.cache_slot_T, attend.caches[index][0]
+                    where = buffers.rotation_TO, batch.cache_slot_T, own[0]
                     layer.attention.project(ops, x, *where, buffers.projected, scratch, buffers.query_scale_T)
-                attend(index)
+                if backends is None:
+                    backends = self._backends(*passed)
+                attend = partial(layer.attention.attend, backends, *own)
+                attend() if repeat is None else repeat(index, attend)
                 with scratch.scope():
                     layer.finish(buffers, norm, out[index], live_R, scratch)
             ops.leave(norms[-1], out[-1], out_TE)
@@ -272,12 +277,36 @@ class Segments(StepPass):
         tokens come first, runs between them. The plan of decode rows lives across segments, in `scratch`. Attention's
         other memory comes from `inner`, which is all the segments' while they run."""
         with scratch.scope():
-            attend = _Attention(self, tensors.buffers, batch, cache, scratch, inner)
-            for index in range(len(self.layers)):
+            repeat, passed = self._repeat(batch, cache), (tensors.buffers, batch, cache, scratch, inner)
+            backends = self._backends(*passed) if batch.prefill is None else None
+            for index, layer in enumerate(self.layers):
                 segment(index)
-                attend(index)
+                if backends is None:
+                    backends = self._backends(*passed)
+                attend = partial(layer.attention.attend, backends, *self._caches(index, cache))
+                attend() if repeat is None else repeat(index, attend)
             if tensors.out_TE is not None:
                 segment(len(self.layers))
+
+    def _backends(
+        self, buffers: PassBuffers[Any], batch: Batch, cache: PagedCache, scratch: Scratch, inner: Scratch
+    ) -> list[Backend]:
+        """How the rows of a pass attend, in every layer. For decode rows alone it is found out before the first layer,
+        so that their plan is launched in front. Where there are prefill rows it is when the first layer attends,
+        because it takes the host a while, and the device has the first segment meanwhile. The plan comes from
+        `scratch`, other memory from `inner`, which may be the same."""
+        attention = self.layers[0].attention
+        counted = replace(batch, out_of_bounds_count_1=cache.out_of_bounds_count_1, group=self.paths.group.sharing)
+        planned = attention.plan(counted, scratch)
+        if buffers.ops.choices is not None:
+            planned = planned.noting(buffers.ops.choices)
+        with nullcontext() if inner is scratch else inner.scope():
+            where = buffers.projected, buffers.attended_THV, planned, attention.geometry(batch), self._rotation_PO
+            return attention.backends(*where, inner)
+
+    def _repeat(self, batch: Batch, cache: PagedCache) -> Repeat | None:
+        """What repeats the first layer's launches of attention for the layers behind it; None on a CPU."""
+        return Repeat(self.own_tensors(cache)) if batch.position_T.is_cuda else None
 
     def own_tensors(self, cache: PagedCache) -> Layers:
         """Return the tensors that each layer's attention has for itself; the cache is nearly always the one it was the
@@ -292,53 +321,3 @@ class Segments(StepPass):
 
     def _caches(self, index: int, cache: PagedCache) -> list[Tensor]:
         return cache.layers[self._caches_of[index]]
-
-
-class _Attention:
-    """Attention of one pass, layer after layer. How its rows attend is found out once. For decode rows alone that is at
-    once, so that their plan is launched in front. Where there are prefill rows it is when the first layer attends,
-    because it takes the host a while, and the device has the first segment meanwhile."""
-
-    def __init__(
-        self,
-        segments: Segments,
-        buffers: PassBuffers[Any],
-        batch: Batch,
-        cache: PagedCache,
-        scratch: Scratch,
-        inner: Scratch | None = None,
-    ) -> None:
-        """The plan of decode rows comes from `scratch`, other memory from `inner` if there is one."""
-        self._segments, self._flow, self._batch, self._cache = segments, buffers, batch, cache
-        self._scratch, self._inner = scratch, inner
-        self.caches = [segments._caches(index, cache) for index in range(len(segments.layers))]
-        """Caches of each layer."""
-        # On a CPU nothing is repeated.
-        self._repeat = Repeat(segments.own_tensors(cache)) if batch.position_T.is_cuda else None
-        self._backends: list[Backend] | None = self._prepare() if batch.prefill is None else None
-
-    def __call__(self, index: int) -> None:
-        """Attention of layer `index`."""
-        if self._backends is None:
-            self._backends = self._prepare()
-        attention, caches = self._segments.layers[index].attention, self.caches[index]
-        if self._repeat is None:
-            attention.attend(self._backends, *caches)
-        else:
-            self._repeat(index, partial(attention.attend, self._backends, *caches))
-
-    def _prepare(self) -> list[Backend]:
-        buffers, attention, inner = self._flow, self._segments.layers[0].attention, self._inner
-        group = self._segments.paths.group
-        counted = replace(
-            self._batch,
-            out_of_bounds_count_1=self._cache.out_of_bounds_count_1,
-            group=group.sharing,
-        )
-        planned = attention.plan(counted, self._scratch)
-        if buffers.ops.choices is not None:
-            planned = planned.noting(buffers.ops.choices)
-        with nullcontext() if inner is None else inner.scope():
-            rotation_PO, geometry = self._segments._rotation_PO, attention.geometry(self._batch)
-            where = buffers.projected, buffers.attended_THV, planned, geometry, rotation_PO
-            return attention.backends(*where, self._scratch if inner is None else inner)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kernels.ordered_sum import ordered_sum
 from kernels.pending_norm import PendingNorm
-from kernels.shard_exchange.reference import merge_parts
+from kernels.shard_exchange import merge_parts
 from kernels.strands import merge_tree
 from workers.parallel.mesh import Axis, Mesh
 from workers.parallel.rendezvous import rendezvous

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from workers.channel.awake_clock import AwakeClock
+from workers.channel.heartbeats import AwakeClock
 from workers.channel.sockets import Addresses, connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
 from workers.processes.mailbox import Outbox, OutputMailbox

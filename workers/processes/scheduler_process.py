@@ -17,11 +17,10 @@ import zmq
 from msgspec import structs
 
 from kernels.page import PAGE_TOKENS
-from workers.channel.awake_clock import AwakeClock
+from workers.channel.heartbeats import AwakeClock, Pulse
 from workers.channel.sockets import Binding, PeerGone, encode
 from workers.config import EngineConfig
 from workers.processes.inbox import Inbox
-from workers.processes.pulse import Pulse
 from workers.protocol.captures import PortionCaptured
 from workers.protocol.grammar import GrammarProgress, GrammarReady
 from workers.protocol.messages import (

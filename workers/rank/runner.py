@@ -112,9 +112,9 @@ class Runner:
             sampling = SamplingState(slots, model.config.vocab_size, device)
         if sampling is not None and group.mesh.heads.size > 1:
             sampling.dependent = False  # its first kernel stands behind a collective
-        reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
+        self._reads_tokens = width > 1 and model.drafter is not None and model.drafter.reads_tokens
         shards = group.mesh.shards
-        state = SlotState(slots, width - 1, pages_per_row, device, tokens=reads_tokens, shards=shards)
+        state = SlotState(slots, width - 1, pages_per_row, device, tokens=self._reads_tokens, shards=shards)
         self.parts = StepParts(model, cache, state, sampling, group, width, adaptive)
         if masks is None and group.mesh.heads.first:
             masks = StepMasks(slots * width, model.config.vocab_size, device)
@@ -123,6 +123,12 @@ class Runner:
         self._waiting = Waiting()
         self.device = device
         self._token_budget = token_budget
+        self._pages = shards.pages(cache.pages)
+        """Pages of the cache, of all ranks that share it out."""
+        # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
+        behind = width if width > 1 else 0
+        self._capacity = min(pages_per_row * PAGE_TOKENS, model.max_positions) - behind
+        """Tokens of a row at the most."""
         self._mixed = MixedStep(self.parts)
         self._decode: dict[GraphKey, DecodeStep] = {}
         self._scratch = Scratch(device)
@@ -190,14 +196,16 @@ class Runner:
         self._steps = plan.step
         parts = self.parts
         before = self._mark()
-        parts.cache.zero_fill(plan.zero_fill)
+        if plan.zero_fill:
+            parts.cache.zero_fill(plan.zero_fill)
         if plan.admissions:
             parts.state.admit(plan.admissions)
             if parts.sampling is not None:
                 parts.sampling.admit(plan.admissions)
             if self._constrained is not None:
                 self._constrained.admit(plan.admissions)
-        parts.state.grant(plan.grants)
+        if plan.grants:
+            parts.state.grant(plan.grants)
         if self.graphs is None:
             self.stats.eager["no graphs"] += 1
         dead_ends: dict[int, int] = {}
@@ -340,11 +348,7 @@ class Runner:
     def _check(self, plan: StepPlan) -> None:
         """All that could index out of bounds, checked on the host before a launch (never in a captured graph)."""
         state, model, width = self.parts.state, self.parts.model, self.parts.width
-        slots, vocab = state.slots, model.config.vocab_size
-        pages = state.shards.pages(self.parts.cache.pages)
-        # Behind a step's tokens the draft layer writes an entry per draft, and looks up where one more would lie.
-        behind = width if width > 1 else 0
-        capacity = min(state.pages_per_row * PAGE_TOKENS, model.max_positions) - behind
+        slots, vocab, pages, capacity = state.slots, model.config.vocab_size, self._pages, self._capacity
         if plan.step != self._steps + 1:
             raise PlanError(f"plan of step {plan.step} follows step {self._steps}")
         if not 1 <= plan.width <= width or not 0 <= plan.drafts < width:
@@ -359,7 +363,7 @@ class Runner:
         for slot in (*used, *(a.slot for a in plan.admissions), *(g.slot for g in plan.grants)):
             if not 0 <= slot < slots:
                 raise PlanError(f"slot {slot} of {slots}")
-        for admission in plan.admissions if state.keeps_tokens else ():
+        for admission in plan.admissions if self._reads_tokens else ():
             if not 0 < len(admission.tokens) <= capacity * TOKEN_BYTES:
                 raise PlanError(f"{len(admission.tokens)} bytes of a newcomer's tokens, {capacity} tokens at most")
             token_X = unpacked(admission.tokens)

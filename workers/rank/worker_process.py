@@ -14,15 +14,8 @@ from pathlib import Path
 
 import torch
 
-from workers.channel.sockets import (
-    Addresses,
-    HeartbeatThread,
-    Receiver,
-    Sender,
-    connect_receiver,
-    connect_sender,
-    last_words_have_left,
-)
+from workers.channel.heartbeats import HeartbeatThread
+from workers.channel.sockets import Addresses, Receiver, Sender, connect_receiver, connect_sender, last_words_have_left
 from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.grammar.compiler import Compiler

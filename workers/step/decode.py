@@ -66,6 +66,7 @@ class DecodeStep:
         if key.dense and not parts.dense_pages:
             raise ValueError(f"{key} of a model that never attends densely to what it else selects from")
         self.parts, self.key, self._scratch = parts, key, scratch
+        self._pages_per_row = parts.state.pages_per_row
         self.layout = BatchLayout(key.width, key.rows)
         self.slot_R = torch.full((key.rows,), -1, dtype=torch.int64, device=parts.device)
         self.decided_N = torch.zeros(self.layout.decision_size, dtype=torch.int64, device=parts.device)
@@ -144,7 +145,7 @@ class DecodeStep:
             position_RW=scratch.empty(rows, width, dtype=torch.int64),
             cache_slot_RW=scratch.empty(rows, width, dtype=torch.int64),
             length_R=scratch.empty(rows, dtype=torch.int32),
-            page_RP=scratch.empty(rows, self.parts.state.pages_per_row, dtype=torch.int32),
+            page_RP=scratch.empty(rows, self._pages_per_row, dtype=torch.int32),
             slot_R=self.slot_R,
         )
         decode_state.feed(

@@ -91,6 +91,7 @@ class MixedStep:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
+        self._follows = parts.width > 1 and parts.drafter.follows
 
     def run(self, plan: StepPlan, stage: Stage, masks: Callable[[], TokenMasks | None] | None = None) -> StepOutput:
         """Everything, from the slots' state and the plan's prompts to the slots' next state. The stage holds at least
@@ -238,7 +239,7 @@ class MixedStep:
         state = parts.state.tensors
         drafts = drafts if layout.sampled_rows else 0
         hidden_RE, kept_TS = None, parts.kept(layout.tokens, drafts, scratch)
-        if parts.drafter.follows:
+        if self._follows:
             hidden_RE = self._catch_up(rows, decided_N, newest_R if drafts else newest_R[:0], stage, kept_TS)
         if not drafts:
             return

@@ -61,6 +61,7 @@ class SamplingState:
         self.slots, self.vocab, self.device = slots, vocab, device
         # One row more than slots: index -1 finds neutral parameters there.
         self.tables = SlotTables.allocate(slots + 1, MAX_STOP_IDS, MAX_LOGIT_BIAS, device, _defaults())
+        self._columns = real_columns()
         self.fault_1 = torch.zeros(1, dtype=torch.int64, device=device)
         """Ids that were none so far; `kernels.verify.accept_drafts` adds to it too. The first ends the replica
         (`SamplingFault`)."""
@@ -102,8 +103,7 @@ class SamplingState:
         sampling = [admission.sampling for admission in admissions]
         stops = [self._stop_ids(s) for s in sampling]
         tables, device = self.tables, self.device
-        columns = real_columns()
-        real = [[getattr(s, name) for name in columns] for s in sampling]
+        real = [[getattr(s, name) for name in self._columns] for s in sampling]
         whole = [
             (
                 _signed(a.sampling.seed),

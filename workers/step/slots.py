@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from kernels.decode_state import SlotTensors, reference
+from kernels.decode_state import SlotTensors, cache_slots
 from kernels.page import NULL_PAGE, WHOLE, Shards
 from workers.memory.pinned import on_device
 from workers.protocol.plan import Admission, PageGrant
@@ -94,8 +94,6 @@ class SlotState:
 
     def grant(self, grants: Sequence[PageGrant]) -> None:
         """Append granted pages to the page tables."""
-        if not grants:
-            return
         for grant in grants:
             self._granted[grant.slot] = grant.first + len(grant.pages)
         slots = [grant.slot for grant in grants for _ in grant.pages]
@@ -109,7 +107,7 @@ class SlotState:
     def cache_slots(self, slot_T: torch.Tensor, position_T: torch.Tensor, shards: Shards | None = None) -> torch.Tensor:
         """Flat cache index [T] of each (slot, position): page * 64 + offset; in the null page where none is granted, or
         where the page is not this rank's. `shards`: this rank's share in some layers, where that is another one."""
-        return reference.cache_slots(self.tensors.page_SP, slot_T, position_T, shards or self.shards)
+        return cache_slots(self.tensors.page_SP, slot_T, position_T, shards or self.shards)
 
 
 def unpacked(packed: bytes) -> torch.Tensor:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, choice_of, joined
-from deploy.api.generation.journaling import Journal, WritePiece, continued, opened
+from deploy.api.generation.journaling import OPEN, Journal, WritePiece, continued, opened
 from deploy.api.http.body import ClientDisconnected
 from deploy.api.http.errors import ApiError, from_engine
 from deploy.api.http.middleware import CancelOnDisconnect
@@ -162,7 +162,8 @@ class Generation(Response):
         try:
             prompt_tokens = sum(len(prompt.ids) for prompt in self.job.prompts)
             with self.generator.admission.running(scope, prompt_tokens, self.choices) as self.admitted:
-                self.journal = opened(scope, self.job, self._ordinary())
+                if (opening := scope.get(OPEN)) is not None:
+                    self.journal = opened(opening, self.job, self._ordinary())
                 async with CancelOnDisconnect(receive):
                     await self.write(send)
         except ClientDisconnected:

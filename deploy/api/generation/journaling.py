@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, Protocol
 from zlib import crc32
 
-from starlette.types import Scope
-
 from deploy.api.job.job import Job
 from workers.protocol.front import Engine
 from workers.protocol.messages import Request, RequestOutput
@@ -55,12 +53,9 @@ of one choice that shows nothing of its tokens but their text and number. None w
 where the front that began the answer made other prompts of the request."""
 
 
-def opened(scope: Scope, job: Job, ordinary: bool) -> Journal | None:
-    """Open the journal of an answer that is about to be made; None where none is kept. `ordinary`: a stream of one
-    choice that shows nothing of its tokens but their text and number."""
-    opening: OpenJournal | None = scope.get(OPEN)
-    if opening is None:
-        return None
+def opened(opening: OpenJournal, job: Job, ordinary: bool) -> Journal | None:
+    """Open the journal of an answer that is about to be made; None where none is kept. `opening`: what the request's
+    scope has for it. `ordinary`: a stream of one choice that shows nothing of its tokens but their text and number."""
     checksum = 0
     for prompt in job.prompts:
         checksum = crc32(Prompt.of(prompt.ids).packed, checksum)

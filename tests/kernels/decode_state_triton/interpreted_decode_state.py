@@ -12,11 +12,13 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import kernels.decode_state as family  # noqa: E402
-from kernels.decode_state import SlotTensors, reference  # noqa: E402
+from kernels.decode_state import SlotTensors  # noqa: E402
 from kernels.page import NULL_PAGE, PAGE_TOKENS, Shards  # noqa: E402
 
 SLOTS, PAGES = 6, 5
-REFERENCE = SimpleNamespace(feed=reference.feed, advance=reference.advance, feed_draft=reference.feed_draft)
+REFERENCE = SimpleNamespace(
+    feed=family.feed_reference, advance=family.advance_reference, feed_draft=family.feed_draft_reference
+)
 TRITON = SimpleNamespace(feed=family.launch_feed, advance=family.launch_advance, feed_draft=family.launch_feed_draft)
 
 
@@ -119,7 +121,7 @@ def test_the_launchers_dispatch_cpu_tensors_to_the_reference(monkeypatch: pytest
         return lambda *args: called.append(name)
 
     for name in ("feed", "advance", "feed_draft"):
-        monkeypatch.setattr(reference, name, note(name))
+        monkeypatch.setattr(family, f"{name}_reference", note(name))
     state, one = random_state(2, 0), torch.zeros(1, dtype=torch.int64)
     family.feed(state, one, one, one, one, one, one)
     family.advance(state, one, one, one, one, one, one, one)

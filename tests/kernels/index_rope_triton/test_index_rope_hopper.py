@@ -4,7 +4,7 @@ import pytest
 import torch
 from index_rope_case import EPS, FACTOR, Case
 
-from kernels.index_rope import launch
+from kernels.index_rope import launch_index_rope
 from tests.support.hopper import compile_only, resources
 
 pytestmark = pytest.mark.gate
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gate
 def test_compiles_without_spills(heads: int, dtype: torch.dtype, int8: bool) -> None:
     case = Case(3, heads, 128, 64, dtype)
     with compile_only() as compiled:
-        launch.index_rope(*case.tensors().values(), case.code() if int8 else None, EPS, FACTOR, dependent=True)
+        launch_index_rope(*case.tensors().values(), case.code() if int8 else None, EPS, FACTOR, dependent=True)
     found = resources(compiled[0])
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)

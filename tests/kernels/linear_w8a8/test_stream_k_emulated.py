@@ -5,10 +5,11 @@ import torch
 from w8a8_case import case, check
 
 from kernels.linear import stream_k_launch
+from kernels.rounded_norm import launch_rounded_norm
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.order import Unordered
-from tests.support.rounded_norm_case import check_norm, memory_of
+from tests.support.rounded_norm_case import EPS, check_norm, memory_of
 
 pytestmark = pytest.mark.long
 
@@ -54,7 +55,7 @@ def run_norm(
         stream_k_launch.stream_k_norm(*product, *into, 1e-6, scale_T, programs=programs, stages=2, dependent=True)
     assert launches == ["multiply", "pieces_norm"]
     check(number, scale, weight, out)
-    check_norm(out[:, :normed], norm_A, normed_TA, rounded, scale_T, behind_a_product=True)
+    check_norm(out[:, :normed], norm_A, normed_TA, rounded, scale_T)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,54 @@ def test_the_norm_of_any_number_of_tokens(tokens: int) -> None:
     run_norm(tokens, 256, 256, 128, 3, scaled=True)
 
 
+def run_add_norm(tokens: int, features: int, outputs: int, programs: int, **options: object) -> None:
+    """A product that is added to the residual, and the norm of that. The residual has the bits of three launches."""
+    number, scale, weight = case(tokens, features, outputs, "cpu")
+    pieces = torch.full(stream_k_launch.pieces(tokens, weight, programs), torch.nan)
+    wide = torch.full((tokens, outputs + 16), torch.nan).bfloat16()
+    residual, weight_E = wide[:, :outputs], torch.rand(outputs).bfloat16() + 0.5
+    begun = (100 * torch.randn(tokens, outputs)).bfloat16()
+    want, (product, _) = begun.clone(), memory_of(tokens, outputs, "cpu")
+    with emulated():
+        stream_k_launch.stream_k(number, scale, weight, product, pieces, programs=programs, stages=2)
+        launch_rounded_norm(product, weight_E, *memory_of(tokens, outputs, "cpu"), EPS, want)
+    residual.copy_(begun)
+    pieces.fill_(torch.nan)
+    out, rounded = memory_of(tokens, outputs, "cpu")
+    with emulated(tokens, consecutive=True, **options) as launches:  # type: ignore[arg-type]
+        into = weight_E, out, rounded, EPS
+        how = {"residual_TF": residual, "programs": programs, "stages": 2, "dependent": True}
+        stream_k_launch.stream_k_norm(number, scale, weight, out, pieces, *into, **how)
+    assert launches == ["multiply", "pieces_norm"]
+    assert torch.equal(residual, want)
+    check_norm(residual, weight_E, out, rounded)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "outputs", "programs"),
+    [(10, 384, 256, 1), (9, 384, 384, 2), (17, 384, 384, 9), (1, 1280, 128, 10), (64, 256, 640, 3)],
+)
+def test_what_is_added_to_the_residual(tokens: int, features: int, outputs: int, programs: int) -> None:
+    """One program that has all, whole blocks beside blocks in pieces, a program for each step, and more pieces than a
+    batch; scales that are kept once, and twice."""
+    run_add_norm(tokens, features, outputs, programs)
+
+
+def test_a_residual_of_another_size_is_refused() -> None:
+    number, scale, weight = case(4, 256, 256, "cpu")
+    out, rounded = memory_of(4, 128, "cpu")
+    pieces, residual = torch.empty(stream_k_launch.pieces(4, weight, 2)), torch.zeros(4, 256).bfloat16()
+    with pytest.raises(ValueError, match="a residual of 256 features does not have a norm of 128"):
+        stream_k_launch.stream_k_norm(
+            number, scale, weight, residual, pieces, out[0], out, rounded, EPS, residual_TF=residual, programs=2
+        )
+
+
 def test_without_its_wait_the_norm_would_be_noticed() -> None:
     def broken(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if "pieces_norm" in ptx else ptx
 
     with pytest.raises((AssertionError, Fault, Unordered)):
         run_norm(10, 384, 304, 256, 9, edit=broken)
+    with pytest.raises((AssertionError, Fault, Unordered)):
+        run_add_norm(10, 384, 384, 9, edit=broken)

@@ -1,4 +1,4 @@
-"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3."""
+"""Compilation of products of some rounded tokens, at the sizes of DeepSeek-V3, and one of DeepSeek V4."""
 
 import re
 
@@ -13,6 +13,7 @@ from tests.support.rounded_norm_case import memory_of
 pytestmark = pytest.mark.gate
 
 SIZES = {"queries and latents": (2112, 7168), "queries": (24576, 1536), "output": (7168, 16384), "dense": (36864, 7168)}
+SIZES["latents of V4"] = (1536, 4096)
 """Output and input features."""
 
 
@@ -65,5 +66,24 @@ def test_the_norm_behind_queries_and_latents() -> None:
         stream_k_launch.stream_k_norm(number, scale, weight, out, pieces, *into, 1e-6, programs=132, dependent=True)
     _, pieces_norm = compiled
     found = resources(pieces_norm)
+    found.check(registers=128)
+    assert (found.waits, found.releases) == (True, True)
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize(("rows", "features"), [(7168, 16384), (7168, 2048), (4096, 4096)])
+def test_the_norm_behind_what_is_added_to_the_residual(rows: int, features: int, tokens: int) -> None:
+    """At the sizes of DeepSeek-V3, alone and as a rank of eight has them, and of Mistral Small 4."""
+    weight = BlockScaled(
+        torch.empty(rows, features, dtype=torch.float8_e4m3fn), torch.empty(rows // 128, features // 128)
+    )
+    number, scale = torch.empty(tokens, features, dtype=torch.float8_e4m3fn), torch.empty(features // 128, tokens).t()
+    out, rounded = memory_of(tokens, rows, "cpu")
+    pieces = torch.empty(stream_k_launch.pieces(tokens, weight, 132))
+    with compile_only() as compiled:
+        into = torch.empty(rows).bfloat16(), out, rounded, 1e-6
+        how = {"residual_TF": torch.empty_like(out), "programs": 132, "dependent": True}
+        stream_k_launch.stream_k_norm(number, scale, weight, out, pieces, *into, **how)
+    found = resources(compiled[1])
     found.check(registers=128)
     assert (found.waits, found.releases) == (True, True)

@@ -6,6 +6,9 @@ from captured import check_replays
 from w8a8_case import SIZES, case, check, memory
 
 from kernels.linear import fits_w8a8, supports_w8a8, w8a8_linear, w8a8_pieces
+from kernels.quantize import Fp8Rows
+from kernels.rounded_norm import launch_rounded_norm, w8a8_add_norm
+from tests.support.rounded_norm_case import EPS, check_norm, memory_of
 from workers.graphs.guard import capture_guard
 
 pytestmark = [
@@ -101,3 +104,24 @@ def test_replayed_on_other_numbers() -> None:
 
     check_replays(graph, refill, [out])
     check(number, scale, weight, out)
+
+
+@pytest.mark.parametrize("tokens", [9, 16, 64])
+@pytest.mark.parametrize(("features", "outputs"), [(4096, 4096), (16384, 7168), (2048, 7168)])
+def test_some_tokens_that_are_added_to_the_residual(features: int, outputs: int, tokens: int) -> None:
+    """Mistral Small 4's, and DeepSeek-V3's, alone and as a rank of eight has it: the residual has the bits of three
+    launches."""
+    number, scale, weight = case(tokens + -tokens % 4, features, outputs, "cuda")
+    sizes = w8a8_pieces(tokens, weight)
+    assert sizes is not None
+    pieces = torch.full(sizes, torch.nan, device="cuda")
+    begun = (30 * torch.randn(tokens, outputs, device="cuda")).bfloat16()
+    weight_E, want, residual = torch.rand(outputs, device="cuda").bfloat16() + 0.5, begun.clone(), begun.clone()
+    product, rounded = memory_of(tokens, outputs, "cuda")
+    w8a8_linear(number, scale, weight, product, pieces=pieces)
+    launch_rounded_norm(product, weight_E, product, rounded, EPS, want)
+    out, rounded = memory_of(tokens, outputs, "cuda")
+    into = residual, weight_E, out, rounded
+    w8a8_add_norm(Fp8Rows(number, scale), weight, *into, pieces=pieces, eps=EPS, dependent=True)
+    assert torch.equal(residual, want)
+    check_norm(residual, weight_E, out, rounded)

@@ -58,6 +58,28 @@ def test_one_row_of_two_blocks(length: int, width: int, heads: int, first: int) 
     check(deepseek([length], width, heads, first))
 
 
+def small(lengths: list[int], width: int, heads: int, first: int = 0) -> Case:
+    """Of Mistral Small 4."""
+    return Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
+
+
+@pytest.mark.parametrize("lengths", [[1], [65], [200, 0, 1, 129], [0, 0], [30] * 7, [300, 2, 2, 2, 2]])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_latents_of_256_features(lengths: list[int], heads: int) -> None:
+    check(small(lengths, 1, heads))
+
+
+@pytest.mark.parametrize(("width", "heads", "first"), [(2, 8, 0), (5, 3, 1), (4, 4, 0), (3, 5, 70)])
+def test_latents_of_256_features_at_widths(width: int, heads: int, first: int) -> None:
+    check(small([max(width - 1, first), 70, 129], width, heads, first))
+    check(small([200], width, heads, first))
+
+
+def test_one_row_of_two_blocks_of_256_features() -> None:
+    check(small([200], 1, 32))
+    check(small([71], 2, 13, 70))
+
+
 @pytest.mark.parametrize("lengths", [[1], [65], [200, 0, 1, 129], [300, 2, 2, 2, 2]])
 def test_fp8_entries(lengths: list[int]) -> None:
     check(deepseek(lengths, 1, 16, fp8=True))

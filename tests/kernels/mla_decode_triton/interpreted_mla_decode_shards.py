@@ -16,7 +16,7 @@ from kernels.mla_decode import launch, mla_decode  # noqa: E402
 from kernels.mla_decode.schedule import DecodeShape, Workspace, portable_tiling  # noqa: E402
 from kernels.own_entries import OwnEntries, own_entries  # noqa: E402
 from kernels.page import NULL_PAGE, PAGE_TOKENS, Shards, pages_for  # noqa: E402
-from kernels.shard_exchange.reference import merge_parts  # noqa: E402
+from kernels.shard_exchange import merge_parts  # noqa: E402
 from kernels.strands import merge_tree  # noqa: E402
 
 LATENT, ROPE, HEADS, SCALE = 32, 16, 3, 0.2

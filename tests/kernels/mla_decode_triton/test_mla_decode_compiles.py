@@ -220,11 +220,58 @@ def test_portable_kernel_at_deepseek_sizes(width: int, heads: int) -> None:
     compiled(case, portable_tiling(case.shape, PROCESSORS))
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "own"),
+    [(1, 1, 32, False), (2, 1, 16, False), (2, 1, 16, True), (2, 2, 8, False), (1, 2, 8, False)],
+)
+def test_narrow_of_256_features(rows: int, width: int, heads: int, own: bool) -> None:
+    """Mistral Small 4 runs on one GPU and on four."""
+    case = Case([70] * rows, width, heads, 256, 64, torch.bfloat16)
+    tiling = hopper_tiling(case.shape, PROCESSORS, own=own)
+    kernel = compiled(case, tiling, True, True, own=own)["attend_narrow"]
+    used = instructions(kernel)
+    assert used["HMMA"] >= 20 + 4 * 4
+    assert used["LDGSTS"] >= 3 * (8 + 2)
+    assert resources(kernel).waits
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "invariant", "early", "own"),
+    [
+        (2, 1, False, False, False),
+        (2, 4, False, True, False),
+        (1, 2, False, True, False),
+        (2, 8, False, True, True),
+        (3, 1, True, True, False),
+    ],
+)
+def test_wide_of_256_features(rows: int, width: int, invariant: bool, early: bool, own: bool) -> None:
+    """Products have 128 columns, and nothing waits for them one by one."""
+    case = Case([70] * rows, width, 32, 256, 64, torch.bfloat16, invariant=invariant)
+    tiling = hopper_tiling(case.shape, PROCESSORS, own=own)
+    kernel = compiled(case, tiling, True, early, own=own)["attend_wide"]
+    used = instructions(kernel)
+    assert used["HGMMA"] >= 2 * 20 + 5 * 4
+    assert not serialized(kernel)
+    assert "HMMA" not in used
+    assert used["UTMALDG"] >= 8
+    assert used["USETMAXREG"] >= 4
+    assert resources(kernel).waits == resources(kernel).releases
+
+
 @pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 32), (2, 8)])
 def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int) -> None:
     """The model runs on one GPU and on four."""
     case = Case([70, 3], width, heads, 256, 64, torch.bfloat16)
-    compiled(case, hopper_tiling(case.shape, PROCESSORS))
+    compiled(case, portable_tiling(case.shape, PROCESSORS))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 16)])
+def test_portable_kernel_at_sizes_of_axk2_light(width: int, heads: int, fp8: bool) -> None:
+    """Its short rows attend to all of their tokens; on one GPU and on two."""
+    case = Case([70, 3], width, heads, 128, 32, torch.bfloat16, fp8=fp8)
+    compiled(case, hopper_tiling(case.shape, PROCESSORS, fp8=fp8))
 
 
 @pytest.mark.parametrize("invariant", [False, True])

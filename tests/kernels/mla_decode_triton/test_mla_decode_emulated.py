@@ -90,12 +90,40 @@ def test_wide_of_any_number_of_tiles(lengths: list[int], first: int, ctas: int, 
         check("wide", deepseek(lengths, 4, 16, first, fp8=fp8), ctas, seed, dependent=seed > 0)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_wide_does_not_depend_on_schedules(fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "width", "heads", "first", "ctas", "dependent"),
+    [
+        ([700, 1, 0, 65], 1, 32, 0, 1, True),
+        ([200, 0, 130, 64], 4, 32, 1, 3, False),
+        ([450, 3], 3, 32, 70, 2, True),
+        ([64, 128, 192, 320, 1], 4, 16, 0, 1, True),
+    ],
+)
+def test_wide_of_256_features(
+    lengths: list[int], width: int, heads: int, first: int, ctas: int, dependent: bool
+) -> None:
+    """There is room for four tiles: fewer, as many and more, and rows that begin at any of them."""
+    for seed in range(2):
+        case = Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
+        check("wide", case, ctas, seed, dependent=dependent)
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_either_of_256_features(length: int) -> None:
+    check("either", Case([length], 2, 32, 256, 64, torch.bfloat16), 9, seed=length, short=128)
+
+
+def test_invariant_mode_of_256_features() -> None:
+    case = Case([515, 0, 70], 1, 32, 256, 64, torch.bfloat16, first=1, invariant=True)
+    check("wide", case, 2, dependent=False)
+
+
+@pytest.mark.parametrize(("fp8", "latent"), [(False, 512), (True, 512), (False, 256)])
+def test_wide_does_not_depend_on_schedules(fp8: bool, latent: int) -> None:
     """Results are equal to the last bit."""
     results = []
     for seed in range(5):
-        case = deepseek([330, 130, 5], 4, 16, fp8=fp8)
+        case = Case([330, 130, 5], 4, 16, latent, 64, torch.bfloat16, fp8=fp8)
         choose = wide_fp8_tiling if fp8 else hopper_tiling
         with emulated(seed):
             results.append([x.clone() for x in case.run(choose(case.shape, 2))])
@@ -146,6 +174,24 @@ def test_narrow_with_a_row_of_two_blocks(length: int, width: int, heads: int, fi
 )
 def test_narrow_where_ctas_go_on_with_other_rows(lengths: list[int], first: int) -> None:
     check("narrow", deepseek(lengths, 1, 16, first), 2, seed=first)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "heads", "first", "ctas", "dependent"),
+    [
+        ([200, 0, 65], 1, 16, 0, 3, True),
+        ([330, 70, 2, 64], 2, 8, 1, 2, True),
+        ([130, 7], 3, 5, 1, 5, False),
+        ([200], 1, 32, 70, 5, True),
+        ([64, 0, 70, 1, 130, 64], 1, 8, 0, 2, True),
+    ],
+)
+def test_narrow_of_256_features(
+    lengths: list[int], width: int, heads: int, first: int, ctas: int, dependent: bool
+) -> None:
+    """One block of query vectors and two; more tiles than are in flight; CTAs that go on with other rows."""
+    case = Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
+    check("narrow", case, ctas, seed=width, dependent=dependent)
 
 
 @pytest.mark.parametrize(

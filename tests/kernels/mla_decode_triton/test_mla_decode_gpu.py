@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 Choose = Callable[..., DecodeTiling]
 DEEPSEEK = {"latent": 512, "rope": 64, "dtype": torch.bfloat16, "device": "cuda"}
+SMALL = DEEPSEEK | {"latent": 256}
+"""Mistral Small 4."""
+both_latents = pytest.mark.parametrize("sizes", [DEEPSEEK, SMALL], ids=["512", "256"])
 
 
 def chooser(name: str) -> Choose:
@@ -54,23 +59,26 @@ def poisoned(cache: torch.Tensor) -> torch.Tensor:
 LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 700, 4097, 0]
 
 
+@both_latents
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 8])
-def test_widths(choose: Choose, width: int) -> None:
-    case = Case(LENGTHS, width, 16, **DEEPSEEK)
+def test_widths(choose: Choose, sizes: dict[str, Any], width: int) -> None:
+    case = Case(LENGTHS, width, 16, **sizes)
     case.check(choose(case.shape, 0))
 
 
+@both_latents
 @pytest.mark.parametrize("heads", [1, 3, 16, 32, 63, 64, 126, 128])
-def test_heads(choose: Choose, heads: int) -> None:
+def test_heads(choose: Choose, sizes: dict[str, Any], heads: int) -> None:
     for width in (1, 3):
-        case = Case([4097, 0, 65, 130], width, heads, **DEEPSEEK)
+        case = Case([4097, 0, 65, 130], width, heads, **sizes)
         case.check(choose(case.shape, 0))
 
 
+@both_latents
 @pytest.mark.parametrize("lengths", [[4096], [64], [1], [0], [9000, 1, 5000], [(i * 37) % 600 for i in range(300)]])
 @pytest.mark.parametrize("width", [1, 4])
-def test_batches(choose: Choose, lengths: list[int], width: int) -> None:
-    case = Case(lengths, width, 16, **DEEPSEEK)
+def test_batches(choose: Choose, sizes: dict[str, Any], lengths: list[int], width: int) -> None:
+    case = Case(lengths, width, 16, **sizes)
     case.check(choose(case.shape, 0))
 
 
@@ -118,10 +126,11 @@ def test_fp8_entries_of_other_sizes_and_types(choose: Choose, latent: int, rope:
         case.check(choose(case.shape, 0, fp8=True) if own else portable_tiling(case.shape, processors, fp8=True))
 
 
+@both_latents
 @pytest.mark.parametrize("first", [1, 70])
-def test_first_entry(choose: Choose, first: int) -> None:
+def test_first_entry(choose: Choose, sizes: dict[str, Any], first: int) -> None:
     for width in (1, 4):
-        case = Case([1, 2, 65, 71, 700, 4097], width, 16, first=first, **DEEPSEEK)
+        case = Case([1, 2, 65, 71, 700, 4097], width, 16, first=first, **sizes)
         case.check(choose(case.shape, 0))
 
 
@@ -150,24 +159,29 @@ def test_split_boundaries(choose: Choose, width: int) -> None:
             case.check(choose(case.shape, 0))
 
 
+@both_latents
 @pytest.mark.parametrize(("width", "heads"), [(2, 16), (3, 16), (4, 16), (4, 9), (1, 64), (5, 16)])
 @pytest.mark.parametrize("first", [0, 1])
-def test_one_row_up_to_the_limit_and_beyond(choose: Choose, width: int, heads: int, first: int) -> None:
+def test_one_row_up_to_the_limit_and_beyond(
+    choose: Choose, sizes: dict[str, Any], width: int, heads: int, first: int
+) -> None:
     for length in (0, 1, width, 65, 1024, SHORT_TOKENS - 1, SHORT_TOKENS, SHORT_TOKENS + 1, 20000):
-        case = Case([length], width, heads, first=first, **DEEPSEEK)
+        case = Case([length], width, heads, first=first, **sizes)
         case.check(choose(case.shape, 0))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("sizes", "fp8"), [(DEEPSEEK, False), (DEEPSEEK, True), (SMALL, False)])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(choose: Choose, heads: int, fp8: bool) -> None:
-    batch = Case([700, 65, 1025, 0, 4000], 4, heads, invariant=True, fp8=fp8, least_columns=80, **DEEPSEEK)
+def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(
+    choose: Choose, heads: int, sizes: dict[str, Any], fp8: bool
+) -> None:
+    batch = Case([700, 65, 1025, 0, 4000], 4, heads, invariant=True, fp8=fp8, least_columns=80, **sizes)
     out, lse = (x.clone() for x in batch.run(choose(batch.shape, 0, fp8=fp8)))
     for row, length in enumerate(batch.lengths):
         for width in (1, 2) if length else ():
             for token in range(batch.width - width + 1):
                 seen = length - (batch.width - width - token)
-                alone = Case([seen], width, heads, invariant=True, fp8=fp8, **DEEPSEEK)
+                alone = Case([seen], width, heads, invariant=True, fp8=fp8, **sizes)
                 alone.tensors["cache"] = batch.tensors["cache"]
                 alone.tensors["table"] = batch.tensors["table"][row : row + 1]
                 alone.tensors["q"] = batch.tensors["q"][row : row + 1, token : token + width].contiguous()
@@ -177,7 +191,10 @@ def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(choose: Choose, head
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (2, 128)])
-@pytest.mark.parametrize(("invariant", "fp8"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("sizes", "invariant", "fp8"),
+    [*((DEEPSEEK, *how) for how in product((False, True), repeat=2)), (SMALL, False, False), (SMALL, True, False)],
+)
 @pytest.mark.parametrize(
     "batches",
     [
@@ -187,11 +204,17 @@ def test_a_row_alone_equals_the_row_in_a_batch_at_any_width(choose: Choose, head
     ids=["several rows", "one row"],
 )
 def test_one_graph_serves_other_lengths_tables_and_queries(
-    choose: Choose, batches: list[list[int]], width: int, heads: int, invariant: bool, fp8: bool
+    choose: Choose,
+    batches: list[list[int]],
+    width: int,
+    heads: int,
+    sizes: dict[str, Any],
+    invariant: bool,
+    fp8: bool,
 ) -> None:
     columns = max(90, *(2 + pages_for(length) for lengths in batches for length in lengths))
     cases = [
-        Case(lengths, width, heads, least_columns=columns, invariant=invariant, fp8=fp8, seed=seed, **DEEPSEEK)
+        Case(lengths, width, heads, least_columns=columns, invariant=invariant, fp8=fp8, seed=seed, **sizes)
         for seed, lengths in enumerate(batches)
     ]
     entries = max(case.tensors["cache"].shape[0] for case in cases)
@@ -229,10 +252,16 @@ def test_one_graph_serves_other_lengths_tables_and_queries(
     ids=["five rows", "one short row", "one at the limit", "one long row", "at the limit of 128", "many rows"],
 )
 @pytest.mark.parametrize(("width", "heads"), [(1, 16), (2, 16), (4, 16), (1, 128)])
-@pytest.mark.parametrize(("fp8", "wgmma"), [(False, False), (True, False), (True, True)])
-def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads: int, fp8: bool, wgmma: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "fp8", "wgmma"),
+    [(DEEPSEEK, False, False), (DEEPSEEK, True, False), (DEEPSEEK, True, True), (SMALL, False, False)],
+    ids=["512", "512-fp8", "512-fp8-wgmma", "256"],
+)
+def test_dependent_launches_change_nothing(
+    lengths: list[int], width: int, heads: int, sizes: dict[str, Any], fp8: bool, wgmma: bool
+) -> None:
     chooser("hopper")
-    case = Case(lengths, width, heads, fp8=fp8, **DEEPSEEK)
+    case = Case(lengths, width, heads, fp8=fp8, **sizes)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     choose = fp8_tiling if wgmma else narrow_fp8_tiling if fp8 else hopper_tiling
     tiling = choose(case.shape, processors)
@@ -258,10 +287,11 @@ def test_dependent_launches_change_nothing(lengths: list[int], width: int, heads
             assert torch.equal(t["lse"], lse)
 
 
+@both_latents
 @pytest.mark.parametrize("fp8", [False, True])
-def test_addresses_beyond_31_bits(choose: Choose, fp8: bool) -> None:
+def test_addresses_beyond_31_bits(choose: Choose, sizes: dict[str, Any], fp8: bool) -> None:
     for width in (1, 4):
-        case = Case([130, 65, 700], width, 16, fp8=fp8, **DEEPSEEK)
+        case = Case([130, 65, 700], width, 16, fp8=fp8, **sizes)
         small = case.tensors["cache"]
         far = 2**31 // small[0].numel() + 7
         cache = poisoned(small.new_empty(far + len(small), *small.shape[1:]))
@@ -272,8 +302,9 @@ def test_addresses_beyond_31_bits(choose: Choose, fp8: bool) -> None:
         case.check(choose(case.shape, 0, fp8=fp8))
 
 
-def test_a_plan_serves_several_layers(choose: Choose) -> None:
-    case = Case([700, 0, 65], 2, 16, **DEEPSEEK)
+@both_latents
+def test_a_plan_serves_several_layers(choose: Choose, sizes: dict[str, Any]) -> None:
+    case = Case([700, 0, 65], 2, 16, **sizes)
     tiling = choose(case.shape, 0)
     workspace = case.workspace(tiling)
     case.run(tiling, workspace)

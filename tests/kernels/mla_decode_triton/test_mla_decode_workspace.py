@@ -49,6 +49,28 @@ def test_which_kernel_serves_which_shape(rows: int, width: int, heads: int, inva
 
 
 @pytest.mark.parametrize(
+    ("rows", "width", "heads", "invariant", "fp8", "path", "block"),
+    [
+        (1, 1, 32, False, False, "narrow", 16),
+        (2, 1, 8, False, False, "narrow", 16),
+        (2, 1, 32, False, False, "wide", 64),
+        (64, 1, 32, False, False, "wide", 64),
+        (1, 2, 32, False, False, "either", 64),
+        (2, 2, 32, False, False, "wide", 64),
+        (2, 1, 32, True, False, "wide", 64),
+        (2, 1, 32, False, True, "triton", 32),
+    ],
+)
+def test_which_kernel_serves_latents_of_256_features(
+    rows: int, width: int, heads: int, invariant: bool, fp8: bool, path: str, block: int
+) -> None:
+    shape = DecodeShape(rows, width, heads, 256, 64, 64, invariant)
+    tiling = hopper_tiling(shape, 132, fp8=fp8)
+    assert (tiling.path, tiling.block) == (path, block)
+    assert tiling.blocks(shape) * tiling.ctas <= 132
+
+
+@pytest.mark.parametrize(
     ("own", "invariant", "why"),
     [
         (True, False, "does not take a shard's own entries"),

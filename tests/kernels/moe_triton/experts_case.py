@@ -14,6 +14,7 @@ from kernels.matrix import GROUP, BlockScaled, GroupScaled, Matrix, MicroScaled,
 from kernels.moe import launch, schedule
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
+from kernels.quantize import Fp8Rows
 from kernels.rms_norm import AddNorm
 
 WEIGHTS = 1 << 20
@@ -207,12 +208,14 @@ class Experts:
         dependent: bool = False,
         norm: AddNorm | None = None,
         rounded: tuple[Tensor, Tensor] | None = None,
+        round_to: Fp8Rows | None = None,
     ) -> launch.ExpertLaunches:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
         tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
         before = t.get("before")
-        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, dependent, norm, rounded, before)
+        how = (dependent, norm, rounded, before, round_to)
+        return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, *how)
 
     def run(
         self,

@@ -1,10 +1,13 @@
 """Compilation of sorting and of the experts' products for Hopper, at the sizes of published models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
+from kernels.quantize import GROUP, Fp8Rows
 from kernels.rms_norm import AddNorm
 from tests.support.hopper import compile_only, instructions, machine_code, resources
 
@@ -35,7 +38,12 @@ def kernels(shape: ExpertsShape, *, added: bool = False) -> list[object]:
         call = launch.ExpertLaunches(x, ids, weight, gate_up, down, out, scratch, shape, tiling, **how)
         call.run()
         if tiling.rows and not shape.groups:
-            call.combine_norm(AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6))
+            norm = AddNorm(out, torch.empty(shape.hidden, dtype=shape.dtype), 1e-6)
+            call.combine_norm(norm)
+            if shape.hidden % GROUP == 0:
+                number, scale = (torch.empty_like(x, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float32))
+                rounded = Fp8Rows(number, scale[:, : shape.hidden // GROUP], scale[:, : shape.hidden // GROUP])
+                replace(call, round_to=rounded).combine_norm(norm)
     return compiled
 
 

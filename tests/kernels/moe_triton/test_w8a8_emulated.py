@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from experts_case import Experts
+from torch import Tensor
 from w8a8_stages import BLOCKS, IN_FP32, Stages, tiled
 
 from kernels.moe import schedule, w8a8_launch
-from kernels.quantize import quantize_reference
+from kernels.quantize import Fp8Rows, quantize_reference
 from kernels.rms_norm import AddNorm
 from tests.support.ptx import emulated
 from tests.support.ptx.memory import Fault
@@ -88,6 +89,50 @@ def test_few_tokens_claim_nothing(before: bool, monkeypatch: pytest.MonkeyPatch)
         found.run(tiled(found, 3), rounded=rounded)
     assert torch.equal(found.tensors["out"], want)
     assert ("quantize_kernel" in launches) is not before
+
+
+def unrounded(tokens: int, features: int) -> Fp8Rows:
+    """Memory for a norm in FP8 that lies as products want it, with rows behind the last token."""
+    groups, rows = features // 128, tokens + 3
+    number = torch.full((rows, features), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return Fp8Rows(number, torch.full((groups, rows), torch.nan).t(), torch.full((tokens, groups), torch.nan))
+
+
+def check_rounded(fp8: Fp8Rows, out: Tensor) -> None:
+    """What `quantize` makes of the norm, bit for bit, and nothing behind the last token."""
+    tokens = len(out)
+    number, scale = torch.empty(out.shape, dtype=torch.float8_e4m3fn), torch.empty_like(fp8.scale_RG[:tokens])
+    quantize_reference(out, number, scale)
+    assert torch.equal(fp8.number_RK[:tokens].view(torch.uint8), number.view(torch.uint8))
+    assert torch.equal(fp8.scale_RG[:tokens], scale)
+    assert fp8.by_token_TG is not None
+    assert torch.equal(fp8.by_token_TG, scale)
+    assert fp8.scale_RG[tokens:].isnan().all()
+
+
+@pytest.mark.parametrize(("seed", "sizes", "tokens"), [(0, (256, 128), 9), (1, (384, 640), 4), (2, (640, 256), 20)])
+def test_a_norm_that_is_rounded(seed: int, sizes: tuple[int, int], tokens: int) -> None:
+    """Two calls one behind the other, of other tokens, on memory that holds poison; features that are a power of two
+    and that are not."""
+    found = case(tokens, 3, 5, sizes=sizes, holes=True, shared=1, padded=(2,))
+    tiling, norm, x = tiled(found, 3), found.norm(), found.tensors["x"]
+    workspace, begun, first = found.workspace(tiling), norm.residual_TE.clone(), x.clone()
+    rounded = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x), x.shape[1] // 128)
+    sums = []
+    for sign in (1, -2):
+        quantize_reference(x.copy_(sign * first), *rounded)
+        with emulated():
+            sums.append(found.run(tiling, rounded=rounded).clone())
+    with emulated(seed, consecutive=True) as launches:
+        for sign, want in zip((1, -2), sums, strict=True):
+            found.poison(workspace, tiling)
+            quantize_reference(x.copy_(sign * first), *rounded)
+            norm.residual_TE.copy_(begun)
+            fp8 = unrounded(*x.shape)
+            found.call(tiling, workspace, True, norm, rounded, fp8).run()
+            found.check_norm(norm, want)
+            check_rounded(fp8, found.tensors["out"])
+    assert launches == 2 * ["sort_few", "product", "product", "combine_norm"]
 
 
 def test_what_it_does_not_take() -> None:

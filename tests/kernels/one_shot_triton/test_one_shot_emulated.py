@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import pending_norm
-from kernels.one_shot import Inbox, launch, one_shot_add, one_shot_gather, one_shot_sum
+from kernels import one_shot, pending_norm
+from kernels.one_shot import MOST_BYTES, Inbox, one_shot_add, one_shot_gather, one_shot_sum
 from kernels.one_shot.words import EMPTY
 from kernels.pending_norm import PendingNorm
 from tests.support.ptx import emulated
@@ -37,7 +37,7 @@ class Ranks:
         steps = 1 << math.ceil(math.log2(math.ceil(pieces / (programs * THREADS))))
         step, lane, thread = torch.meshgrid(*map(torch.arange, (steps, programs, THREADS)), indexing="ij")
         piece = (step * programs + lane) * THREADS + thread
-        room = (self.turn_L[lane] % 2 * self.ranks + source) * (launch.MOST_BYTES // 4)
+        room = (self.turn_L[lane] % 2 * self.ranks + source) * (MOST_BYTES // 4)
         place = room + ((lane * 4 + step) * THREADS + thread) * WORDS
         return piece.flatten(), place.flatten()[:, None] + torch.arange(WORDS)
 
@@ -80,7 +80,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
 
 @pytest.fixture(autouse=True)
 def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LANES", LANES)
+    monkeypatch.setattr(one_shot, "LANES", LANES)
 
 
 def in_turns(every: Ranks, parts: list[Tensor], call: Callable[[int, Inbox, Tensor], None]) -> None:
@@ -180,7 +180,7 @@ def test_calls_in_a_row_on_a_stream() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     inbox = Ranks(2).inboxes[0]
-    for part in (torch.zeros(7), torch.zeros(8, dtype=torch.float16), torch.zeros(launch.MOST_BYTES // 4 + 4)):
+    for part in (torch.zeros(7), torch.zeros(8, dtype=torch.float16), torch.zeros(MOST_BYTES // 4 + 4)):
         with pytest.raises(ValueError, match="part"):
             one_shot_sum(part, inbox, part)
     for out in (torch.zeros(16), torch.zeros(4)):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.one_shot import Inbox, launch, one_shot_gather, one_shot_sum
+from kernels import one_shot
+from kernels.one_shot import Inbox, one_shot_gather, one_shot_sum
 from kernels.one_shot.words import EMPTY
 from tests.support.ptx import emulated, machine, step
 from tests.support.ptx.values import LANES
@@ -81,7 +82,7 @@ def rank_main(rank: int, ranks: int, memory: Tensor, ended: Tensor, polling: Ten
     """Make the calls; `ended` says how many were right, or -1 where one was not."""
     torch.set_num_threads(1)
     # The emulator runs one block after the other, and a warp until its turn ends, also where it polls.
-    launch.LANES, machine._TURNS = 1, (10, 200)
+    one_shot.LANES, machine._TURNS = 1, (10, 200)
     owns = list(memory.view(torch.uint8).split(Inbox.nbytes(ranks)))
     address_R = torch.tensor([own.data_ptr() for own in owns])
     inbox = Inbox(owns[rank], address_R, torch.zeros(1, dtype=torch.int32), rank)

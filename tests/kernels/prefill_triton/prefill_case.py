@@ -19,6 +19,8 @@ TOLERANCE = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.fl
 GAP = 3
 REAL = {"nope": 128, "rope": 64, "value": 128}
 """Features of V2 and V3."""
+SMALL = {"nope": 64, "rope": 64, "value": 128}
+"""Of Mistral Small 4."""
 
 
 class Case:

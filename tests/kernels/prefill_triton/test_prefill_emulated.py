@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_case import REAL, Case
+from prefill_case import REAL, SMALL, Case
 
 from kernels.mla_prefill.launch import HOPPER
 from tests.support.ptx import emulated
@@ -18,9 +18,14 @@ QUERIES = (0, 1, 64, 65, 129)
 
 
 def check(
-    rows: list[tuple[int, int]], causal: bool, heads: int = 1, max_q: int | None = None, schedule: int = 0
+    rows: list[tuple[int, int]],
+    causal: bool,
+    heads: int = 1,
+    max_q: int | None = None,
+    schedule: int = 0,
+    sizes: dict[str, int] = REAL,
 ) -> Case:
-    case = Case(rows, heads=heads, dtype=torch.bfloat16, seed=schedule, **REAL)
+    case = Case(rows, heads=heads, dtype=torch.bfloat16, seed=schedule, **sizes)
     with emulated(schedule) as launches:
         case.run(causal, HOPPER, max_q)
     assert len(launches) == 1
@@ -28,15 +33,17 @@ def check(
     return case
 
 
+@pytest.mark.parametrize("sizes", [REAL, SMALL], ids=["128", "64"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_lengths(causal: bool) -> None:
+def test_lengths(causal: bool, sizes: dict[str, int]) -> None:
     """Empty rows, tails, more queries than keys and the other way round, with diagonals anywhere in a tile."""
     rows = [(QUERIES[(i + shift) % len(QUERIES)], keys) for shift in (0, 2) for i, keys in enumerate(LENGTHS)]
-    check(rows, causal, schedule=int(causal))
+    check(rows, causal, schedule=int(causal), sizes=sizes)
 
 
-def test_own_keys_of_ragged_rows_and_heads() -> None:
-    check([(n, n) for n in (65, 1, 0, 129)], True, heads=3)  # more pairs than are taken together
+@pytest.mark.parametrize("sizes", [REAL, SMALL], ids=["128", "64"])
+def test_own_keys_of_ragged_rows_and_heads(sizes: dict[str, int]) -> None:
+    check([(n, n) for n in (65, 1, 0, 129)], True, heads=3, sizes=sizes)  # more pairs than are taken together
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -53,8 +60,9 @@ def test_the_grid_may_be_too_large() -> None:
     check([(20, 20), (3, 9), (0, 0)], True, max_q=700)
 
 
-def test_fp32_results() -> None:
-    case = Case([(65, 200), (5, 0)], dtype=torch.bfloat16, out_dtype=torch.float32, **REAL)
+@pytest.mark.parametrize("sizes", [REAL, SMALL], ids=["128", "64"])
+def test_fp32_results(sizes: dict[str, int]) -> None:
+    case = Case([(65, 200), (5, 0)], dtype=torch.bfloat16, out_dtype=torch.float32, **sizes)
     with emulated():
         case.run(True, HOPPER)
     case.check(True)
@@ -63,7 +71,7 @@ def test_fp32_results() -> None:
 @pytest.mark.parametrize("schedule", range(4))
 def test_schedules(schedule: int) -> None:
     """Enough tiles to go round the rings several times."""
-    check([(66, 900)], schedule % 2 == 0, schedule=schedule)
+    check([(66, 900)], schedule % 2 == 0, schedule=schedule, sizes=SMALL if schedule > 1 else REAL)
 
 
 @settings(max_examples=4, deadline=None)

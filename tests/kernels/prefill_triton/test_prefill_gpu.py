@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import capture, check_replays, same_bits
-from prefill_case import REAL, Case
+from prefill_case import REAL, SMALL, Case
 
 from kernels.merge_attention import merge_attention, merge_attention_reference
 from kernels.mla_prefill import launch
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GLM = {"nope": 192, "rope": 64, "value": 256}
 DEMO = {"nope": 32, "rope": 16, "value": 32}
+both_keys = pytest.mark.parametrize("features", [REAL, SMALL], ids=["128", "64"])
 RAGGED = [(1, 1), (63, 63), (64, 64), (65, 65), (200, 1000), (1, 4097), (129, 3), (5, 0), (500, 500)]
 
 
@@ -26,14 +27,14 @@ RAGGED = [(1, 1), (63, 63), (64, 64), (65, 65), (200, 1000), (1, 4097), (129, 3)
     ]
 )
 def tiles(request: pytest.FixtureRequest) -> PrefillTiling | None:
-    """Tilings for features of `REAL`: the launcher's own choice, or Hopper's kernel."""
+    """Tilings for features of `REAL` and `SMALL`: the launcher's own choice, or Hopper's kernel."""
     if request.param is HOPPER and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this kernel is Hopper's")
     return request.param
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sizes", [REAL, DEMO, GLM, {"nope": 24, "rope": 12, "value": 20}], ids=str)
+@pytest.mark.parametrize("sizes", [REAL, SMALL, DEMO, GLM, {"nope": 24, "rope": 12, "value": 20}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_ragged_rows(dtype: torch.dtype, sizes: dict[str, int], causal: bool) -> None:
     if sizes is GLM and dtype == torch.float32:
@@ -44,38 +45,44 @@ def test_ragged_rows(dtype: torch.dtype, sizes: dict[str, int], causal: bool) ->
         case.check(causal)
 
 
+@both_keys
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_either_path(tiles: PrefillTiling | None, out_dtype: torch.dtype, causal: bool) -> None:
+def test_either_path(
+    tiles: PrefillTiling | None, features: dict[str, int], out_dtype: torch.dtype, causal: bool
+) -> None:
     lengths = (0, 1, 63, 64, 65, 127, 128, 129, 300)
     for rows in (RAGGED, [(queries, keys) for queries in lengths for keys in lengths]):
-        case = Case(rows, heads=3, dtype=torch.bfloat16, out_dtype=out_dtype, device="cuda", **REAL)
+        case = Case(rows, heads=3, dtype=torch.bfloat16, out_dtype=out_dtype, device="cuda", **features)
         case.run(causal, tiles)
         case.check(causal)
 
 
+@both_keys
 @pytest.mark.parametrize("parts", [1, 2, 5, 8])
-def test_parts_of_the_keys(tiles: PrefillTiling | None, parts: int) -> None:
-    case = Case(RAGGED, heads=3, dtype=torch.bfloat16, out_dtype=torch.float32, device="cuda", **REAL)
+def test_parts_of_the_keys(tiles: PrefillTiling | None, features: dict[str, int], parts: int) -> None:
+    case = Case(RAGGED, heads=3, dtype=torch.bfloat16, out_dtype=torch.float32, device="cuda", **features)
     case.cut(parts, 128)
     # Of the portable kernel a tiling with tiles of as many keys, which it does not choose where Hopper's runs.
     case.run(False, tiles or PrefillTiling(128, 128, 8, 2))
     case.check(False)
 
 
-def test_long_rows(tiles: PrefillTiling | None) -> None:
-    case = Case([(4097, 4097), (300, 9000)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
+@both_keys
+def test_long_rows(tiles: PrefillTiling | None, features: dict[str, int]) -> None:
+    case = Case([(4097, 4097), (300, 9000)], heads=2, dtype=torch.bfloat16, device="cuda", **features)
     case.run(True, tiles)
     case.check(True)
 
 
+@both_keys
 @pytest.mark.parametrize("causal", [False, True])
-def test_replayed_on_other_rows(tiles: PrefillTiling | None, causal: bool) -> None:
+def test_replayed_on_other_rows(tiles: PrefillTiling | None, features: dict[str, int], causal: bool) -> None:
     """The grid is for the longest row there may be; which rows there are is the replay's."""
-    first = Case([(300, 300), (100, 100)], heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
+    first = Case([(300, 300), (100, 100)], heads=4, dtype=torch.bfloat16, device="cuda", **features)
     graph = capture(lambda: first.run(causal, tiles, max_q=512))
     for seed, rows in enumerate(([(1, 200), (399, 200)], [(400, 0), (0, 400)], [(200, 100), (200, 300)])):
-        other = Case(rows, heads=4, dtype=torch.bfloat16, device="cuda", seed=seed, **REAL)
+        other = Case(rows, heads=4, dtype=torch.bfloat16, device="cuda", seed=seed, **features)
 
         def refill() -> None:
             for name in ("q", "kv", "latent"):
@@ -90,8 +97,9 @@ def test_replayed_on_other_rows(tiles: PrefillTiling | None, causal: bool) -> No
         first.check(causal)
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(tiles: PrefillTiling | None) -> None:
-    case = Case(RAGGED, heads=4, dtype=torch.bfloat16, device="cuda", **REAL)
+@both_keys
+def test_a_row_alone_equals_the_row_in_a_batch(tiles: PrefillTiling | None, features: dict[str, int]) -> None:
+    case = Case(RAGGED, heads=4, dtype=torch.bfloat16, device="cuda", **features)
     case.run(True, tiles)
     for row, (queries, keys) in enumerate(RAGGED):
         if not keys and tiles is HOPPER:
@@ -103,9 +111,9 @@ def test_a_row_alone_equals_the_row_in_a_batch(tiles: PrefillTiling | None) -> N
         out, lse = torch.empty_like(case.out[own]), torch.empty_like(case.lse[own])
         launch.mla_prefill(
             case.q[own].clone(),
-            kv[..., :128],
+            kv[..., : case.nope],
             latent[:, 24:],
-            kv[..., 128:],
+            kv[..., case.nope :],
             *cu,
             out,
             lse,
@@ -118,9 +126,10 @@ def test_a_row_alone_equals_the_row_in_a_batch(tiles: PrefillTiling | None) -> N
         assert same_bits(lse, case.lse[own])
 
 
-def test_addresses_past_two_to_the_31_elements(tiles: PrefillTiling | None) -> None:
+@both_keys
+def test_addresses_past_two_to_the_31_elements(tiles: PrefillTiling | None, features: dict[str, int]) -> None:
     """Keys so far apart that a 32-bit offset would wrap."""
-    case = Case([(130, 600)], heads=2, dtype=torch.bfloat16, device="cuda", **REAL)
+    case = Case([(130, 600)], heads=2, dtype=torch.bfloat16, device="cuda", **features)
     case.run(True, tiles)
     want = case.out.clone()
     wide = torch.empty(len(case.kv), 2**22, dtype=torch.bfloat16, device="cuda")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from prefill_case import REAL, Case
+from prefill_case import REAL, SMALL, Case
 
 from kernels.merge_attention import launch_merge_attention
 from kernels.mla_prefill.launch import HOPPER, PrefillTiling
@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gate
 
 SIZES = {
     "V2 and V3": REAL,
+    "Mistral Small 4": SMALL,
     "GLM": {"nope": 192, "rope": 64, "value": 256},
+    "A.X K2 Light": {"nope": 64, "rope": 32, "value": 64},
     "demo": {"nope": 32, "rope": 16, "value": 32},
 }
 
@@ -39,16 +41,18 @@ def test_fp32_compiles_without_spills() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_hoppers_own_kernel(causal: bool, out_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("sizes", "steps"), [(REAL, 12), (SMALL, 8)], ids=["128", "64"])
+def test_hoppers_own_kernel(sizes: dict[str, int], steps: int, causal: bool, out_dtype: torch.dtype) -> None:
     """Exactly the products it needs, all of them asynchronous, and the schedule it claims: the exponentials of a tile
     (64 x 128 by 128 lanes) between the wait for its scores and the wait for the sum of the tile before."""
     with compile_only() as compiled:
-        Case([(4, 8)], heads=2, dtype=torch.bfloat16, out_dtype=out_dtype, **REAL).run(causal, HOPPER)
+        Case([(4, 8)], heads=2, dtype=torch.bfloat16, out_dtype=out_dtype, **sizes).run(causal, HOPPER)
     found = resources(compiled[0])
     found.check()
     used = instructions(compiled[0])
-    assert used["HGMMA"] == 2 * (12 + (12 + 8) + 8)  # first scores, the loop, last sum of two groups
-    assert used["UTMALDG"] >= 2 * (2 + 1) + (2 + 1 + 2)  # boxes of 64 features: queries, keys, values
+    assert used["HGMMA"] == 2 * (steps + (steps + 8) + 8)  # first scores, the loop, last sum of two groups
+    boxes = sizes["nope"] // 64
+    assert used["UTMALDG"] >= 2 * (boxes + 1) + (boxes + 1 + 2)  # boxes of 64 features: queries, keys, values
     assert used["USETMAXREG"] >= 4
     assert not serialized(compiled[0])
     beside = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", machine_code(compiled[0]), re.DOTALL)

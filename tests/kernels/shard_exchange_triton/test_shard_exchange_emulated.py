@@ -13,8 +13,7 @@ from torch import Tensor
 from kernels import shard_exchange
 from kernels.mla_decode.strands import merge_strands
 from kernels.one_shot.words import EMPTY
-from kernels.shard_exchange import Inbox, gather_shards, launch, merge_shards
-from kernels.shard_exchange.reference import merge_parts
+from kernels.shard_exchange import Inbox, gather_shards, merge_parts, merge_shards
 from kernels.strands import merge_tree
 from tests.support.ptx import emulated
 
@@ -68,9 +67,8 @@ class AllShards:
 @pytest.fixture(autouse=True)
 def few_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes that some sizes below need several calls for."""
-    monkeypatch.setattr(launch, "LANES", LANES)
     monkeypatch.setattr(shard_exchange, "LANES", LANES)
-    monkeypatch.setattr(launch, "MANY_THREADS", 256)
+    monkeypatch.setattr(shard_exchange, "MANY_THREADS", 256)
     monkeypatch.setattr(shard_exchange, "MOST_BYTES", 0)  # `AllShards` says how many
 
 

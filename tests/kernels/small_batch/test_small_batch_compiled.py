@@ -257,6 +257,14 @@ def test_dense_products_of_v4(rows: int, features: int, tokens: int, monkeypatch
     gate(lambda: cases.product(place, empty(tokens, features), fp8(rows, features), empty(tokens, rows)))
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_products_of_v4_that_leave_a_norm_pending(tokens: int) -> None:
+    x, out, norm = empty(tokens, 4096), empty(tokens, 1536), empty(1024)
+    latent = PendingNorm(out[:, :1024], empty(tokens, 64, dtype=FP32), 1e-6)
+    gate(lambda: fp8_launch.fp8_whole(x, fp8(1536, 4096), out, norm=norm, next=latent, dependent=True))
+    gate(lambda: fp8_launch.fp8_whole(latent, fp8(32768, 1024), empty(tokens, 32768), dependent=True))
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("hidden", [8192, 9216, 11264])
 def test_fp8_gates_of_wider_models(hidden: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,12 +424,17 @@ def test_one_kernel_serves_every_number_of_tokens_of_a_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "features", "served"), [(1, 18432, True), (8, 18432, True), (9, 2048, True), (9, 2112, False)]
+    ("tokens", "rows", "features", "served"),
+    [
+        *((1, 64, 18432, True), (8, 64, 18432, True), (9, 129280, 2048, True), (9, 129280, 2112, False)),
+        *((9, 2624, 4096, True), (16, 4096, 4096, True), (16, 4112, 4096, False)),
+    ],
 )
-def test_products_that_cublas_does_better(tokens: int, features: int, served: bool) -> None:
-    """Products of more tokens than eight columns, where they do not stay in shared memory, are left to cuBLAS."""
-    assert launch.served(empty(tokens, features), empty(64, features)) is served
-    assert not launch.served(empty(tokens, features).float(), empty(64, features))
+def test_products_that_cublas_does_better(tokens: int, rows: int, features: int, served: bool) -> None:
+    """Products of more tokens than eight columns, where they do not stay in shared memory, are left to cuBLAS, unless
+    the matrix is small."""
+    assert launch.served(empty(tokens, features), empty(rows, features)) is served
+    assert not launch.served(empty(tokens, features).float(), empty(rows, features))
 
 
 @pytest.mark.parametrize(("experts", "groups"), [(520, 1), (320, 64)])

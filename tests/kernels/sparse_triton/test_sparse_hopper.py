@@ -180,6 +180,20 @@ def test_attention_of_small_models(fp8: bool) -> None:
             resources(kernel).check()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [2, 64, 600])
+def test_sizes_of_axk2_light(tokens: int, fp8: bool) -> None:
+    sizes = {"heads": 32, "index_heads": 16, "latent": 128, "rope": 32, "selected": 2048}
+    case = Sparse([(300, 1)] * tokens, **sizes, dtype=torch.bfloat16, fp8=fp8, width=1, kernels=True, hopper=True)
+    with compile_only() as compiled:
+        case.write()
+        case.score()
+        case.attend()
+    assert len(compiled) >= 3
+    for kernel in compiled:
+        resources(kernel).check()
+
+
 def test_lengths_rows_and_tables_compile_nothing_new() -> None:
     kernels = set()
     for rows in ([(1, 1)], [(700, 1)], [(64, 1)]):

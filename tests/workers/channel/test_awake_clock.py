@@ -1,6 +1,6 @@
 """The clock of those who watch whether others live."""
 
-from workers.channel.awake_clock import MOST_BETWEEN_LOOKS_S, AwakeClock
+from workers.channel.heartbeats import MOST_BETWEEN_LOOKS_S, AwakeClock
 
 
 def test_what_passes_between_two_looks_counts_up_to_a_bound() -> None:

@@ -13,10 +13,10 @@ import pytest
 import zmq
 
 from workers.channel.curve import ClientKeys
+from workers.channel.heartbeats import HeartbeatThread
 from workers.channel.ports import free_port
 from workers.channel.sockets import (
     Binding,
-    HeartbeatThread,
     PeerGone,
     Receiver,
     connect_receiver,

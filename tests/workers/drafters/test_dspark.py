@@ -394,7 +394,7 @@ def test_which_drafts_are_left_out_is_found_in_memory_of_the_step(folder: Path) 
 
 
 KERNELS: dict[Any, tuple[str, ...]] = {
-    compressed: ("rope_store", "attend"),
+    compressed: ("begin", "rope_store", "attend"),
     compressed_kernels: ("group_linear",),
     general: ("add_to_streams", "linear", "rms_norm", "silu_mul"),
     decode_state: ("feed_draft",),

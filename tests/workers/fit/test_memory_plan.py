@@ -11,7 +11,7 @@ import pytest
 import torch
 from paged import CPU
 from planned_starts import STARTS
-from published_configs import AXK1, GLM52, HY4, K25, LARGE3_PARAMS, SARVAM, SMALL4_PARAMS, V3, V32
+from published_configs import AXK1, GLM52, HY4, K25, LARGE3_PARAMS, SARVAM, SMALL4_PARAMS, V3, V32, YOUTU
 from quantized_checkpoints import (
     FP8_CONFIG,
     FP8_MODELOPT_CONFIG,
@@ -131,6 +131,7 @@ NEAR_KIN: dict[str, tuple[dict[str, Any], str, int]] = {
     "Sarvam-105B": (SARVAM, "config.json", 2),
     "Sarvam-105B in FP8": ({**SARVAM, "quantization_config": FP8_MODELOPT_CONFIG}, "config.json", 1),
     "A.X K1": (AXK1, "config.json", 16),
+    "Youtu-LLM-2B, Youtu-LLM-2B-Base": (YOUTU, "config.json", 1),
 }
 """Published models with their files, and the GPUs of 141 GB that the documentation gives them."""
 

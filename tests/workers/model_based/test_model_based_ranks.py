@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kernels.decode_state import reference as decode_state
+from kernels import decode_state
 from kernels.own_entries import OwnEntries, own_entries
 from kernels.page import Shards
 from tests.rank_processes import run_ranks

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from torch import Tensor
 
-from kernels import rope_cache
+from kernels import latent_entry
 from tests.support.fp8_entries import encoded, read
 
 
@@ -24,5 +24,5 @@ def latents_rounded() -> Iterator[list[int]]:
         seen.append(len(entry_TC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rope_cache, "write", write)
+        patch.setattr(latent_entry, "write", write)
         yield seen

@@ -17,8 +17,7 @@ from test_repeated_launches import Launch, Operators, comparing, log
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kernels.compressed import attention_launch
-from kernels.mla_decode import wide
+from kernels.compressed import attention_launch, wide
 from kernels.runtime.repeat import Layers, Repeat
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model
@@ -83,9 +82,10 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     and with Hopper's own."""
     model = case(kind).model
     if hopper:
+        monkeypatch.setattr(attention_launch, "ON_HOPPER", True)
         monkeypatch.setattr(attention_launch, "takes_hopper", lambda *_: True)
         monkeypatch.setattr(attention_launch, "is_hopper", lambda device: True)
-        monkeypatch.setattr(wide, "boxes", lambda x: (Box(x),))
+        monkeypatch.setattr(wide, "queries_box", Box)
     buffer, cache = torch.zeros(1 << 25, dtype=torch.uint8), poisoned(model)
     monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, buffer))
     monkeypatch.setattr(compressed_rows, "ATTENDING", 8)

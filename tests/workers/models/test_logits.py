@@ -24,10 +24,10 @@ from workers.models.model import Model
 
 LONGEST = 200
 TOLERANCE = 1e-4
-ROUNDINGS = 4
+ROUNDINGS = 2
 """Our fp32 logits may be this many times as far from fp64 as transformers' own, where these are so far that `TOLERANCE`
-is within the rounding of fp32. Large attention scores do that: those of Mistral 4, whose softmax scale is more than
-doubled, and of V2 with groups."""
+is within the rounding of fp32. Large attention scores do that: those of V2 and A.X K2 with groups, of V3.2, and of
+Mistral 4 with dense layers."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def pair(kind: str) -> Pair:
 
 QUICK = ("v3", "v2-groups", "glm5", "int4")
 QUICK_TEXTS = ("v2-no-q-lora", "v3-yarn", "v3-one-group", "v32")
+LONG_TEXTS = ("youtu", "axk1", "sarvam", "mistral4", "axk2", "hyv4")
+"""One of each family near DeepSeek's."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,17 @@ def test_absorbed_and_expanded_agree(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in QUICK_TEXTS else pytest.mark.soak) for kind in [*KINDS, *SPARSE_KINDS]],
+    [
+        *(
+            pytest.param(kind, marks=() if kind in QUICK_TEXTS else pytest.mark.long)
+            for kind in QUICK_TEXTS + LONG_TEXTS
+        ),
+        *(
+            pytest.param(kind, marks=pytest.mark.soak)
+            for kind in [*KINDS, *SPARSE_KINDS]
+            if kind not in QUICK_TEXTS + LONG_TEXTS
+        ),
+    ],
 )
 def test_64_greedy_tokens_are_the_same(kind: str) -> None:
     """Prompts of different lengths run in one batch here, one by one in transformers."""
@@ -139,9 +151,11 @@ def test_64_greedy_tokens_are_the_same(kind: str) -> None:
         assert got == want[0, len(prompt) :].tolist()
 
 
-def test_padded_decode_rows_change_nothing() -> None:
-    """Rows of length 0 whose table, position and token are arbitrary write to the null page and leave no trace."""
-    both = pair("v3")
+@pytest.mark.parametrize("kind", ["v3", "mistral4", "hyv4"])
+def test_padded_decode_rows_change_nothing(kind: str) -> None:
+    """Rows of length 0 whose table, position and token are arbitrary write to the null page and leave no trace; also
+    where queries are scaled by their position, and where there are sinks, gates, streams and an indexer."""
+    both = pair(kind)
     from dataclasses import replace
 
     from kernels.page import NULL_PAGE

@@ -11,7 +11,7 @@ from paged import CPU, Paged
 from rank_processes import run_ranks
 from tiny_models import VOCAB, random_tokens, write_tiny
 
-from kernels.shard_exchange.reference import merge_parts
+from kernels.shard_exchange import merge_parts
 from workers.families import load_model
 from workers.memory.scratch import Scratch
 from workers.models.attention.expanded import ContextPiece, ExpandedChunks, PrefillGeometry

@@ -12,7 +12,7 @@ from random_model import decode_step, random_model
 from torch import Tensor
 
 import workers.models.small_batch as small_batch
-from kernels.index_rope import launch as index_rope
+from kernels.index_rope import launch_index_rope
 from kernels.linear import launch as products
 from kernels.sparse import attention_launch, launch
 from tests.support.ptx import Unordered, emulated
@@ -65,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, call)
 
     def roped(*tensors: Any, eps: float, factor: float, code_TJI: Any, dependent: bool) -> None:
-        index_rope.index_rope(*tensors, code_TJI, eps, factor, dependent=dependent)
+        launch_index_rope(*tensors, code_TJI, eps, factor, dependent=dependent)
 
     def attended(*tensors: Any, scale: float, workspace: Any, invariant: bool, dependent: bool) -> None:
         attention_launch.sparse_decode(*tensors, workspace, scale=scale, dependent=dependent)

@@ -11,6 +11,7 @@ import w8a8_models as models
 from random_model import V2_LITE_HEADS
 from torch import Tensor
 
+from kernels import rounded_norm
 from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
@@ -151,13 +152,20 @@ def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", [9, TOKENS])
-def test_norms_that_are_rounded_as_they_are_made(count: int) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_norms_that_are_rounded_as_they_are_made(pieces: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as where each product rounds what it reads: the norm of a pass's first rows, of a latent, behind
-    attention and behind a network. What is rounded is rounded once."""
+    attention and behind a network. What is rounded is rounded once. `pieces`: the product behind attention leaves
+    some, which are added up as the norm is made."""
     rows, ids = tokens(200), torch.arange(count) * 3 % 200
     down, up, out, gate_up = weight(384, 512), weight(512, 256), weight(512, 512), weight(1024, 512)
-    results = []
+    behind, results, made = weight(512, 512), [], []
+    fused = general.w8a8_add_norm
+    monkeypatch.setattr(general, "w8a8_add_norm", lambda *a, **k: (made.append(a[1]), fused(*a, **k)))
     for rounds_norms in (False, True):
+        of = {behind.matrix.data.data_ptr(): (1, 1, 1)} if pieces and rounds_norms else {}
+        for module in (general, rounded_norm):
+            monkeypatch.setattr(module, "w8a8_pieces", lambda count, matrix, of=of: of.get(matrix.data.data_ptr()))
         formats, scratch = Formats(), Scratch(rows.device)
         ops = GeneralOps(Group(), quantize_activations=True, formats=formats)
         formats.others.update([FP8_BLOCKS] if rounds_norms else [])  # as a model is built
@@ -170,12 +178,13 @@ def test_norms_that_are_rounded_as_they_are_made(count: int) -> None:
         latent = ops.latent_linear(x, down, torch.ones(256).bfloat16(), 1e-6, down_TF, scratch)
         assert isinstance(latent, general.RoundedRows) is rounds_norms
         ops.linear(latent, up, q_TF, scratch)
-        ops.add(q_TF, out, norm, other, scratch)
+        ops.add(q_TF, behind, norm, other, scratch)
         ops.add_gated(other, gate_up, out, norm, x, scratch)
         ops.linear(x, out, q_TF, scratch)
         results.append((down_TF, q_TF, norm.residual_TE, general.tensor_of(x)))
     for plain, rounded_ in zip(*results, strict=True):
         assert torch.equal(plain, rounded_)
+    assert len(made) == pieces
 
 
 def test_few_tokens_and_odd_sizes_are_not_rounded() -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from workers.channel.awake_clock import AwakeClock
+from workers.channel.heartbeats import AwakeClock
 from workers.channel.sockets import Addresses, Binding, encode, remove_sockets
 from workers.config import EngineConfig
 from workers.processes.client import EngineClient

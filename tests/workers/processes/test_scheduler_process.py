@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workers.channel.awake_clock import AwakeClock
+from workers.channel.heartbeats import AwakeClock
 from workers.channel.sockets import connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
 from workers.processes.scheduler_process import EngineFailed, SchedulerProcess
@@ -362,7 +362,7 @@ def test_a_loop_that_is_busy_for_longer_than_silence_may_last_is_alive(
             assert pulse.receive(timeout_ms=60_000) == Heartbeat(-1)
 
     monkeypatch.setattr(Scheduler, "add", adding)
-    monkeypatch.setattr("workers.processes.pulse.AwakeClock", lambda: clock)
+    monkeypatch.setattr("workers.channel.heartbeats.AwakeClock", lambda: clock)
     with played(heartbeat_timeout_s=60.0) as world:
         pulse = connect_subscriber(world.addresses.pulse, Heartbeat, None)
         try:

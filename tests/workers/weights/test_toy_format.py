@@ -12,7 +12,7 @@ import quantized_checkpoints
 import torch
 import toy_format
 from harness import InlineEngine
-from quantized_checkpoints import FP8_NAMES, INT4_CONFIG, INT4_NAMES, quantize
+from quantized_checkpoints import FP8_NAMES, INT4_CONFIG, INT4_NAMES, MXFP8_CONFIG, quantize
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, write_tiny
 from toy_format import GROUP, Int8Groups, Int8Scaled, KeptInt8Groups
@@ -106,6 +106,8 @@ def test_files_that_are_not_there_are_assumed_to_be_so(toy: Format) -> None:
     assert dtype_of("a.norm.weight") == "BF16"
     assert assumed_dtypes(INT4_CONFIG)("a.experts.3.up_proj.weight_scale") == "BF16"
     assert assumed_dtypes(None)("a.up_proj.weight") == "BF16"
+    # What only ends like the scales of a matrix is there, too.
+    assert assumed_dtypes(MXFP8_CONFIG)("a.hc_attn_layer.hc_pre.hc_scale") == "BF16"
 
 
 def test_scales_that_are_no_numbers_are_refused(toy: Format, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.decode_state.reference import own_pages
+from kernels.decode_state import own_pages
 from kernels.gather_context import gather_context
 from kernels.head_linear import head_linear
 from kernels.mla_decode import launch, mla_decode

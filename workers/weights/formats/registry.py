@@ -58,7 +58,7 @@ def assumed_dtypes(given: Mapping[str, Any] | None) -> Callable[[str], str | Non
 
     def dtype_of(name: str) -> str | None:
         for suffix in endings:
-            if name.endswith(suffix):
+            if name.endswith(f".weight{suffix}"):  # others are called `_scale`, too, such as Hy4's `hc_scale`
                 there = own is not None and own.publishes(name.removesuffix(suffix))
                 return own.suffixes.get(suffix) if own is not None and there else None
         return own.suffixes.get("") if own is not None and own.publishes(name) else "BF16"

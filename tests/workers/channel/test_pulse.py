@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from workers.channel.awake_clock import AwakeClock
-from workers.processes.pulse import PULSE_PERIOD_S, Pulse
+from workers.channel.heartbeats import PULSE_PERIOD_S, AwakeClock, Pulse
 from workers.protocol.messages import Heartbeat
 
 
@@ -61,7 +60,7 @@ def test_it_vouches_for_a_loop_that_stood_still_with_everything_else(
 ) -> None:
     """A virtual machine that is moved, say: by the clock an iteration of the loop takes hours then."""
     now = 100.0
-    monkeypatch.setattr("workers.processes.pulse.AwakeClock", lambda: AwakeClock(lambda: now))
+    monkeypatch.setattr("workers.channel.heartbeats.AwakeClock", lambda: AwakeClock(lambda: now))
     sender = Sender()
     pulse = Pulse(sender, iteration_s=9.0)  # type: ignore[arg-type]
     assert sender.sent or sender.sends_within(60)
