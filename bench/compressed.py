@@ -4,6 +4,7 @@ CUDA graph, with rings and pages that come from memory.
     python bench/compressed.py                        # decode rows of 2 ranks
     python bench/compressed.py --heads 64 --rows 1    # of one rank, a single row
     python bench/compressed.py --rows 64 --width 3 --context 131072
+    python bench/compressed.py --heads 64 --prompts 8192,32768    # attention of the last 8,192 tokens of prompts
 
 Times are of one layer, in microseconds. "floor" is the bytes that a step must read and write over 4.2 TB/s, or its
 products over 790 TFLOP/s where that is more. Of compressors one row in as many ends an entry as an entry has tokens, as
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,12 +33,15 @@ from kernels.linear import group_linear
 from kernels.matrix import BlockScaled
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import multiprocessors
+from workers.models.attention.compressed_rows import ATTENDING
 
 ENTRY, ROPE, WINDOW, INDEX_HEADS, KEY, SELECTED, RANK = 512, 64, 128, 64, 128, 512, 1024
 HEADS_OF_A_GROUP = 8
 BYTES_A_MICROSECOND = 4.2e6
 OPERATIONS_A_MICROSECOND = 790e6
 L2_BYTES = 60e6
+PROMPT = 8192
+"""Tokens of a prompt that attend: the last ones."""
 DEVICE = "cuda"
 
 Run = Callable[[], None]
@@ -172,6 +177,84 @@ def _projection(make: Callable[[int], Layer], fp8: bool) -> Run:
     return make(0).project(fp8=fp8)
 
 
+class Prompt:
+    """Attention of the last tokens of a prompt in a layer, in turns as the engine takes them."""
+
+    def __init__(self, length: int, heads: int, ratio: int, alike: float, turn: int) -> None:
+        """`alike`: see `_selected`. `turn`: tokens that attend at once."""
+        self.tokens, self.heads, self.ratio, self.alike = min(length, PROMPT), heads, ratio, alike
+        self.at_once = turn
+        self.begin = length - self.tokens
+        pages = length // PAGE_TOKENS + 1
+        self.q, self.entry = normal(self.tokens, heads, ENTRY), normal(self.tokens, ENTRY)
+        self.ring, self.sink = normal(2, WINDOW, ENTRY), normal(heads, dtype=torch.float32)
+        self.turn = normal(self.tokens, ROPE, dtype=torch.float32)
+        self.out = empty(self.tokens, heads, ENTRY)
+        self.paged = normal(pages, max(1, PAGE_TOKENS // ratio), ENTRY) if ratio else None
+        self.position = torch.arange(self.begin, length, device=DEVICE)
+        seen = (self.position + 1) // max(ratio, 1) if ratio else torch.zeros_like(self.position)
+        self.selected = self._selected(seen) if ratio == 4 else None
+        entries = torch.clamp(self.position + 1, max=WINDOW) + (seen.clamp(max=SELECTED) if ratio == 4 else seen)
+        self.operations = 4.0 * heads * ENTRY * int(entries.sum())
+        self.most = WINDOW + (SELECTED if ratio == 4 else length // ratio if ratio else 0)
+        table = torch.randperm(pages, device=DEVICE).to(torch.int32).view(1, -1)
+        row, slot, fault = (
+            torch.zeros(count, dtype=dtype, device=DEVICE)
+            for count, dtype in ((self.tokens, torch.int32), (1, torch.int64), (1, torch.int64))
+        )
+        self.rows = TokenRows(self.position, row, slot, table, fault)
+
+    def _selected(self, seen: Tensor) -> Tensor:
+        """Numbers of entries in rising order. An entry's score is a sum of two random numbers: one that all tokens
+        have in common, which counts `alike`, and one of the token's own."""
+        most = int(seen.max())
+        common, rest = torch.randn(most, device=DEVICE) * self.alike**0.5, (1 - self.alike) ** 0.5
+        numbers = torch.arange(most, device=DEVICE)
+        found = []
+        for part in seen.split(1024):
+            score = common + rest * torch.randn(len(part), most, device=DEVICE)
+            score.masked_fill_(numbers >= part.unsqueeze(1), -torch.inf)
+            best = score.topk(SELECTED)
+            chosen = best.indices.masked_fill(best.values == -torch.inf, most).sort().values
+            found.append(chosen.masked_fill(chosen == most, -1))
+        return torch.cat(found).to(torch.int32)
+
+    def attend(self, hopper: bool) -> Run:
+        """All turns."""
+        turns = []
+        for begin in range(0, self.tokens, self.at_once):
+            own = slice(begin, begin + self.at_once)
+            rows = replace(self.rows, position_T=self.position[own], row_T=self.rows.row_T[own])
+            count = len(rows.row_T)
+            workspace = AttendWorkspace.allocate(
+                count, self.heads, ENTRY, self.most, empty, programs=multiprocessors(self.q.device), hopper=hopper
+            )
+            selected = None if self.selected is None else self.selected[own]
+            tensors = self.q[own], self.ring, self.entry[own], self.paged, selected, self.sink, self.turn[own]
+            how = {"window": WINDOW, "ratio": self.ratio, "scale": ENTRY**-0.5}
+            turns.append(partial(compressed.attend, *tensors, self.out[own], rows, workspace, **how))
+
+        def run() -> None:
+            for turn in turns:
+                turn()
+
+        return run
+
+
+def prompts(lengths: list[int], heads: int, alike: float, turn: int) -> None:
+    """Print the table of prompts."""
+    for length in lengths:
+        print(f"the last {min(length, PROMPT)} of {length} tokens, {heads} heads", flush=True)
+        for ratio, name in ((0, "window alone"), (4, f"ratio 4, {SELECTED} selected"), (128, "ratio 128")):
+            case, told, outs = Prompt(length, heads, ratio, alike, turn), [], []
+            for hopper in (False, True):
+                ms = timing.microseconds([case.attend(hopper)]) / 1e3
+                told.append(f"{ms:7.3f} ms {case.operations / ms / 1e9:4.0f} TFLOP/s")
+                outs.append(case.out.clone())
+            apart = float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
+            print(f"  {name:24} portable {told[0]}, Hopper {told[1]}, apart {apart:.1e}", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,8 +262,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1, help="tokens of a row")
     parser.add_argument("--context", type=int, default=65536, help="tokens of a row's cache")
     parser.add_argument("--heads", type=int, default=32, help="heads of a rank, of 64")
+    parser.add_argument("--prompts", help="lengths of prompts, in place of decode rows")
+    parser.add_argument("--alike", type=float, default=0.8, help="how alike the tokens of a prompt select, 0 to 1")
+    parser.add_argument("--turn", type=int, default=ATTENDING, help="tokens of a prompt that attend at once")
     chosen = parser.parse_args()
     torch.manual_seed(0)
+    if chosen.prompts:
+        prompts([int(length) for length in chosen.prompts.split(",")], chosen.heads, chosen.alike, chosen.turn)
+        return
     for rows in map(int, chosen.rows.split(",")):
         print(f"{rows} rows of width {chosen.width}, {chosen.context} tokens each, {chosen.heads} heads", flush=True)
         make = partial(Layer, rows, chosen.width, chosen.context, chosen.heads)

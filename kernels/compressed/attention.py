@@ -62,39 +62,76 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
+def span_of(token, position, row, slot, rows, places, most, SIZES: tl.constexpr):
+    """What a token attends to: (its row, the place of its slot, whether it has one, the token whose entries it sees,
+    and that one's position, the position of the first entry of its window, entries of the window, all entries, whether
+    anything is outside of what it points into)."""
+    own, place, there, outside = place_of(token, row, slot, rows, places)
+    p = tl.load(position + token).to(tl.int32)
+    there = there & (p >= 0)
+    sees = token
+    if SIZES.block:
+        sees += SIZES.block - 1 - token % SIZES.block
+        p += (sees - token).to(tl.int32)
+    least = tl.maximum(p - SIZES.window + 1, SIZES.first)
+    near = tl.where(there, tl.maximum(p + 1 - least, 0), 0)
+    total = near
+    if SIZES.ratio:
+        more = (p + 1) // SIZES.ratio
+        if SIZES.selected:
+            more = tl.minimum(more, SIZES.selected)
+        total += tl.where(there, more, 0)
+    # More than there is memory for, a table knows no pages of.
+    outside = outside | (total > most)
+    return own, place, there, sees, p, least, near, tl.minimum(total, most), outside
+
+
+@triton.jit
+def codes_of(
+    i, live, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES: tl.constexpr
+):
+    """Return where the entries numbered `i` lie: four times their place among those of their source, and the source; -1
+    for absent ones. The `near` first ones are the window's, from position `least` on. Of those that are `live` also how
+    many are outside of what they point into."""
+    faults = 0
+    at = least + i
+    code = (place * SIZES.length + at % SIZES.length) * 4 + _RING
+    if SIZES.own:
+        back = p - at
+        maybe = live & (i < near) & (token >= back)
+        of_step = maybe & (tl.load(row + token - back, mask=maybe, other=-1) == own)
+        code = tl.where(of_step, (token - back) * 4 + _STEP, code)
+    if SIZES.ratio:
+        compressed = live & (i >= near)
+        number = i - near
+        if SIZES.selected:
+            mine = selected + token * SIZES.selected
+            number = tl.load(mine + number, mask=compressed, other=-1)
+        there = compressed & (number >= 0) & (number < (p + 1) // SIZES.ratio)
+        last = (number + 1).to(tl.int64) * SIZES.ratio - 1
+        there = there & (last // _PAGE < columns)
+        page = tl.load(table + own.to(tl.int64) * table_stride + last // _PAGE, mask=there, other=-1)
+        there = there & (page >= 0) & (page < pages)
+        faults = tl.sum((compressed & (number != -1) & (there == 0)).to(tl.int32), 0)
+        on_page = (page.to(tl.int64) * SIZES.entries + last % _PAGE // SIZES.ratio) * 4 + _PAGES
+        code = tl.where(compressed, tl.where(there, on_page, -1), code)
+    return code.to(tl.int32), faults
+
+
+@triton.jit
 def list_entries(
     listed, token, own, place, p, row, selected, table, begin, end, least, near, columns, pages, table_stride,
     SIZES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write where the entries numbered from `begin` up to `end` lie: four times their place among those of their
-    source, and the source; -1 for absent ones. The `near` first ones are the window's, from position `least` on. Return
-    how many are outside of what they point into."""
+    """Write `codes_of` the entries numbered from `begin` up to `end`; return how many are outside."""
     faults = 0
     for first in range(begin, end, LANES):
         i = first + tl.arange(0, LANES)
-        live = i < end
-        at = least + i
-        code = (place * SIZES.length + at % SIZES.length) * 4 + _RING
-        if SIZES.own:
-            back = p - at
-            maybe = live & (i < near) & (token >= back)
-            of_step = maybe & (tl.load(row + token - back, mask=maybe, other=-1) == own)
-            code = tl.where(of_step, (token - back) * 4 + _STEP, code)
-        if SIZES.ratio:
-            compressed = live & (i >= near)
-            number = i - near
-            if SIZES.selected:
-                mine = selected + token * SIZES.selected
-                number = tl.load(mine + number, mask=compressed, other=-1)
-            there = compressed & (number >= 0) & (number < (p + 1) // SIZES.ratio)
-            last = (number + 1).to(tl.int64) * SIZES.ratio - 1
-            there = there & (last // _PAGE < columns)
-            page = tl.load(table + own.to(tl.int64) * table_stride + last // _PAGE, mask=there, other=-1)
-            there = there & (page >= 0) & (page < pages)
-            faults += tl.sum((compressed & (number != -1) & (there == 0)).to(tl.int32), 0)
-            on_page = (page.to(tl.int64) * SIZES.entries + last % _PAGE // SIZES.ratio) * 4 + _PAGES
-            code = tl.where(compressed, tl.where(there, on_page, -1), code)
-        tl.store(listed + i, code.to(tl.int32), mask=live)
+        code, more = codes_of(
+            i, i < end, token, own, place, p, row, selected, table, least, near, columns, pages, table_stride, SIZES
+        )
+        faults += more
+        tl.store(listed + i, code, mask=i < end)
     return faults
 
 
@@ -174,24 +211,9 @@ def attend(
     dtype: tl.constexpr = q.dtype.element_ty
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     token = tl.program_id(1).to(tl.int64)
-    own, place, there, outside = place_of(token, row, slot, rows, places)
-    p = tl.load(position + token).to(tl.int32)
-    there = there & (p >= 0)
-    sees = token
-    if SIZES.block:
-        sees += SIZES.block - 1 - token % SIZES.block
-        p += (sees - token).to(tl.int32)
-    least = tl.maximum(p - SIZES.window + 1, SIZES.first)
-    near = tl.where(there, tl.maximum(p + 1 - least, 0), 0)
-    total = near
-    if SIZES.ratio:
-        more = (p + 1) // SIZES.ratio
-        if SIZES.selected:
-            more = tl.minimum(more, SIZES.selected)
-        total += tl.where(there, more, 0)
-    # More than there is memory for, a table knows no pages of.
-    outside = outside | (total > most)
-    total = tl.minimum(total, most)
+    own, place, there, sees, p, least, near, total, outside = span_of(
+        token, position, row, slot, rows, places, most, SIZES
+    )
     each = tl.cdiv(tl.cdiv(total, TILE), PARTS) * TILE
     begin = tl.minimum(part * each, total)
     end = tl.minimum(begin + each, total)

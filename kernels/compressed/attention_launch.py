@@ -13,9 +13,23 @@ from torch import Tensor
 
 from kernels.compressed import attention
 from kernels.compressed.attention import Sizes
+from kernels.compressed.listing import RECORD_FIELDS, find_entries
 from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.hopper import is_hopper
 
+ON_HOPPER = False
+"""Whether Hopper's own kernel of attention is taken where nothing else is said. It compiles for Hopper and was tried in
+the emulator; no GPU has run it yet. To be set once `test_compressed_gpu.py` has passed and `bench/compressed.py
+--prompts` says what it gains."""
+FEWEST_OF_HOPPER: Final = 128
+"""Fewest tokens for that kernel, whose programs have whole tokens: about as many as there are programs, by
+arithmetic."""
+AHEAD = True
+"""Whether that kernel tells the L2 cache of the next token's queries and rotations meanwhile. Not measured yet."""
+_FEATURES_OF_HOPPER: Final = 512
+_FOUND: Final = 512
+"""Entries of a token that are listed at a time for it."""
 _PIECE: Final = 128
 """Features of a piece of an entry."""
 _LISTED: Final = 256
@@ -34,14 +48,26 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     """Tiles in flight."""
+    hopper: bool = False
+    """Whether Hopper's own kernel attends."""
 
     @staticmethod
     def of(heads: int, itemsize: int) -> Tiling:
-        """The tiling for so many heads, and numbers of so many bytes."""
+        """The tiling of the portable kernel for so many heads, and numbers of so many bytes."""
         if itemsize == 4:
             return Tiling(16, 32, 4, 2)
         # Of 64 heads the sums would not find registers.
         return Tiling(32, 32, 8, 7) if heads > 16 else Tiling(16, 32, 4, 5)
+
+
+HOPPER: Final = Tiling(64, 64, 4, 2, hopper=True)
+
+
+def takes_hopper(tokens: int, heads: int, features: int, dtype: torch.dtype) -> bool:
+    """Whether Hopper has a kernel of its own for such calls."""
+    # With 16 heads three quarters of its products would be of nobody's.
+    sizes = tokens >= FEWEST_OF_HOPPER and heads > 16 and features == _FEATURES_OF_HOPPER
+    return sizes and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -55,6 +81,10 @@ class AttendWorkspace:
     """fp32 outputs of parts of a token's entries; G is 0 where no programs share a token."""
     partial_lse_GTH: Tensor
     """fp32 log2-sum-exp2 of their scaled scores."""
+    record_TE: Tensor
+    """int32, for Hopper's own kernel: see `kernels.compressed.listing`."""
+    programs: int
+    """Programs of that kernel at most."""
 
     @staticmethod
     def allocate(
@@ -66,13 +96,18 @@ class AttendWorkspace:
         *,
         programs: int = 132,
         dtype: torch.dtype = torch.bfloat16,
+        hopper: bool | None = None,
     ) -> AttendWorkspace:
         """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
         `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device memory; so
-        many `programs` are wanted at least, one for each multiprocessor of a GPU. `dtype`: of queries and entries."""
-        tiling = Tiling.of(heads, dtype.itemsize)
-        blocks = -(-heads // tiling.block)
-        wanted = min(programs // max(tokens * blocks, 1), entries // (2 * tiling.tile))
+        many `programs` are wanted at least, one for each multiprocessor of a GPU. `dtype`: of queries and entries.
+        `hopper`: whether Hopper's own kernel may be taken where there are tokens enough; None asks the device, with
+        `ON_HOPPER`."""
+        if may := (ON_HOPPER if hopper is None else hopper) and takes_hopper(tokens, heads, features, dtype):
+            may = bool(hopper) or is_hopper(empty(0, dtype=torch.int32).device)
+        tiling = HOPPER if may else Tiling.of(heads, dtype.itemsize)
+        blocks = 1 if may else -(-heads // tiling.block)
+        wanted = 1 if may else min(programs // max(tokens * blocks, 1), entries // (2 * tiling.tile))
         # Kernels are compiled for a number of parts, and few numbers of tokens should compile others.
         parts = 1 << max(0, wanted.bit_length() - 1)
         shared = parts if parts > 1 else 0
@@ -81,6 +116,8 @@ class AttendWorkspace:
             empty(blocks, tokens, entries, dtype=torch.int32),
             empty(shared, tokens, heads, features, dtype=torch.float32),
             empty(shared, tokens, heads, dtype=torch.float32),
+            empty(tokens if may else 0, RECORD_FIELDS, dtype=torch.int32),
+            programs,
         )
 
 
@@ -108,8 +145,9 @@ def attend(
         return
     tiling, partial, partial_lse = workspace.tiling, workspace.partial_GTHD, workspace.partial_lse_GTH
     blocks, most = triton.cdiv(heads, tiling.block), workspace.listed_BTN.shape[2]
-    fits = workspace.listed_BTN.shape[:2] == (blocks, tokens) and partial.shape[1:] == q_THD.shape
-    if not fits or tiling != Tiling.of(heads, q_THD.itemsize):
+    fits = workspace.listed_BTN.shape[:2] == (1 if tiling.hopper else blocks, tokens)
+    fits = fits and partial.shape[1:] == q_THD.shape
+    if not fits or (not tiling.hopper and tiling != Tiling.of(heads, q_THD.itemsize)):
         raise ValueError(f"a workspace of {tuple(partial.shape)} serves no call of {tuple(q_THD.shape)} {q_THD.dtype}")
     pieces = features // _PIECE if features % _PIECE == 0 else 1
     if (roped := rotation_TO.shape[1]) > features // pieces:
@@ -130,12 +168,17 @@ def attend(
         selected=0 if selected_TS is None else selected_TS.shape[1],
         precision="ieee" if q_THD.itemsize == 4 else "tf32",
     )
+    entries = ring_XLD if entry_TD is None else entry_TD, ring_XLD if entry_PKD is None else entry_PKD
+    pages = 0 if entry_PKD is None else len(entry_PKD)
+    if tiling.hopper:
+        sources = ring_XLD, *entries, workspace.listed_BTN if selected_TS is None else selected_TS
+        _attend_on_hopper(q_THD, sources, sink_H, rotation_TO, out_THD, rows, workspace, pages, scale, sizes)
+        return
     parts = max(1, len(partial))
     attention.attend[(blocks * parts, tokens)](
         q_THD,
         ring_XLD,
-        ring_XLD if entry_TD is None else entry_TD,
-        ring_XLD if entry_PKD is None else entry_PKD,
+        *entries,
         workspace.listed_BTN if selected_TS is None else selected_TS,
         sink_H,
         rotation_TO,
@@ -153,7 +196,7 @@ def attend(
         len(rows.slot_R),
         len(ring_XLD),
         rows.page_RP.shape[1],
-        0 if entry_PKD is None else len(entry_PKD),
+        pages,
         rows.page_RP.stride(0),
         heads,
         blocks,
@@ -185,3 +228,68 @@ def attend(
             BLOCK=triton.next_power_of_2(features),
             num_warps=4,
         )
+
+
+def _attend_on_hopper(
+    q_THD: Tensor,
+    sources: tuple[Tensor, ...],
+    sink_H: Tensor,
+    rotation_TO: Tensor,
+    out_THD: Tensor,
+    rows: TokenRows,
+    workspace: AttendWorkspace,
+    pages: int,
+    scale: float,
+    sizes: Sizes,
+) -> None:
+    """List the entries of each token, then attend to them. `sources`: where entries lie, and the selection."""
+    from kernels.compressed.wide import attend_entries, queries_box
+
+    tokens, heads, features = q_THD.shape
+    blocks, most = triton.cdiv(heads, workspace.tiling.block), workspace.listed_BTN.shape[2]
+    told = workspace.listed_BTN, workspace.record_TE
+    # What is not finite of a token reaches the other one of its pair: never a token that is decided by itself.
+    pairs = 2 * heads <= workspace.tiling.block and not rows.width and not sizes.first and not sizes.block
+    find_entries[(triton.cdiv(tokens, 2) if pairs else tokens,)](
+        *sources,
+        out_THD,
+        *told,
+        rows.position_T,
+        rows.row_T,
+        rows.slot_R,
+        rows.page_RP,
+        rows.fault_1,
+        tokens,
+        len(rows.slot_R),
+        len(sources[0]),
+        rows.page_RP.shape[1],
+        pages,
+        rows.page_RP.stride(0),
+        heads * features,
+        most,
+        SIZES=sizes,
+        TILE=32,
+        LANES=_FOUND,
+        PAIRS=pairs,
+        STEPS=sizes.selected.bit_length(),
+        num_warps=4,
+    )
+    items = triton.cdiv(tokens, 2) if pairs else tokens * blocks
+    attend_entries[(min(workspace.programs, items),)](
+        q_THD,
+        queries_box(q_THD),
+        *sources[:3],
+        *told,
+        sink_H,
+        rotation_TO,
+        out_THD,
+        scale * math.log2(math.e),
+        tokens,
+        heads,
+        blocks,
+        most,
+        SIZES=sizes,
+        PAIRS=pairs,
+        AHEAD=AHEAD,
+        num_warps=workspace.tiling.warps,
+    )

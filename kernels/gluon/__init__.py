@@ -1,2 +1,2 @@
 """Common parts of kernels in Gluon: dependent launch, tiles of weights and tokens, rings of them, weights in fewer
-bits."""
+bits, telling the L2 cache ahead."""

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
+from kernels.gluon.prefetch import LINE, ask_for_lines
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.wide import wide_memory
 from kernels.mla_decode.wide_groups import CTA, left_group, right_group
@@ -20,8 +21,6 @@ from kernels.sparse.fetch import copy_columns, places_of, rows_layout, share_of_
 
 LINES = gl.constexpr(gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0]))
 """Layout of the lines of a tile's entries that are asked for: two threads have one entry, and so one place each."""
-_LINE = gl.constexpr(128)
-"""Bytes of a line of the L2 cache."""
 
 
 @gluon.jit
@@ -35,19 +34,12 @@ def last_to_ask_for(share, stop, count):
 def into_l2(cache, places, first, last, BYTES: gl.constexpr):
     """Ask for a tile's entries, of so many bytes each, to be brought into L2: the first is number `first`, and
     from number `last` on there are none. `places`: as of `places_of` with `LINES`."""
-    ask: gl.constexpr = """{
-        .reg .pred asks;
-        setp.ne.b32 asks, $2, 0;
-        @asks prefetch.global.L2 [$1];
-        mov.b32 $0, 0;
-    }"""
-    COUNT: gl.constexpr = (BYTES + _LINE - 1) // _LINE
+    COUNT: gl.constexpr = (BYTES + LINE - 1) // LINE
     COLUMNS: gl.constexpr = 8 if COUNT <= 8 else 16
     line = gl.arange(0, COLUMNS, gl.SliceLayout(0, LINES))
-    at = cache.to(gl.int64) + gl.expand_dims(places.to(gl.int64) * BYTES, 1) + (line * _LINE)[None, :]
+    at = cache.to(gl.int64) + gl.expand_dims(places.to(gl.int64) * BYTES, 1) + (line * LINE)[None, :]
     asked = first + gl.arange(0, TILE, gl.SliceLayout(1, LINES)) < last
-    asks = gl.expand_dims(asked, 1) & (line < COUNT)[None, :]
-    gl.inline_asm_elementwise(ask, "=r,l,r", [at, asks.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
+    ask_for_lines(at, gl.expand_dims(asked, 1) & (line < COUNT)[None, :])
 
 
 @gluon.jit

@@ -263,8 +263,11 @@ class Attending(Rows):
         functions: ModuleType = attention_launch,
         seed: int = 0,
         device: str = "cpu",
+        hopper: bool | None = None,
     ) -> None:
+        """`hopper`: see `AttendWorkspace.allocate`."""
         super().__init__(rows, most, seed, device)
+        self.hopper = hopper
         self.functions, self.heads, self.window, self.ratio, self.first = functions, heads, window, ratio, first
         self.selected, self.programs, self.dtype, self.features = selected, programs, dtype, features
         self.rotation, self.ring_tokens = rotations(most, rope), window + width - 1
@@ -341,6 +344,7 @@ class Attending(Rows):
                 self.poisoned,
                 programs=self.programs,
                 dtype=self.dtype,
+                hopper=self.hopper,
             )
             self.functions.attend(*given, rows, workspace, scale=0.17, **how)
         else:

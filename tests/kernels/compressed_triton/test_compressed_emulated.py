@@ -3,13 +3,17 @@ schedules."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from compressed_case import Attending, Compressing, Storing
 
+from kernels.compressed import attention_launch
 from kernels.linear.groups import launch_group_linear
 from kernels.matrix import BlockScaled
-from tests.support.ptx import emulated
+from tests.support.ptx import Fault, emulated
 
 pytestmark = pytest.mark.long
 
@@ -83,6 +87,100 @@ def test_tokens_of_a_block_see_all_of_each_other(heads: int, programs: int) -> N
     case.length = [75, 1]
     with emulated(programs, fences=False):
         case.run([3, 3], block=3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Sizes of `Attending` for Hopper's own kernel, which takes few tokens here, too."""
+    monkeypatch.setattr(attention_launch, "FEWEST_OF_HOPPER", 1)
+    return {"features": 512, "rope": 64, "dtype": torch.bfloat16, "hopper": True}
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "ratio", "selected", "programs", "lengths", "counts"),
+    [
+        (64, 130, 4, 200, 2, [590, 0], [3, 2]),  # many tiles and one, tokens of nobody
+        (32, 130, 128, 0, 3, [590, 100], [2, 4]),  # pairs of tokens, and a token that is alone
+        (20, 8, 4, 60, 1, [333, 2], [4, 1]),
+        (100, 70, 0, 0, 1, [260, 60], [1, 8]),  # two blocks of heads; two tiles and one
+        (64, 70, 0, 0, 1, [260, 0], [1, 70]),  # one tile, many times
+        pytest.param(64, 65, 4, 64, 1, [255, 126], [1, 3], marks=pytest.mark.soak),  # full tiles
+        pytest.param(32, 65, 4, 40, 2, [300, 60], [3, 4], marks=pytest.mark.soak),
+    ],
+)
+def test_attention_on_hopper(
+    heads: int,
+    window: int,
+    ratio: int,
+    selected: int,
+    programs: int,
+    lengths: list[int],
+    counts: list[int],
+    on_hopper: dict[str, Any],
+) -> None:
+    """Programs that take several tokens one after the other."""
+    sizes = {"heads": heads, "window": window, "ratio": ratio, "selected": selected, "programs": programs}
+    case = Attending(2, 600, **sizes, **on_hopper)
+    case.length = lengths
+    # As in other loops of copies by threads, nothing stands between these and the products.
+    with emulated(heads + window, fences=False):
+        case.run(counts)
+
+
+def test_queries_that_are_overwritten_too_early_are_noticed(on_hopper: dict[str, Any]) -> None:
+    """Both groups say that they need the queries no more."""
+
+    def after_one(ptx: str) -> str:
+        edited, found = re.subn(r"(mbarrier\.init\S* \[[^\]]+\], )2;", r"\g<1>1;", ptx)
+        assert found == (".entry attend_entries" in ptx)
+        return edited
+
+    case = Attending(2, 300, heads=64, window=130, programs=1, **on_hopper)
+    case.length = [200, 0]
+    with emulated(1, fences=False, edit=after_one), pytest.raises((AssertionError, Fault)):
+        case.run([3, 2])
+
+
+def test_decode_rows_on_hopper(on_hopper: dict[str, Any]) -> None:
+    """Their entries are in the ring alone. A page that there is not is counted, its entries are absent."""
+    case = Attending(2, 300, heads=64, window=70, ratio=4, selected=30, width=2, programs=2, **on_hopper)
+    case.length = [90, 60]
+    with emulated(1, fences=False):
+        case.run([2, 2], 2, outside=(1, 0))
+    assert case.absent > 0
+
+
+@pytest.mark.parametrize("selected", [pytest.param(0, marks=pytest.mark.soak), 12])
+def test_entries_outside_of_pairs_on_hopper(selected: int, on_hopper: dict[str, Any]) -> None:
+    case = Attending(2, 200, heads=32, window=8, ratio=4, selected=selected, programs=1, **on_hopper)
+    case.length = [130, 150]
+    with emulated(5, fences=False):
+        case.run([2, 4], outside=(1, 1))
+    assert case.absent > 0
+
+
+def test_drafts_on_hopper(on_hopper: dict[str, Any]) -> None:
+    """Entries that a layer that drafts has not made; blocks of tokens that see all of each other."""
+    case = Attending(2, 90, heads=20, window=70, first=1, width=2, programs=1, **on_hopper)
+    case.length, case.missing = [64, 1], {(0, 64 - 20)}
+    with emulated(2, fences=False):
+        case.run([2, 2], 2)
+        case.run([2, 1])
+    case = Attending(2, 90, heads=64, window=70, programs=2, **on_hopper)
+    case.length = [75, 1]
+    with emulated(3, fences=False):
+        case.run([3, 3], block=3)
+
+
+def test_what_is_not_finite_stays_in_its_row_on_hopper(on_hopper: dict[str, Any]) -> None:
+    case = Attending(2, 90, heads=64, window=8, ratio=4, width=2, programs=1, **on_hopper)
+    case.length = [64, 70]
+    case.near[0, 65] = torch.nan
+    with emulated(4, fences=False), pytest.raises(AssertionError):
+        case.run([2, 2], 2)
+    assert case.out[0].isfinite().all()
+    assert case.out[1].isnan().all()
+    assert case.out[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", [3, 20])

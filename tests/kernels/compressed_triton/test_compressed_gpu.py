@@ -13,6 +13,7 @@ from kernels.compressed import TokenRows
 from kernels.linear import group_linear
 from kernels.matrix import BlockScaled
 from kernels.page import pages_for
+from kernels.runtime.hopper import is_hopper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -96,6 +97,31 @@ def test_attention_of_blocks(heads: int, programs: int) -> None:
     for length, block in (([3990, 1, 13], 5), ([2555, 128, 127], 1), ([130, 0, 900], 16)):
         case.length = length
         case.run([block] * 3, block=block)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "selected", "heads"),
+    [(0, 0, 32), (4, 512, 32), (128, 0, 32), (0, 0, 64), (4, 512, 64), (128, 0, 64), (4, 512, 20), (128, 0, 128)],
+)
+def test_attention_of_many_tokens(ratio: int, selected: int, heads: int) -> None:
+    """By Hopper's own kernel, where this is one: chunks from the first token on and behind many others, beside short
+    ones; decode rows."""
+    sizes = {"heads": heads, "features": 512, "rope": 64, "window": 128, "ratio": ratio, "selected": selected}
+    hopper = is_hopper(torch.device("cuda"))
+    case = Attending(3, 4000, width=100, dtype=BF16, device="cuda", hopper=hopper, **sizes)  # type: ignore[arg-type]
+    for length, counts, width in (
+        ([0, 3700, 9], [513, 260, 1], 0),
+        ([2555, 19, 127], [100, 100, 100], 100),
+    ):
+        case.length = length
+        case.run(counts, width)
+
+
+def test_attention_of_many_tokens_of_the_layer_that_drafts() -> None:
+    sizes = {"heads": 64, "features": 512, "rope": 64, "window": 128, "first": 1}
+    case = Attending(3, 4000, dtype=BF16, device="cuda", **sizes)  # type: ignore[arg-type]
+    case.length, case.missing = [130, 1, 9], {(0, 128), (2, 8)}
+    case.run([5, 300, 1])
 
 
 def test_entries_without_queries() -> None:

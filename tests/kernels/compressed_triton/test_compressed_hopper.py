@@ -97,6 +97,7 @@ def attending(
     first: int = 0,
     rows: TokenRows | None = None,
     block: int = 0,
+    hopper: bool = False,
 ) -> list[Any]:
     """Compile a call of attention, of `token_rows` without `rows`."""
     dtype, entries = torch.bfloat16, max(1, PAGE_TOKENS // ratio) if ratio else 0
@@ -104,7 +105,7 @@ def attending(
     ring, paged = torch.empty(5, WINDOW + 7, ENTRY, dtype=dtype), torch.empty(9, entries, ENTRY, dtype=dtype)
     listed = torch.empty(tokens, selected, dtype=torch.int32) if selected else None
     sizes = tokens, heads, ENTRY, WINDOW + block + (selected or 1024 * bool(ratio))
-    workspace = AttendWorkspace.allocate(*sizes, torch.empty)
+    workspace = AttendWorkspace.allocate(*sizes, torch.empty, hopper=hopper)
     with compile_only() as compiled:
         attention_launch.attend(
             *(q, ring, None if width else own, paged if ratio else None, listed),
@@ -154,6 +155,34 @@ def test_attention_of_blocks(rows: int, heads: int) -> None:
         resources(kernel).check()
     assert not serialized(compiled[0])
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", machine_code(compiled[0]))
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(
+    ("ratio", "selected", "first", "block"), [(0, 0, 0, 0), (4, 512, 0, 0), (128, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 5)]
+)
+def test_attention_on_hopper(ratio: int, selected: int, first: int, block: int, heads: int) -> None:
+    """No product waits for another one, and entries are copied without passing through registers. Numbers of tokens
+    compile nothing new."""
+    compiled = attending(2000, 0, ratio, selected, heads, first, block=block, hopper=True)
+    assert [kernel.metadata.name for kernel in compiled] == ["find_entries", "attend_entries"]
+    resources(compiled[0]).check(registers=128)
+    resources(compiled[1]).check()
+    assert not serialized(compiled[1])
+    used, code = instructions(compiled[1]), machine_code(compiled[1])
+    assert used["HGMMA"] == 2 * 2 * 16 + (2 + 3) * 4
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\S*\.128", code)) == used["LDGSTS"] == 32
+    assert used["UTMALDG"] == 2
+    assert "CCTL.E.PF2" in code  # the L2 cache is told of the next token
+    others = attending(505, 0, ratio, selected, heads, first, block=block, hopper=True)
+    assert [kernel.hash for kernel in others] == [kernel.hash for kernel in compiled]
+
+
+@pytest.mark.parametrize(("ratio", "selected"), [(0, 0), (4, 512), (128, 0)])
+def test_attention_of_decode_rows_on_hopper(ratio: int, selected: int) -> None:
+    """Of so many that the kernel of many tokens takes them: their entries are in the ring alone."""
+    for kernel in attending(512, 4, ratio, selected, 64, hopper=True):
+        resources(kernel).check()
 
 
 def test_entries_without_queries() -> None:

@@ -17,6 +17,7 @@ from test_repeated_launches import Launch, Operators, comparing, log
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kernels.compressed import attention_launch, wide
 from kernels.runtime.repeat import Layers, Repeat
 from workers.memory.scratch import Scratch
 from workers.models import model as models_model
@@ -28,6 +29,14 @@ from workers.models.compressed_pass import CompressedPass
 from workers.protocol.plan import BatchLayout
 
 __all__ = ["log"]
+
+
+class Box:
+    """Stands for a descriptor of queries, which have fewer features than Hopper's kernel takes."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base, self.shape, self.strides, self.padding = base, base.shape, base.stride(), "zero"
+
 
 Chunk = tuple[int, int, int]
 """Slot, first position and tokens of a chunk."""
@@ -59,15 +68,24 @@ STEPS: list[tuple[list[int], int, list[Chunk]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "published ratios"])
+@pytest.mark.parametrize(
+    ("kind", "hopper"), [("plain", False), ("published ratios", False), ("published ratios", True)]
+)
 @torch.inference_mode()
 def test_a_repeated_layer_launches_what_it_would_itself(
     kind: str,
+    hopper: bool,
     monkeypatch: pytest.MonkeyPatch,
     log: list[Launch],
 ) -> None:
-    """Decode rows beside chunks, chunks alone, which attend in turns, and decode rows alone."""
+    """Decode rows beside chunks, chunks alone, which attend in turns, and decode rows alone; with the portable kernel,
+    and with Hopper's own."""
     model = case(kind).model
+    if hopper:
+        monkeypatch.setattr(attention_launch, "ON_HOPPER", True)
+        monkeypatch.setattr(attention_launch, "takes_hopper", lambda *_: True)
+        monkeypatch.setattr(attention_launch, "is_hopper", lambda device: True)
+        monkeypatch.setattr(wide, "queries_box", Box)
     buffer, cache = torch.zeros(1 << 25, dtype=torch.uint8), poisoned(model)
     monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, buffer))
     monkeypatch.setattr(compressed_rows, "ATTENDING", 8)
@@ -81,7 +99,8 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     assert len(compared) == len(STEPS) * (len(layers) - len(set(layers))) > 0
     for repeated, own in compared:
         assert repeated == own
-        assert {"rope_store_kernel", "attend"} <= {name for name, *_ in own}
+        attending = {"find_entries", "attend_entries"} if hopper else {"attend"}
+        assert {"rope_store_kernel", *attending} <= {name for name, *_ in own}
 
 
 @pytest.mark.parametrize("kind", ["plain", "published ratios"])
