@@ -2,14 +2,17 @@
 
     python bench/fp8_linear.py                                                    # the shapes with published figures
     python bench/fp8_linear.py --tokens 16,32,64,128,256 --shapes 2112x7168       # where it begins to pay
+    python bench/fp8_linear.py --shapes "" --experts "" --groups 8x1024x4096 --tokens 1,16,64,512,8192
 
 Dense products: with activations that are rounded already ("product"), with their rounding before ("rounded"), of the
 weights dequantized before ("dequantized"), and in bf16 from the beginning ("bf16"). Of up to 64 tokens, where the bytes
 of the weights decide, a line behind has the product of torch beside ours, each with its share of 4.2 TB/s. Experts'
 products: four experts with 8,192 tokens each, as they are for activations in FP8 ("rounded", the rounding of tokens
-apart), widened to bf16 in registers ("widened") and stored in bf16 ("bf16"). "error" is the largest norm of a row's
-difference from products in fp32 of the same numbers, in norms of the row: of activations in bf16, so that it has the
-rounding in it.
+apart), widened to bf16 in registers ("widened") and stored in bf16 ("bf16"). Products of groups, as the output of
+DeepSeek V4 has them, of groups x outputs x inputs of each: of few tokens by the kernel that streams any weights
+("streamed") and by Hopper's own ("ring"), in GB/s of weights that come from memory; of many in the ways above, and
+widened to bf16 in registers ("widened"). "error" is the largest norm of a row's difference from products in fp32 of the
+same numbers, in norms of the row: of activations in bf16, so that it has the rounding in it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,20 @@ from timing import microseconds
 from verdict import error
 
 from kernels.dequantize import dequantize
-from kernels.linear import PIECE, fits_w8a8, supports_w8a8, w8a8_linear, w8a8_pieces
+from kernels.linear import (
+    MOST_STREAMED,
+    PIECE,
+    fits_w8a8,
+    group_linear,
+    supports_w8a8,
+    takes_w8a8_groups,
+    w8a8_group_linear,
+    w8a8_linear,
+    w8a8_pieces,
+)
+from kernels.linear.fp8_groups_launch import fp8_groups
+from kernels.linear.groups import launch_group_linear
+from kernels.linear.launch import stream_heads
 from kernels.matrix import BlockScaled
 from kernels.moe import launch, schedule
 from kernels.moe.records import stored
@@ -40,6 +56,8 @@ TOKENS, SHAPES = "4096,8192", "7168x2048,7168x16384,4096x7168,2112x7168,24576x15
 PUBLISHED = {(4096, 7168, 2048), (4096, 7168, 16384), (8192, 4096, 7168)}
 """Tokens, outputs and inputs for which figures are published."""
 CUDA = torch.device("cuda")
+MOST_DEPENDENT = 512
+"""Most tokens whose kernels are launched dependently, as the general path does it."""
 OUT_OF_CACHE = 200_000_000
 """Bytes of weights after which the first are in no cache any more."""
 
@@ -151,10 +169,57 @@ def grouped(each: int, experts: int, hidden: int, intermediate: int) -> None:
         print(*texts, f"all {whole:8.1f} us {6e-6 * tokens * hidden * intermediate / whole:6.0f} T", flush=True)
 
 
+def of_groups(tokens: int, groups: int, rows: int, features: int) -> None:
+    """Lines of the products of groups."""
+    weight = weights(groups * rows, features)
+    x = torch.randn(tokens, groups, features, device=CUDA, dtype=torch.bfloat16)
+    out = x.new_empty(tokens, groups, rows)
+    want = torch.einsum("tge,gue->tgu", x.float(), weight.float().view(groups, rows, features)).flatten(1)
+    if tokens <= MOST_STREAMED:
+        size = groups * rows * features
+        copies = [weight] + [BlockScaled(weight.data.clone(), weight.scales) for _ in range(OUT_OF_CACHE // size)]
+        for name, way in (("streamed", stream_heads), ("ring", fp8_groups)):
+            calls = [partial(way, x, copy, out, dependent=True) for copy in copies]
+            calls[0]()
+            wrong, time = error(out.flatten(1), want), microseconds(calls)
+            print(f"{tokens:6} {name:12} {wrong:9.1e} {time:8.1f} us {1e-3 * size / time:6.0f} GB/s", flush=True)
+        return
+    wide = x.new_empty(groups * rows, features)
+    number = torch.empty(tokens, groups * features, dtype=torch.float8_e4m3fn, device=CUDA)
+    scale = torch.empty(number.shape[1] // GROUP, tokens, device=CUDA).t()
+
+    def dequantized() -> None:
+        dequantize(weight, wide)
+        group_linear(x, wide, out)
+
+    early = tokens <= MOST_DEPENDENT
+
+    def product() -> None:
+        w8a8_group_linear(number, scale, weight, out, dependent=early)
+
+    def rounded() -> None:
+        quantize(x.flatten(1), number, scale, dependent=early)
+        product()
+
+    ways: list[tuple[str, Callable[[], object]]] = [
+        ("widened", lambda: launch_group_linear(x, weight, out)),
+        ("dequantized", dequantized),
+        ("bf16", lambda: group_linear(x, wide, out)),
+    ]
+    if takes_w8a8_groups(torch.device(CUDA.type, torch.cuda.current_device()), groups, weight):
+        ways += [("rounded", rounded), ("product", product)]
+    for name, call in ways:
+        call()
+        wrong, time = error(out.flatten(1), want), microseconds([call])
+        teraflops = 2e-6 * tokens * groups * rows * features / time
+        print(f"{tokens:6} {name:12} {wrong:9.1e} {time:8.1f} us {teraflops:6.0f} T", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", help=f"default: {TOKENS}, of the shapes that figures are published for")
     parser.add_argument("--shapes", default=SHAPES, help="outputs x inputs")
+    parser.add_argument("--groups", default="", help="groups x outputs x inputs of each; empty: none")
     parser.add_argument("--experts", default="4x8192", help="experts x tokens of each; empty: none")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -164,6 +229,8 @@ def main() -> None:
         for rows, features in shapes:
             if arguments.tokens or (tokens, rows, features) in PUBLISHED:
                 dense(tokens, rows, features)
+    for tokens in map(int, (arguments.tokens or TOKENS).split(",") if arguments.groups else ()):
+        of_groups(tokens, *map(int, arguments.groups.split("x")))
     if arguments.experts:
         experts, each = map(int, arguments.experts.split("x"))
         grouped(each, experts, 7168, 2048)

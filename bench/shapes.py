@@ -476,7 +476,8 @@ def weight_bytes(model: CompressedModel, experts: float) -> float:
         mixture = block.experts
         routed = of(mixture.gate_up_XFE) + of(mixture.down_XEI)
         table = 0.0 if mixture.expert_YK is None else of(mixture.expert_YK)
-        total += of(block) - table - routed * (1 - experts / mixture.gate_up_XFE.shape[0])
+        twice = of(block.attention.made_FE)  # its rows are the compressors', too
+        total += of(block) - table - twice - routed * (1 - experts / mixture.gate_up_XFE.shape[0])
     return total
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 REPLAYS = 20
 
 
-def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of `call`, which must neither allocate nor wait. It runs once before, so that everything is compiled."""
+def capture(call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+    """A graph of `call`, which must neither allocate nor wait. It runs once before, so that everything is compiled.
+    `stream`: on which it is captured."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         call()
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before

@@ -3,8 +3,9 @@ that stand for several tokens, where they are kept, queries, and attention to bo
 
 A call takes the tokens of decode rows, of which each row has as many, or those of chunks of prompts (`TokenRows`). All
 that a step changes is read from tensors on the device, grids follow from the shapes of tensors alone, and nothing
-allocates device memory or waits: calls may be captured in a graph and replayed for other rows. In the order in which a
-layer makes them:
+allocates device memory or waits: calls may be captured in a graph and replayed for other rows. Before the first layer
+`begin` looks up what tokens and positions say, and `lay_out_rows` says where the tokens of decode rows belong. In the
+order in which a layer makes them:
 
 1. `rope_store`: queries, and the entry of each token; of decode rows into the ring of the row's slot.
 2. `compress`, for the compressor and for that of the indexer: entries that end at the step's tokens, and what entries
@@ -39,18 +40,103 @@ from kernels.compressed import attention_launch, launch, reference
 from kernels.compressed.attention_launch import AttendWorkspace
 from kernels.compressed.rows import TokenRows, contiguous, room, rotations, rows_of_features, told
 from kernels.page import PAGE_TOKENS
+from kernels.residual_streams import StreamMemory
 
 __all__ = [
     "AttendWorkspace",
     "TokenRows",
     "attend",
+    "begin",
     "compress",
     "keep_entries",
+    "lay_out_rows",
     "rope_queries",
     "rope_store",
 ]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def begin(
+    token_T: Tensor,
+    position_T: Tensor,
+    embedding_YE: Tensor,
+    rotations_YO: tuple[Tensor, Tensor],
+    token_out_T: Tensor,
+    rotations_TO: tuple[Tensor, Tensor],
+    out_TE: Tensor,
+    residual_TSE: Tensor,
+    memory: StreamMemory,
+    *,
+    dependent: bool = False,
+) -> None:
+    """Look up the embeddings of tokens and the rotations of their positions, and make streams of zeros, to which
+    `kernels.residual_streams.add_to_streams` then adds the embedding, in every one, whatever mixes them.
+
+    - `token_T`, `position_T`: int64. `embedding_YE`: rows may be strided; Y here counts ids, or positions.
+    - `rotations_YO`, `rotations_TO`: fp32, contiguous: two kinds of rotations by position, and those of the tokens.
+    - `token_out_T`: receives the tokens. `out_TE`: receives their embeddings; rows may be strided.
+    - `residual_TSE`: contiguous. `memory`: its gates of what is added become 1, its mixing matrix 0.
+    - `dependent`: programmatic dependent launch (compute capability 9.0 and above).
+
+    One launch. ValueError for tensors that do not fit.
+    """
+    (tokens, streams, features), (turn_YO, compressed_YO) = residual_TSE.shape, rotations_YO
+    contiguous("token_T", token_T, (tokens,), torch.int64)
+    contiguous("position_T", position_T, (tokens,), torch.int64)
+    contiguous("token_out_T", token_out_T, (tokens,), torch.int64)
+    contiguous("residual_TSE", residual_TSE, (tokens, streams, features), residual_TSE.dtype)
+    rows_of_features("embedding_YE", embedding_YE, (len(embedding_YE), features))
+    rows_of_features("out_TE", out_TE, (tokens, features))
+    if memory.mix_TSS is None:
+        raise ValueError("streams of such a model are mixed")
+    contiguous("open_TS", memory.open_TS, (tokens, streams), torch.float32)
+    contiguous("mix_TSS", memory.mix_TSS, (tokens, streams, streams), torch.float32)
+    for table_YO, own_TO in ((turn_YO, rotations_TO[0]), (compressed_YO, rotations_TO[1])):
+        contiguous("rotations_YO", table_YO, (len(table_YO), turn_YO.shape[1]), torch.float32)
+        contiguous("rotations_TO", own_TO, (tokens, turn_YO.shape[1]), torch.float32)
+    tensors = (token_T, position_T, embedding_YE, rotations_YO, token_out_T, rotations_TO, out_TE, residual_TSE)
+    if token_T.is_cuda:
+        launch.begin(*tensors, memory, dependent=dependent)
+    else:
+        reference.begin(*tensors, memory)
+
+
+def lay_out_rows(
+    position_T: Tensor,
+    length_R: Tensor,
+    wanted_R: Tensor | None,
+    row_T: Tensor,
+    bound_T: Tensor,
+    ratio: int,
+    *,
+    dependent: bool = False,
+) -> None:
+    """Say of the tokens of decode rows, of which each row has as many, whose they are, and how many entries they see.
+
+    - `position_T`: int64, arbitrary where a row is padding. `length_R`: int32, 0 of padding.
+    - `wanted_R`: int64: of each row's tokens the first so many are its own, the others nobody's; None: all are.
+    - `row_T`: int32, receives the row of each token, -1 of those of nobody.
+    - `bound_T`: int32, receives the compressed entries, of `ratio` tokens each, that a token may see; 0 of tokens of
+      nobody and of padding.
+    - `dependent`: as of `begin`.
+
+    One launch. ValueError for tensors that do not fit.
+    """
+    tokens, rows = len(position_T), len(length_R)
+    contiguous("position_T", position_T, (tokens,), torch.int64)
+    contiguous("length_R", length_R, (rows,), torch.int32)
+    contiguous("row_T", row_T, (tokens,), torch.int32)
+    contiguous("bound_T", bound_T, (tokens,), torch.int32)
+    if wanted_R is not None:
+        contiguous("wanted_R", wanted_R, (rows,), torch.int64)
+    if ratio < 1 or (tokens % rows if rows else tokens):
+        raise ValueError(f"{rows} rows with entries of {ratio} tokens do not have {tokens} tokens, equally many each")
+    tensors = (position_T, length_R, wanted_R, row_T, bound_T, ratio)
+    if position_T.is_cuda:
+        launch.lay_out_rows(*tensors, dependent=dependent)
+    else:
+        reference.lay_out_rows(*tensors)
 
 
 def rope_store(
@@ -64,6 +150,7 @@ def rope_store(
     *,
     window: int,
     eps: float,
+    dependent: bool = False,
 ) -> None:
     """q = rope(q / rms(q)) for each head, in place; entry = rope(rms_norm(kv)), of decode rows into the ring, too.
 
@@ -76,6 +163,7 @@ def rope_store(
     - `ring_XLD`: contiguous. With `rows.width` the entries are written to it, and `window` + width - 1 tokens at least
       must have room; without it nothing is (see `keep_entries`).
     - `window`: newest tokens that a token attends to, itself included.
+    - `dependent`: as of `begin`.
 
     All is computed in fp32 and rounded once. ValueError for tensors that do not fit.
     """
@@ -89,7 +177,10 @@ def rope_store(
     contiguous("ring_XLD", ring_XLD, (len(ring_XLD), length, features), ring_XLD.dtype)
     room("ring_XLD", length, window, rows.width)
     tensors = (q_THD, kv_TD, norm_D, rotation_TO, entry_TD, ring_XLD, rows, eps)
-    (launch if q_THD.is_cuda else reference).rope_store(*tensors)
+    if q_THD.is_cuda:
+        launch.rope_store(*tensors, dependent=dependent)
+    else:
+        reference.rope_store(*tensors)
 
 
 def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
@@ -103,11 +194,14 @@ def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
     (launch if entry_TD.is_cuda else reference).keep_entries(entry_TD, ring_XLD, rows)
 
 
-def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
-    """Turn the last O features of every head, in place, as an indexer's queries are turned. Tensors as of
+def rope_queries(q_THD: Tensor, rotation_TO: Tensor, *, dependent: bool = False) -> None:
+    """Turn the last O features of every head, in place, as an indexer's queries are turned. Arguments as of
     `rope_store`."""
     _heads(q_THD, rotation_TO)
-    (launch if q_THD.is_cuda else reference).rope_queries(q_THD, rotation_TO)
+    if q_THD.is_cuda:
+        launch.rope_queries(q_THD, rotation_TO, dependent=dependent)
+    else:
+        reference.rope_queries(q_THD, rotation_TO)
 
 
 def compress(
@@ -120,6 +214,7 @@ def compress(
     rows: TokenRows,
     *,
     eps: float,
+    dependent: bool = False,
 ) -> None:
     """Write the compressed entries whose last token is among the step's, and keep what later ones are made of.
 
@@ -134,6 +229,7 @@ def compress(
     - `state_XLF`: fp32, contiguous: the ring of values and logits, bias included. Of decode rows it has room for the
       tokens that an entry is made of (A, or 2 A) and width - 1 more.
     - `entry_PKD`: contiguous pages of max(1, 64 // A) entries each, in the dtype of the cache.
+    - `dependent`: as of `begin`.
 
     One launch for decode rows, two for chunks. All is computed in fp32 and rounded once. ValueError for tensors that do
     not fit.
@@ -152,7 +248,10 @@ def compress(
     contiguous("entry_PKD", entry_PKD, (len(entry_PKD), max(1, PAGE_TOKENS // ratio), features), entry_PKD.dtype)
     room("state_XLF", state_XLF.shape[1], ratio * made // features, rows.width)
     tensors = (made_TF, bias_AC, norm_D, rotation_YO, state_XLF, entry_PKD, rows, eps)
-    (launch if made_TF.is_cuda else reference).compress(*tensors)
+    if made_TF.is_cuda:
+        launch.compress(*tensors, dependent=dependent)
+    else:
+        reference.compress(*tensors)
 
 
 def attend(

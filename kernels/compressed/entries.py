@@ -1,5 +1,7 @@
 """Entries of tokens and of several tokens, and queries, in Triton. A program has a token, or heads of one, and no
 program reads what another one writes.
+
+What steps write is read past L1 (`.cg`): a dependent launch may find lines there that are older than the kernel before.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.page import PAGE_TOKENS
 
@@ -21,9 +24,9 @@ are: kernels should not be compiled anew where a pointer is less aligned."""
 def place_of(token, row, slot, rows, places):
     """Return a token's row, the place of its slot in rings, whether it has one, and whether row or slot are outside of
     what they point into."""
-    own = tl.load(row + token)
+    own = tl.load(row + token, cache_modifier=".cg")
     known = (own >= 0) & (own < rows)
-    found = tl.load(slot + own, mask=known, other=-1)
+    found = tl.load(slot + own, mask=known, other=-1, cache_modifier=".cg")
     outside = (own < -1) | (own >= rows) | (found < -1) | (found >= places - 1)
     return own, found + 1, (found >= 0) & (outside == 0), outside
 
@@ -42,8 +45,8 @@ def angles(rotation, FEATURES: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.const
     pair = tl.arange(0, BLOCK // 2)
     at = 2 * pair - (FEATURES - ROPE)
     roped = (at >= 0) & (at < ROPE)
-    cos = tl.load(rotation + at, mask=roped, other=1.0)
-    sin = tl.load(rotation + at + 1, mask=roped, other=0.0)
+    cos = tl.load(rotation + at, mask=roped, other=1.0, cache_modifier=".cg")
+    sin = tl.load(rotation + at + 1, mask=roped, other=0.0, cache_modifier=".cg")
     return cos[None, :], sin[None, :]
 
 
@@ -74,23 +77,27 @@ def rope_store_kernel(
     NORM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Programs (token, part): with ENTRY part 0 makes the token's entry, and with KEEP writes it to the ring; each
     other part has GROUP heads, which it norms with NORM and turns."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     d = tl.arange(0, BLOCK)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     cos, sin = angles(rotation + token * ROTATION, FEATURES, ROPE, BLOCK)
     if ENTRY and part == 0:
         inside = d < FEATURES
-        x = tl.load(kv + token * KV_TOKEN + d, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(kv + token * KV_TOKEN + d, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         w = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / FEATURES + eps) * w
         x = tl.reshape(turn(tl.reshape(x, [1, BLOCK]), cos, sin, 1, BLOCK), [BLOCK]).to(entry.dtype.element_ty)
         tl.store(entry + token * FEATURES + d, x, mask=inside)
         if KEEP:
             _, place, there, outside = place_of(token, row, slot, rows, places)
-            p = tl.load(position + token).to(tl.int32)
+            p = tl.load(position + token, cache_modifier=".cg").to(tl.int32)
             outside = outside | (there & (p < 0))
             tl.atomic_add(fault, 1, mask=outside, sem="relaxed")
             kept = there & (outside == 0)
@@ -99,7 +106,7 @@ def rope_store_kernel(
         head = (part - (1 if ENTRY else 0)) * GROUP + tl.arange(0, GROUP)
         wanted = (head < HEADS)[:, None] & (d < FEATURES)[None, :]
         at = q + token * Q_TOKEN + head[:, None] * FEATURES + d[None, :]
-        query = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
+        query = tl.load(at, mask=wanted, other=0.0, cache_modifier=".cg").to(tl.float32)
         if NORM:
             query = query * tl.rsqrt(tl.sum(query * query, 1) / FEATURES + eps)[:, None]
         tl.store(at, turn(query, cos, sin, GROUP, BLOCK).to(q.dtype.element_ty), mask=wanted)
@@ -169,14 +176,18 @@ def compress_kernel(
     KEEP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A token. With KEEP what was made of it goes into the ring, if it is among the newest LENGTH of its row; with
     COMPLETE the entry that it ends is made, TILE tokens at a time, by an online softmax for each feature (Milakov and
     Gimelshein, 2018). HALVES: 2 where entries overlap."""
     WIDTH: tl.constexpr = HALVES * FEATURES
     token = tl.program_id(0).to(tl.int64)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     own, place, there, outside = place_of(token, row, slot, rows, places)
-    at = tl.load(position + token).to(tl.int32)
+    at = tl.load(position + token, cache_modifier=".cg").to(tl.int32)
     outside = outside | (there & (at < 0))
     there = there & (outside == 0)
     d = tl.arange(0, BLOCK)
@@ -189,8 +200,8 @@ def compress_kernel(
             added = bias + at % RATIO * WIDTH + d
             for half in tl.static_range(HALVES):
                 first = half * FEATURES
-                value = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
-                logit = tl.load(source + WIDTH + first, mask=inside, other=0.0).to(tl.float32)
+                value = tl.load(source + first, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+                logit = tl.load(source + WIDTH + first, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
                 logit += tl.load(added + first, mask=inside, other=0.0)
                 tl.store(target + first, value, mask=inside)
                 tl.store(target + WIDTH + first, logit, mask=inside)
@@ -210,7 +221,7 @@ def compress_kernel(
                 # The first tokens of an entry that overlaps are those of the entry before.
                 half = (i // RATIO) * FEATURES
                 near = exists & (token - back >= 0)
-                of_step = near & (tl.load(row + token - back, mask=near, other=-1) == own)
+                of_step = near & (tl.load(row + token - back, mask=near, other=-1, cache_modifier=".cg") == own)
                 of_ring = exists & (of_step == 0)
                 source = made + (token - back) * MADE_TOKEN + half
                 past = state + (place * LENGTH + (at - back) % LENGTH) * (2 * WIDTH) + half
@@ -218,11 +229,13 @@ def compress_kernel(
                 new = of_step[:, None] & inside[None, :]
                 old = of_ring[:, None] & inside[None, :]
                 d_ = d[None, :]
-                logit = tl.load(source[:, None] + WIDTH + d_, mask=new, other=0.0).to(tl.float32)
+                logit = tl.load(source[:, None] + WIDTH + d_, mask=new, other=0.0, cache_modifier=".cg").to(tl.float32)
                 logit += tl.load(added[:, None] + d_, mask=new, other=0.0)
-                logit = tl.where(new, logit, tl.load(past[:, None] + WIDTH + d_, mask=old, other=float("-inf")))
-                value = tl.load(source[:, None] + d_, mask=new, other=0.0).to(tl.float32)
-                value = tl.where(new, value, tl.load(past[:, None] + d_, mask=old, other=0.0))
+                before = tl.load(past[:, None] + WIDTH + d_, mask=old, other=float("-inf"), cache_modifier=".cg")
+                logit = tl.where(new, logit, before)
+                value = tl.load(source[:, None] + d_, mask=new, other=0.0, cache_modifier=".cg").to(tl.float32)
+                before = tl.load(past[:, None] + d_, mask=old, other=0.0, cache_modifier=".cg")
+                value = tl.where(new, value, before)
                 new_top = tl.maximum(top, tl.max(logit, 0))
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
                 shrink = tl.exp(top - base)

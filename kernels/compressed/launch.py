@@ -1,14 +1,16 @@
-"""Launches the kernels of `entries`. Allocates nothing and waits for nothing, so it may be captured into a CUDA graph.
-Grids follow from the shapes of tensors alone."""
+"""Launches the kernels of `entries` and `begin`. Allocates nothing and waits for nothing, so it may be captured into a
+CUDA graph. Grids follow from the shapes of tensors alone."""
 
 from __future__ import annotations
 
 import triton
 from torch import Tensor
 
+from kernels.compressed import begin as beginning
 from kernels.compressed import entries
 from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
+from kernels.residual_streams import StreamMemory
 
 _ELEMENTS = 2048
 """Numbers of heads that a program norms and turns."""
@@ -16,6 +18,83 @@ _TILES = (4096, 8192)
 """Numbers of tokens that a program averages at a time, as many values and as many logits: of entries of few tokens, and
 of those of at least `_MANY_TOKENS`, for which a program waits for memory most of its time."""
 _MANY_TOKENS = 64
+_BEGUN = 1024
+"""Features of a token that a program of a pass's beginning looks up."""
+_LAID_OUT = 128
+"""Tokens of a program that says whose they are."""
+
+
+def begin(
+    token_T: Tensor,
+    position_T: Tensor,
+    embedding_YE: Tensor,
+    rotations_YO: tuple[Tensor, Tensor],
+    token_out_T: Tensor,
+    rotations_TO: tuple[Tensor, Tensor],
+    out_TE: Tensor,
+    residual_TSE: Tensor,
+    memory: StreamMemory,
+    *,
+    dependent: bool = False,
+) -> None:
+    """See `kernels.compressed.begin`."""
+    (tokens, streams, features), rope = residual_TSE.shape, rotations_YO[0].shape[1]
+    if not tokens:
+        return
+    beginning.begin_kernel[(tokens, triton.cdiv(features, _BEGUN))](
+        token_T,
+        position_T,
+        embedding_YE,
+        *rotations_YO,
+        token_out_T,
+        *rotations_TO,
+        out_TE,
+        residual_TSE,
+        memory.open_TS,
+        memory.mix_TSS,
+        EMBEDDING=embedding_YE.stride(0),
+        X_STRIDE=out_TE.stride(0),
+        FEATURES=features,
+        STREAMS=streams,
+        STREAMS_BLOCK=triton.next_power_of_2(streams),
+        ROPE=rope,
+        ROPE_BLOCK=triton.next_power_of_2(rope),
+        BLOCK=_BEGUN,
+        DEPENDENT=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
+
+
+def lay_out_rows(
+    position_T: Tensor,
+    length_R: Tensor,
+    wanted_R: Tensor | None,
+    row_T: Tensor,
+    bound_T: Tensor,
+    ratio: int,
+    *,
+    dependent: bool = False,
+) -> None:
+    """See `kernels.compressed.lay_out_rows`."""
+    tokens = len(position_T)
+    if not tokens:
+        return
+    beginning.lay_out_rows_kernel[(triton.cdiv(tokens, _LAID_OUT),)](
+        position_T,
+        length_R,
+        length_R if wanted_R is None else wanted_R,
+        row_T,
+        bound_T,
+        tokens,
+        WIDTH=tokens // len(length_R),
+        RATIO=ratio,
+        WANTED=wanted_R is not None,
+        BLOCK=_LAID_OUT,
+        DEPENDENT=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
 
 
 def rope_store(
@@ -27,6 +106,8 @@ def rope_store(
     ring_XLD: Tensor,
     rows: TokenRows,
     eps: float,
+    *,
+    dependent: bool = False,
 ) -> None:
     """See `kernels.compressed.rope_store`."""
     tokens, heads, features = q_THD.shape
@@ -60,11 +141,13 @@ def rope_store(
         NORM=True,
         GROUP=group,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=4,
+        **options(dependent),
     )
 
 
-def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
+def rope_queries(q_THD: Tensor, rotation_TO: Tensor, *, dependent: bool = False) -> None:
     """See `kernels.compressed.rope_queries`."""
     tokens, heads, features = q_THD.shape
     if not tokens:
@@ -88,7 +171,9 @@ def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
         NORM=False,
         GROUP=group,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=4,
+        **options(dependent),
     )
 
 
@@ -123,6 +208,8 @@ def compress(
     entry_PKD: Tensor,
     rows: TokenRows,
     eps: float,
+    *,
+    dependent: bool = False,
 ) -> None:
     """See `kernels.compressed.compress`."""
     (ratio, made), features = bias_AC.shape, norm_D.shape[0]
@@ -165,5 +252,12 @@ def compress(
             KEEP=keeping,
             TILE=max(1, min(tile // block, triton.next_power_of_2(reach))),
             BLOCK=block,
+            DEPENDENT=dependent,
             num_warps=min(4 * triton.cdiv(block, 256), 8) * (2 if reach >= _MANY_TOKENS else 1),
+            **options(dependent),
         )
+
+
+def options(dependent: bool) -> dict[str, bool]:
+    """The launch attribute exists on CUDA only, and the interpreter knows none."""
+    return {"launch_pdl": True} if dependent else {}

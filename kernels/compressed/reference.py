@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
+from kernels.residual_streams import StreamMemory
 
 
 def turned(x: Tensor, rotation: Tensor, *, back: bool = False) -> Tensor:
@@ -24,6 +25,43 @@ def turned(x: Tensor, rotation: Tensor, *, back: bool = False) -> Tensor:
     cos, sin = rotation[..., 0::2], rotation[..., 1::2] * (-1 if back else 1)
     pair = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
     return torch.cat([x[..., :plain], pair.flatten(-2)], -1)
+
+
+def begin(
+    token_T: Tensor,
+    position_T: Tensor,
+    embedding_YE: Tensor,
+    rotations_YO: tuple[Tensor, Tensor],
+    token_out_T: Tensor,
+    rotations_TO: tuple[Tensor, Tensor],
+    out_TE: Tensor,
+    residual_TSE: Tensor,
+    memory: StreamMemory,
+) -> None:
+    """See `kernels.compressed.begin`."""
+    token_out_T.copy_(token_T)
+    for table_YO, own_TO in zip(rotations_YO, rotations_TO, strict=True):
+        torch.index_select(table_YO, 0, position_T, out=own_TO)
+    out_TE.copy_(embedding_YE[token_T])
+    residual_TSE.zero_()
+    memory.open_TS.fill_(1.0)
+    assert memory.mix_TSS is not None
+    memory.mix_TSS.zero_()
+
+
+def lay_out_rows(
+    position_T: Tensor, length_R: Tensor, wanted_R: Tensor | None, row_T: Tensor, bound_T: Tensor, ratio: int
+) -> None:
+    """See `kernels.compressed.lay_out_rows`."""
+    if not len(position_T):
+        return
+    rows, width = len(length_R), len(position_T) // len(length_R)
+    own_RW = torch.ones(rows, width, dtype=torch.bool)
+    if wanted_R is not None:
+        own_RW = torch.arange(width) < wanted_R.unsqueeze(1)
+    row_T.view(rows, width).copy_(torch.arange(rows).unsqueeze(1).where(own_RW, -1))
+    bound_T.view(rows, width).copy_(((position_T + 1) // ratio).view(rows, width))
+    bound_T.view(rows, width).mul_(own_RW & (length_R > 0).unsqueeze(1))
 
 
 def rope_store(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
 from kernels.gluon.tiles import ROWS
-from kernels.linear import fp8_even_launch, fp8_launch, launch, micro_scaled, parts, reference
+from kernels.linear import fp8_even_launch, fp8_groups_launch, fp8_launch, launch, micro_scaled, parts, reference
 from kernels.linear.groups import launch_group_linear
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
@@ -26,6 +26,7 @@ from kernels.linear.w8a8 import (
     w8a8_linear,
     w8a8_pieces,
 )
+from kernels.linear.w8a8_groups_launch import takes_w8a8_groups, w8a8_group_linear
 from kernels.matrix import BlockScaled, Matrix, MicroScaled
 from kernels.pending_norm import PendingNorm
 from kernels.runtime.dependent import launches_dependently
@@ -35,11 +36,13 @@ __all__ = [
     "MOST_STREAMED",
     "PIECE",
     "ROWS",
+    "fits_pending_norm",
     "fits_w8a8",
     "gated_linear",
     "group_linear",
     "grouped_linear",
     "linear",
+    "linear_to_norm",
     "linear_to_residual",
     "normed_linear",
     "padded_scales",
@@ -49,6 +52,9 @@ __all__ = [
     "takes_fp8",
     "takes_fp16_scaled",
     "takes_mxfp8",
+    "takes_ring",
+    "takes_w8a8_groups",
+    "w8a8_group_linear",
     "w8a8_linear",
     "w8a8_pieces",
 ]
@@ -77,6 +83,22 @@ def takes_mxfp8(x_TE: Tensor, weight: Matrix) -> TypeGuard[MicroScaled]:
     return x_TE.is_cuda and isinstance(weight, MicroScaled) and fits
 
 
+def takes_ring(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether `linear` multiplies these tokens, as they are, by this matrix in FP8 through the ring of `fp8_groups`,
+    which is better than scaled fp16 (`takes_fp16_scaled`); it is for products that nothing precedes and follows."""
+    return x_TE.is_cuda and fp8_groups_launch.takes_alone(x_TE.shape[0], weight)
+
+
+def fits_pending_norm(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether a pending norm is better than one that a kernel makes, before or behind a product of these tokens with a
+    matrix in FP8: on Hopper, where `fp8_whole` takes it."""
+    if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
+        return False
+    if not x_TE.is_cuda:
+        return x_TE.dtype != torch.float64 and not any(size % ROWS for size in weight.shape)
+    return launch.streamable(x_TE, weight) and fp8_launch.whole(x_TE.shape[0], weight, normed=True)
+
+
 def linear(
     x_TE: Tensor | Fp16Scaled, weight_FE: Matrix, out_TF: Tensor, *, invariant: bool = False, dependent: bool = False
 ) -> None:
@@ -98,6 +120,9 @@ def linear(
             fp8_even_launch.fp8_even(x_TE, weight_FE, out_TF, dependent=dependent)
         elif isinstance(weight_FE, BlockScaled) and fp8_launch.whole(x_TE.shape[0], weight_FE):
             fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, dependent=dependent)
+        elif isinstance(weight_FE, BlockScaled) and takes_ring(x_TE, weight_FE):
+            one_group = x_TE.unsqueeze(1), weight_FE, out_TF.unsqueeze(1)
+            fp8_groups_launch.fp8_groups(*one_group, tiling=fp8_groups_launch.ALONE, dependent=dependent)
         elif x_TE.is_cuda:
             launch.stream_linear(x_TE, weight_FE, out_TF, dependent=dependent)
         else:
@@ -140,7 +165,8 @@ def grouped_linear(
 
 def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor, *, dependent: bool = False) -> None:
     """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows (F = G U): one
-    launch for any number of tokens. Sums are in fp32, on a CPU of fp64 in fp64, and rounded once.
+    launch for any number of tokens. Sums are in fp32, on a CPU of fp64 in fp64, and rounded once. Of many tokens cuBLAS
+    multiplies plain weights about three times as fast as this does `BlockScaled` ones.
 
     `x_TGE`: the last dimension is contiguous, the others may be strided (heads of a group side by side:
     `x_THD.view(T, G, -1)`). A plain `weight_FE` has its dtype; `BlockScaled` is multiplied as it is stored, where the
@@ -163,6 +189,8 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor, *, dependent
             out_TGU.copy_(torch.einsum("tge,gue->tgu", x_TGE.to(compute), weight_GUE.to(compute)))
         elif tokens and launch.streamable(x_TGE, weight_GUE):
             launch.stream_heads(x_TGE, weight_GUE, out_TGU, dependent=dependent)
+        elif out_TGU.dtype == x_TGE.dtype:
+            torch.bmm(x_TGE.transpose(0, 1), weight_GUE.transpose(1, 2), out=out_TGU.transpose(0, 1))
         else:
             launch.tiled(x_TGE, weight_GUE, out_TGU, invariant=False)
         return
@@ -170,7 +198,10 @@ def group_linear(x_TGE: Tensor, weight_FE: Matrix, out_TGU: Tensor, *, dependent
         raise ValueError(f"{groups} groups of {rows} rows: dequantize the matrix, it is in no blocks of whole groups")
     device = x_TGE.device
     if x_TGE.is_cuda and tokens and launches_dependently(device) and launch.streamable(x_TGE, weight_FE):
-        launch.stream_heads(x_TGE, weight_FE, out_TGU, dependent=dependent)
+        if fp8_groups_launch.takes_groups(groups, weight_FE):
+            fp8_groups_launch.fp8_groups(x_TGE, weight_FE, out_TGU, dependent=dependent)
+        else:
+            launch.stream_heads(x_TGE, weight_FE, out_TGU, dependent=dependent)
     elif x_TGE.is_cuda:
         launch_group_linear(x_TGE, weight_FE, out_TGU)
     else:
@@ -241,6 +272,27 @@ def normed_linear(
         )
     else:
         reference.normed_linear(x, weight_FE, out_TF, norm_A, next, scale_T)
+
+
+def linear_to_norm(
+    x_TE: Tensor,
+    weight_FE: Matrix,
+    out_TF: Tensor,
+    norm_A: Tensor,
+    next: PendingNorm,
+    *,
+    dependent: bool = False,
+) -> None:
+    """`normed_linear` with a `next` norm, of tokens before which there is none, where `fits_pending_norm` says so."""
+    _check_few(x_TE, weight_FE)
+    if next.x_TE.data_ptr() != out_TF.data_ptr():
+        raise ValueError("the next norm lies over the first columns of the output")
+    if not isinstance(weight_FE, BlockScaled):
+        raise ValueError("a norm is left to the next product behind one with a matrix in FP8 alone")
+    if x_TE.is_cuda:
+        fp8_launch.fp8_whole(x_TE, weight_FE, out_TF, norm=norm_A, next=next, dependent=dependent)
+    else:
+        reference.linear_to_norm(x_TE, weight_FE, out_TF, norm_A, next)
 
 
 def linear_to_residual(

@@ -145,7 +145,8 @@ def fp8_linear(
 
     (tokens, features), rows = x.fp16_TF.shape, weight_FE.shape[0]
     square = out_TF if next is None else next.square_TP
-    warps, stages = (warps_of(features, 4), 6) if tokens == 1 else (warps_of(features, 8), 3)
+    warps, most = (warps_of(features, 4), 6) if tokens == 1 else (warps_of(features, 8), 3)
+    stages = min(most, triton.cdiv(features, warps * BLOCK))  # empty ones would keep programs away
     fp8.fp8_linear[(triton.cdiv(rows, ROWS),)](
         x.fp16_TF,
         x.unit_T,

@@ -30,6 +30,9 @@ RESIDENT_BYTES_OF_8 = 112 * 1024
 """The same of 8, beside which six tiles of weights fit: 129280 x 7168 weights took one token 408 us so and 445 in
 programs that end, on one H200 (bytes at 4.2 TB/s: 441)."""
 
+SMALL = 1 << 24
+"""Most numbers of a matrix that up to 16 tokens are streamed by, whether or not they stay there."""
+
 
 @dataclass(frozen=True)
 class Streaming:
@@ -72,11 +75,12 @@ def streamable(x_TE: Tensor, weight: Matrix) -> bool:
 def served(x_TE: Tensor, weight_FE: Tensor) -> bool:
     """Whether `stream_linear` is the best for a product by itself. More than 8 tokens it reads in tiles of 16 columns:
     where those do not stay in a program's shared memory, cuBLAS is faster (16 tokens and 129280 x 7168 weights: 433 us
-    in place of 616 on one H200)."""
+    in place of 616 on one H200), but of small matrices, whose sums it leaves in parts for a second kernel: 16 tokens
+    and 1024 x 4096 weights took it 8.5 us in two launches that start late, 2048 x 4096 ones 10."""
     tokens, features = x_TE.shape
     if not streamable(x_TE, weight_FE):
         return False
-    return columns(tokens) <= 8 or _stays(Streaming.of(features), tokens)
+    return columns(tokens) <= 8 or weight_FE.numel() <= SMALL or _stays(Streaming.of(features), tokens)
 
 
 def _in_pieces(x: Tensor) -> bool:

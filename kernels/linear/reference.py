@@ -56,11 +56,20 @@ def normed_linear(
     """See `kernels.linear.normed_linear`."""
     y_TF = pending_norm.normed(x) @ weight_FE.float().t()
     if next is not None and norm_A is not None:
-        size = norm_A.shape[0]
-        out_TF[:, size:] = y_TF[:, size:].to(out_TF.dtype)
-        pending_norm.write(y_TF[:, :size], norm_A, next, scale_T)
+        _leave_norm(y_TF, out_TF, norm_A, next, scale_T)
     else:
         out_TF.copy_(y_TF)
+
+
+def linear_to_norm(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor, norm_A: Tensor, next: PendingNorm) -> None:
+    """See `kernels.linear.linear_to_norm`."""
+    _leave_norm(x_TE.float() @ weight_FE.float().t(), out_TF, norm_A, next, None)
+
+
+def _leave_norm(y_TF: Tensor, out_TF: Tensor, norm_A: Tensor, next: PendingNorm, scale_T: Tensor | None) -> None:
+    size = norm_A.shape[0]
+    out_TF[:, size:] = y_TF[:, size:].to(out_TF.dtype)
+    pending_norm.write(y_TF[:, :size], norm_A, next, scale_T)
 
 
 def linear_to_residual(x_TE: Tensor, weight_FE: Matrix, residual_TF: Tensor, norm_F: Tensor, out: PendingNorm) -> None:

@@ -23,10 +23,12 @@ from kernels.moe.schedule import ExpertsShape
 from kernels.private_api import PrivateApi
 from kernels.rms_norm import AddNorm, add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
 __all__ = [
     "ExpertsShape",
+    "GivenExperts",
     "PendingExperts",
     "add_experts",
     "experts",
@@ -54,7 +56,7 @@ def route(
     *,
     shared: int = 0,
     live_R: Tensor | None = None,
-    given_TK: Tensor | None = None,
+    given: GivenExperts | None = None,
     dependent: bool = False,
 ) -> None:
     """Choose K experts for every token and the weights of their outputs.
@@ -66,23 +68,23 @@ def route(
       experts, which are stored behind the routed ones.
     - `live_R` (integers): token t belongs to row t // (T // R), and the tokens of rows with 0 are padding: their ids
       become -1, their weights 0.
-    - `given_TK` (int32 or int64, contiguous): the experts that the tokens have, without `shared`, if these are not to
-      be chosen: then only their weights are computed, of a rule without groups. An expert that a token has several
-      times counts as often: it stands where it is named first, with the sum of its weights. All others become -1, with
-      weight 0, as do experts that there are not.
+    - `given`: the experts that the tokens have, without `shared`, if these are not to be chosen: then only their
+      weights are computed, of a rule without groups. An expert that a token has several times counts as often: it
+      stands where it is named first, with the sum of its weights. All others become -1, with weight 0, as do experts
+      that there are not.
     - `dependent`: programmatic dependent launch, see `launch`.
 
     On a GPU X is at most 512, the number of chosen experts at most 16. Ids exist and differ whatever the logits hold.
     Ties go to the lowest id, of experts and of groups. ValueError for given experts of another number, or in groups.
     """
-    if given_TK is not None and (given_TK.shape[1] != id_TK.shape[1] - shared or rule.groups > 1):
+    if given is not None and (given.expert_YK.shape[1] != id_TK.shape[1] - shared or rule.groups > 1):
         raise ValueError(
-            f"{given_TK.shape[1]} given experts are no {id_TK.shape[1] - shared} of {rule.groups} group(s)"
+            f"{given.expert_YK.shape[1]} given experts are no {id_TK.shape[1] - shared} of {rule.groups} group(s)"
         )
     if logit_TX.is_cuda:
-        launch.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given_TK, dependent=dependent)
+        launch.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given, dependent=dependent)
     else:
-        reference.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given_TK)
+        reference.route(logit_TX, bias_X, id_TK, weight_TK, rule, shared, live_R, given)
 
 
 def experts(

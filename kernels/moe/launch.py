@@ -30,6 +30,7 @@ from kernels.moe.schedule import (
 )
 from kernels.rms_norm import AddNorm, launch_add_rms_norm
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
@@ -44,7 +45,7 @@ def route(
     rule: RoutingRule,
     shared: int = 0,
     live_R: Tensor | None = None,
-    given_TK: Tensor | None = None,
+    given: GivenExperts | None = None,
     *,
     dependent: bool = False,
 ) -> None:
@@ -61,7 +62,8 @@ def route(
         logit_TX,
         logit_TX if bias_X is None else bias_X,
         id_TK if live_R is None else live_R,
-        id_TK if given_TK is None else given_TK,
+        id_TK if given is None else given.expert_YK,
+        id_TK if given is None else given.row_T,
         id_TK,
         weight_TK,
         1 if live_R is None else tokens // live_R.shape[0],
@@ -79,11 +81,11 @@ def route(
         SHARED=shared,
         COLUMNS=columns,
         SCORING=rule.scoring,
-        BIASED=bias_X is not None and given_TK is None,
+        BIASED=bias_X is not None and given is None,
         NORMALIZE=rule.normalize,
         CLOSED_AT_ZERO=rule.closed_at_zero,
         LIVE=live_R is not None,
-        GIVEN=given_TK is not None,
+        GIVEN=given is not None,
         DEPENDENT=dependent,
         num_warps=1,
         **_options(dependent),

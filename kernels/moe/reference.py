@@ -11,6 +11,7 @@ from kernels.linear import grouped_linear, linear
 from kernels.matrix import Matrix
 from kernels.moe.activation import clamped
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 
 def route(
@@ -21,7 +22,7 @@ def route(
     rule: RoutingRule,
     shared: int = 0,
     live_R: Tensor | None = None,
-    given_TK: Tensor | None = None,
+    given: GivenExperts | None = None,
 ) -> None:
     """See `kernels.moe.route`."""
     if logit_TX.dim() == 3:
@@ -42,13 +43,13 @@ def route(
         closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _best(group_TG, rule.top_groups), False)
         closed = 0.0 if rule.closed_at_zero else -torch.inf
         choice_TX = member_TGX.masked_fill(closed_TG.unsqueeze(-1), closed).flatten(1)
-    chosen_TK = _best(choice_TX, count) if given_TK is None else given_TK.long()
+    chosen_TK = _best(choice_TX, count) if given is None else given.expert_YK[given.row_T].long()
     there_TK = (chosen_TK >= 0) & (chosen_TK < experts)
     chosen_weight_TK = score_TX.gather(1, chosen_TK.where(there_TK, 0)).where(there_TK, 0.0)
     chosen_TK = chosen_TK.where(there_TK, -1)
     if rule.normalize:
         chosen_weight_TK = chosen_weight_TK / (chosen_weight_TK.sum(-1, keepdim=True) + 1e-20)
-    if given_TK is not None:  # an expert that is named twice
+    if given is not None:  # an expert that is named twice
         same_TKK = chosen_TK.unsqueeze(2) == chosen_TK.unsqueeze(1)
         chosen_weight_TK = (same_TKK * chosen_weight_TK.unsqueeze(1)).sum(2)
         again_TK = same_TKK.tril(-1).any(2)

@@ -70,6 +70,7 @@ def route(
     bias,
     live,
     given,
+    given_row,
     id_out,
     weight_out,
     row_tokens,
@@ -94,7 +95,8 @@ def route(
     GIVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Scores lie in a tile [group, member]; both sides are padded to powers of two."""
+    """Scores lie in a tile [group, member]; both sides are padded to powers of two. GIVEN: a token's experts are
+    those in row `given_row` of the table `given`."""
     token = tl.program_id(0).to(tl.int64)
     members: tl.constexpr = EXPERTS // GROUPS
     group = tl.arange(0, GROUP_BLOCK)
@@ -107,6 +109,8 @@ def route(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    if GIVEN:
+        named_at = given + tl.load(given_row + token, cache_modifier=".cg") * CHOSEN
     alive = token >= 0
     if LIVE:
         alive = tl.load(live + row) > 0
@@ -153,7 +157,7 @@ def route(
         place = tl.full(expert.shape, CHOSEN, tl.int32)
         times = tl.zeros(expert.shape, tl.float32)
         for behind in tl.static_range(CHOSEN):
-            named = expert == tl.load(given + token * CHOSEN + CHOSEN - 1 - behind, cache_modifier=".cg")
+            named = expert == tl.load(named_at + CHOSEN - 1 - behind)
             place = tl.where(exists & named, CHOSEN - 1 - behind, place)
             times += tl.where(named, 1.0, 0.0)
         weight *= times

@@ -72,7 +72,7 @@ def index_scores(
 
     - `q_THD`: roped queries of the indexer; in the dtype of the cache, or int8 codes for a cache of INT8 entries. The
       scale of a query's codes belongs into its weight, as relu(c * x) = c * relu(x) for a scale c.
-    - `weight_TH`: fp32, with all factors in it.
+    - `weight_TH`: fp32, with all factors in it; rows may be strided, but for keys in INT8.
     - `index_PKE`: see `write_index_keys`. Entry s of a row lies at [page_RP[row, s // 64], s % 64]. Plain keys that
       stand for several tokens each may be 32, 16, ... or 1 of a page in place of 64, but not in invariant mode.
     - `page_RP`, `row_T`, `bound_T`: int32. Token t sees the entries 0 <= s < bound_T[t]; 0 marks a padded token. A

@@ -49,7 +49,10 @@ def index_scores(
             f"q_THD must be contiguous {wanted} of {features_of(index_PKE)} features, not {_told(q_THD)}: the cache is "
             f"{_told(index_PKE)}"
         )
-    _contiguous("weight_TH", weight_TH, (tokens, heads), torch.float32)
+    if is_int8(index_PKE):
+        _contiguous("weight_TH", weight_TH, (tokens, heads), torch.float32)
+    elif weight_TH.shape != (tokens, heads) or weight_TH.dtype != torch.float32 or weight_TH.stride(1) != 1:
+        raise ValueError(f"weight_TH must be fp32 rows of {heads} weights, not {_told(weight_TH)}")
     _tokens(tokens, page_RP, row_T, fault_1)
     _contiguous("bound_T", bound_T, (tokens,), torch.int32)
     _scores(score_TN, tokens)

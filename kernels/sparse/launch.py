@@ -138,6 +138,7 @@ def index_scores(
         score_TN.shape[1],
         page_RP.stride(0),
         score_TN.stride(0),
+        weight_TH.stride(0),
         INDEXER=indexer,
         TILE=tile,
         DEPENDENT=dependent,

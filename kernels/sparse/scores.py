@@ -101,7 +101,7 @@ def page_at(mine, n, there, longest, KEYS: tl.constexpr):
     return page
 
 
-_INTS = ["tokens", "width", "tiles", "rows", "pages", "scores", "table_stride", "score_stride"]
+_INTS = ["tokens", "width", "tiles", "rows", "pages", "scores", "table_stride", "score_stride", "weight_stride"]
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=["table", "row", "bound", "fault"])
@@ -123,6 +123,7 @@ def score_pages(
     scores,
     table_stride,
     score_stride,
+    weight_stride,
     INDEXER: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -142,8 +143,8 @@ def score_pages(
     count = tl.minimum(tl.minimum(tile // tiles * width + width, tokens) - first, TILE.tokens)
     token = first + lane
     inside = lane < count
-    of_row = tl.load(row + token, mask=inside, other=0)
-    sees = tl.load(bound + token, mask=inside, other=0)
+    of_row = tl.load(row + token, mask=inside, other=0, cache_modifier=".cg")
+    sees = tl.load(bound + token, mask=inside, other=0, cache_modifier=".cg")
     wrong = (sees != 0) & ((of_row < 0) | (of_row >= rows) | (sees < 0) | (sees > scores))
     sees = tl.where(wrong, 0, sees)
     tl.atomic_add(fault + lane * 0, 1, mask=wrong & (share == 0), sem="relaxed")
@@ -151,14 +152,15 @@ def score_pages(
     column = tl.arange(0, LANES * HEADS)
     head = column % HEADS
     there = (head < INDEXER.heads) & (column // HEADS < count)
-    vector = (first + column // HEADS).to(tl.int64) * INDEXER.heads + head
+    asked = (first + column // HEADS).to(tl.int64)
+    vector = asked * INDEXER.heads + head
     d = tl.arange(0, FEATURES)
     wanted = there[:, None]
     if INDEXER.features != FEATURES:
         wanted = wanted & (d < INDEXER.features)[None, :]
     x = tl.load(q + vector[:, None] * INDEXER.features + d[None, :], mask=wanted, other=0.0, cache_modifier=".cg")
     x = tl.trans(x)
-    w = tl.load(weight + vector, mask=there, other=0.0, cache_modifier=".cg")
+    w = tl.load(weight + asked * weight_stride + head, mask=there, other=0.0, cache_modifier=".cg")
     if INDEXER.int8:
         w = w * 0.5  # of twice what is above 0
 

@@ -134,7 +134,7 @@ def test_the_square_root_of_softplus(given: bool) -> None:
     ids, weights = torch.empty(20, 4, dtype=torch.int64), torch.empty(20, 4)
     rule = RoutingRule("sqrt_softplus", 1, 1, True, 1.5)
     bias = None if given else router.e_score_correction_bias
-    moe.route(logit, bias, ids, weights, rule, given_TK=router.tid2eid[token] if given else None)
+    moe.route(logit, bias, ids, weights, rule, given=moe.GivenExperts(router.tid2eid, token) if given else None)
     order, want_order = (found.argsort(dim=1) for found in (ids, want_ids))
     assert torch.equal(ids.gather(1, order), want_ids.gather(1, want_order))
     torch.testing.assert_close(weights.gather(1, order), want_weights.gather(1, want_order))
@@ -143,9 +143,10 @@ def test_the_square_root_of_softplus(given: bool) -> None:
 def test_given_experts_that_do_not_fit_are_refused() -> None:
     ids, weights = torch.empty(1, 3, dtype=torch.int64), torch.empty(1, 3)
     for count, groups in ((2, 1), (3, 2)):
-        given, rule = torch.zeros(1, count, dtype=torch.int32), RoutingRule("sigmoid", groups, 1, True, 1.0)
+        given = moe.GivenExperts(torch.zeros(1, count, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        rule = RoutingRule("sigmoid", groups, 1, True, 1.0)
         with pytest.raises(ValueError, match="given experts are no 3"):
-            moe.route(torch.zeros(1, 8), None, ids, weights, rule, given_TK=given)
+            moe.route(torch.zeros(1, 8), None, ids, weights, rule, given=given)
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:

@@ -2,7 +2,8 @@
 `workers.fit.graph_memory`.
 
 Its attention takes what it takes on a GPU, so that part is exact, and so is what segments hand on. Of what layers need
-on their way experts are counted, routed and shared ones; the rest of it is estimated as that of other models.
+on their way experts are counted, routed and shared ones, and the output's projection; the rest of it is estimated as
+that of other models.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from workers.drafters.compressed_mtp import CompressedMtp
 from workers.drafters.dspark import DsparkDrafter
 from workers.memory.scratch import Scratch, bytes_of
 from workers.models.attention.compressed_rows import reserve
+from workers.models.compressed_kernels import rounded_bytes
 from workers.models.compressed_layer import CompressedBuffers
 from workers.models.config import CompressedLayer
 from workers.models.deepseek_v4_model import CompressedModel
@@ -59,6 +61,12 @@ class CompressedMemory:
         id_TK = torch.empty(tokens, config.routing.experts_per_token, dtype=torch.int64, device="meta")
         shared = 3 * tokens * block.shared.down_EI.shape[1] + tokens * hidden  # gate, up, their product, and the output
         return moe.workspace_bytes(moe.experts_shape(x_TE, id_TK, down_XEI)) + shared * self.model.dtype.itemsize
+
+    def projected(self, tokens: int) -> int:
+        """Most bytes that the output's projection in groups takes: for tokens rounded to FP8, and for its result."""
+        features = self._heads * self.model.config.cache_width
+        rows = self.model.blocks[0].attention.out_FD.shape[0]
+        return rounded_bytes(tokens, features) + bytes_of((tokens, rows), self.model.dtype)
 
     @property
     def weights(self) -> list[Weight]:

@@ -39,7 +39,8 @@ def estimate(parts: StepParts, max_rows: int, token_budget: int) -> Warmed:
     def beside(tokens: int, scored: int) -> int:
         """Estimate the bytes that segments of so many tokens take, with the logits of `scored` of them."""
         experts = _feed_forward_bytes(model, tokens) if compressed is None else compressed.experts(tokens)
-        return int(BESIDE_EXPERTS * experts) + scored * model.config.vocab_size * torch.float32.itemsize + dequantized
+        layer = max(int(BESIDE_EXPERTS * experts), 0 if compressed is None else compressed.projected(tokens))
+        return layer + scored * model.config.vocab_size * torch.float32.itemsize + dequantized
 
     mixed, alone = beside(token_budget, max(tokens, at_once(max_rows))), beside(tokens, tokens)
     graphs = count_graphs(parts, max_rows, token_budget)

@@ -7,7 +7,8 @@ the pages that a row may have. On a CPU the kernels' references stand in for the
 
 Shape legend: T tokens, P pages (of a cache, or of a row's table), K entries per page, X slots and one, L tokens of a
 ring, D features of an entry, O rope features, H heads, S selected entries, J heads and I features of an indexer, N
-scores of a token, G groups of heads, U features of a group's projected output, F features of a group's heads.
+scores of a token, G groups of heads, U features of a group's projected output, F features of a group's heads, W = G F
+features of all heads, C = W / 128 of their scales.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from torch import Tensor
 
 from kernels import compressed
 from kernels.compressed import AttendWorkspace, TokenRows
-from kernels.linear import group_linear
+from kernels.linear import MOST_STREAMED, group_linear, takes_w8a8_groups, w8a8_group_linear
 from kernels.matrix import BlockScaled
 from kernels.page import PAGE_TOKENS
+from kernels.quantize import GROUP, quantize
 from kernels.runtime.hopper import multiprocessors
 from kernels.sparse import SelectWorkspace, index_scores, select_positions
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, bytes_of
 from workers.models.general import dependent, plain
 from workers.weights.weight import Weight
 
 SCORES: Final = 1 << 26
 """Most scores of an indexer at once: tokens whose scores are more take turns."""
+MOST_WIDENED_IN_REGISTERS: Final = 128
+"""Most tokens whose product of groups reads FP8 weights as they are stored where tokens are not rounded; of more the
+weights are dequantized first, for cuBLAS. Of 64 tokens that took 32 us in place of 50, of 256 tokens 79 in place of 58
+(DeepSeek V4 Flash on one H200, `bench/fp8_linear.py --groups 8x1024x4096`)."""
 
 
 def select(
@@ -48,18 +54,19 @@ def select(
     if ratio > PAGE_TOKENS:
         raise ValueError(f"an index key for {ratio} tokens is not supported, only one for up to {PAGE_TOKENS}")
     scores, turn = _turn(rows.page_RP.shape[1], key_PKI.shape[1], rows.width)
+    early = rows.width > 0 and dependent(q_TJI)
     for begin in range(0, len(q_TJI), turn):
         own = slice(begin, begin + turn)
         with scratch.scope():
             tokens, bound, row = len(q_TJI[own]), bound_T[own], rows.row_T[own]
             score_TN = scratch.empty(tokens, scores, dtype=torch.float32)
             asked = q_TJI[own], weight_TJ[own], key_PKI, rows.page_RP, row, bound
-            index_scores(*asked, score_TN, rows.fault_1, width=rows.width)
+            index_scores(*asked, score_TN, rows.fault_1, width=rows.width, dependent=early)
             workspace = None
             if q_TJI.is_cuda:
                 most = selected_TS.shape[1]
                 workspace = SelectWorkspace.allocate(tokens, scores, scratch.empty, selected=most)
-            select_positions(score_TN, bound, selected_TS[own], rows.fault_1, workspace)
+            select_positions(score_TN, bound, selected_TS[own], rows.fault_1, workspace, dependent=early)
 
 
 def reserve_selection(tokens: int, pages: int, keys: int, selected: int, width: int, scratch: Scratch) -> None:
@@ -135,12 +142,40 @@ def _attending(
     return AttendWorkspace.allocate(tokens, heads, features, entries, scratch.empty, programs=programs, dtype=dtype)
 
 
-def project_groups(x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch) -> None:
-    """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows."""
-    matrix, rows, early = weight_NF.matrix, out_TGU.shape[2], dependent(x_TGF)
+def project_groups(
+    x_TGF: Tensor, weight_NF: Weight, out_TGU: Tensor, scratch: Scratch, *, quantize_activations: bool = False
+) -> None:
+    """out[t, g] = weight[g] · x[t, g], with weight[g] the g-th of G equal groups of neighbouring rows.
+    `quantize_activations`: whether more tokens than are streamed may be rounded to FP8 for weights that are."""
+    matrix, early = weight_NF.matrix, dependent(x_TGF)
+    tokens, _, rows = out_TGU.shape
+    many = tokens > MOST_STREAMED and x_TGF.dtype == torch.bfloat16
     with scratch.scope():
-        if not isinstance(matrix, BlockScaled) or rows % matrix.rows:
+        if isinstance(matrix, BlockScaled) and many and quantize_activations and _rounds(x_TGF, matrix):
+            x_TW = x_TGF.flatten(1)
+            number_TW = scratch.empty(*x_TW.shape, dtype=torch.float8_e4m3fn)
+            scale_TC = scratch.empty(*_scales(*x_TW.shape), dtype=torch.float32).t()
+            quantize(x_TW, number_TW, scale_TC, dependent=early)
+            w8a8_group_linear(number_TW, scale_TC, matrix, out_TGU, dependent=early)
+            return
+        if not isinstance(matrix, BlockScaled) or rows % matrix.rows or tokens > MOST_WIDENED_IN_REGISTERS:
             # A matrix that is dequantized in the launch before must not be read early.
             early = early and isinstance(matrix, Tensor)
             matrix = plain(weight_NF, x_TGF.dtype, scratch)
         group_linear(x_TGF, matrix, out_TGU, dependent=early)
+
+
+def rounded_bytes(tokens: int, features: int) -> int:
+    """Return the bytes that `project_groups` takes for tokens with so many features that it rounds to FP8."""
+    number = bytes_of((tokens, features), torch.float8_e4m3fn)
+    return number + bytes_of(_scales(tokens, features), torch.float32)
+
+
+def _scales(tokens: int, features: int) -> tuple[int, int]:
+    """Sizes of the scales of rounded tokens."""
+    return features // GROUP, tokens
+
+
+def _rounds(x_TGF: Tensor, matrix: BlockScaled) -> bool:
+    """Whether many tokens may be rounded to FP8 for this matrix."""
+    return x_TGF.is_contiguous() and takes_w8a8_groups(x_TGF.device, x_TGF.shape[1], matrix)

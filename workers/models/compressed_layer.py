@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.compressed import rope_queries
+from kernels.moe import GivenExperts
 from kernels.residual_streams import StreamGates, StreamMemory
 from kernels.rms_norm import AddNorm
 from workers.memory.scratch import Scratch
@@ -24,10 +25,9 @@ from workers.models.attention.compressed_rows import CompressedInputs, LayerAtte
 from workers.models.compressed_kernels import project_groups
 from workers.models.config import CompressedLayer, Compression, ModelConfig
 from workers.models.deepseek_v4_weights import CompressedBlock
-from workers.models.general import GeneralOps, Rows, tensor_of
+from workers.models.general import GeneralOps, Rows, dependent, tensor_of
 from workers.models.layer_ops import Mixture
 from workers.weights.formats import PLAIN
-from workers.weights.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,12 @@ class CompressedBuffers:
     compressed_rotation_TO: Tensor
     """The same in layers with compressed entries."""
     q_THD: Tensor
-    kv_TD: Tensor
+    latent_TF: Tensor
+    """Behind a query's latent what an entry is made of; the latent is dead behind the product that reads it."""
     made_X: Tensor
-    """fp32: room for what the compressor of any layer makes of each token."""
-    index_made_X: Tensor
-    """The same of an indexer's compressor."""
+    """fp32: room for what the compressors of any layer make of each token, and behind that an indexer's weights,
+    without the factor that all scores have."""
     index_q_TJI: Tensor
-    index_weight_TJ: Tensor
-    """fp32, without the factor that all scores have."""
     attended_THD: Tensor
     ended: bool
     """Whether the last layer ends for all tokens of a pass, because more than its norm is read of them."""
@@ -75,9 +73,10 @@ class CompressedBuffers:
         assert compression is not None
         assert streams is not None
         hidden, rope = config.hidden_size, config.qk_rope_head_dim
-        made = max(((4 if layer.indexed else 2) * entry for layer in compression.layers if layer.ratio), default=0)
         indexed = any(layer.indexed for layer in compression.layers)
         index_heads, features = (compression.index_heads, compression.index_features) if indexed else (0, 0)
+        of_index = 2 * entry + 4 * features + index_heads
+        rows = (2 * entry + (of_index if layer.indexed else 0) for layer in compression.layers if layer.ratio)
 
         def wide(*shape: int) -> Tensor:
             return scratch.empty(*shape, dtype=torch.float32)
@@ -91,14 +90,17 @@ class CompressedBuffers:
             rotation_TO=wide(tokens, rope),
             compressed_rotation_TO=wide(tokens, rope),
             q_THD=scratch.empty(tokens, heads, entry, dtype=dtype),
-            kv_TD=scratch.empty(tokens, entry, dtype=dtype),
-            made_X=wide(tokens * made),
-            index_made_X=wide(tokens * 4 * features),
+            latent_TF=scratch.empty(tokens, (config.q_lora_rank or 0) + entry, dtype=dtype),
+            made_X=wide(tokens * max(rows, default=0)),
             index_q_TJI=scratch.empty(tokens, index_heads, features, dtype=dtype),
-            index_weight_TJ=wide(tokens, index_heads),
             attended_THD=scratch.empty(tokens, heads, entry, dtype=dtype),
             ended=ended,
         )
+
+    @property
+    def kv_TD(self) -> Tensor:
+        """What an entry is made of; rows are strided."""
+        return self.latent_TF[:, -self.q_THD.shape[2] :]
 
     def norm(self, weight_E: Tensor, eps: float, gates: StreamGates) -> AddNorm:
         """What is read next of the streams."""
@@ -148,13 +150,14 @@ class CompressedDecoderLayer:
 
     def inputs(self, buffers: CompressedBuffers) -> CompressedInputs:
         """What `project` leaves for attention."""
-        tokens, attention = len(buffers.token_T), self.block.attention
+        attention = self.block.attention
         made = index_made = index_q = index_weight = None
-        if attention.compressor is not None:
-            made = _rows_of(buffers.made_X, tokens, attention.compressor.both_FE.shape[0])
-        if attention.indexer is not None:
-            index_made = _rows_of(buffers.index_made_X, tokens, attention.indexer.compressor.both_FE.shape[0])
-            index_q, index_weight = buffers.index_q_TJI, buffers.index_weight_TJ
+        if attention.compressor is not None and (all_TF := self._made(buffers)) is not None:
+            rows = attention.compressor.both_FE.shape[0]
+            made = all_TF[:, :rows]
+            if attention.indexer is not None:
+                end = rows + attention.indexer.compressor.both_FE.shape[0]
+                index_made, index_q, index_weight = all_TF[:, rows:end], buffers.index_q_TJI, all_TF[:, end:]
         rotation_TO = buffers.compressed_rotation_TO if self.kind.ratio else buffers.rotation_TO
         queried = buffers.q_THD, buffers.kv_TD, rotation_TO
         return CompressedInputs(*queried, made, index_made, index_q, index_weight)
@@ -162,20 +165,23 @@ class CompressedDecoderLayer:
     def project(self, buffers: CompressedBuffers, scratch: Scratch) -> None:
         """Token-wise, before attention: from the norm of the streams to what `inputs` has."""
         ops, x, attention, inputs = buffers.ops, buffers.normed, self.block.attention, self.inputs(buffers)
-        latent_TA = scratch.empty(len(inputs.kv_TD), len(attention.q_norm_A), dtype=inputs.kv_TD.dtype)
-        latent = ops.latent_linear(x, attention.q_down_AE, attention.q_norm_A, self._eps, latent_TA, scratch)
-        ops.linear(latent, attention.q_up_QA, inputs.q_THD.flatten(1), scratch)
-        ops.linear(x, attention.kv_DE, inputs.kv_TD, scratch)
-        if attention.compressor is not None and inputs.made_TF is not None:
-            _wide(ops, x, attention.compressor.both_FE, inputs.made_TF, scratch)
-        indexer, q_TJI, weight_TJ = attention.indexer, inputs.index_q_TJI, inputs.index_weight_TJ
-        if indexer is None or q_TJI is None or weight_TJ is None or inputs.index_made_TF is None:
-            return
-        ops.linear(latent, indexer.q_FA, q_TJI.flatten(1), scratch)
-        rope_queries(q_TJI, inputs.rotation_TO)
-        # Without the factor that all scores of a model have: whatever it is, the same entries are the best.
-        _wide(ops, x, indexer.weight_JE, weight_TJ, scratch)
-        _wide(ops, x, indexer.compressor.both_FE, inputs.index_made_TF, scratch)
+        asked = [(attention.q_up_QA, inputs.q_THD.flatten(1))]
+        if attention.indexer is not None and inputs.index_q_TJI is not None:
+            asked.append((attention.indexer.q_FA, inputs.index_q_TJI.flatten(1)))
+        made = x, attention.latent_FE, attention.q_norm_A, self._eps, buffers.latent_TF
+        ops.through_latent(*made, asked, scratch)
+        if attention.made_FE is not None and (made_TF := self._made(buffers)) is not None:
+            # A plain weight may be in fp32 in a model that is not. Weights of an indexer come without the factor that
+            # all scores of a model have: whatever it is, the same entries are the best.
+            product = ops.narrow_linear if attention.made_FE.format is PLAIN else ops.linear
+            product(x, attention.made_FE, made_TF, scratch)
+        if inputs.index_q_TJI is not None:
+            rope_queries(inputs.index_q_TJI, inputs.rotation_TO, dependent=dependent(inputs.rotation_TO))
+
+    def _made(self, buffers: CompressedBuffers) -> Tensor | None:
+        """Room for what one product makes of each token beside the latent, fp32."""
+        made_FE, tokens = self.block.attention.made_FE, len(buffers.token_T)
+        return None if made_FE is None else buffers.made_X[: tokens * made_FE.shape[0]].view(tokens, -1)
 
     def finish(
         self, buffers: CompressedBuffers, norm: AddNorm, out: Rows, live_R: Tensor | None, scratch: Scratch
@@ -191,13 +197,12 @@ class CompressedDecoderLayer:
             groups = block.attention.out_FD.shape[0] // features
             out_TGU = scratch.empty(tokens, groups, features, dtype=dtype)
             of_groups = attended_THD.view(tokens, groups, -1)
-            project_groups(of_groups, block.attention.out_FD, out_TGU, scratch)
+            rounds = ops.quantize_activations
+            project_groups(of_groups, block.attention.out_FD, out_TGU, scratch, quantize_activations=rounds)
             ops.add(out_TGU.flatten(1), block.attention.out_EF, between, x, scratch)
-        given_TK = None
-        if (expert_YK := block.experts.expert_YK) is not None:
-            given_TK = scratch.empty(tokens, expert_YK.shape[1], dtype=expert_YK.dtype)
-            torch.index_select(expert_YK, 0, buffers.token_T, out=given_TK)
-        ops.add_experts(x, self._mixture, norm, out, scratch, live_R, given_TK)
+        table_YK = block.experts.expert_YK
+        given = None if table_YK is None else GivenExperts(table_YK, buffers.token_T)
+        ops.add_experts(x, self._mixture, norm, out, scratch, live_R, given)
 
 
 def shallow_layers(layers: Sequence[CompressedDecoderLayer]) -> list[int]:
@@ -205,13 +210,3 @@ def shallow_layers(layers: Sequence[CompressedDecoderLayer]) -> list[int]:
     last one's, so that one of them has a layer behind it."""
     kinds = [(layer.kind, layer.block.experts.expert_YK is None) for layer in layers]
     return sorted({*(kinds.index(kind) for kind in kinds), len(kinds) - 1})
-
-
-def _rows_of(memory_X: Tensor, tokens: int, features: int) -> Tensor:
-    return memory_X[: tokens * features].view(tokens, features)
-
-
-def _wide(ops: GeneralOps, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-    """A product whose result is in fp32; a plain weight may be in fp32 in a model that is not."""
-    product = ops.narrow_linear if weight_FE.format is PLAIN else ops.linear
-    product(x, weight_FE, out_TF, scratch)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels import compressed
 from kernels.rms_norm import AddNorm
 from kernels.runtime.repeat import Layers, Repeat
 from workers.cache.paged import PagedCache
@@ -33,7 +34,7 @@ from workers.models.compressed_layer import CompressedBuffers, CompressedDecoder
 from workers.models.config import CompressedLayer
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches
-from workers.models.general import GeneralOps, tensor_of
+from workers.models.general import GeneralOps, dependent, tensor_of
 from workers.models.layer import PassTensors
 from workers.models.layer_ops import LayerOps
 from workers.models.step_pass import StepPass
@@ -118,11 +119,20 @@ class CompressedPass(StepPass):
 
     def _begin(self, tensors: PassTensors, buffers: CompressedBuffers, norm: AddNorm) -> None:
         """Look up what tokens and positions say, and fill the streams."""
-        model = self.model
-        buffers.token_T.copy_(tensors.token_T)
-        torch.index_select(model.rotation_PO, 0, tensors.position_T, out=buffers.rotation_TO)
-        torch.index_select(model.compressed_rotation_PO, 0, tensors.position_T, out=buffers.compressed_rotation_TO)
-        buffers.ops.enter(model.embedding_YE, tensors.token_T, norm, buffers.normed)
+        model, embedded_TE = self.model, tensor_of(buffers.normed)
+        compressed.begin(
+            tensors.token_T,
+            tensors.position_T,
+            model.embedding_YE,
+            (model.rotation_PO, model.compressed_rotation_PO),
+            buffers.token_T,
+            (buffers.rotation_TO, buffers.compressed_rotation_TO),
+            embedded_TE,
+            buffers.residual_TSE,
+            buffers.streams,
+            dependent=dependent(embedded_TE),
+        )
+        buffers.ops.add_norm(embedded_TE, norm, buffers.normed)
 
     def _norm(self, index: int, buffers: CompressedBuffers) -> AddNorm:
         """The norm that layer `index` reads; behind the last layer the final one."""

@@ -64,10 +64,10 @@ class CompressedIndexer:
 class CompressedAttention:
     """The weights of a layer's attention."""
 
-    q_down_AE: Weight
+    latent_FE: Weight
+    """A rows for a query's latent, then D rows for the entry: one product makes both."""
     q_norm_A: Tensor
     q_up_QA: Weight
-    kv_DE: Weight
     kv_norm_D: Tensor
     sink_H: Tensor
     """fp32."""
@@ -76,6 +76,19 @@ class CompressedAttention:
     out_EF: Weight
     compressor: Compressor | None
     indexer: CompressedIndexer | None
+    made_FE: Weight | None
+    """The rows of both compressors and of the indexer's weights, in this order, in the same memory: one product makes
+    all that these need of a token. None where there is no compressor."""
+
+    @property
+    def q_down_AE(self) -> Weight:
+        """The rows of a query's latent alone."""
+        return self.latent_FE[: len(self.q_norm_A)]
+
+    @property
+    def kv_DE(self) -> Weight:
+        """The rows of the entry alone."""
+        return self.latent_FE[len(self.q_norm_A) :]
 
 
 @dataclass(frozen=True)
@@ -136,38 +149,51 @@ def _attention(source: WeightSource, prefix: str, config: ModelConfig, layer: Co
     by_heads, by_groups = Shard(0, "heads"), Shard(1, "heads")
     sink_H = source.empty(own.stop - own.start, dtype=torch.float32)
     source.fill_part(sink_H, f"{prefix}attn_sink", (heads,), (own,))
-    indexer = None
-    if layer.indexed:
-        features, count = compression.index_features, compression.index_heads
-        indexer = CompressedIndexer(
-            source.matrix(Part(f"{prefix}indexer.wq_b.weight", count * features, latent)),
-            source.matrix(Part(f"{prefix}indexer.weights_proj.weight", count, hidden)),
-            _compressor(source, f"{prefix}indexer.compressor.", hidden, layer.ratio, features, overlapping=True),
-        )
-    compressor = None
+    compressor, indexer, made_FE = None, None, None
     if layer.ratio:
-        name = f"{prefix}compressor."
-        compressor = _compressor(source, name, hidden, layer.ratio, entry, overlapping=layer.indexed)
+        name, of_index = f"{prefix}compressor.", f"{prefix}indexer.compressor."
+        features, count = compression.index_features, compression.index_heads
+        parts = _compressor_parts(name, hidden, entry, overlapping=layer.indexed)
+        if layer.indexed:
+            parts += _compressor_parts(of_index, hidden, features, overlapping=True)
+            parts.append(Part(f"{prefix}indexer.weights_proj.weight", count, hidden))
+        made_FE = source.matrix(*parts)
+        rows = 2 * entry * (2 if layer.indexed else 1)
+        compressor = _compressor(source, name, made_FE[:rows], layer.ratio, entry, overlapping=layer.indexed)
+        if layer.indexed:
+            end = rows + 4 * features
+            indexer = CompressedIndexer(
+                source.matrix(Part(f"{prefix}indexer.wq_b.weight", count * features, latent)),
+                made_FE[end:],
+                _compressor(source, of_index, made_FE[rows:end], layer.ratio, features, overlapping=True),
+            )
     return CompressedAttention(
-        q_down_AE=source.matrix(Part(f"{prefix}wq_a.weight", latent, hidden)),
+        latent_FE=source.matrix(
+            Part(f"{prefix}wq_a.weight", latent, hidden), Part(f"{prefix}wkv.weight", entry, hidden)
+        ),
         q_norm_A=source.load(f"{prefix}q_norm.weight", latent),
         q_up_QA=source.matrix(Part(f"{prefix}wq_b.weight", heads * entry, latent, shard=by_heads)),
-        kv_DE=source.matrix(Part(f"{prefix}wkv.weight", entry, hidden)),
         kv_norm_D=source.load(f"{prefix}kv_norm.weight", entry),
         sink_H=sink_H,
         out_FD=source.matrix(Part(f"{prefix}wo_a.weight", groups * rank, heads * entry // groups, shard=by_heads)),
         out_EF=source.matrix(Part(f"{prefix}wo_b.weight", hidden, groups * rank, shard=by_groups)),
         compressor=compressor,
         indexer=indexer,
+        made_FE=made_FE,
     )
 
 
+def _compressor_parts(prefix: str, hidden: int, features: int, *, overlapping: bool) -> list[Part]:
+    made = features * (2 if overlapping else 1)
+    return [Part(f"{prefix}{name}.weight", made, hidden) for name in ("wkv", "wgate")]
+
+
 def _compressor(
-    source: WeightSource, prefix: str, hidden: int, ratio: int, features: int, *, overlapping: bool
+    source: WeightSource, prefix: str, both_FE: Weight, ratio: int, features: int, *, overlapping: bool
 ) -> Compressor:
     made = features * (2 if overlapping else 1)
     return Compressor(
-        source.matrix(*(Part(f"{prefix}{name}.weight", made, hidden) for name in ("wkv", "wgate"))),
+        both_FE,
         source.load(f"{prefix}ape", ratio, made, dtype=torch.float32),
         source.load(f"{prefix}norm.weight", features),
         overlapping,

@@ -7,7 +7,7 @@ features of a norm, G groups of features that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeGuard
 
@@ -20,9 +20,12 @@ from kernels.dequantize import dequantize
 from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import (
     PIECE,
+    fits_pending_norm,
     fits_w8a8,
     grouped_linear,
     linear,
+    linear_to_norm,
+    normed_linear,
     padded_scales,
     part_linear,
     parts_of,
@@ -30,10 +33,13 @@ from kernels.linear import (
     takes_fp8,
     takes_fp16_scaled,
     takes_mxfp8,
+    takes_ring,
     w8a8_linear,
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix
+from kernels.pending_norm import PIECE as PENDING
+from kernels.pending_norm import PendingNorm
 from kernels.quantize import GROUP, Fp8Rows, quantize, silu_mul_quantize
 from kernels.residual_streams import add_to_streams
 from kernels.rms_norm import AddNorm, add_rms_norm, enter_rms_norm, rms_norm
@@ -117,12 +123,12 @@ def choose_experts(
     mixture: Mixture,
     scratch: Scratch,
     live_R: Tensor | None,
-    given_TK: Tensor | None = None,
+    given: moe.GivenExperts | None = None,
     *,
     dependent: bool,
 ) -> tuple[Tensor, Tensor]:
     """Expert ids int64 and weights fp32, both [T, K], from router logits or parts of them; the same on every rank.
-    Shared experts behind the others come last. Padding has -1 and 0. `given_TK`: see `moe.route`."""
+    Shared experts behind the others come last. Padding has -1 and 0. `given`: see `moe.route`."""
     routing, tokens = mixture.routing, logit_TX.shape[0]
     columns, own = routing.experts_per_token + routing.shared_experts, routing.experts_per_token
     id_TK = scratch.empty(tokens, columns, dtype=torch.int64)
@@ -135,7 +141,7 @@ def choose_experts(
         routing.rule,
         shared=routing.shared_experts,
         live_R=live_R,
-        given_TK=given_TK,
+        given=given,
         dependent=dependent,
     )
     if ops.choices is not None:
@@ -214,7 +220,8 @@ class GeneralOps(LayerOps[Rows]):
         with scratch.scope():
             if takes_fp8(x_TE, weight):
                 early = dependent(out_TF)
-                linear(few_rows(x_TE, weight, scratch, dependent=early), weight, out_TF, dependent=early)
+                rows = x_TE if takes_ring(x_TE, weight) else few_rows(x_TE, weight, scratch, dependent=early)
+                linear(rows, weight, out_TF, dependent=early)
             elif takes_mxfp8(x_TE, weight):
                 linear(x_TE, weight, out_TF, dependent=dependent(out_TF))
             elif self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
@@ -312,6 +319,32 @@ class GeneralOps(LayerOps[Rows]):
             rms_norm(out_TF[:, :features], norm_A, out, eps=eps, scale_T=scale_T, dependent=early)
         return out
 
+    def through_latent(
+        self,
+        x: Rows,
+        weight_FE: Weight,
+        norm_A: Tensor,
+        eps: float,
+        latent_TF: Tensor,
+        asked: Sequence[tuple[Weight, Tensor]],
+        scratch: Scratch,
+    ) -> None:
+        """latent = x · weight^T, and for each weight [N, A] and output [T, N] that is `asked` the product with the norm
+        of weight `norm_A` of its first A columns, which are arbitrary behind that. Few tokens' norm is pending
+        (`kernels.pending_norm`) in passes of decode rows alone: no launch makes it."""
+        tokens, features = len(latent_TF), len(norm_A)
+        matrices = [each.matrix for each in (weight_FE, *(weight for weight, _ in asked))]
+        if self.decode_alone and isinstance(x, Tensor) and all(fits_pending_norm(x, each) for each in matrices):
+            early, square_TP = dependent(x), scratch.empty(tokens, features // PENDING, dtype=torch.float32)
+            latent = PendingNorm(latent_TF[:, :features], square_TP, eps)
+            linear_to_norm(x, matrices[0], latent_TF, norm_A, latent, dependent=early)
+            for matrix, (_, out_TN) in zip(matrices[1:], asked, strict=True):
+                normed_linear(latent, matrix, out_TN, dependent=early)
+            return
+        normed = self.latent_linear(x, weight_FE, norm_A, eps, latent_TF, scratch)
+        for weight, out_TN in asked:
+            self.linear(normed, weight, out_TN, scratch)
+
     @override
     def gate(self, x: Rows, gate: NormGate, scratch: Scratch) -> None:
         x_TE = tensor_of(x)
@@ -407,14 +440,14 @@ class GeneralOps(LayerOps[Rows]):
         out: Rows,
         scratch: Scratch,
         live_R: Tensor | None,
-        given_TK: Tensor | None = None,
+        given: moe.GivenExperts | None = None,
     ) -> None:
-        """See `LayerOps`; `given_TK` (int32): the experts that tokens have, where these are not to be chosen."""
+        """See `LayerOps`; `given`: the experts that tokens have, where these are not to be chosen."""
         own_TE = None
         if mixture.shared is not None:
             limit = mixture.routing.limit if mixture.routing.shared_limit else 0.0
             own_TE = self.shared_experts(x, mixture.shared, norm, out, scratch, limit)
-        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given_TK)
+        id_TK, weight_TK = self.route(tensor_of(x), mixture, scratch, live_R, given)
         self.experts(x, id_TK, weight_TK, mixture, norm, out, scratch, own_TE)
 
     def shared_experts(
@@ -440,13 +473,13 @@ class GeneralOps(LayerOps[Rows]):
         mixture: Mixture,
         scratch: Scratch,
         live_R: Tensor | None = None,
-        given_TK: Tensor | None = None,
+        given: moe.GivenExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `choose_experts`."""
         early, router_XE = dependent(x_TE), mixture.router_XE
         wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
         logits = self.router(wide_TE, router_XE, scratch)
-        return choose_experts(self, logits, mixture, scratch, live_R, given_TK, dependent=early)
+        return choose_experts(self, logits, mixture, scratch, live_R, given, dependent=early)
 
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
         """Router logits in fp32, [T, X], or parts of them [T, P, X]; the same on every rank."""

@@ -41,6 +41,13 @@ def normed(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
 class Rows:
     """Rows with a slot and pages each, between rows of nobody; the tables' tails are huge ids."""
 
+    dependent = False
+    """Whether kernels of decode rows are launched dependently."""
+
+    def launched(self, width: int) -> dict[str, bool]:
+        """How kernels of rows of this width are launched; references know of no launch."""
+        return {"dependent": True} if self.dependent and width else {}
+
     def __init__(self, rows: int, most: int, seed: int = 0, device: str = "cpu") -> None:
         """`most`: tokens that a row may have."""
         self.random = torch.Generator().manual_seed(seed)
@@ -126,7 +133,7 @@ class Compressing(Rows):
                 made[token] = 1e4 * torch.randn(made.shape[1], generator=self.random)
         tensors = made.to(self.device), self.bias.to(self.device), self.norm.to(self.device)
         state = self.rotation.to(self.device), self.state, self.entry, rows, self.eps
-        self.functions.compress(*tensors, *state)
+        self.functions.compress(*tensors, *state, **self.launched(width))
         assert int(rows.fault_1) == 0
         for row, count in enumerate(counts):
             self.length[row] += count if accepted is None else accepted[row] + 1
@@ -215,7 +222,7 @@ class Storing(Rows):
         made_q = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=self.device).copy_(q)
         tensors = made_q, kv.to(self.device), self.norm.to(self.device), turn.to(self.device), entry, self.ring
         before = self.ring.clone()
-        self.functions.rope_store(*tensors, rows, self.eps)
+        self.functions.rope_store(*tensors, rows, self.eps, **self.launched(width))
         if not width:
             assert torch.equal(before.nan_to_num(7), self.ring.nan_to_num(7)), "a chunk has written its ring too early"
             self.functions.keep_entries(entry, self.ring, rows)

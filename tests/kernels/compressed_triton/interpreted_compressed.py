@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from compressed_case import ARBITRARY_PAGE, TOLERANCE, Attending, Compressing, Storing, rotations, turned  # noqa: E402
 
 from kernels.compressed import attention_launch, launch, reference  # noqa: E402
+from kernels.residual_streams import StreamMemory  # noqa: E402
 from tests.support.bounds import check_bounds  # noqa: E402
 
 check_bounds()
@@ -233,3 +234,53 @@ def test_entries_without_queries(functions: ModuleType) -> None:
     case = Storing(2, 90, heads=0, features=16, rope=4, window=8, width=3, functions=functions)
     case.run([30, 2])
     case.run([3, 3], 3, [2, 0])
+
+
+@both
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize(("rows", "width", "ratio"), [(1, 1, 4), (5, 3, 4), (70, 8, 128)])
+def test_whose_tokens_are_and_what_they_see(
+    rows: int, width: int, ratio: int, wanted: bool, functions: ModuleType
+) -> None:
+    """Some rows are padding."""
+    random = torch.Generator().manual_seed(rows)
+    position = torch.randint(0, 3 * ratio, (rows, width), generator=random)
+    length = torch.randint(0, 3, (rows,), generator=random, dtype=torch.int32)
+    wanted_R = torch.randint(1, width + 1, (rows,), generator=random) if wanted else None
+    row, bound = torch.full((2, rows * width), 77, dtype=torch.int32)
+    functions.lay_out_rows(position.flatten(), length, wanted_R, row, bound, ratio)
+    want_row, want_bound = [], []
+    for own in range(rows):
+        for place in range(width):
+            kept = wanted_R is None or place < int(wanted_R[own])
+            want_row.append(own if kept else -1)
+            want_bound.append((int(position[own, place]) + 1) // ratio if kept and length[own] > 0 else 0)
+    assert row.tolist() == want_row
+    assert bound.tolist() == want_bound
+
+
+@both
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "streams", "features", "rope"), [(1, 4, 16, 4), (5, 4, 2100, 64), (3, 3, 24, 6)])
+def test_what_a_pass_begins_with(
+    tokens: int, streams: int, features: int, rope: int, dtype: torch.dtype, functions: ModuleType
+) -> None:
+    random = torch.Generator().manual_seed(features)
+    embedding = torch.randn(11, features, generator=random).to(dtype)
+    tables = rotations(20, rope), rotations(20, rope) + 1
+    token, position = (torch.randint(0, most, (tokens,), generator=random) for most in (11, 20))
+    kept, turns = torch.full_like(token, -1), tuple(torch.full((tokens, rope), torch.nan) for _ in tables)
+    x, residual = (
+        torch.full(shape, torch.nan, dtype=dtype) for shape in ((tokens, features), (tokens, streams, features))
+    )
+    nan = torch.full((tokens, 1 + streams, streams), torch.nan)
+    memory = StreamMemory(nan[:, 0].clone(), nan, nan[:, 1:].clone())
+    functions.begin(token, position, embedding, tables, kept, turns, x, residual, memory)
+    assert torch.equal(kept, token)
+    assert torch.equal(x, embedding[token])
+    for table, own in zip(tables, turns, strict=True):
+        assert torch.equal(own, table[position])
+    assert memory.mix_TSS is not None
+    assert not residual.any()
+    assert not memory.mix_TSS.any()
+    assert bool((memory.open_TS == 1).all())

@@ -26,6 +26,7 @@ def test_compressors(ratio: int, features: int, overlaps: bool) -> None:
         width=3,
         dtype=torch.bfloat16,
     )
+    case.dependent = True
     with emulated(ratio):
         case.run([ratio - 3, ratio - 1])
         case.run([3, 3], 3, [1, 0])
@@ -34,6 +35,7 @@ def test_compressors(ratio: int, features: int, overlaps: bool) -> None:
 
 def test_queries_and_the_window() -> None:
     case = Storing(2, 40, heads=5, features=512, rope=64, window=6, width=3, dtype=torch.bfloat16)
+    case.dependent = True
     with emulated(1):
         case.run([9, 2])
         case.run([3, 3], 3, [0, 2])

@@ -12,6 +12,7 @@ import torch
 
 from kernels.compressed import AttendWorkspace, TokenRows, attention_launch, launch
 from kernels.page import PAGE_TOKENS
+from kernels.residual_streams import StreamMemory
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
 pytestmark = pytest.mark.gate
@@ -46,7 +47,7 @@ def test_queries_and_entries(heads: int) -> None:
         ring = torch.empty(5, WINDOW + 7, ENTRY, dtype=torch.bfloat16)
         with compile_only() as compiled:
             rows = token_rows(tokens, width)
-            launch.rope_store(q, kv, norm, turn, torch.empty_like(kv), ring, rows, 1e-6)
+            launch.rope_store(q, kv, norm, turn, torch.empty_like(kv), ring, rows, 1e-6, dependent=width > 0)
             launch.keep_entries(kv, ring, rows)
         found += compiled
     for kernel in found:
@@ -77,7 +78,8 @@ def test_compressors(ratio: int, features: int, halves: int, dtype: torch.dtype)
         entry = torch.empty(9 + tokens, max(1, PAGE_TOKENS // ratio), features, dtype=torch.bfloat16)
         with compile_only() as compiled:
             rows = token_rows(tokens, width)
-            launch.compress(made, bias, norm, torch.empty(100 + tokens, ROPE), state, entry, rows, 1e-6)
+            table = torch.empty(100 + tokens, ROPE)
+            launch.compress(made, bias, norm, table, state, entry, rows, 1e-6, dependent=width > 0)
         found += compiled
     for kernel in found:
         resources(kernel).check(registers=128)
@@ -191,3 +193,24 @@ def test_chunks_behind_an_odd_number_of_decode_tokens_compile_nothing_new(first:
         hashes.append([kernel.hash for kernel in compiled])
     assert len(hashes[0]) == 6
     assert hashes[0] == hashes[1]
+
+
+def test_the_beginning_of_a_pass() -> None:
+    """The same kernels for all numbers of tokens and rows: one where all tokens are wanted, one where some are."""
+    hidden, streams, found = 4096, 4, []
+    embedding, table = torch.empty(129280, hidden, dtype=torch.bfloat16), torch.empty(100, ROPE)
+    for tokens, width in ((1, 1), (24, 3), (256, 8)):
+        position, turn = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, ROPE)
+        residual = torch.empty(tokens, streams, hidden, dtype=torch.bfloat16)
+        memory = StreamMemory.empty(tokens, streams, hidden, torch.empty, mixing=True)
+        length, row = torch.zeros(tokens // width, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+        with compile_only() as compiled:
+            given = position, position, embedding, (table, table), position, (turn, turn), residual[:, 0], residual
+            launch.begin(*given, memory, dependent=True)
+            for wanted in (None, torch.zeros(len(length), dtype=torch.int64)):
+                launch.lay_out_rows(position, length, wanted, row, row, 4, dependent=True)
+        found.append([kernel.hash for kernel in compiled])
+        for kernel in compiled:
+            resources(kernel).check(registers=64)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert len(compiled) == 3

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.moe import launch, reference
 from kernels.routing_rule import RoutingRule
+from kernels.routing_table import GivenExperts
 
 
 @dataclass
@@ -59,8 +60,13 @@ class Routing:
         given[twice, to] = given[twice, from_]
         nobody = torch.rand(given.shape, generator=random) < 0.1
         given = given.masked_fill(nobody, -1 if self.seed % 2 else self.experts)
+        row = torch.randperm(2 * self.tokens, generator=random)[: self.tokens]
+        table = torch.full((2 * self.tokens, self.chosen), -7, dtype=torch.int32)
+        table[row] = given.to(torch.int32)
         self.tensors = {
-            "given": given.to(torch.int32).contiguous().to(self.device),
+            "given": given.to(self.device),
+            "table": table.to(self.device),
+            "row": row.to(self.device),
             "logit": logit.to(self.device),
             "bias": bias.to(self.device),
             "live": live.to(self.device),
@@ -76,8 +82,13 @@ class Routing:
     def run(self, dependent: bool = False) -> None:
         t = self.tensors
         live = t["live"] if self.padded else None
-        given = t["given"] if self.given else None
+        given = self._table(t) if self.given else None
         launch.route(*self._call(t["logit"], t["bias"], t["id"], t["weight"]), live, given, dependent=dependent)
+
+    @staticmethod
+    def _table(tensors: dict[str, Tensor]) -> GivenExperts:
+        """The given experts, in a table that has them in another order, and rows between that nobody has."""
+        return GivenExperts(tensors["table"], tensors["row"])
 
     def _call(self, logit: Tensor, bias: Tensor, ids: Tensor, weight: Tensor) -> tuple[object, ...]:
         bias_or_none = bias if self.biased else None
@@ -89,7 +100,7 @@ class Routing:
         t = {name: tensor.cpu() for name, tensor in self.inputs.items()}
         ids, weight = torch.empty_like(t["id"]), torch.empty_like(t["weight"], dtype=torch.float64)
         live = t["live"] if self.padded else None
-        given = t["given"] if self.given else None
+        given = self._table(t) if self.given else None
         reference.route(*self._call(t["logit"].double(), t["bias"].double(), ids, weight), live, given)  # type: ignore[arg-type]
         return ids, weight
 

@@ -49,7 +49,7 @@ Blocks = tuple[int, int] | None
 
 
 V4_PRODUCTS = [
-    *((1024, 4096), (32768, 1024), (16384, 1024), (512, 4096), (4096, 8192), (4096, 4096), (8192, 1024)),
+    *((1536, 4096), (32768, 1024), (16384, 1024), (512, 4096), (4096, 8192), (4096, 4096), (8192, 1024)),
     *((4096, 2048), (4096, 1024), (4096, 12288)),
 ]
 """Rows and features of matrices in FP8 of DeepSeek V4 Flash on one rank and on two: of attention, of its indexers, of
@@ -230,6 +230,20 @@ def check_normed(
     scale = place.normal(tokens, dtype=torch.float32).abs() + 1
     multiply(norm=norm, next=after, scale_T=scale)
     close(out[:, :next_features], want[:, :next_features] * norm.double() * scale.double().unsqueeze(1))
+    close(out[:, next_features:], want[:, next_features:])
+    close(after.square_TP, want[:, :next_features].square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
+
+
+def check_to_norm(place: Place, tokens: int, rows: int, features: int, next_features: int, blocks: Blocks) -> None:
+    """A product of tokens that no norm precedes, and the pending norm of its first columns."""
+    torch.manual_seed(tokens)
+    x, norm = place.normal(tokens, features), place.normal(next_features)
+    (weight, wide), out = place.matrix(rows, features, blocks=blocks, scale=0.1), place.poison(tokens, rows)
+    assert isinstance(weight, BlockScaled)
+    after = PendingNorm(out[:, :next_features], place.poison(tokens, next_features // PIECE, dtype=torch.float32), EPS)
+    fp8_launch.fp8_whole(x, weight, out, norm=norm, next=after, dependent=place.dependent)
+    want = x.double() @ wide.T
+    close(out[:, :next_features], want[:, :next_features] * norm.double())
     close(out[:, next_features:], want[:, next_features:])
     close(after.square_TP, want[:, :next_features].square().unflatten(1, (-1, PIECE)).sum(-1), 1e-4)
 

@@ -122,6 +122,13 @@ def test_normed_products_of_a_few_tokens(tokens: int, rows: int, features: int) 
     assert launches == ["fp8_whole"] * 3
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_products_that_leave_a_norm_pending(tokens: int) -> None:
+    with emulated(tokens, consecutive=True) as launches:
+        cases.check_to_norm(CPU, tokens, 56, 256, 32, (8, 128))
+    assert launches == ["fp8_whole"]
+
+
 def multiplied(kernel: str, x: Tensor, weight: Matrix) -> Tensor:
     """Tokens, of a root mean square of one where that is asked for."""
     assert isinstance(weight, BlockScaled)

@@ -257,6 +257,14 @@ def test_dense_products_of_v4(rows: int, features: int, tokens: int, monkeypatch
     gate(lambda: cases.product(place, empty(tokens, features), fp8(rows, features), empty(tokens, rows)))
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_products_of_v4_that_leave_a_norm_pending(tokens: int) -> None:
+    x, out, norm = empty(tokens, 4096), empty(tokens, 1536), empty(1024)
+    latent = PendingNorm(out[:, :1024], empty(tokens, 64, dtype=FP32), 1e-6)
+    gate(lambda: fp8_launch.fp8_whole(x, fp8(1536, 4096), out, norm=norm, next=latent, dependent=True))
+    gate(lambda: fp8_launch.fp8_whole(latent, fp8(32768, 1024), empty(tokens, 32768), dependent=True))
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("hidden", [8192, 9216, 11264])
 def test_fp8_gates_of_wider_models(hidden: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

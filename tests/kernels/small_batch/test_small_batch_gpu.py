@@ -62,6 +62,9 @@ def test_v4_products_in_fp8(tokens: int) -> None:
     """Those of DeepSeek V4 Flash, which does not take the small-batch path as a whole."""
     for rows, features in cases.V4_PRODUCTS:
         cases.check_linear(place(), tokens, rows, features, (128, 128))
+    cases.check_to_norm(place(), tokens, 1536, 4096, 1024, (128, 128))
+    if tokens == 1:
+        cases.check_normed(place(), tokens, 32768, 1024, 16, (128, 128))
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -43,6 +43,8 @@ def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 class Launched:
     """Stands for the references of `kernels.compressed`."""
 
+    begin = staticmethod(noted("begin", launch.begin))
+    lay_out_rows = staticmethod(noted("lay_out_rows", launch.lay_out_rows))
     rope_store = staticmethod(noted("rope_store", launch.rope_store))
     rope_queries = staticmethod(noted("rope_queries", launch.rope_queries))
     keep_entries = staticmethod(noted("keep_entries", launch.keep_entries))
@@ -54,7 +56,9 @@ def attend(*given: Any, **options: Any) -> None:
     noted("attend", attention_launch.attend)(*tensors, workspace, **options)
 
 
-def select_positions(score_TN: Any, bound_T: Any, selected_TS: Any, fault_1: Any, workspace: None) -> None:
+def select_positions(
+    score_TN: Any, bound_T: Any, selected_TS: Any, fault_1: Any, workspace: None, *, dependent: bool
+) -> None:
     tokens, scores = score_TN.shape
     own = SelectWorkspace.allocate(tokens, scores, torch.empty, selected=selected_TS.shape[1], hopper=False)
     noted("select_positions", sparse_launch.select_positions)(score_TN, bound_T, selected_TS, fault_1, own)
@@ -69,7 +73,7 @@ def norm(x_TE: Any, weight_E: Any, out_TE: Any, *, eps: float, scale_T: Any = No
 
 
 def route(logit: Any, bias: Any, id_TK: Any, weight_TK: Any, rule: Any, **options: Any) -> None:
-    given = options["shared"], options["live_R"], options["given_TK"]
+    given = options["shared"], options["live_R"], options["given"]
     noted("route", moe_launch.route)(logit, bias, id_TK, weight_TK, rule, *given)
 
 
@@ -106,8 +110,8 @@ def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPat
             worst = max(worst, float(difference.nan_to_num(torch.inf)))
     assert worst < TOLERANCE
     assert set(CALLS) == {
-        *("rope_store", "rope_queries", "keep_entries", "compress", "attend", "index_scores", "select_positions"),
-        *("add_to_streams", "rms_norm", "silu_mul", "route"),
+        *("begin", "lay_out_rows", "rope_store", "rope_queries", "keep_entries", "compress", "attend"),
+        *("index_scores", "select_positions", "add_to_streams", "rms_norm", "silu_mul", "route"),
     }
 
 

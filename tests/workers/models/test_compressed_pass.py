@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from kernels.page import PAGE_TOKENS
 from tests.support.interpreter import interpreted_pytest
-from workers.graphs.guard import capture_guard
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels
@@ -77,14 +76,15 @@ def test_tokens_that_attend_in_turn_give_transformers_logits(most: int, monkeypa
 
 
 def test_decode_rows_are_laid_out_in_memory_of_the_step() -> None:
-    """Neither does the host wait for one of their numbers."""
+    """A graph that is replayed finds them there."""
     model = case("plain").model
     slot_R, length_R = torch.tensor([1, -1]), torch.tensor([9, 0], dtype=torch.int32)
     decode = DecodeBatch(length_R, torch.zeros(2, 3, dtype=torch.int32), slot_R=slot_R)
     batch = Batch(BatchLayout(2, 2), torch.tensor([7, 8, 0, 0]), torch.zeros(4, dtype=torch.int64), decode, None)
-    scratch, fault_1 = Scratch(CPU, torch.empty(1 << 14, dtype=torch.uint8)), torch.zeros(1, dtype=torch.int64)
-    with capture_guard(CPU):
-        (rows,) = rows_of_pass(batch, model.compression, 1e-6, None, fault_1, scratch)
+    memory, fault_1 = torch.empty(1 << 14, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    (rows,) = rows_of_pass(batch, model.compression, 1e-6, None, fault_1, Scratch(CPU, memory))
+    for own in (rows._rows.row_T, *rows._bounds.values()):
+        assert own.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     assert rows._rows.row_T.tolist() == [0, 0, 1, 1]
     assert {ratio: bound_T.tolist() for ratio, bound_T in rows._bounds.items()} == {4: [2, 2, 0, 0]}
 

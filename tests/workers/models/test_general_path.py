@@ -183,3 +183,28 @@ def test_clamped_shared_experts_are_what_the_routed_ones_are_added_to(monkeypatc
             want[token] += weight * network(x_TE[token], gate_up[expert], down[expert])
     torch.testing.assert_close(norm.residual_TE.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), F.rms_norm(want, (16,), eps=1e-6), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+@pytest.mark.parametrize("kind", [GeneralOps, DecodeOps, DeterministicOps])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_behind_a_latent(kind: type[GeneralOps], dtype: torch.dtype, tokens: int) -> None:
+    """The latent's norm, which is pending between few tokens' products with FP8 weights, and what is made beside it."""
+    random = torch.Generator().manual_seed(tokens)
+
+    def matrix(rows: int, features: int) -> Weight:
+        data = torch.randn(rows, features, generator=random).to(torch.float8_e4m3fn)
+        scales = torch.exp2(torch.randint(-9, 3, (rows // 16, features // 128), generator=random).float())
+        return Weight(BlockScaled(data, scales, 16, 128))
+
+    down, asked = matrix(144, 256), [matrix(96, 128), matrix(32, 128)]
+    x, norm = torch.randn(tokens, 256, generator=random).to(dtype), torch.randn(128, generator=random).to(dtype)
+    latent = torch.full((tokens, 144), torch.nan, dtype=dtype)
+    outs = [torch.full((tokens, weight.shape[0]), torch.nan, dtype=dtype) for weight in asked]
+    kind(Group()).through_latent(x, down, norm, 1e-5, latent, list(zip(asked, outs, strict=True)), Scratch(x.device))
+    made = x.double() @ down.matrix.float().double().T
+    normed = F.rms_norm(made[:, :128], (128,), norm.double(), 1e-5)
+    bound = {torch.bfloat16: 2**-7, torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
+    wanted = [normed @ weight.matrix.float().double().T for weight in asked]
+    for got, want in zip([latent[:, 128:], *outs], [made[:, 128:], *wanted], strict=True):
+        assert float((got.double() - want).norm() / want.norm()) < bound

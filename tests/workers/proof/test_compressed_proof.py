@@ -19,7 +19,6 @@ from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels, compressed_pass
-from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch
 from workers.models.deepseek_v4_model import CompressedModel
@@ -83,8 +82,12 @@ def state_ahead_of_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_entry_visible_a_token_early(patch: pytest.MonkeyPatch) -> None:
-    honest = compressed_rows._bound
-    patch.setattr(compressed_rows, "_bound", lambda position_T, *others: honest(position_T + 1, *others))
+    honest = compressed.lay_out_rows
+
+    def lay_out_rows(position_T: Tensor, *others: Any, **options: Any) -> None:
+        honest(position_T + 1, *others, **options)
+
+    patch.setattr(compressed, "lay_out_rows", lay_out_rows)
     patch.setattr(reference, "_complete", lambda position_Q, ratio: (position_Q + 2) // ratio)
 
 
@@ -128,11 +131,12 @@ def drafts_without_an_entry(patch: pytest.MonkeyPatch) -> None:
     """Entries that drafts complete are not written."""
     honest = compressed.compress
 
-    def first_alone(made_TF: Tensor, *given: Any, eps: float) -> None:
+    def first_alone(made_TF: Tensor, *given: Any, **options: Any) -> None:
         *others, rows = given
         first = slice(None, None, rows.width)
         position_T, row_T = rows.position_T[first].contiguous(), rows.row_T[first].contiguous()
-        honest(made_TF[first], *others, dataclasses.replace(rows, position_T=position_T, row_T=row_T, width=1), eps=eps)
+        own = dataclasses.replace(rows, position_T=position_T, row_T=row_T, width=1)
+        honest(made_TF[first], *others, own, **options)
 
     patch.setattr(compressed, "compress", first_alone)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels import compressed
 from kernels.compressed import TokenRows
 from kernels.page import PAGE_TOKENS
+from kernels.runtime.dependent import launches_dependently
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models import compressed_kernels
@@ -31,6 +32,7 @@ from workers.models.choices import Choices
 from workers.models.config import CompressedLayer, Compression
 from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
 from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
+from workers.models.general import dependent
 
 ATTENDING: Final = 1024
 """Most tokens of chunks that attend at once: they fill a GPU, and for each its entries are listed, as many as a row may
@@ -97,6 +99,8 @@ class CompressedRows:
         `bounds`: for each number of tokens that an entry may stand for the entries that each token may see, int32."""
         self._rows, self._own, self._first, self._bounds = rows, own, first, bounds
         self._compression, self._eps, self._choices = compression, eps, choices
+        # The kernels of chunks, and so the number of those that are compiled, stay what they are.
+        self._early = rows.width > 0 and launches_dependently(rows.row_T.device)
 
     def attend(
         self,
@@ -112,7 +116,8 @@ class CompressedRows:
         with scratch.scope():
             entry_TD = scratch.empty(*inputs.kv_TD.shape, dtype=ring_XLD.dtype)
             queried = inputs.q_THD, inputs.kv_TD, weights.kv_norm_D, inputs.rotation_TO
-            compressed.rope_store(*queried, entry_TD, ring_XLD, rows, window=window, eps=self._eps)
+            into = entry_TD, ring_XLD, rows
+            compressed.rope_store(*queried, *into, window=window, eps=self._eps, dependent=self._early)
             entry_PKD, selected_TS = None, None
             if weights.compressor is not None:
                 assert caches.compressor is not None
@@ -156,7 +161,7 @@ class CompressedRows:
         assert made_TF is not None
         made = made_TF, compressor.bias_RC, compressor.norm_D, rotation_YO
         caches_of_it = caches.state.data_XLC, caches.entries.data_PKD
-        compressed.compress(*made, *caches_of_it, self._rows, eps=self._eps)
+        compressed.compress(*made, *caches_of_it, self._rows, eps=self._eps, dependent=self._early)
 
     def _select(self, layer: LayerAttention, inputs: CompressedInputs, caches: LayerCaches, scratch: Scratch) -> Tensor:
         """Write the keys of the indexer, and select entries with it: int32 [T, S]."""
@@ -208,58 +213,76 @@ def rows_of_pass(
     fault_1: Tensor,
     scratch: Scratch,
 ) -> list[CompressedRows]:
-    """The rows of a pass as its layers' attention takes them: decode rows, then chunks. Memory of decode rows
-    and what tokens may see come from `scratch`, all else of chunks, which are never captured, from torch. Nothing of a
-    decode row is read on the host. `fault_1`: see `TokenRows`."""
+    """The rows of a pass as its layers' attention takes them: decode rows, then chunks. Memory of decode rows comes
+    from `scratch`, that of chunks, which are never captured, from torch. Nothing of a decode row is read on the host.
+    `fault_1`: see `TokenRows`."""
     found: list[CompressedRows] = []
     ratios = sorted({layer.ratio for layer in compression.layers if layer.indexed})
-    for rows, own in token_rows(batch, fault_1, scratch):
-        live_T = _live(batch, rows, scratch)
-        if rows.width and (left_out_T := _left_out(batch, scratch)) is not None:
-            rows.row_T.masked_fill_(left_out_T, -1)
-            live_T.masked_fill_(left_out_T, 0)
-        bounds = {ratio: _bound(rows.position_T, live_T, ratio, scratch) for ratio in ratios}
+    if (rows := _decode_rows(batch, fault_1, scratch)) is not None:
+        assert batch.decode is not None
+        bounds = {ratio: scratch.empty(len(rows.row_T), dtype=torch.int32) for ratio in ratios or (1,)}
+        whose = batch.decode.length_R, batch.decode.wanted_R, rows.row_T
+        for ratio, bound_T in bounds.items():
+            early = dependent(rows.row_T)
+            compressed.lay_out_rows(rows.position_T, *whose, bound_T, ratio, dependent=early)
+        own = slice(0, len(rows.row_T))
+        found.append(CompressedRows(rows, own, batch.first, compression, eps, choices, bounds))
+    if (chunks := _chunk_rows(batch, fault_1)) is not None:
+        rows, own = chunks
+        live_T = (rows.slot_R >= 0)[rows.row_T]
+        bounds = {ratio: ((rows.position_T + 1) // ratio * live_T).int() for ratio in ratios}
         found.append(CompressedRows(rows, own, batch.first, compression, eps, choices, bounds))
     return found
 
 
 def token_rows(batch: Batch, fault_1: Tensor, scratch: Scratch) -> list[tuple[TokenRows, slice]]:
-    """Where the tokens of a pass belong: those of decode rows, then those of chunks, with their place among all of
-    them. Memory and arguments as of `rows_of_pass`."""
+    """Where the tokens of a pass belong: those of decode rows, whether or not they are wanted, then those of chunks,
+    with their place among all of them. Memory and arguments as of `rows_of_pass`."""
     found: list[tuple[TokenRows, slice]] = []
-    split, end = batch.layout.decode_tokens, batch.layout.tokens
-    if (decode := batch.decode) is not None and split:
-        assert decode.slot_R is not None, "rows of such a model have slots"
-        count, width = len(decode.length_R), batch.layout.width
-        where = row_of_tokens(count, width, scratch), decode.slot_R, decode.page_RP
-        found.append((TokenRows(batch.position_T[:split], *where, fault_1, width), slice(0, split)))
-    if (prefill := batch.prefill) is not None and end > split:
-        assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
-        # Few numbers, whatever number of tokens there are: the device waits for the first segment meanwhile.
-        slot_R, end_R = on_device([prefill.slot, tuple(accumulate(prefill.count))], torch.int64, fault_1.device)
-        place_T = torch.arange(end - split, device=end_R.device)
-        row_T = torch.searchsorted(end_R, place_T, right=True, out_int32=True)
-        rows = TokenRows(batch.position_T[split:end], row_T, slot_R, prefill.page_NP, fault_1)
-        found.append((rows, slice(split, end)))
-    return found
+    if (rows := _decode_rows(batch, fault_1, scratch)) is not None:
+        fill_rows(rows.row_T, rows.width, scratch)
+        found.append((rows, slice(0, len(rows.row_T))))
+    chunks = _chunk_rows(batch, fault_1)
+    return found if chunks is None else [*found, chunks]
+
+
+def _decode_rows(batch: Batch, fault_1: Tensor, scratch: Scratch) -> TokenRows | None:
+    """Those of the decode rows, where there are any; the row of each token is still to be written."""
+    decode, split = batch.decode, batch.layout.decode_tokens
+    if decode is None or not split:
+        return None
+    assert decode.slot_R is not None, "rows of such a model have slots"
+    row_T = scratch.empty(split, dtype=torch.int32)
+    where = batch.position_T[:split], row_T, decode.slot_R, decode.page_RP
+    return TokenRows(*where, fault_1, batch.layout.width)
+
+
+def _chunk_rows(batch: Batch, fault_1: Tensor) -> tuple[TokenRows, slice] | None:
+    """Those of the chunks, where there are any, and their place among the tokens of the pass."""
+    prefill, split, end = batch.prefill, batch.layout.decode_tokens, batch.layout.tokens
+    if prefill is None or end <= split:
+        return None
+    assert len(prefill.slot) == len(prefill.start), "rows of such a model have slots"
+    # Few numbers, whatever number of tokens there are: the device waits for the first segment meanwhile.
+    slot_R, end_R = on_device([prefill.slot, tuple(accumulate(prefill.count))], torch.int64, fault_1.device)
+    place_T = torch.arange(end - split, device=end_R.device)
+    row_T = torch.searchsorted(end_R, place_T, right=True, out_int32=True)
+    rows = TokenRows(batch.position_T[split:end], row_T, slot_R, prefill.page_NP, fault_1)
+    return rows, slice(split, end)
 
 
 def row_of_tokens(rows: int, width: int, scratch: Scratch) -> Tensor:
     """The row of each token where every row has as many, int32."""
     row_T = scratch.empty(rows * width, dtype=torch.int32)
-    number_R = torch.arange(rows, out=scratch.empty(rows, dtype=torch.int32))
-    row_T.view(rows, width).copy_(number_R.unsqueeze(1).expand(rows, width))
+    fill_rows(row_T, width, scratch)
     return row_T
 
 
-def _live(batch: Batch, rows: TokenRows, scratch: Scratch) -> Tensor:
-    """Which of these tokens belong to somebody, bool."""
-    if not rows.width or batch.decode is None:
-        return (rows.slot_R >= 0)[rows.row_T]
-    live_T = scratch.empty(len(rows.row_T), dtype=torch.bool)
-    live_R = torch.gt(batch.decode.length_R, 0, out=scratch.empty(len(rows.slot_R), dtype=torch.bool))
-    live_T.view(-1, rows.width).copy_(live_R.unsqueeze(1).expand(-1, rows.width))
-    return live_T
+def fill_rows(row_T: Tensor, width: int, scratch: Scratch) -> None:
+    """Number the rows of so many tokens each."""
+    rows = len(row_T) // width
+    number_R = torch.arange(rows, out=scratch.empty(rows, dtype=torch.int32))
+    row_T.view(rows, width).copy_(number_R.unsqueeze(1).expand(rows, width))
 
 
 def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
@@ -284,11 +307,3 @@ def _left_out(batch: Batch, scratch: Scratch) -> Tensor | None:
     place_W = torch.arange(width, out=scratch.empty(width, dtype=torch.int64))
     left_out_RW = scratch.empty(rows, width, dtype=torch.bool)
     return torch.ge(place_W, decode.wanted_R.unsqueeze(1), out=left_out_RW).flatten()
-
-
-def _bound(position_T: Tensor, live_T: Tensor, ratio: int, scratch: Scratch) -> Tensor:
-    """Entries that tokens may see, int32; 0 of tokens of nobody."""
-    seen_T = torch.add(position_T, 1, out=scratch.empty(len(position_T), dtype=torch.int64))
-    torch.div(seen_T, ratio, rounding_mode="floor", out=seen_T)
-    seen_T.mul_(live_T)
-    return scratch.empty(len(position_T), dtype=torch.int32).copy_(seen_T)
