@@ -7,8 +7,6 @@ features.
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 from torch import Tensor
 
@@ -76,7 +74,7 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
     return not x_TE.is_cuda or (launches_dependently(x_TE.device) and launch.streamable(x_TE, weight))
 
 
-def takes_mxfp8(x_TE: Tensor, weight: Matrix) -> TypeGuard[MicroScaled]:
+def takes_mxfp8(x_TE: Tensor, weight: Matrix) -> bool:
     """Whether `linear` multiplies these tokens by this matrix in MXFP8 as it is stored: on a GPU in bf16 or fp32, at
     most `micro_scaled.MOST_TOKENS`."""
     fits = 0 < x_TE.shape[0] <= micro_scaled.MOST_TOKENS and x_TE.dtype in (torch.bfloat16, torch.float32)
@@ -104,15 +102,15 @@ def linear(
 ) -> None:
     """out = x · weight^T, summed in fp32, on a CPU of fp64 in fp64, and rounded once to the dtype of `out_TF`.
 
-    A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens, MXFP8
-    weights where `takes_mxfp8` says so. `out_TF` has the
-    dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may be strided. `out_TF` overlaps neither
-    input. `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch
-    where there is a kernel of ours, see `launch`. `x_TE` is in scaled fp16 where `takes_fp16_scaled` says so.
+    A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens, MXFP8 weights where
+    `takes_mxfp8` says so. `out_TF` has the dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may
+    be strided. `out_TF` overlaps neither input. `invariant`: a token's result is bitwise the same in any call.
+    `dependent`: programmatic dependent launch where there is a kernel of ours, see `launch`. `x_TE` is in scaled fp16
+    where `takes_fp16_scaled` says so.
     """
     if isinstance(x_TE, Fp16Scaled):
         fp8_launch.fp8_linear(x_TE, _blocks(x_TE, weight_FE), out_TF, dependent=dependent)
-    elif takes_mxfp8(x_TE, weight_FE):
+    elif isinstance(weight_FE, MicroScaled) and takes_mxfp8(x_TE, weight_FE):
         micro_scaled.launch_micro_scaled(x_TE, weight_FE, out_TF, dependent=dependent)
     elif not isinstance(weight_FE, Tensor):
         _check_few(x_TE, weight_FE)
