@@ -75,10 +75,11 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
 
 
 def takes_mxfp8(x_TE: Tensor, weight: Matrix) -> bool:
-    """Whether `linear` multiplies these tokens by this matrix in MXFP8 as it is stored: on a GPU in bf16 or fp32, at
-    most `micro_scaled.MOST_TOKENS`."""
+    """Whether `linear` multiplies these tokens by this matrix in MXFP8 as it is stored: at most
+    `micro_scaled.MOST_TOKENS` in bf16 or fp32, on a GPU that multiplies pairs of bf16, as those do on which kernels can
+    be launched dependently."""
     fits = 0 < x_TE.shape[0] <= micro_scaled.MOST_TOKENS and x_TE.dtype in (torch.bfloat16, torch.float32)
-    return x_TE.is_cuda and isinstance(weight, MicroScaled) and fits
+    return x_TE.is_cuda and isinstance(weight, MicroScaled) and fits and launches_dependently(x_TE.device)
 
 
 def takes_ring(x_TE: Tensor, weight: Matrix) -> bool:
@@ -111,6 +112,8 @@ def linear(
     if isinstance(x_TE, Fp16Scaled):
         fp8_launch.fp8_linear(x_TE, _blocks(x_TE, weight_FE), out_TF, dependent=dependent)
     elif isinstance(weight_FE, MicroScaled) and takes_mxfp8(x_TE, weight_FE):
+        if invariant:
+            raise ValueError("products with MXFP8 weights as they are stored differ by the number of tokens")
         micro_scaled.launch_micro_scaled(x_TE, weight_FE, out_TF, dependent=dependent)
     elif not isinstance(weight_FE, Tensor):
         _check_few(x_TE, weight_FE)

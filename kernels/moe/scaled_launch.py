@@ -48,7 +48,7 @@ def gate_up(
         LIMIT=shape.limit,
         STORED=how,
         TILE=_tile(tiling, product, shape),
-        **_launched(product, dependent, 0 if how.format == "mxfp8" else tiling.rows),
+        **_launched(product, dependent, tiling.rows),
     )
 
 
@@ -323,7 +323,7 @@ def _tile(tiling: ExpertTiling, product: Product, shape: ExpertsShape) -> Tile:
 def _launched(product: Product, dependent: bool, rows: int = 0) -> dict[str, Any]:
     """The launch attribute exists on CUDA only, and the interpreter knows none. Of tiles of 64 three programs are to
     stand on a multiprocessor, which ptxas at times misses by a register. `rows`: of a tile; 0 where there are as many
-    programs as fit, as of `gate_up` with MXFP8 weights, which would spill: each row has scales of its own."""
+    programs as fit."""
     how: dict[str, Any] = {"DEPENDENT": dependent, "num_warps": product.warps}
     if rows == 64 and product.warps == 4:
         how["maxnreg"] = REGISTERS
