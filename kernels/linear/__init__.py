@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.fp16_scaled import Fp16Scaled
 from kernels.gluon.tiles import ROWS
-from kernels.linear import fp8_even_launch, fp8_groups_launch, fp8_launch, launch, parts, reference
+from kernels.linear import fp8_even_launch, fp8_groups_launch, fp8_launch, launch, micro_scaled, parts, reference
 from kernels.linear.groups import launch_group_linear
 from kernels.linear.launch import MOST_STREAMED
 from kernels.linear.parts import Cut
@@ -25,7 +25,7 @@ from kernels.linear.w8a8 import (
     w8a8_pieces,
 )
 from kernels.linear.w8a8_groups_launch import takes_w8a8_groups, w8a8_group_linear
-from kernels.matrix import BlockScaled, Matrix
+from kernels.matrix import BlockScaled, Matrix, MicroScaled
 from kernels.pending_norm import PendingNorm
 from kernels.runtime.dependent import launches_dependently
 from kernels.runtime.hopper import is_hopper, multiprocessors
@@ -49,6 +49,7 @@ __all__ = [
     "supports_w8a8",
     "takes_fp8",
     "takes_fp16_scaled",
+    "takes_mxfp8",
     "takes_ring",
     "takes_w8a8_groups",
     "w8a8_group_linear",
@@ -71,6 +72,14 @@ def takes_fp8(x_TE: Tensor, weight: Matrix) -> bool:
     if not isinstance(weight, BlockScaled) or not 0 < x_TE.shape[0] <= fp8_launch.MOST_TOKENS:
         return False
     return not x_TE.is_cuda or (launches_dependently(x_TE.device) and launch.streamable(x_TE, weight))
+
+
+def takes_mxfp8(x_TE: Tensor, weight: Matrix) -> bool:
+    """Whether `linear` multiplies these tokens by this matrix in MXFP8 as it is stored: at most
+    `micro_scaled.MOST_TOKENS` in bf16 or fp32, on a GPU that multiplies pairs of bf16, as those do on which kernels can
+    be launched dependently."""
+    fits = 0 < x_TE.shape[0] <= micro_scaled.MOST_TOKENS and x_TE.dtype in (torch.bfloat16, torch.float32)
+    return x_TE.is_cuda and isinstance(weight, MicroScaled) and fits and launches_dependently(x_TE.device)
 
 
 def takes_ring(x_TE: Tensor, weight: Matrix) -> bool:
@@ -96,13 +105,18 @@ def linear(
 ) -> None:
     """out = x · weight^T, summed in fp32, on a CPU of fp64 in fp64, and rounded once to the dtype of `out_TF`.
 
-    A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens. `out_TF` has the
-    dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may be strided. `out_TF` overlaps neither
-    input. `invariant`: a token's result is bitwise the same in any call. `dependent`: programmatic dependent launch
-    where there is a kernel of ours, see `launch`. `x_TE` is in scaled fp16 where `takes_fp16_scaled` says so.
+    A plain `weight_FE` has the dtype of `x_TE`; FP8 weights are for at most MOST_STREAMED tokens, MXFP8 weights where
+    `takes_mxfp8` says so. `out_TF` has the dtype of `x_TE`, or fp32. The last dimension of each is contiguous, rows may
+    be strided. `out_TF` overlaps neither input. `invariant`: a token's result is bitwise the same in any call.
+    `dependent`: programmatic dependent launch where there is a kernel of ours, see `launch`. `x_TE` is in scaled fp16
+    where `takes_fp16_scaled` says so.
     """
     if isinstance(x_TE, Fp16Scaled):
         fp8_launch.fp8_linear(x_TE, _blocks(x_TE, weight_FE), out_TF, dependent=dependent)
+    elif isinstance(weight_FE, MicroScaled) and takes_mxfp8(x_TE, weight_FE):
+        if invariant:
+            raise ValueError("products with MXFP8 weights as they are stored differ by the number of tokens")
+        micro_scaled.launch_micro_scaled(x_TE, weight_FE, out_TF, dependent=dependent)
     elif not isinstance(weight_FE, Tensor):
         _check_few(x_TE, weight_FE)
         if isinstance(weight_FE, BlockScaled) and fp8_even_launch.even(x_TE.shape[0], weight_FE):

@@ -16,7 +16,7 @@ class Stored(NamedTuple):
     """Storage of the matrices of a product, with the numbers of features that share a scale, where they have scales."""
 
     format: str = "plain"
-    """"plain", "fp8", "int4" or "mxfp4"."""
+    """"plain", "fp8", "mxfp8", "int4" or "mxfp4"."""
     rows: int = 1
     """Output features that share a scale."""
     features: int = 1
@@ -32,6 +32,9 @@ class Stored(NamedTuple):
 PLAIN: Final = Stored()
 FOUR_BITS: Final = ("int4", "mxfp4")
 """Formats with two numbers in a byte, and scales of a row's groups."""
+EIGHT_BITS: Final = ("fp8", "mxfp8")
+"""Formats with a number in a byte: with a scale of a block, whose sums are multiplied by it, and with scales of a row's
+groups, which its numbers are multiplied by."""
 
 
 class Tile(NamedTuple):
@@ -55,7 +58,7 @@ class Tile(NamedTuple):
 STORED: Final[dict[type, Callable[[Any], tuple[str, int, int]]]] = {
     BlockScaled: lambda matrix: ("fp8", matrix.rows, matrix.features),
     GroupScaled: lambda matrix: ("int4", 1, GROUP),
-    MicroScaled: lambda matrix: ("fp8", 1, GROUP),
+    MicroScaled: lambda matrix: ("mxfp8", 1, GROUP),
     MicroScaled4: lambda matrix: ("mxfp4", 1, GROUP),
 }
 """Storage by the class of a matrix: its format, and the output and input features that share a scale."""

@@ -6,8 +6,8 @@ take that one from registers, the right one, which are the pairs' inputs, from s
 
 FP8 weights become bf16, which is exact, and the fp32 sums of at most a block's features are multiplied by its scale
 before they are added: nothing is rounded but what the checkpoint has rounded. INT4 weights are multiplied by their
-group's scale and rounded to the dtype of the inputs, as consumers of such checkpoints do in bf16. MXFP4 weights are,
-too; a power of 2 rounds nothing in bf16.
+group's scale and rounded to the dtype of the inputs, as consumers of such checkpoints do in bf16. MXFP4 and MXFP8
+weights are, too; a power of 2 rounds nothing in bf16.
 
 A step's features begin at a multiple of their number, so that they lie in one block, or in whole groups or a part of
 one. A group of features to be summed apart may begin and end within a step: inputs outside it are 0 there.
@@ -25,30 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import gated
 from kernels.moe.kernel import _tile
-
-# Exponent and mantissa of a byte of e4m3 move to where bf16 has them, which leaves a number 2^120 times too small, zero
-# and subnormal numbers included. Two at a time, as many as a thread finds side by side in a tile of the tensor cores.
-_WIDEN = tl.constexpr(
-    """
-    {
-    .reg .b32 both, sign;
-    cvt.u32.u16 both, $1;
-    prmt.b32 both, both, 0, 0x1404;
-    and.b32 sign, both, 0x80008000;
-    shr.u32 both, both, 4;
-    and.b32 both, both, 0x07F007F0;
-    or.b32 both, both, sign;
-    mov.b32 sign, 0x7B807B80;
-    mul.rn.bf16x2 $0, both, sign;
-    }
-    """
-)
-
-
-@triton.jit
-def wide(byte):
-    """Bytes of e4m3 in bf16, exactly. (NaN, which no checked checkpoint holds, becomes 480.)"""
-    return tl.inline_asm_elementwise(_WIDEN, "=r,h", [byte], dtype=tl.bfloat16, is_pure=True, pack=2)
+from kernels.narrow_floats import power, wide
 
 
 @triton.jit
@@ -74,15 +51,9 @@ def e2m1(nibble):
 
 
 @triton.jit
-def power(byte):
-    """Exponents in bytes (E8M0) as powers of 2 in bf16. The least counts as 0, as in `kernels.matrix`."""
-    return (byte.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def _bytes(data, box, row, k, K: tl.constexpr, STORED: tl.constexpr, TILE: tl.constexpr):
     """The bytes of weights [block, block_k] from (row, k) on: through the copy engine, or plain loads."""
-    PACKED: tl.constexpr = 1 if STORED.format == "fp8" else 2
+    PACKED: tl.constexpr = 1 if STORED.format == "fp8" or STORED.format == "mxfp8" else 2
     BLOCK: tl.constexpr = TILE.block
     WIDTH: tl.constexpr = TILE.block_k // PACKED
     if TILE.tma:
@@ -108,7 +79,7 @@ def _scales(scales, expert, row, k, STORED: tl.constexpr, TILE: tl.constexpr):
         scale = tl.load(line[:, None] + at[None, :])
     else:
         scale = tl.load(line[:, None] + at[None, :], mask=(at < STORED.scales)[None, :], other=0)
-    if STORED.format == "mxfp4":
+    if STORED.format == "mxfp4" or STORED.format == "mxfp8":
         scale = power(scale)
     return scale
 
@@ -122,11 +93,13 @@ def _added(sum, byte, scale, x, STORED: tl.constexpr, TILE: tl.constexpr):
     if STORED.format == "fp8":
         sum += tl.dot(wide(byte).to(x.dtype), x, input_precision=TILE.precision) * scale[:, None]
     else:
-        if STORED.format == "int4":
-            both = tl.join(centred(byte & 15), centred(byte >> 4))
+        if STORED.format == "mxfp8":
+            numbers = wide(byte)
+        elif STORED.format == "int4":
+            numbers = tl.join(centred(byte & 15), centred(byte >> 4))
         else:
-            both = tl.join(e2m1(byte & 15), e2m1(byte >> 4))
-        number = tl.reshape(both, [BLOCK, GROUPS, BLOCK_K // GROUPS])
+            numbers = tl.join(e2m1(byte & 15), e2m1(byte >> 4))
+        number = tl.reshape(numbers, [BLOCK, GROUPS, BLOCK_K // GROUPS])
         if x.dtype == tl.bfloat16:
             weight = number * scale[:, :, None]
         else:

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.matrix import FourBits, Scaled
 from kernels.moe import scaled, scaled_single
-from kernels.moe.records import Stored, Tile, stored
+from kernels.moe.records import EIGHT_BITS, Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
 from kernels.pending_norm import PendingNorm
 from kernels.runtime.carveout import leave_to_cache
@@ -48,7 +48,7 @@ def gate_up(
         LIMIT=shape.limit,
         STORED=how,
         TILE=_tile(tiling, product, shape),
-        **_launched(product, dependent, 0 if how.rows == 1 and how.format == "fp8" else tiling.rows),
+        **_launched(product, dependent, tiling.rows),
     )
 
 
@@ -80,7 +80,7 @@ def gate_up_singly(
     dependent: bool,
 ) -> None:
     """Gate and up, pair by pair, of weights in FP8."""
-    product, how = tiling.gate_up, _fp8(matrix, tiling.stored[0])
+    product, how = tiling.gate_up, _in_bytes(matrix, tiling.stored[0])
     scaled_single.gate_up[(shape.pairs * product.blocks(shape.intermediate),)](
         x_TE,
         matrix.data.view(torch.uint8),
@@ -112,7 +112,7 @@ def down_singly(
     before_TE: Tensor | None,
 ) -> None:
     """Down of weights in FP8, pair by pair, and the weighted sum, with what comes before it."""
-    product, how = tiling.down, _fp8(matrix, tiling.stored[1])
+    product, how = tiling.down, _in_bytes(matrix, tiling.stored[1])
     scaled_single.down[(shape.tokens * product.blocks(shape.hidden),)](
         scratch.act_YI,
         matrix.data.view(torch.uint8),
@@ -298,11 +298,11 @@ def _checked(matrix: Scaled, planned: Stored) -> Stored:
     return how
 
 
-def _fp8(matrix: Scaled, planned: Stored) -> Stored:
-    """Return the storage of matrices that must be in FP8."""
+def _in_bytes(matrix: Scaled, planned: Stored) -> Stored:
+    """Return the storage of matrices that must have a number in a byte."""
     how = _checked(matrix, planned)
-    if how.format != "fp8":
-        raise ValueError(f"a single token without tiles takes plain weights or FP8, not {how}")
+    if how.format not in EIGHT_BITS:
+        raise ValueError(f"a single token without tiles takes plain weights or those of eight bits, not {how}")
     return how
 
 
@@ -323,7 +323,7 @@ def _tile(tiling: ExpertTiling, product: Product, shape: ExpertsShape) -> Tile:
 def _launched(product: Product, dependent: bool, rows: int = 0) -> dict[str, Any]:
     """The launch attribute exists on CUDA only, and the interpreter knows none. Of tiles of 64 three programs are to
     stand on a multiprocessor, which ptxas at times misses by a register. `rows`: of a tile; 0 where there are as many
-    programs as fit, as of `gate_up` with MXFP8 weights, which would spill: each row has scales of its own."""
+    programs as fit."""
     how: dict[str, Any] = {"DEPENDENT": dependent, "num_warps": product.warps}
     if rows == 64 and product.warps == 4:
         how["maxnreg"] = REGISTERS

@@ -13,8 +13,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import gated
-from kernels.moe.scaled import factor, wide
+from kernels.moe.scaled import factor
 from kernels.moe.single import _expert
+from kernels.narrow_floats import wide
 
 _BYTES = tl.constexpr(16)
 

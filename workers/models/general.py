@@ -32,6 +32,7 @@ from kernels.linear import (
     supports_w8a8,
     takes_fp8,
     takes_fp16_scaled,
+    takes_mxfp8,
     takes_ring,
     w8a8_linear,
     w8a8_pieces,
@@ -221,6 +222,8 @@ class GeneralOps(LayerOps[Rows]):
                 early = dependent(out_TF)
                 rows = x_TE if takes_ring(x_TE, weight) else few_rows(x_TE, weight, scratch, dependent=early)
                 linear(rows, weight, out_TF, dependent=early)
+            elif takes_mxfp8(x_TE, weight):
+                linear(x_TE, weight, out_TF, dependent=dependent(out_TF))
             elif self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
                 self._w8a8_linear(self._in_fp8(x, scratch), weight, out_TF, scratch)
             else:  # not dependent: what is dequantized in the launch before must not be read early

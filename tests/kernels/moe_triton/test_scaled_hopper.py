@@ -75,7 +75,7 @@ def test_compiles_to_what_it_was_written_for(
     for kernel in products(shape, format):
         found = resources(kernel)
         # Of lower tiles than 128 three programs stand on a multiprocessor.
-        found.check(REGISTERS if 0 < rows < 128 and format != "mxfp8" else 255)
+        found.check(REGISTERS if 0 < rows < 128 else 255)
         assert found.waits == (rows < 128)
         code = machine_code(kernel)
         if rows:
