@@ -3,11 +3,11 @@ which the weights stream through the chip, by the means of `fp8`.
 
 A program has several times 16 weight rows of a group, so that there are about as many programs as multiprocessors: none
 waits for another to end, and all features of its tokens are read once. The copy engine fetches the weights into a ring
-of stages, of which some are under way before the program waits for the kernel before. Tokens are asked for next, one
-into registers and several into shared memory, and behind them the rest of the ring: in a queue behind all of it they
-would come late. Every 128 features of a token, which one warp multiplies at a time, get a power of two of their own and
-become fp16. Their sums are multiplied by it, together with the scale of the block of weights. Only sums of whole rows
-meet, at the end, in a fixed order: a token's result depends on neither the number of tokens nor its place among them.
+of stages, of which some are under way before the program waits for the kernel before. Tokens are asked for next, into
+registers or shared memory, and behind them the rest of the ring: in a queue behind all of it they would come late.
+Every 128 features of a token, which one warp multiplies at a time, get a power of two of their own and become fp16.
+Their sums are multiplied by it, together with the scale of the block of weights. Only sums of whole rows meet, at the
+end, in a fixed order: a token's result depends on neither the number of tokens nor its place among them.
 Tokens may still have to be divided by their root mean squares (`kernels.pending_norm`).
 
 Gluon, for compute capability 9.0.

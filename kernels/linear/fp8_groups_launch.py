@@ -32,14 +32,15 @@ class GroupTiling(NamedTuple):
     """Whether those are in shared memory, not in registers."""
 
 
-ONE: Final = GroupTiling(4, 8, 3, 2, 4)
-"""For a token. With one stage or three under way before the wait, 8 times 1,024 x 4,096 weights took an H200 half a
-microsecond longer than 8.9."""
-FEW: Final = GroupTiling(4, 8, 3, 2, 2, kept=True)
-"""For up to 8 tokens. A thread that loads what it multiplies asks for each 32 bytes of the tokens twice, so several
-tokens, which every program reads, would come from L2 as slowly as the weights: they are copied to shared memory."""
-SOME: Final = GroupTiling(4, 8, 3, 2, 1, kept=True)
-"""For up to 16 tokens."""
+FEW: Final = GroupTiling(4, 8, 3, 2, 4)
+"""For up to 8 tokens. 8 times 1,024 x 4,096 weights took an H200 8.9 us for one and 10.1 for eight; with one stage or
+three under way before the wait, one took half a microsecond longer."""
+SOME: Final = GroupTiling(4, 8, 3, 1, 4)
+"""For up to 16 tokens: 12.5 us for 16, and 13.1 with two stages under way."""
+NORMED: Final = GroupTiling(4, 8, 3, 2, 2, kept=True)
+"""For 2 to 8 tokens whose norm is pending. A thread that loads what it multiplies asks for each 32 bytes of the tokens
+twice, so those that are copied to shared memory take half as much from L2. For groups, whose tokens have more features,
+nobody has measured that; their programs would leave no shared memory to those of the kernel before."""
 ALONE: Final = GroupTiling(2, 8, 6, 3, 4)
 """For a token and one matrix that is a group by itself."""
 FEW_ALONE: Final = GroupTiling(2, 8, 4, 3, 2, kept=True)
@@ -72,7 +73,7 @@ def takes_groups(groups: int, weight: Matrix) -> bool:
     if not isinstance(weight, BlockScaled) or not is_hopper(weight.device):
         return False
     rows, features = weight.shape
-    own = ONE.tiles * ROWS
+    own = FEW.tiles * ROWS
     blocks = weight.features == BLOCK and weight.rows % own == 0 and features % BLOCK == 0
     return blocks and rows % (groups * weight.rows) == 0 and weight.data.data_ptr() % 16 == 0
 
@@ -92,7 +93,7 @@ def fp8_groups(
 
     (tokens, groups, features), rows = x_TGE.shape, out_TGU.shape[2]
     columns = 8 if tokens <= 8 else 16
-    tiling = tiling or (ONE if tokens == 1 else FEW if columns == 8 else SOME)
+    tiling = tiling or (SOME if columns > 8 else FEW if tokens == 1 or pending is None else NORMED)
     warps = warps_of(features, tiling.warps)
     chunks = -(-features // (warps * BLOCK))
     stages = min(tiling.stages, chunks)
