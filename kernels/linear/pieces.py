@@ -96,8 +96,8 @@ def pieces_norm(
     """`add_pieces` of one token; and of the first FEATURES of its ROWS the norm of that `weight`, times the token's
     `row_scale` if BEHIND.scaled, in `normed`, and that rounded to FP8 as `kernels.quantize.quantize` does it.
 
-    With BEHIND.add the sum, rounded, is added to the residual, and the norm is of what that is then; FEATURES is ROWS, and the
-    sum itself is stored nowhere: `normed` may be `out`.
+    With BEHIND.add the sum, rounded, is added to the residual, and the norm is of what that is then; FEATURES is ROWS,
+    and the sum itself is stored nowhere: `normed` may be `out`.
 
     BLOCKS: blocks of 128 rows, to a power of two. FEATURES is a multiple of 128. The scale of a token and 128 features
     lies at token + group * `scale_column`; with BEHIND.twice also at token * groups + group of `by_token`.
