@@ -61,6 +61,7 @@ class WeightSource(ABC):
         self.formats = Formats()
         """Formats in which the matrices so far are kept."""
         self._told: set[str] = set()
+        self._experts: list[Weight] = []
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory for a tensor. The caller writes to it by the methods here alone: a source that has the
@@ -105,7 +106,14 @@ class WeightSource(ABC):
         weight = self._room((len(stacks),), stacks[0], self.layout(stacks))
         for expert, parts in enumerate(stacks):
             self._stack(weight[expert], parts)
+        self._experts.append(weight)
         return weight
+
+    def prepare(self) -> None:
+        """Make what kernels read of experts, once all of these are in place. That looks at numbers of MXFP4, and so
+        waits for the device: many layers run for the first time in a step that is captured, where nothing may."""
+        for weight in self._experts:
+            _ = weight.matrix
 
     def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
         """Return what `build` makes of this source: a part of a model that is the same, by `name`, in models that
