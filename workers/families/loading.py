@@ -82,7 +82,7 @@ def load_model(
                 types = checkpoint.dtype_of
                 source = KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant)
                 model = build(source)
-                source.prepare()
+                source.prepare(group.minimum)
                 return model
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
         dry_run = count(own)
@@ -106,7 +106,7 @@ def load_model(
         ) as reader:
             model = build(reader)
             reader.settle()
-            reader.prepare()
+            reader.prepare(group.minimum)
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena, own)

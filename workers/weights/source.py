@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.matrix import MicroScaled4
 from workers.parallel.mesh import Mesh
 from workers.weights.arena import Arena, Item
 from workers.weights.formats.format import Format
@@ -109,11 +110,22 @@ class WeightSource(ABC):
         self._experts.append(weight)
         return weight
 
-    def prepare(self) -> None:
-        """Make what kernels read of experts, once all of these are in place. That looks at numbers of MXFP4, and so
-        waits for the device: many layers run for the first time in a step that is captured, where nothing may."""
-        for weight in self._experts:
-            _ = weight.matrix
+    def prepare(self, minimum: Callable[[Tensor], Tensor]) -> None:
+        """Look whether experts in MXFP4 are FP8 times a power of two for each row, once all of these are in place. That
+        waits for the device: many layers run for the first time in a step that is captured, where nothing may.
+
+        Either all experts are multiplied so or none, on all ranks: a start compiles the kernels of a few layers for
+        all. `minimum`: the least value over the ranks, see `Group`; so this is collective."""
+        matrices = [(weight, weight.matrix) for weight in self._experts]
+        looked = [(weight, matrix.with_least()) for weight, matrix in matrices if isinstance(matrix, MicroScaled4)]
+        if not looked:
+            return
+        exact = all(matrix.least is not None for _, matrix in looked)
+        if bool(minimum(torch.tensor([exact], dtype=torch.int64, device=self.device)).item()):
+            for weight, matrix in looked:
+                weight.multiply_as(matrix)
+        elif self.mesh.world.first:
+            self.tell("experts in MXFP4 are multiplied in bf16: some rows are not FP8 times a power of two")
 
     def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
         """Return what `build` makes of this source: a part of a model that is the same, by `name`, in models that

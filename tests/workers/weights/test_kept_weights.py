@@ -131,25 +131,39 @@ def test_quantized_ones_and_their_scales_too(
     check(folder, keeper, monkeypatch, dtype=torch.bfloat16)
 
 
-def test_what_kernels_read_of_experts_is_made_as_soon_as_they_are_there(
+def test_experts_are_looked_at_as_soon_as_they_are_there(
     keeper: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To look at numbers of MXFP4 a GPU has to be waited for. A start runs a few layers before it captures, so most
-    layers' experts are asked for what kernels read in a capture first, which must not wait."""
+    layers' experts are multiplied in a capture first, which must not wait, and by kernels that those have compiled."""
     monkeypatch.setattr(Group, "minimum", lambda self, x: x)
     config, oracle = tiny_v4(seed=1)
-    quantized = {**config, "expert_dtype": "fp4", "quantization_config": QUANTIZATION}
-    folder, load = write_v4(tmp_path, quantized, quantized_v4(published_v4(oracle))[0]), Loads(keeper, monkeypatch)
-    for kept in (False, True):
-        model = load(folder)
-        assert load.kept is kept
+    config = {**config, "expert_dtype": "fp4", "quantization_config": QUANTIZATION}
+    tensors, load = quantized_v4(published_v4(oracle))[0], Loads(keeper, monkeypatch)
+
+    def exact(folder: Path) -> set[bool]:
+        model = load(folder, progress=load.told.append)
         assert isinstance(model, CompressedModel)
         assert len(model.segments.few(model).layers) < len(model.blocks)
+        experts = [each for block in model.blocks for each in (block.experts.gate_up_XFE, block.experts.down_XEI)]
         with monkeypatch.context() as patch:
             patch.setattr(Mxfp4, "matrix", lambda *given: pytest.fail("made when a step asks for it"))
-            for block in model.blocks:
-                for weight in (block.experts.gate_up_XFE, block.experts.down_XEI):
-                    assert isinstance(weight.matrix, MicroScaled4)
+            matrices = [weight.matrix for weight in experts]
+        assert all(isinstance(matrix, MicroScaled4) for matrix in matrices)
+        return {isinstance(matrix, MicroScaled4) and matrix.least is not None for matrix in matrices}
+
+    folder = write_v4(tmp_path / "exact", config, tensors)
+    for kept in (False, True):
+        assert exact(folder) == {True}
+        assert load.kept is kept
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "minimum", lambda self, x: x.zero_() if x.dtype == torch.int64 else x)
+        assert exact(folder) == {False}  # another rank has such a row
+    scale = next(name for name in sorted(tensors) if name.endswith("experts.0.w1.scale"))
+    far = tensors[scale].clone()
+    far.view(torch.uint8)[0, 0] = far.view(torch.uint8)[0, 1] - 20
+    assert exact(write_v4(tmp_path / "far", config, {**tensors, scale: far})) == {False}
+    assert any("multiplied in bf16" in line for line in load.told)
 
 
 def test_draft_models_too(keeper: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
