@@ -65,7 +65,9 @@ def load_draft_model(
             shelf = kept.shelf("draft model", (draft, checkpoint.identity(), dtype, invariant))
             if (held := shelf.adopt(lambda own: dry_run.census)) is not None:
                 source = KeptSource(held, mesh, dtype, device, stored, checkpoint.dtype_of, invariant)
-                return draft.build(source, model, checkpoint, fp8_cache=fp8_cache)
+                drafter = draft.build(source, model, checkpoint, fp8_cache=fp8_cache)
+                source.prepare(model.group.minimum)
+                return drafter
         check_memory(dry_run.bytes, model.group, device)
         told = LoadingProgress(dry_run.bytes, progress)
         arena = None if shelf is None else shelf.arena(dry_run.census)
@@ -73,6 +75,7 @@ def load_draft_model(
             reader.progress("draft model")
             drafter = draft.build(reader, model, checkpoint, fp8_cache=fp8_cache)
             reader.settle()
+            reader.prepare(model.group.minimum)
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena)

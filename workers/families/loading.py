@@ -80,7 +80,10 @@ def load_model(
             shelf = kept.shelf("model", (config, checkpoint.identity(), dtype, draft_layer, invariant))
             if (held := shelf.adopt(lambda own: count(own).census)) is not None:
                 types = checkpoint.dtype_of
-                return build(KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant))
+                source = KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant)
+                model = build(source)
+                source.prepare(group.minimum)
+                return model
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
         dry_run = count(own)
         undeclared = family.undeclared(config, checkpoint.has_any)
@@ -103,6 +106,7 @@ def load_model(
         ) as reader:
             model = build(reader)
             reader.settle()
+            reader.prepare(group.minimum)
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena, own)

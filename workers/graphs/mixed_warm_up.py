@@ -130,13 +130,15 @@ def _plan(width: int, drafts: int, decode: tuple[int, ...], prefill: Iterable[Pr
 
 
 def warm_up_segments(stage: Stage) -> None:
-    """Run the segments and tails of every bucket, in memory of their own but for what they need on their way."""
+    """Run the segments and tails of every bucket, in memory of their own but for what they need on their way. What it
+    would take of the stage's counts there."""
     parts, buckets = stage.parts, TokenBuckets(stage.tokens)
     # More than any step wants: the self-test's prefill path has no padding either, and feeds all tokens of its rows.
     slots = parts.state.slots
     tails = set(buckets.tails(max(slots * parts.width, at_once(slots))))
     for key in buckets:
-        # Fewer tokens may need more: their products are cut up another way.
+        # Fewer tokens may need more: their products are cut up another way, and sums of their residual streams have
+        # more parts.
         bucket = Stage(parts, key.tokens, stage.scratch.another(), stage.inner)
         bucket.clear()
         for which in range(len(bucket.segments)):

@@ -35,6 +35,8 @@ class Scratch:
         self._buffer = buffer
         self._fresh = torch.zeros if zeroed else torch.empty
         self._used = 0
+        self._counted: Scratch | None = None
+        """The one whose peak is at least this one's."""
         self.peak = 0
         """Most bytes that were in use at once."""
 
@@ -49,6 +51,8 @@ class Scratch:
         begin = self._used
         self._used = begin + -(-size // _ALIGNMENT) * _ALIGNMENT
         self.peak = max(self.peak, self._used)
+        if self._counted is not None:
+            self._counted.peak = max(self._counted.peak, self.peak)
         if self._buffer is None:
             return self._fresh(shape, dtype=dtype, device=self.device)
         if self._used > self._buffer.numel():
@@ -56,9 +60,10 @@ class Scratch:
         return self._buffer[begin : begin + size].view(dtype).view(shape)
 
     def another(self) -> Scratch:
-        """Fresh tensors like this one's, counted for themselves."""
+        """Fresh tensors like this one's, for requests that begin anew in the same memory: the peak of both is at least
+        that of these."""
         other = Scratch(self.device)
-        other._fresh = self._fresh
+        other._fresh, other._counted = self._fresh, self
         return other
 
     def fill(self, byte: int) -> None:

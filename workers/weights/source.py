@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.matrix import MicroScaled4
 from workers.parallel.mesh import Mesh
 from workers.weights.arena import Arena, Item
 from workers.weights.formats.format import Format
@@ -61,6 +62,7 @@ class WeightSource(ABC):
         self.formats = Formats()
         """Formats in which the matrices so far are kept."""
         self._told: set[str] = set()
+        self._experts: list[Weight] = []
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory for a tensor. The caller writes to it by the methods here alone: a source that has the
@@ -105,7 +107,25 @@ class WeightSource(ABC):
         weight = self._room((len(stacks),), stacks[0], self.layout(stacks))
         for expert, parts in enumerate(stacks):
             self._stack(weight[expert], parts)
+        self._experts.append(weight)
         return weight
+
+    def prepare(self, minimum: Callable[[Tensor], Tensor]) -> None:
+        """Look whether experts in MXFP4 are FP8 times a power of two for each row, once all of these are in place. That
+        waits for the device: many layers run for the first time in a step that is captured, where nothing may.
+
+        Either all experts are multiplied so or none, on all ranks: a start compiles the kernels of a few layers for
+        all. `minimum`: the least value over the ranks, see `Group`; so this is collective."""
+        matrices = [(weight, weight.matrix) for weight in self._experts]
+        looked = [(weight, matrix.with_least()) for weight, matrix in matrices if isinstance(matrix, MicroScaled4)]
+        if not looked:
+            return
+        exact = all(matrix.least is not None for _, matrix in looked)
+        if bool(minimum(torch.tensor([exact], dtype=torch.int64, device=self.device)).item()):
+            for weight, matrix in looked:
+                weight.multiply_as(matrix)
+        elif self.mesh.world.first:
+            self.tell("experts in MXFP4 are multiplied in bf16: some rows are not FP8 times a power of two")
 
     def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
         """Return what `build` makes of this source: a part of a model that is the same, by `name`, in models that

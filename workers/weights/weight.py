@@ -93,6 +93,10 @@ class Weight:
         """The matrix in the form of kernels that read every format, made for the first product, not for each."""
         return self.format.matrix(self.data, self.scales, self.block)
 
+    def multiply_as(self, matrix: Matrix) -> None:
+        """Hand `matrix`, which means the same, to products from now on."""
+        vars(self)["matrix"] = matrix
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the matrix stands for, computed in fp32 and rounded once to `dtype`, in memory of their own
         unless they are stored so. For CPUs and tests: products on GPUs read the weights as they are stored."""

@@ -20,7 +20,8 @@ from tests.workers.test_engine import engine
 from workers.graphs.capture import compile_steps, warm_up
 from workers.graphs.mixed_warm_up import warm_up_mixed_steps
 from workers.memory.scratch import Scratch
-from workers.step.buckets import DecodeBuckets
+from workers.models.segments import Segments
+from workers.step.buckets import DecodeBuckets, token_buckets
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepParts
 from workers.step.stage import Stage
@@ -87,6 +88,26 @@ def test_a_smaller_step_may_need_more_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(DecodeStep, "_feed", hungry)
     parts = engine(write_tiny(tmp_path, "v3"), width=2, max_rows=ROWS, token_budget=BUDGET).runner.parts
     assert warm_up(parts, ROWS, BUDGET).scratch > extra
+
+
+def test_fewer_tokens_may_hand_on_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where sums of the residual streams of fewer tokens have more parts. Graphs of each bucket are captured in the
+    memory that is measured here."""
+    parts = engine(write_tiny(tmp_path, "v3"), width=2, max_rows=ROWS, token_budget=BUDGET).runner.parts
+    buffers, (few, *_), extra = Segments.buffers, token_buckets(BUDGET), 1 << 24
+
+    def hungry(self: Segments, tokens: int, scratch: Scratch, *rest: Any) -> Any:
+        if tokens == few:
+            scratch.empty(extra, dtype=torch.uint8)
+        return buffers(self, tokens, scratch, *rest)
+
+    monkeypatch.setattr(Segments, "buffers", hungry)
+    warmed = warm_up(parts, ROWS, BUDGET)
+    for tokens in token_buckets(BUDGET):
+        memory = (
+            Scratch(parts.device, torch.empty(size, dtype=torch.uint8)) for size in (warmed.scratch, warmed.inner)
+        )
+        Stage(parts, tokens, *memory)
 
 
 def test_compiling_ahead_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepseek_v4_layout import QUANTIZATION, published_v4, quantized_v4, tiny_v4, write_v4
 from paged import CPU
 from quantized_checkpoints import quantize
 from rank_processes import run_ranks
@@ -22,6 +23,7 @@ from tiny_mistral_eagle import write_eagle
 from tiny_models import VOCAB, write_tiny
 from torch import Tensor
 
+from kernels.matrix import MicroScaled4
 from workers.channel.ports import free_port
 from workers.config import EngineConfig
 from workers.drafters.draft_model import load_draft_model
@@ -30,11 +32,13 @@ from workers.families.draft_models import read_draft_model
 from workers.families.registry import load_config
 from workers.memory.keeper import KeeperClient, WeightKeeper
 from workers.memory.weight_memory import HostWeights
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights import reader
 from workers.weights.arena import Arena
+from workers.weights.formats.mxfp4 import Mxfp4
 from workers.weights.kept import KeptWeights
 from workers.weights.source import WeightSource
 
@@ -125,6 +129,41 @@ def test_quantized_ones_and_their_scales_too(
     folder = write_tiny(tmp_path, "v3-one-group", seed=2, num_hidden_layers=2, n_routed_experts=4)
     quantize(folder, kind, r"_proj\.weight$" if kind != "int4" else r"experts\.\d+\..*_proj\.weight$")
     check(folder, keeper, monkeypatch, dtype=torch.bfloat16)
+
+
+def test_experts_are_looked_at_as_soon_as_they_are_there(
+    keeper: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at numbers of MXFP4 a GPU has to be waited for. A start runs a few layers before it captures, so most
+    layers' experts are multiplied in a capture first, which must not wait, and by kernels that those have compiled."""
+    monkeypatch.setattr(Group, "minimum", lambda self, x: x)
+    config, oracle = tiny_v4(seed=1)
+    config = {**config, "expert_dtype": "fp4", "quantization_config": QUANTIZATION}
+    tensors, load = quantized_v4(published_v4(oracle))[0], Loads(keeper, monkeypatch)
+
+    def exact(folder: Path) -> set[bool]:
+        model = load(folder, progress=load.told.append)
+        assert isinstance(model, CompressedModel)
+        assert len(model.segments.few(model).layers) < len(model.blocks)
+        experts = [each for block in model.blocks for each in (block.experts.gate_up_XFE, block.experts.down_XEI)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Mxfp4, "matrix", lambda *given: pytest.fail("made when a step asks for it"))
+            matrices = [weight.matrix for weight in experts]
+        assert all(isinstance(matrix, MicroScaled4) for matrix in matrices)
+        return {isinstance(matrix, MicroScaled4) and matrix.least is not None for matrix in matrices}
+
+    folder = write_v4(tmp_path / "exact", config, tensors)
+    for kept in (False, True):
+        assert exact(folder) == {True}
+        assert load.kept is kept
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "minimum", lambda self, x: x.zero_() if x.dtype == torch.int64 else x)
+        assert exact(folder) == {False}  # another rank has such a row
+    scale = next(name for name in sorted(tensors) if name.endswith("experts.0.w1.scale"))
+    far = tensors[scale].clone()
+    far.view(torch.uint8)[0, 0] = far.view(torch.uint8)[0, 1] - 20
+    assert exact(write_v4(tmp_path / "far", config, {**tensors, scale: far})) == {False}
+    assert any("multiplied in bf16" in line for line in load.told)
 
 
 def test_draft_models_too(keeper: WeightKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,7 @@ class Mxfp4(MicroScaling):
         from kernels.matrix import MicroScaled4
 
         assert scales is not None
-        matrix = MicroScaled4(data, scales)
-        # Products in FP8 need it, which only GPUs have.
-        return matrix.with_least() if data.is_cuda else matrix
+        return MicroScaled4(data, scales)
 
     @override
     def dequantized(self, data: Tensor, scales: Tensor | None, block: Block) -> Tensor:
