@@ -65,14 +65,16 @@ def load_draft_model(
             shelf = kept.shelf("draft model", (draft, checkpoint.identity(), dtype, invariant))
             if (held := shelf.adopt(lambda own: dry_run.census)) is not None:
                 source = KeptSource(held, mesh, dtype, device, stored, checkpoint.dtype_of, invariant)
-                return draft.build(source, model, checkpoint, fp8_cache=fp8_cache)
-        check_memory(dry_run.bytes, model.group, device)
+                drafter = draft.build(source, model, checkpoint, fp8_cache=fp8_cache)
+                source.finish()
+                return drafter
+        check_memory(dry_run.bytes + dry_run.beside, model.group, device)
         told = LoadingProgress(dry_run.bytes, progress)
         arena = None if shelf is None else shelf.arena(dry_run.census)
         with CheckpointReader(checkpoint, mesh, dtype, device, told, stored, invariant, arena=arena) as reader:
             reader.progress("draft model")
             drafter = draft.build(reader, model, checkpoint, fp8_cache=fp8_cache)
-            reader.settle()
+            reader.finish()
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena)

@@ -80,12 +80,15 @@ def load_model(
             shelf = kept.shelf("model", (config, checkpoint.identity(), dtype, draft_layer, invariant))
             if (held := shelf.adopt(lambda own: count(own).census)) is not None:
                 types = checkpoint.dtype_of
-                return build(KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant))
+                source = KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant)
+                model = build(source)
+                source.finish()
+                return model
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
         dry_run = count(own)
         undeclared = family.undeclared(config, checkpoint.has_any)
         checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer, undeclared))
-        check_memory(dry_run.bytes, group, device)
+        check_memory(dry_run.bytes + dry_run.beside, group, device)
         told = LoadingProgress(dry_run.bytes, progress)
         if undeclared and group.mesh.world.first:
             names = ", ".join(f"{prefix}*" for prefix in undeclared)
@@ -102,7 +105,7 @@ def load_model(
             checkpoint, group.mesh, dtype, device, told, family.tensor, invariant, own, arena
         ) as reader:
             model = build(reader)
-            reader.settle()
+            reader.finish()
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena, own)

@@ -61,6 +61,7 @@ class WeightSource(ABC):
         self.formats = Formats()
         """Formats in which the matrices so far are kept."""
         self._told: set[str] = set()
+        self._experts: list[Weight] = []
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory for a tensor. The caller writes to it by the methods here alone: a source that has the
@@ -105,6 +106,7 @@ class WeightSource(ABC):
         weight = self._room((len(stacks),), stacks[0], self.layout(stacks))
         for expert, parts in enumerate(stacks):
             self._stack(weight[expert], parts)
+        self._experts.append(weight)
         return weight
 
     def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
@@ -177,7 +179,14 @@ class WeightSource(ABC):
         """Tell the user what is not as the checkpoint would have it."""
 
     def settle(self) -> None:  # noqa: B027 - most sources fill at once
-        """Wait until everything that was asked for is in place: before it is read or changed, and at the end."""
+        """Wait until everything that was asked for is in place: before it is read or changed."""
+
+    def finish(self) -> None:
+        """`settle` at the end, and make the matrices of all experts that kernels read. Of some formats that looks at
+        the numbers, which waits for the device: a graph, which may be the first to multiply by them, cannot."""
+        self.settle()
+        for weight in self._experts:
+            weight.matrix  # noqa: B018 - it is kept
 
 
 class DryRun(WeightSource):
@@ -204,6 +213,8 @@ class DryRun(WeightSource):
         """Wanted tensors by the checkpoint's names."""
         self.bytes = 0
         """Bytes of this rank's share, scales included."""
+        self.beside = 0
+        """Bytes that are made of it on a GPU, and kept."""
         self.census: list[Item] = []
         """Its tensors, in the order in which the model asks for them."""
 
@@ -219,6 +230,7 @@ class DryRun(WeightSource):
         part, counted = self._known[name]
         self.wanted |= counted.wanted
         self.bytes += counted.bytes
+        self.beside += counted.beside
         self.census += counted.census
         self.formats.experts.update(counted.formats.experts)
         self.formats.others.update(counted.formats.others)
@@ -231,6 +243,13 @@ class DryRun(WeightSource):
         self.bytes += tensor.nbytes
         self.census.append(Item.of(tensor))
         return tensor
+
+    @override
+    def experts(self, stacks: Sequence[Sequence[Part]]) -> Weight:
+        """Counts what kernels read beside the weights, too."""
+        weight = super().experts(stacks)
+        self.beside += weight.format.beside(weight.shape)
+        return weight
 
     @override
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:
