@@ -207,6 +207,7 @@ class CompressedDecoderLayer:
 
 def shallow_layers(layers: Sequence[CompressedDecoderLayer]) -> list[int]:
     """Indices of a few layers that launch every kernel that all of them launch: one of each kind, then another of the
-    last one's, so that one of them has a layer behind it."""
-    kinds = [(layer.kind, layer.block.experts.expert_YK is None) for layer in layers]
+    last one's, so that one of them has a layer behind it. Kinds differ by the kernels of their experts, too."""
+    experts = [layer.block.experts for layer in layers]
+    kinds = [(layer.kind, own.expert_YK is None, own.in_fp8) for layer, own in zip(layers, experts, strict=True)]
     return sorted({*(kinds.index(kind) for kind in kinds), len(kinds) - 1})

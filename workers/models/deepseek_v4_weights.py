@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.matrix import MicroScaled4
 from kernels.residual_streams import StreamGates
 from workers.models.config import CompressedLayer, ModelConfig, Routing
 from workers.models.layer_ops import Gated
@@ -103,6 +104,12 @@ class CompressedExperts:
     gate_up_XFE: Weight
     down_XEI: Weight
     shared: Gated
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether both matrices are in MXFP4 and are known to be FP8 times a power of two for each row."""
+        matrices = self.gate_up_XFE.matrix, self.down_XEI.matrix
+        return all(isinstance(matrix, MicroScaled4) and matrix.least is not None for matrix in matrices)
 
 
 @dataclass(frozen=True)
