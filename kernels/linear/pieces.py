@@ -91,17 +91,16 @@ def add_pieces(
 def pieces_norm(
     pieces, out, residual, weight, row_scale, normed, number, scale, by_token, eps, scale_column,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, FEATURES: tl.constexpr,
-    BLOCKS: tl.constexpr, MOST: tl.constexpr, BATCH: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ADD: tl.constexpr,
-    SCALED: tl.constexpr, TWICE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCKS: tl.constexpr, MOST: tl.constexpr, BATCH: tl.constexpr, BEHIND: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`add_pieces` of one token; and of the first FEATURES of its ROWS the norm of that `weight`, times the token's
-    `row_scale` if SCALED, in `normed`, and that rounded to FP8 as `kernels.quantize.quantize` does it.
+    `row_scale` if BEHIND.scaled, in `normed`, and that rounded to FP8 as `kernels.quantize.quantize` does it.
 
-    With ADD the sum, rounded, is added to the residual, and the norm is of what that is then; FEATURES is ROWS, and the
-    sum itself is stored nowhere: `normed` may be `out`.
+    With BEHIND.add the sum, rounded, is added to the residual, and the norm is of what that is then; FEATURES is ROWS,
+    and the sum itself is stored nowhere: `normed` may be `out`.
 
     BLOCKS: blocks of 128 rows, to a power of two. FEATURES is a multiple of 128. The scale of a token and 128 features
-    lies at token + group * `scale_column`; TWICE also at token * groups + group of `by_token`.
+    lies at token + group * `scale_column`; with BEHIND.twice also at token * groups + group of `by_token`.
     """
     steps: tl.constexpr = K // _BLOCK
     total: tl.constexpr = steps * ((ROWS + _BLOCK - 1) // _BLOCK)
@@ -118,23 +117,23 @@ def pieces_norm(
         gdc_wait()
     sum = sum_of_pieces(at, count[:, None], in_pieces, COLUMNS * _BLOCK, MOST, BATCH).to(out.dtype.element_ty)
     to = out + row * ROWS + f
-    if not ADD:
+    if not BEHIND.add:
         tl.store(to, sum, mask=in_pieces)
     whole = tl.load(to, mask=of_norm & (count == 1)[:, None], other=0.0, cache_modifier=".cg")
     value = tl.where(of_norm, tl.where((count > 1)[:, None], sum, whole).to(tl.float32), 0.0)
-    if ADD:
-        to = residual + row * RESIDUAL_STRIDE + f
+    if BEHIND.add:
+        to = residual + row * BEHIND.stride + f
         value += tl.load(to, mask=of_norm, other=0.0, cache_modifier=".cg").to(tl.float32)
         kept = value.to(residual.dtype.element_ty)
         tl.store(to, kept, mask=of_norm, eviction_policy="evict_last" if DEPENDENT else "")
         value = kept.to(tl.float32)
     factor = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / FEATURES + eps)
-    if SCALED:
+    if BEHIND.scaled:
         factor *= tl.load(row_scale + row, cache_modifier=".cg")
     y = (value * factor * w).to(normed.dtype.element_ty)
     tl.store(normed + row * FEATURES + f, y, mask=of_norm)
     to = scale + row + block.to(tl.int64) * scale_column
     there = block * _BLOCK < FEATURES
     size = store_rounded(y.to(tl.float32), number + row * FEATURES + f, to, of_norm, there)
-    if TWICE:
+    if BEHIND.twice:
         tl.store(by_token + row * (FEATURES // _BLOCK) + block, size, mask=there)

@@ -50,6 +50,19 @@ class Epilogue(NamedTuple):
     """Whether the same columns, in NORMED, are multiplied by a factor of the token as well."""
 
 
+class BehindPieces(NamedTuple):
+    """What `pieces_norm` does with a token's sum beside its norm."""
+
+    add: bool
+    """Whether it is added to a residual, whose norm is made then."""
+    stride: int
+    """Elements from one row of the residual to the next."""
+    scaled: bool
+    """Whether the norm is multiplied by a factor of the token."""
+    twice: bool
+    """Whether scales of the rounded norm are kept token by token, too."""
+
+
 class Streams(NamedTuple):
     """Division of the features of a product, and how much of them is in flight."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.linear import pieces as adding
 from kernels.linear.launch import options
+from kernels.linear.records import BehindPieces
 from kernels.matrix import BlockScaled
 from kernels.quantize import Fp8Rows
 from kernels.runtime.hopper import multiprocessors
@@ -132,10 +133,12 @@ def stream_k_norm(
         FEATURES=features,
         BLOCKS=blocks,
         **_pieces(weight_FE, columns(tokens), programs),
-        RESIDUAL_STRIDE=0 if residual_TF is None else residual_TF.stride(0),
-        ADD=residual_TF is not None,
-        SCALED=scale_T is not None,
-        TWICE=rounded.by_token_TG is not None,
+        BEHIND=BehindPieces(
+            residual_TF is not None,
+            0 if residual_TF is None else residual_TF.stride(0),
+            scale_T is not None,
+            rounded.by_token_TG is not None,
+        ),
         DEPENDENT=dependent,
         num_warps=min(max(blocks // 2, 1), 16),
         **options(dependent),

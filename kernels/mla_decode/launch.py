@@ -175,7 +175,6 @@ def attend(
                 *(page_RP, length_R, seen, *where),
                 *numbers,
                 way.blocks(shape),
-                LATENT=shape.latent,
                 OVERLAP=overlap,
                 **common,
             )

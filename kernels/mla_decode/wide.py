@@ -258,7 +258,7 @@ def wide_cta(
 def attend_wide(
     cache, q_half, q_rope, kv_half, kv_rope, table, length, seen, out, lse, partial, partial_lse, metadata,
     scale, first, table_stride, queries, drafts, heads, blocks,
-    LATENT: gl.constexpr, SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
+    SPLIT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Variant of `kernel.attend` for 512 latent features or 256 and 64 roped ones in bfloat16; four warps, the others
     come on top.
@@ -267,6 +267,7 @@ def attend_wide(
     [entries, LATENT + 64] with boxes of 64 x LATENT / 2 and 64 x 64. `OVERLAP.either`: works if the plan does not say
     that the row is short.
     """
+    LATENT: gl.constexpr = 2 * kv_half.block_type.shape[1]
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
