@@ -30,6 +30,7 @@ LEANING = {
     "kernels/moe/hopper.py": (TRITON,),
     "kernels/moe/four_bit_grouped.py": (TRITON,),
     "kernels/moe/w4a8.py": (TRITON,),
+    "kernels/moe/w4a8_products.py": (TRITON,),
     "kernels/moe/w8a8.py": (TRITON,),
     "kernels/runtime/operators.py": (TORCH,),
     "kernels/runtime/repeat.py": (TRITON, TORCH),

@@ -97,7 +97,7 @@ def _product(
     tiling: ExpertTiling,
 ) -> None:
     """`rounded`: where results in FP8 go; without it they are the pairs'."""
-    from kernels.moe import w4a8  # a machine without Hopper GPUs need not have Gluon
+    from kernels.moe import w4a8, w4a8_weights  # a machine without Hopper GPUs need not have Gluon
 
     gate = rounded is not None
     product, planned = (tiling.gate_up, tiling.stored[0]) if gate else (tiling.down, tiling.stored[1])
@@ -109,8 +109,8 @@ def _product(
     w4a8.product[(tiling.programs,)](
         w4a8.input_box(number),
         scale,
-        w4a8.word_box(matrix, gate),
-        w4a8.scale_box(matrix, gate),
+        w4a8_weights.word_box(matrix, gate),
+        w4a8_weights.scale_box(matrix, gate),
         matrix.least,
         scratch.sorted_Y,
         scratch.table,

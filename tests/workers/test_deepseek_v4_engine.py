@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.deepseek_v4_layout import VOCAB, published_v4, tiny_v4, write_v4
+from tests.deepseek_v4_layout import QUANTIZATION, VOCAB, published_v4, quantized_v4, tiny_v4, write_v4
 from tests.workers.called_graphs import call_graphs
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.graphs import capture, segments
 from workers.protocol.plan import SamplingParams
+from workers.weights.formats.mxfp4 import Mxfp4
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +197,30 @@ def test_a_slot_has_nothing_of_its_former_row(folder: Path) -> None:
 def test_settings_that_are_not_supported_are_named(settings: dict[str, Any], words: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=words):
         engine(folder, **settings)
+
+
+def test_no_experts_are_looked_at_in_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whether MXFP4 is FP8 is asked of all numbers, which waits for it. Layers of the same kind as others are
+    run for the first time where graphs are captured."""
+    call_graphs(monkeypatch)
+    matrix, record, captures, looked = Mxfp4.matrix, capture.record, list[bool](), list[bool]()
+
+    def noting(device: torch.device, call: Callable[[], Any]) -> Any:
+        captures.append(True)
+        try:
+            return record(device, call)
+        finally:
+            captures[-1] = False
+
+    def looking(self: Mxfp4, *given: Any) -> Any:
+        looked.append(any(captures))
+        return matrix(self, *given)
+
+    monkeypatch.setattr(capture, "record", noting)
+    monkeypatch.setattr(segments, "record", noting)
+    monkeypatch.setattr(Mxfp4, "matrix", looking)
+    config, model = tiny_v4(seed=1, expert_dtype="fp4", quantization_config=QUANTIZATION)
+    folder = write_v4(tmp_path, config, quantized_v4(published_v4(model))[0])
+    assert len(engine(folder, drafter="none", max_rows=2).generate(prompts(30), greedy(5))[0]) == 5
+    assert captures
+    assert looked == [False] * 2 * config["num_hidden_layers"]

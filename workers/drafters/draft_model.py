@@ -66,16 +66,15 @@ def load_draft_model(
             if (held := shelf.adopt(lambda own: dry_run.census)) is not None:
                 source = KeptSource(held, mesh, dtype, device, stored, checkpoint.dtype_of, invariant)
                 drafter = draft.build(source, model, checkpoint, fp8_cache=fp8_cache)
-                source.prepare(model.group.minimum)
+                source.finish(model.group.minimum)
                 return drafter
-        check_memory(dry_run.bytes, model.group, device)
+        check_memory(dry_run.bytes + dry_run.beside, model.group, device)
         told = LoadingProgress(dry_run.bytes, progress)
         arena = None if shelf is None else shelf.arena(dry_run.census)
         with CheckpointReader(checkpoint, mesh, dtype, device, told, stored, invariant, arena=arena) as reader:
             reader.progress("draft model")
             drafter = draft.build(reader, model, checkpoint, fp8_cache=fp8_cache)
-            reader.settle()
-            reader.prepare(model.group.minimum)
+            reader.finish(model.group.minimum)
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena)

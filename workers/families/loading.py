@@ -82,13 +82,13 @@ def load_model(
                 types = checkpoint.dtype_of
                 source = KeptSource(held, group.mesh, dtype, device, family.tensor, types, invariant)
                 model = build(source)
-                source.prepare(group.minimum)
+                source.finish(group.minimum)
                 return model
         own = differing(checkpoint, _copies(family, config), group, device) if draft_layer else frozenset()
         dry_run = count(own)
         undeclared = family.undeclared(config, checkpoint.has_any)
         checkpoint.verify(dry_run.wanted, _ignored(family, config, draft_layer, undeclared))
-        check_memory(dry_run.bytes, group, device)
+        check_memory(dry_run.bytes + dry_run.beside, group, device)
         told = LoadingProgress(dry_run.bytes, progress)
         if undeclared and group.mesh.world.first:
             names = ", ".join(f"{prefix}*" for prefix in undeclared)
@@ -105,8 +105,7 @@ def load_model(
             checkpoint, group.mesh, dtype, device, told, family.tensor, invariant, own, arena
         ) as reader:
             model = build(reader)
-            reader.settle()
-            reader.prepare(group.minimum)
+            reader.finish(group.minimum)
         told.end()
         if shelf is not None and arena is not None:
             shelf.hand_over(arena, own)

@@ -61,7 +61,8 @@ class MemoryPlan:
     graphs: int
     """Estimated."""
     rest: int
-    """Sampling, the slots' state, rope tables, memory of exchanges between ranks that share out the cache."""
+    """Sampling, the slots' state, rope tables, memory of exchanges between ranks that share out the cache, and what is
+    made of weights once they are loaded."""
     rings: int
     """What layers keep of each slot's newest tokens; models of latent attention keep nothing there."""
     snapshots: int
@@ -147,10 +148,12 @@ def memory_plan(
             known=known,
         )
         from_files = has_any is not None
-    weights, roped = dry_run.bytes, model_config.qk_rope_head_dim + (model_config.query_scaling is not None)
+    weights, beside = dry_run.bytes, dry_run.beside
+    roped = model_config.qk_rope_head_dim + (model_config.query_scaling is not None)
     if (draft := read_draft_model(config, model_config, group.mesh)) is not None:
         model.drafter, own = counted_draft_model(draft, model, fp8_cache=fp8_cache(config, dtype))
         weights += own.bytes
+        beside += own.beside
         roped += model.drafter.position_numbers
     width = choose_drafter(model, config)
     sampling = SamplingState(config.max_rows, model_config.vocab_size, meta)
@@ -171,7 +174,7 @@ def memory_plan(
     rope = max_entries_per_row(context, config.most_width) * roped * torch.float32.itemsize
     shards = group.mesh.shards
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
-    rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged
+    rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged + beside
     if graphs and config.graphs_at_start == "few" and config.selftest and not config.host_cache_bytes:
         rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
     record_bytes = record_layout(model.caches)[-1]

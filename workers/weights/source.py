@@ -110,23 +110,6 @@ class WeightSource(ABC):
         self._experts.append(weight)
         return weight
 
-    def prepare(self, minimum: Callable[[Tensor], Tensor]) -> None:
-        """Look whether experts in MXFP4 are FP8 times a power of two for each row, once all of these are in place. That
-        waits for the device: many layers run for the first time in a step that is captured, where nothing may.
-
-        Either all experts are multiplied so or none, on all ranks: a start compiles the kernels of a few layers for
-        all. `minimum`: the least value over the ranks, see `Group`; so this is collective."""
-        matrices = [(weight, weight.matrix) for weight in self._experts]
-        looked = [(weight, matrix.with_least()) for weight, matrix in matrices if isinstance(matrix, MicroScaled4)]
-        if not looked:
-            return
-        exact = all(matrix.least is not None for _, matrix in looked)
-        if bool(minimum(torch.tensor([exact], dtype=torch.int64, device=self.device)).item()):
-            for weight, matrix in looked:
-                weight.multiply_as(matrix)
-        elif self.mesh.world.first:
-            self.tell("experts in MXFP4 are multiplied in bf16: some rows are not FP8 times a power of two")
-
     def once(self, name: str, build: Callable[[WeightSource], T]) -> T:
         """Return what `build` makes of this source: a part of a model that is the same, by `name`, in models that
         differ in something else alone. See `DryRun`, which may know it already."""
@@ -197,7 +180,26 @@ class WeightSource(ABC):
         """Tell the user what is not as the checkpoint would have it."""
 
     def settle(self) -> None:  # noqa: B027 - most sources fill at once
-        """Wait until everything that was asked for is in place: before it is read or changed, and at the end."""
+        """Wait until everything that was asked for is in place: before it is read or changed."""
+
+    def finish(self, minimum: Callable[[Tensor], Tensor]) -> None:
+        """`settle` at the end, and make the matrices of all experts that kernels read. Of MXFP4 that looks whether they
+        are FP8 times a power of two for each row, which waits for the device: many layers run for the first time in a
+        step that is captured, where nothing may.
+
+        Either all experts are multiplied so or none, on all ranks: a start compiles the kernels of a few layers for
+        all. `minimum`: the least value over the ranks, see `Group`; so this is collective."""
+        self.settle()
+        matrices = [(weight, weight.matrix) for weight in self._experts]
+        looked = [(weight, matrix.with_least()) for weight, matrix in matrices if isinstance(matrix, MicroScaled4)]
+        if not looked:
+            return
+        exact = all(matrix.least is not None for _, matrix in looked)
+        if bool(minimum(torch.tensor([exact], dtype=torch.int64, device=self.device)).item()):
+            for weight, matrix in looked:
+                weight.multiply_as(matrix)
+        elif self.mesh.world.first:
+            self.tell("experts in MXFP4 are multiplied in bf16: some rows are not FP8 times a power of two")
 
 
 class DryRun(WeightSource):
@@ -224,6 +226,8 @@ class DryRun(WeightSource):
         """Wanted tensors by the checkpoint's names."""
         self.bytes = 0
         """Bytes of this rank's share, scales included."""
+        self.beside = 0
+        """Bytes that are made of it on a GPU, and kept."""
         self.census: list[Item] = []
         """Its tensors, in the order in which the model asks for them."""
 
@@ -239,6 +243,7 @@ class DryRun(WeightSource):
         part, counted = self._known[name]
         self.wanted |= counted.wanted
         self.bytes += counted.bytes
+        self.beside += counted.beside
         self.census += counted.census
         self.formats.experts.update(counted.formats.experts)
         self.formats.others.update(counted.formats.others)
@@ -251,6 +256,13 @@ class DryRun(WeightSource):
         self.bytes += tensor.nbytes
         self.census.append(Item.of(tensor))
         return tensor
+
+    @override
+    def experts(self, stacks: Sequence[Sequence[Part]]) -> Weight:
+        """Counts what kernels read beside the weights, too."""
+        weight = super().experts(stacks)
+        self.beside += weight.format.beside(weight.shape)
+        return weight
 
     @override
     def fill_part(self, into: Tensor, name: str, shape: Shape, index: tuple[slice, ...]) -> None:

@@ -71,6 +71,16 @@ def test_graphs_are_estimated_a_little_above_what_was_measured(tmp_path: Path) -
     assert alone.graphs + block < blocks.graphs < drafting.graphs
 
 
+def test_what_is_looked_up_of_experts_is_counted(tmp_path: Path) -> None:
+    """Of MXFP4 a byte for each row of a rank's experts, of the layer that drafts, too."""
+    sizes: dict[str, Any] = {"tensor_parallel": 2, "max_rows": 16, "max_context": 16384, "width": 2}
+    plain = {name: value for name, value in V4_FLASH.items() if name != "expert_dtype"}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    without = plan_of(tmp_path, 400 * GIB, **sizes)
+    found = plan_of(write(tmp_path, V4_FLASH), 400 * GIB, **sizes)
+    assert found.rest - without.rest == 44 * 256 * (2048 + 4096)
+
+
 def test_rings_of_slots_and_snapshots_are_counted(tmp_path: Path) -> None:
     """Windows in bf16, and in fp32 what compressors make of a token, of which overlapping ones make twice as much. A
     snapshot has windows without the token that is their last, and the four tokens that take part in the next entry."""

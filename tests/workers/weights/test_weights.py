@@ -14,14 +14,18 @@ from paged import CPU, load_fp32
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
+from kernels.matrix import MicroScaled4
+from tests.deepseek_v4_layout import QUANTIZATION, published_v4, quantized_v4, tiny_v4, write_v4
 from workers.families import load_model
 from workers.memory.scratch import Scratch
+from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.general import GeneralOps
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.weights import checkpoint, loading_progress, memory_check
 from workers.weights.checkpoint import WeightsError
+from workers.weights.formats.mxfp4 import Mxfp4
 
 
 def load(folder: Path, **options: Any) -> Model:
@@ -82,6 +86,21 @@ def test_each_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Mon
             assert shape[0] == 131 - 66
         else:
             assert shape == full[name], name
+
+
+def test_matrices_of_experts_are_made_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of MXFP4 that waits for the device, and most layers are multiplied by for the first time in a graph."""
+    config, tiny = tiny_v4(expert_dtype="fp4", quantization_config=QUANTIZATION)
+    write_v4(tmp_path, config, quantized_v4(published_v4(tiny))[0])
+    made, matrix = [], Mxfp4.matrix
+    monkeypatch.setattr(Mxfp4, "matrix", lambda self, *given: made.append(given) or matrix(self, *given))
+    model = load(tmp_path)
+    assert isinstance(model, CompressedModel)
+    assert len(made) == 2 * len(model.blocks)
+    for block in model.blocks:
+        kept = block.experts.gate_up_XFE.matrix, block.experts.down_XEI.matrix
+        assert all(isinstance(one, MicroScaled4) for one in kept)
+    assert len(made) == 2 * len(model.blocks)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

@@ -161,6 +161,10 @@ class Format(ABC):
         """Return the matrix in the form of kernels that read every format."""
         raise NotImplementedError(self.name)
 
+    def beside(self, shape: Shape) -> int:
+        """Return the bytes that `matrix` of experts of this shape takes on a GPU beside data and scales."""
+        return 0
+
     def dequantized(self, data: Tensor, scales: Tensor | None, block: Block) -> Tensor:
         """fp32 [.., N, K], computed in plain torch. Without scales the numbers may have another dtype."""
         raise NotImplementedError(self.name)

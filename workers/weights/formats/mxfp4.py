@@ -8,13 +8,14 @@ Shape legend: N output features, K input features, G = K / 32 groups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from typing_extensions import override
 
 from workers.weights.formats.format import Block, StoredPart
 from workers.weights.formats.grouped import GROUP, MicroScaling
-from workers.weights.wanted import MX_SCALES, Wanted
+from workers.weights.wanted import MX_SCALES, Shape, Wanted
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,11 @@ class Mxfp4(MicroScaling):
 
         assert scales is not None
         return MicroScaled4(data, scales)
+
+    @override
+    def beside(self, shape: Shape) -> int:
+        """A byte for each row, see `kernels.matrix.MicroScaled4.least`."""
+        return prod(shape[:-1])
 
     @override
     def dequantized(self, data: Tensor, scales: Tensor | None, block: Block) -> Tensor:
