@@ -87,7 +87,10 @@ class Loads:
             model.drafter = load_draft_model(read, model, kept=kept)
         self.tensors = [tensor for tensor in self.tensors if tensor.device == CPU]
         # Wherever weights come from, what kernels read of experts is made before anything is captured.
-        mixtures = [layer.feed_forward.mixture for layer in model.layers if hasattr(layer.feed_forward, "mixture")]
+        if isinstance(model, CompressedModel):
+            mixtures = [block.experts for block in model.blocks]
+        else:
+            mixtures = [layer.feed_forward.mixture for layer in model.layers if hasattr(layer.feed_forward, "mixture")]
         assert mixtures
         assert all("matrix" in vars(weight) for own in mixtures for weight in (own.gate_up_XFE, own.down_XEI))
         return model
