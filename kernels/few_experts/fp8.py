@@ -54,6 +54,14 @@ _GATE_UP_BOX = gl.constexpr(BOXES[5])
 _DOWN_BOX = gl.constexpr(BOXES[4])
 
 
+@gluon.constexpr_function
+def blocks_ahead(fetched):
+    """Blocks whose experts a program knows: those that are fetched, and two at least. Of the second it then asks where
+    it stands among a token's choices, and of the first, for which that is there, the weight: a block has no answer of
+    its own to wait for."""
+    return max(fetched, 2)
+
+
 @gluon.jit
 def fetch_gate_up(box, w_s, full, stage, expert, block, chunk, exists, WARPS: gl.constexpr):
     """Start fetching a chunk of 8 gate rows and of their 8 up rows."""
@@ -83,7 +91,7 @@ def gate_up(
     half: gl.constexpr = _ROWS // 2
     CHUNKS: gl.constexpr = (K + WARPS * _WIDTH - 1) // (WARPS * _WIDTH)
     BLOCKS: gl.constexpr = (I + half - 1) // half
-    LOOK: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
+    LOOK: gl.constexpr = blocks_ahead((CHUNKS - 1 + STAGES) // CHUNKS)
     sums: gl.constexpr = sums_layout(half, WARPS)
     columns: gl.constexpr = gl.SliceLayout(0, sums)
     program = gl.program_id(0)
@@ -122,11 +130,13 @@ def gate_up(
     t = gl.arange(0, _COLUMNS, columns)
     rank = choice_ranks(place, experts[0], tokens, columns, EXPERTS, CHOSEN, _COLUMNS)
     factor = choice_weights(choice_weight, rank, columns, CHOSEN, _COLUMNS)
+    next_rank = choice_ranks(place, experts[1], tokens, columns, EXPERTS, CHOSEN, _COLUMNS)
     stage = 0
     phase = 0
     for block in range(program, blocks, programs):
         later = expert_of(slot, (block + (LOOK + 1) * programs) // BLOCKS, slots, EXPERTS, SHARED)
-        later_rank = choice_ranks(place, experts[1], tokens, columns, EXPERTS, CHOSEN, _COLUMNS)
+        later_rank = choice_ranks(place, experts[2], tokens, columns, EXPERTS, CHOSEN, _COLUMNS)
+        later_factor = choice_weights(choice_weight, next_rank, columns, CHOSEN, _COLUMNS)
         later_scales = gate_up_scales(
             scale, experts[1], (block + programs) % BLOCKS, block + programs < blocks, I, CHUNKS, WARPS, STORED
         )  # fmt: skip
@@ -143,7 +153,6 @@ def gate_up(
                 ahead < blocks, WARPS,
             )  # fmt: skip
             stage, phase = next_stage(stage, phase, STAGES)
-        later_factor = choice_weights(choice_weight, later_rank, columns, CHOSEN, _COLUMNS)
         gate, up = gate_up_values(share(total, WARPS, _COLUMNS), WARPS)
         gate = gate * token_scale[None, :]
         up = up * (token_scale * factor)[None, :]
@@ -153,7 +162,8 @@ def gate_up(
         kept = (f < I)[:, None] & (rank >= 0)[None, :]
         gl.store(to, value.to(out.dtype.element_ty), mask=kept, eviction_policy="evict_last")
         experts = experts[1:] + (later,)
-        rank = later_rank
+        rank = next_rank
+        next_rank = later_rank
         factor = later_factor
         scales = later_scales
 

@@ -24,6 +24,7 @@ from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_befo
 from kernels.moe.four_bit_columns import (
     COLUMNS,
     STEP,
+    ask_for_steps,
     asked,
     factor_of,
     inputs_dtype,
@@ -31,6 +32,7 @@ from kernels.moe.four_bit_columns import (
     multiplied,
     products_layout,
     row_halves,
+    steps_within,
     weights_at,
 )
 from kernels.moe.hopper import clamped
@@ -81,22 +83,24 @@ def expert_of(ids, pair, EXPERTS: gl.constexpr):
 def product(
     x, square, data, scales, ids, out, eps,
     FORMAT: gl.constexpr, GATE: gl.constexpr, CHOSEN: gl.constexpr, EXPERTS: gl.constexpr, K: gl.constexpr,
-    FEATURES: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, LIMIT: gl.constexpr, SETTLED: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    FEATURES: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, INPUTS: gl.constexpr, LIMIT: gl.constexpr,
+    SETTLED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every expert i of the token; otherwise
     out[i] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES.
 
-    FORMAT: of the weights, "int4" or "mxfp4". PIECES: if not 0, the token is a pending norm's with so many sums of
+    FORMAT: of the weights, "int4" or "mxfp4". INPUTS: for which there is shared memory. PIECES: if not 0, the token is a pending norm's with so many sums of
     squares and `eps`. LIMIT: see `activation`. SETTLED: `ids` were there when the kernel before let this one start."""
     STEPS: gl.constexpr = K // _STEP
+    HELD: gl.constexpr = AHEAD.steps
+    LINES: gl.constexpr = AHEAD.lines
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
     WIDTH: gl.constexpr = _BLOCK // 2 if GATE else _BLOCK
     BLOCKS: gl.constexpr = FEATURES // WIDTH
     layout: gl.constexpr = products_layout(_WARPS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     at, scale_at = weights_at(K, FEATURES, GATE, _WARPS)
-    x_s = gl.allocate_shared_memory(inputs_dtype(FORMAT), [STEPS, 8, 1, 32], plain)
+    x_s = gl.allocate_shared_memory(inputs_dtype(FORMAT), [INPUTS // _STEP, 8, 1, 32], plain)
     r = gl.arange(0, _BLOCK, gl.SliceLayout(1, layout))
     n = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))
     begin = gl.program_id(0) * (CHOSEN * BLOCKS) // gl.num_programs(0)
@@ -107,8 +111,10 @@ def product(
     expert, valid = expert_of(ids, begin // BLOCKS, EXPERTS)
     row = expert * ROWS + begin % BLOCKS * WIDTH
     held = ()
-    for j in gl.static_range(AHEAD):
+    for j in gl.static_range(HELD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
+    for step in gl.static_range(HELD, HELD + steps_within(LINES, STEPS - HELD, HELD), HELD):
+        ask_for_steps(data, row, step, begin < end, K, FEATURES, GATE, HELD, _WARPS)
     if DEPENDENT and SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -130,7 +136,10 @@ def product(
         after = gl.minimum(piece + 1, end - 1)
         later_expert, later_valid = expert_of(ids, after // BLOCKS, EXPERTS)
         later = later_expert * ROWS + after % BLOCKS * WIDTH
-        total, held = multiplied(x_s, held, data, scales, row, later, at, scale_at, FORMAT, K, 1, AHEAD, _WARPS)
+        total, held = multiplied(
+            x_s, held, data, scales, row, later, piece + 1 < end, at, scale_at, FORMAT, K, FEATURES, GATE, 1,
+            HELD, LINES, _WARPS,
+        )  # fmt: skip
         total = total * (unit / factor_of(FORMAT))
         to = out + pair * FEATURES + piece % BLOCKS * WIDTH
         if GATE:

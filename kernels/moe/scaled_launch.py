@@ -11,19 +11,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.matrix import FourBits, Scaled
 from kernels.moe import scaled, scaled_single
-from kernels.moe.records import EIGHT_BITS, Stored, Tile, stored
-from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace
+from kernels.moe.records import EIGHT_BITS, Ahead, Stored, Tile, stored
+from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace, few_blocks
 from kernels.pending_norm import PendingNorm
 from kernels.runtime.carveout import leave_to_cache
 
 REGISTERS: Final = 168
 """Registers of a thread, where a multiprocessor is to have three programs of four warps."""
-SINGLE_PROGRAMS: Final = 4
-"""Programs of a single token's products with weights of four bits, on a multiprocessor."""
-SINGLE_REGISTERS: Final = 128
-"""Registers of a thread with which that many programs fit."""
-TILED_PROGRAMS: Final = {2: 4, 8: 1}
-"""Programs of several tokens' products with weights of four bits, on a multiprocessor, by the pairs of a tile."""
+SINGLE_REGISTERS: Final = {3: 168, 4: 128}
+"""Registers of a thread with which so many programs of a single token's products with weights of four bits fit on a
+multiprocessor."""
+SINGLE_INPUTS: Final = {3: 33 * 1024, 4: 0}
+"""Bytes of shared memory for the inputs of such a program, at least: of three so many that a fourth finds no room
+(`kernels.runtime.carveout.SHARED_BYTES`)."""
+SINGLE_LINES: Final = 0
+"""Steps of weights there that the L2 cache is asked for, behind those that registers wait for."""
+TILED_WARPS: Final = 16
+"""Warps of all programs of several tokens' products with weights of four bits on a multiprocessor."""
+TILED_LINES: Final = 0
+"""Steps of weights there that the L2 cache is asked for."""
 TILED_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
 REARRANGED: Final = 1024
@@ -156,7 +162,8 @@ def four_bit_singly(
     _checked(matrix, tiling.stored[0 if gate else 1])
     product = tiling.gate_up if gate else tiling.down
     pieces = shape.pairs * (2 if gate else 1) * out_YF.shape[-1] // product.block
-    kernel = four_bit_single.product[(min(SINGLE_PROGRAMS * tiling.programs, pieces),)](
+    programs = 3 if few_blocks(pieces, tiling.programs) else 4
+    kernel = four_bit_single.product[(min(programs * tiling.programs, pieces),)](
         x,
         x if pending is None else pending.square_TP,
         matrix.data.view(torch.int16),
@@ -171,12 +178,13 @@ def four_bit_singly(
         K=x.shape[-1],
         FEATURES=out_YF.shape[-1],
         PIECES=0 if pending is None else pending.square_TP.shape[1],
-        AHEAD=product.stages,
+        AHEAD=Ahead(product.stages, SINGLE_LINES),
+        INPUTS=max(x.shape[-1], SINGLE_INPUTS[programs] // 2),
         LIMIT=shape.limit,
         SETTLED=settled,
         DEPENDENT=dependent,
         num_warps=product.warps,
-        maxnreg=SINGLE_REGISTERS,
+        maxnreg=SINGLE_REGISTERS[programs],
         **({"launch_pdl": True} if dependent else {}),
     )
     leave_to_cache(kernel)
@@ -201,7 +209,8 @@ def four_bit_tiled(
     pending, x = _pending(x)
     gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
     _checked(matrix, tiling.stored[0 if gate else 1])
-    product, programs = tiling.gate_up if gate else tiling.down, TILED_PROGRAMS[tiling.rows] * tiling.programs
+    product = tiling.gate_up if gate else tiling.down
+    programs = TILED_WARPS // product.warps * tiling.programs
     pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // product.block
     kernel = four_bit_tiles.product[(min(programs, pieces),)](
         x,
@@ -220,7 +229,7 @@ def four_bit_tiled(
         FEATURES=out_YF.shape[-1],
         PIECES=0 if pending is None else pending.square_TP.shape[1],
         PAIRS=tiling.rows,
-        AHEAD=product.stages,
+        AHEAD=Ahead(product.stages, TILED_LINES),
         WARPS=product.warps,
         LIMIT=shape.limit,
         SETTLED=settled,

@@ -6,7 +6,9 @@ device knows. Grids are made for the worst case, and programs without work end a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Final
 
 import torch
@@ -29,6 +31,14 @@ FOUR_BIT_FEATURES: Final = 256
 MXFP4)."""
 FOUR_BIT_PAIRS: Final = (2, 8)
 """Pairs of a tile in that for several tokens: of few tokens, of more."""
+THREE_SINGLE: Final = 0
+"""Most blocks of 64 rows of a single token's product, on each multiprocessor, for which it has three programs and no
+room for a fourth: more than three on one would leave others idle. More blocks have four programs. 0: all have four."""
+THREE_AHEAD: Final = 4
+"""Steps of weights that are on their way there, where the features are whole multiples of them."""
+BESIDE_FEATURES: Final = 0
+"""Most input features of tiles of eight pairs, of which a multiprocessor has two programs with eight warps each; of
+more, one with sixteen. With 4096 the inputs of two programs leave as much to the cache as those of one of 7168."""
 FEW_FOUR_BIT: Final = 4
 """Tokens up to which tiles of two are the better: of Kimi K2's 216 us on one H200, where those of eight took 227."""
 MOST_FOUR_BIT: Final = 7168
@@ -333,7 +343,9 @@ def four_bit_alone(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stor
             f"a single token's weights of four bits take bf16, features in multiples of {FOUR_BIT_FEATURES} and "
             f"several experts a token, in one sum: {shape}"
         )
-    return ExpertTiling(0, *_four_bit_products(shape, 4), shape.dtype, multiprocessors, stored=stored)
+    blocks = [shape.pairs * 2 * shape.intermediate // 64, shape.pairs * shape.hidden // 64]
+    ahead = [THREE_AHEAD if few_blocks(count, multiprocessors) else 2 for count in blocks]
+    return ExpertTiling(0, *_four_bit_products(shape, 4, ahead), shape.dtype, multiprocessors, stored=stored)
 
 
 def four_bit_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stored, Stored]) -> ExpertTiling:
@@ -345,7 +357,8 @@ def four_bit_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stor
             f"{MOST_FOUR_BIT}, at most {MOST_FOUR_BIT_MEAN} tokens an expert, and one sum: {shape}"
         )
     rows = FOUR_BIT_PAIRS[shape.tokens > FEW_FOUR_BIT]
-    products = _four_bit_products(shape, 4 if rows == 2 else 16)
+    beside = max(shape.hidden, shape.intermediate) <= BESIDE_FEATURES
+    products = _four_bit_products(shape, 4 if rows == 2 else 8 if beside else 16)
     return ExpertTiling(rows, *products, shape.dtype, multiprocessors, stored=stored)
 
 
@@ -362,10 +375,17 @@ def four_bit_grouped(shape: ExpertsShape, programs: int, stored: tuple[Stored, S
     return ExpertTiling(rows, *products, shape.dtype, programs, shape.mean <= rows, stored=stored)
 
 
-def _four_bit_products(shape: ExpertsShape, warps: int) -> tuple[Product, Product]:
-    """Gate and up, and down. Two steps of weights are on their way, where the features are whole pairs of steps."""
-    ahead = [2 if features % (2 * FOUR_BIT_FEATURES) == 0 else 1 for features in (shape.hidden, shape.intermediate)]
-    gate_up, down = (Product(16 * warps, FOUR_BIT_FEATURES, steps, warps) for steps in ahead)
+def few_blocks(blocks: int, multiprocessors: int) -> bool:
+    """Whether three programs on a multiprocessor are enough for so many blocks of a single token."""
+    return blocks <= THREE_SINGLE * multiprocessors
+
+
+def _four_bit_products(shape: ExpertsShape, warps: int, ahead: Sequence[int] = (2, 2)) -> tuple[Product, Product]:
+    """Gate and up, and down. `ahead`: steps of weights that are on their way, of either; fewer where the features are
+    no whole multiples of as many."""
+    sizes = zip((shape.hidden, shape.intermediate), ahead, strict=True)
+    steps = [gcd(features // FOUR_BIT_FEATURES, most) for features, most in sizes]
+    gate_up, down = (Product(16 * warps, FOUR_BIT_FEATURES, count, warps) for count in steps)
     return gate_up, down
 
 

@@ -8,7 +8,7 @@ import torch
 from experts_case import Experts, Format
 
 from kernels.matrix import FourBits, GroupScaled, MicroScaled4
-from kernels.moe import schedule
+from kernels.moe import scaled_launch, schedule
 from kernels.moe.schedule import ExpertsShape
 from tests.support.ptx import emulated
 
@@ -31,6 +31,19 @@ def check(case: Experts, seed: int = 0) -> None:
 def test_one_token(format: Format, limit: float) -> None:
     """Eight pieces of work for four programs, then sixteen: both products have programs with several experts."""
     check(Experts(1, 2, 3, 512, 512, formats=(format, format), limit=limit))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ahead", "lines"), [(4, 0), (4, 4), (2, 4)])
+def test_three_programs_and_weights_that_the_cache_is_asked_for(
+    ahead: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has the blocks of several experts: it asks for weights behind the end of one, and behind the last for
+    none that do not exist, of which the emulator would say so."""
+    monkeypatch.setattr(schedule, "THREE_SINGLE", 64)
+    monkeypatch.setattr(schedule, "THREE_AHEAD", ahead)
+    monkeypatch.setattr(scaled_launch, "SINGLE_LINES", lines)
+    check(Experts(1, 2, 3, 2048, 1024, formats=("mxfp4", "mxfp4"), limit=0.5, holes=True), ahead + lines)
 
 
 @pytest.mark.long
