@@ -62,7 +62,16 @@ def gate_up(
         [2 * intermediate * features, BLOCK, intermediate * features, features, 1],
         [1, warps, 2, half, BLOCK],
     )
-    tensors = (x.x_TE, x.square_TP, weights, weight_XFE.scales, choice.slot_S, choice.place_TX, choice.weight_TK, act_YI)
+    tensors = (
+        x.x_TE,
+        x.square_TP,
+        weights,
+        weight_XFE.scales,
+        choice.slot_S,
+        choice.place_TX,
+        choice.weight_TK,
+        act_YI,
+    )
     constants = {
         "STORED": stored(weight_XFE)[2],
         "SIZE": Size(intermediate, features),

@@ -1,5 +1,5 @@
-"""Gate and up of a single token's experts in FP8 on Hopper: as `fp8.gate_up`, with all that a program has to know of its
-blocks known before it multiplies the first.
+"""Gate and up of a single token's experts in FP8 on Hopper: as `fp8.gate_up`, but a program knows all that it has to
+know of its blocks before it multiplies the first.
 
 Before the copy engine is asked for a stage there is a fence, which waits for whatever threads have asked memory for. So
 nothing is loaded between two stages: experts, their places among the choices and their weights are in registers, for

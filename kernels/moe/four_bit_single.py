@@ -89,8 +89,9 @@ def product(
     """GATE: out[i] = silu(gate[expert] . x) * (up[expert] . x) for every expert i of the token; otherwise
     out[i] = weight[expert] . x[i]. Rows of `x` have K features, those of `out` FEATURES.
 
-    FORMAT: of the weights, "int4" or "mxfp4". INPUTS: for which there is shared memory. PIECES: if not 0, the token is a pending norm's with so many sums of
-    squares and `eps`. LIMIT: see `activation`. SETTLED: `ids` were there when the kernel before let this one start."""
+    FORMAT: of the weights, "int4" or "mxfp4". INPUTS: for so many there is shared memory. PIECES: if not 0, the token
+    is a pending norm's with so many sums of squares and `eps`. LIMIT: see `activation`. SETTLED: `ids` were there when
+    the kernel before let this one start."""
     STEPS: gl.constexpr = K // _STEP
     HELD: gl.constexpr = AHEAD.steps
     LINES: gl.constexpr = AHEAD.lines
