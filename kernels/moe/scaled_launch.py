@@ -15,6 +15,7 @@ from kernels.moe.records import EIGHT_BITS, Ahead, Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace, few_blocks
 from kernels.pending_norm import PendingNorm
 from kernels.runtime.carveout import leave_to_cache
+from kernels.runtime.hopper import is_hopper
 
 REGISTERS: Final = 168
 """Registers of a thread, where a multiprocessor is to have three programs of four warps."""
@@ -32,6 +33,8 @@ TILED_LINES: Final = 0
 """Steps of weights there that the L2 cache is asked for."""
 TILED_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
+NATIVE: Final = False
+"""Whether a Hopper GPU makes fp16 of a single token's weights in FP8 with its own instruction."""
 REARRANGED: Final = 1024
 """Features of a program that brings tokens into another order."""
 
@@ -102,6 +105,7 @@ def gate_up_singly(
         STORED=how,
         BLOCK=product.block,
         BLOCK_K=product.block_k,
+        NATIVE=NATIVE and is_hopper(matrix.device),
         **_launched(product, dependent),
     )
 
@@ -137,6 +141,7 @@ def down_singly(
         STORED=how,
         BLOCK=product.block,
         BLOCK_K=product.block_k,
+        NATIVE=NATIVE and is_hopper(matrix.device),
         **_launched(product, dependent),
     )
 

@@ -2,8 +2,11 @@
 dependent, and follow each other on memory that holds poison."""
 
 import pytest
+import torch
 from experts_case import Experts, Format
 
+from kernels.matrix import BlockScaled
+from kernels.moe import scaled_launch
 from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
@@ -26,3 +29,36 @@ def test_every_tile(rows: int, format: Format, sizes: tuple[int, int], groups: i
         case.run(case.tiling(rows=rows), dependent=True)
     assert launches == (["sort_few"] if rows else []) + ["gate_up", "down"] + (["combine"] if rows else [])
     case.check()
+
+
+@pytest.mark.parametrize("format", [(16, 64), "mxfp8"])
+def test_a_single_token_on_hopper(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero and subnormal weights included, and more features than a step has."""
+    monkeypatch.setattr(scaled_launch, "NATIVE", True)
+    monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
+    case = Experts(1, 3, 5, 2112, 64, formats=(format, format), holes=True, limit=0.5)
+    with emulated(1, consecutive=True, fences=False) as launches:
+        case.run(case.tiling(rows=0), dependent=True)
+    assert launches == ["gate_up", "down"]
+    case.check()
+
+
+def test_every_weight_is_what_it_is_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN apart, which no checkpoint that is loaded holds."""
+    monkeypatch.setattr(scaled_launch, "NATIVE", True)
+    monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
+    code = torch.arange(256, dtype=torch.uint8)
+    code[(code & 127) == 127] = 0
+    down = BlockScaled(
+        code[None, :, None].expand(1, 256, 16).contiguous().view(torch.float8_e4m3fn), torch.ones(1, 2, 1)
+    )
+    case = Experts(1, 1, 1, 256, 16, formats=((128, 128), (128, 128)))
+    assert case.weights is not None
+    case.weights = case.weights[0], down
+    tiling = case.tiling(rows=0)
+    call = case.call(tiling, case.workspace(tiling))
+    with emulated(2):
+        call.scratch.act_YI.copy_(torch.eye(16)[:1])
+        call.down_singly()
+    weight = case.tensors["weight"][0, 0]
+    assert torch.equal(call.out_TE[0], (down.data.float()[0, :, 0] * weight).bfloat16())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.matrix import BlockScaled, GroupScaled, MicroScaled, MicroScaled4
-from kernels.moe import launch, schedule
+from kernels.moe import launch, scaled_launch, schedule
 from kernels.moe.records import stored
 from kernels.moe.scaled_launch import REGISTERS
 from kernels.moe.schedule import ExpertsShape, Workspace
@@ -95,3 +95,18 @@ def test_tokens_compile_no_more() -> None:
     for format in ("fp8", "int4"):
         shapes = (ExpertsShape(tokens, *SMALL, shared=1) for tokens in (2, 7, 16))
         assert len({kernel.hash for shape in shapes for kernel in products(shape, format)}) == 2
+
+
+@pytest.mark.parametrize(("model", "format"), [(HY4, "mxfp8"), (V3, "fp8")])
+def test_one_instruction_makes_fp16_of_two_weights_of_a_token(
+    model: tuple[int, int, int, int], format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then two follow for each weight, one that makes fp32 and one that multiplies. Sums take some besides."""
+    monkeypatch.setattr(scaled_launch, "NATIVE", True)
+    monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
+    for kernel in products(ExpertsShape(1, *model), format):
+        resources(kernel).check()
+        used = instructions(kernel)
+        assert 0.85 * used["FFMA"] <= 2 * used["F2FP"] <= 1.2 * used["FFMA"], used
+        assert used["HMUL2"] == 0
+        assert used["PRMT"] <= used["F2FP"]
