@@ -29,7 +29,7 @@ H200: a step of two rows of six layers of DeepSeek-V3, as a rank of four has the
 BESIDE_FEATURES: Final = 0
 """Most features of one token of which a multiprocessor has two programs of `gate_up`, of BESIDE_STAGES stages each: one
 multiplies while the other waits for its warps' sums. Of more it has one program; 0: always. With 4096 features (Mistral
-Small 4) one program of six stages leaves room for a second one on the same multiprocessor, and another may have none."""
+Small 4) one program of six stages leaves room for a second on the same multiprocessor, and another may have none."""
 BESIDE_STAGES: Final = 4
 """Stages of such a program's ring: so many that a third program finds no room, and they are dealt out evenly."""
 KNOWN_BLOCKS: Final = 0
