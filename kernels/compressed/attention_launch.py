@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.compressed import attention
 from kernels.compressed.attention import Sizes
+from kernels.compressed.launch import options
 from kernels.compressed.listing import RECORD_FIELDS, find_entries
 from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
@@ -138,6 +139,7 @@ def attend(
     scale: float,
     first: int,
     block: int = 0,
+    dependent: bool = False,
 ) -> None:
     """See `kernels.compressed.attend`."""
     tokens, heads, features = q_THD.shape
@@ -167,6 +169,7 @@ def attend(
         entries=max(1, PAGE_TOKENS // ratio) if ratio else 0,
         selected=0 if selected_TS is None else selected_TS.shape[1],
         precision="ieee" if q_THD.itemsize == 4 else "tf32",
+        dependent=dependent and not tiling.hopper,
     )
     entries = ring_XLD if entry_TD is None else entry_TD, ring_XLD if entry_PKD is None else entry_PKD
     pages = 0 if entry_PKD is None else len(entry_PKD)
@@ -208,6 +211,7 @@ def attend(
         LISTED=_LISTED,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **options(dependent),
     )
     if parts > 1:
         attention.merge[(tokens * heads,)](
@@ -227,6 +231,7 @@ def attend(
             TILE=_MERGED,
             BLOCK=triton.next_power_of_2(features),
             num_warps=4,
+            **options(dependent),
         )
 
 
