@@ -115,6 +115,11 @@ def attend(
         compressed.attend(*given, scale=features**-0.5, **sizes, dependent=early)
 
 
+def listed_entries(window: int, ratio: int, pages: int, selected: int) -> int:
+    """Entries that are listed for a token, at most; see `reserve_attention`."""
+    return window + (selected or (pages * PAGE_TOKENS // ratio if ratio else 0))
+
+
 def reserve_attention(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
@@ -140,7 +145,7 @@ def _attending(
     scratch: Scratch,
 ) -> AttendWorkspace:
     """Memory of attention; see `reserve_attention`."""
-    entries = window + (selected or (pages * PAGE_TOKENS // ratio if ratio else 0))
+    entries = listed_entries(window, ratio, pages, selected)
     (tokens, heads, features), programs = shape, multiprocessors(scratch.device)
     return AttendWorkspace.allocate(tokens, heads, features, entries, scratch.empty, programs=programs, dtype=dtype)
 
