@@ -1,0 +1,146 @@
+"""Launches the products of up to 128 tokens with MXFP8 weights on Hopper. Allocates nothing and waits for nothing, so
+it may be captured into a CUDA graph.
+
+`dependent` launches with programmatic dependent launch, as elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeGuard
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.linear import pieces as adding
+from kernels.linear.launch import options
+from kernels.linear.stream_k_launch import BLOCK, FEWEST_ADDING, NARROW, WIDE
+from kernels.matrix import Matrix, MicroScaled
+from kernels.runtime.hopper import is_hopper, multiprocessors
+
+MOST_STREAMED: Final = 0
+"""Most tokens that these kernels multiply; MOST_TOKENS is what they can. 0: none, `micro_scaled` takes all."""
+MOST_TOKENS: Final = 128
+"""Columns of a step's sums."""
+FEWEST_FEATURES: Final = 1024
+"""Input features of a matrix: with fewer, a block of rows has too few steps to be shared out."""
+RING_BYTES: Final = 208 * 1024
+"""Bytes of the stages of all programs on a multiprocessor."""
+MOST_BESIDE: Final = 32
+"""Most tokens whose programs share a multiprocessor with another."""
+REGISTERS_BESIDE: Final = 80
+"""Registers of a thread, on average, with which two programs of twelve warps fit a multiprocessor."""
+MOST_STAGES: Final = 8
+"""Most stages of a program."""
+
+
+def columns(tokens: int) -> int:
+    """Token columns of a step: 16, 32, 64 or 128."""
+    return max(16, 1 << (tokens - 1).bit_length())
+
+
+def beside(tokens: int) -> int:
+    """Programs on a multiprocessor: with two, of whose warps there are four for each scheduler, one makes weights bf16
+    while another waits. More than MOST_BESIDE tokens leave no room for two rings."""
+    return 2 if tokens <= MOST_BESIDE else 1
+
+
+def stages_of(tokens: int, programs_beside: int) -> int:
+    """Stages of a program."""
+    stage = BLOCK * BLOCK + 2 * BLOCK * columns(tokens)
+    return min(MOST_STAGES, RING_BYTES // programs_beside // stage)
+
+
+def programs_of(tokens: int, weight_FE: MicroScaled) -> int:
+    """Programs of a product."""
+    rows, features = weight_FE.shape
+    return min(beside(tokens) * multiprocessors(weight_FE.device), -(-rows // BLOCK) * (features // BLOCK))
+
+
+def mxfp8_pieces(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> tuple[int, int, int] | None:
+    """Sizes of the fp32 memory that `mxfp8_linear` needs for parts of the sums of this product, if it takes it: of at
+    most MOST_STREAMED tokens in bf16, in rows of whole 16-byte pieces, with a matrix of whole steps of 128 features, on
+    Hopper. None where other kernels are to make it."""
+    return pieces(x_TE.shape[0], weight_FE) if _takes(x_TE, weight_FE, out_TF) else None
+
+
+def _takes(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> TypeGuard[MicroScaled]:
+    return (
+        isinstance(weight_FE, MicroScaled)
+        and 0 < x_TE.shape[0] <= min(MOST_STREAMED, MOST_TOKENS)
+        and x_TE.dtype == torch.bfloat16
+        and is_hopper(weight_FE.device)
+        and _fits(x_TE, weight_FE, out_TF)
+    )
+
+
+def _fits(x_TE: Tensor, weight_FE: MicroScaled, out_TF: Tensor) -> bool:
+    features = weight_FE.shape[1]
+    aligned = x_TE.data_ptr() % 16 == weight_FE.data.data_ptr() % 16 == weight_FE.scales.data_ptr() % 4 == 0
+    whole = x_TE.stride(1) == 1 and x_TE.stride(0) % 8 == 0 and features % BLOCK == 0 and features >= FEWEST_FEATURES
+    return aligned and whole and out_TF.is_contiguous()
+
+
+def pieces(tokens: int, weight_FE: MicroScaled, programs: int | None = None) -> tuple[int, int, int]:
+    """Sizes of the fp32 memory that a product needs."""
+    blocks = -(-weight_FE.shape[0] // BLOCK)
+    return blocks + (programs or programs_of(tokens, weight_FE)), columns(tokens), BLOCK
+
+
+def mxfp8_linear(
+    x_TE: Tensor,
+    weight_FE: MicroScaled,
+    out_TF: Tensor,
+    piece_PTB: Tensor,
+    *,
+    programs: int | None = None,
+    stages: int | None = None,
+    programs_beside: int | None = None,
+    dependent: bool = False,
+) -> None:
+    """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`, which is contiguous. `piece_PTB`:
+    of the sizes that `mxfp8_pieces` says. A token's result depends on the number of tokens, but not on what the others
+    hold. `programs`, `stages` and `programs_beside`, those on a multiprocessor (1 or 2), are for measurements.
+    ValueError for other memory."""
+    from kernels.linear import mxfp8, stream_k  # a machine without Hopper GPUs need not have Gluon
+
+    (tokens, features), rows, wide = x_TE.shape, weight_FE.shape[0], columns(x_TE.shape[0])
+    programs, side = programs or programs_of(tokens, weight_FE), programs_beside or beside(tokens)
+    if tuple(piece_PTB.shape) != pieces(tokens, weight_FE, programs):
+        raise ValueError(f"pieces {tuple(piece_PTB.shape)} are not those of {tokens} tokens and {programs} programs")
+    mxfp8.mxfp8_multiply[(programs,)](
+        mxfp8.token_box(x_TE, wide),
+        stream_k.box(weight_FE.data.view(torch.uint8), mxfp8.ROWS_OF_GROUP.value),
+        weight_FE.scales.view(torch.int32),
+        out_TF,
+        piece_PTB,
+        tokens,
+        ROWS=rows,
+        K=features,
+        COLUMNS=wide,
+        STAGES=stages or stages_of(tokens, side),
+        BESIDE=side,
+        DEPENDENT=dependent,
+        num_warps=4,
+        maxnreg=None if side == 1 else REGISTERS_BESIDE,
+        **options(dependent),
+    )
+    blocks, most = triton.cdiv(rows, BLOCK), adding.most_pieces(rows, features, programs)
+    if most == 1:
+        return
+    own = WIDE if blocks * wide // WIDE >= FEWEST_ADDING else NARROW
+    adding.add_pieces[(blocks, wide // own)](
+        piece_PTB,
+        out_TF,
+        tokens,
+        ROWS=rows,
+        K=features,
+        COLUMNS=wide,
+        PROGRAMS=programs,
+        WIDE=own,
+        MOST=most,
+        BATCH=-(-most // -(-most // 12)),
+        DEPENDENT=dependent,
+        num_warps=8 if own == WIDE else 4,
+        **options(dependent),
+    )
