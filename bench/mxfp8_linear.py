@@ -1,18 +1,19 @@
 """Times products of few tokens with MXFP8 weights on this machine's Hopper GPU, in microseconds.
 
     python bench/mxfp8_linear.py
-    python bench/mxfp8_linear.py --shapes 6144x16384 --tokens 1,16 --tilings 1,2,1x4
+    python bench/mxfp8_linear.py --shapes 6144x16384 --tokens 1,16 --tilings 2,4,4x3
 
 The portable kernel ("portable") beside the one that streams weights through a ring, in the tilings that are asked for:
-programs on a multiprocessor, and with an x behind them the stages of each. "bytes" is the time in which 4.2 TB/s bring
-the weights with their scales; percentages are its share of a time. Products take turns with so many copies of the
-weights that each comes from memory; launches are dependent, as in a step. A result that is further from the product in
-fp32 than roundings explain is marked "WRONG".
+groups of four warps that multiply, 2 or 4, and with an x behind them the stages. "bytes" is the time in which 4.2 TB/s
+bring the weights with their scales; percentages are its share of a time. Products take turns with so many copies of
+the weights that each comes from memory; launches are dependent, as in a step. A result that is further from the product
+in fp32 than roundings explain is marked "WRONG".
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,6 @@ from verdict import MOST_ERROR, error
 
 from kernels.linear import micro_scaled, mxfp8_launch
 from kernels.matrix import GROUP, MicroScaled
-from kernels.runtime.hopper import multiprocessors
 
 SHAPES = "2624x6144,16384x2048,6144x16384,36864x6144,6144x18432,6144x2048"
 """Output and input features of Hy4's products: queries and latents, queries, attention's output, the dense gate and
@@ -46,14 +46,12 @@ def weights(rows: int, features: int) -> MicroScaled:
     return MicroScaled(data, scales)
 
 
-def tiled(x: Tensor, weight: MicroScaled, out: Tensor, pieces: Tensor, beside: int, stages: int | None) -> None:
+def tiled(x: Tensor, weight: MicroScaled, out: Tensor, memory: Tensor, groups: int, stages: int | None) -> None:
     """A product in a tiling."""
-    programs = min(beside * multiprocessors(CUDA), len(pieces) - -(-weight.shape[0] // mxfp8_launch.BLOCK))
-    stages = stages or mxfp8_launch.stages_of(len(x), beside)
+    sizes = mxfp8_launch.pieces(len(x), weight, groups=groups)
     mxfp8_launch.mxfp8_linear(
-        x, weight, out, pieces[: programs + -(-weight.shape[0] // mxfp8_launch.BLOCK)],
-        programs=programs, stages=stages, programs_beside=beside, dependent=True,
-    )  # fmt: skip
+        x, weight, out, memory[: math.prod(sizes)].view(sizes), groups=groups, stages=stages, dependent=True
+    )
 
 
 def line(tokens: int, rows: int, features: int, tilings: list[str], *, run: bool) -> None:
@@ -65,15 +63,14 @@ def line(tokens: int, rows: int, features: int, tilings: list[str], *, run: bool
         copies.append(MicroScaled(first.data.clone(), first.scales.clone()))
     x = torch.randn(tokens, features, device=CUDA, dtype=torch.bfloat16)
     out, want = x.new_empty(tokens, rows), x.float() @ first.float().t()
-    blocks, steps = -(-rows // mxfp8_launch.BLOCK), features // mxfp8_launch.BLOCK
-    programs = min(2 * multiprocessors(CUDA), blocks * steps)
-    pieces = torch.empty(programs + blocks, mxfp8_launch.columns(tokens), mxfp8_launch.BLOCK, device=CUDA)
+    most = max(math.prod(mxfp8_launch.pieces(tokens, first, groups=groups)) for groups in (2, 4))
+    memory = torch.empty(most, device=CUDA)
     ways = {"portable": [partial(micro_scaled.launch_micro_scaled, x, copy, out, dependent=True) for copy in copies]}
     for tiling in tilings:
-        beside, _, stages = tiling.partition("x")
-        how = int(beside), int(stages) if stages else None
-        if how[1] or mxfp8_launch.stages_of(tokens, how[0]) >= 3:
-            ways[tiling] = [partial(tiled, x, copy, out, pieces, *how) for copy in copies]
+        groups, _, stages = tiling.partition("x")
+        how = int(groups), int(stages) if stages else None
+        if how[0] <= mxfp8_launch.groups_of(tokens):
+            ways[tiling] = [partial(tiled, x, copy, out, memory, *how) for copy in copies]
     least = size / BYTES_PER_US
     texts = [f"{rows:6} {features:6} {tokens:4} bytes {least:6.1f}"]
     for name, runs in ways.items():
@@ -92,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="output x input features, e.g. 6144x16384,4096x6144")
     parser.add_argument("--tokens", default="1,4,16,64,128")
-    parser.add_argument("--tilings", default="1,2", help="programs on a multiprocessor, e.g. 1,2 or 1x4: of 4 stages")
+    parser.add_argument("--tilings", default="2,4", help="groups of warps that multiply, 2 or 4; 4x3: with 3 stages")
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
     arguments = parser.parse_args()
     torch.manual_seed(0)

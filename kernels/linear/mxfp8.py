@@ -1,15 +1,16 @@
 """Products of up to 128 tokens with MXFP8 weights on Hopper, on wgmma, bound by the time in which weights are read.
 
-The steps of all blocks of 128 weight rows, of 128 input features each, are shared out evenly among the programs, as in
-`stream_k`: a program that does not have all steps of a block leaves a piece of its sums, which
+The steps of all blocks of 128 or 256 weight rows, of 128 input features each, are shared out evenly among the programs,
+as in `stream_k`: a program that does not have all steps of a block leaves a piece of its sums, which
 `kernels.linear.pieces` adds up. The copy engine fetches weights, as they are stored, and tokens into a ring of stages.
 All stages of weights are under way before a program waits for the kernel before (programmatic dependent launch).
 
 Weights are the left operand, which the tensor cores take from registers, and a block has all tokens at once: so every
 weight becomes bf16 once. Its number is multiplied by the power of 2 of its group there, which rounds nothing.
 
-A warp fetches, and two groups of four warps multiply 64 rows of a block each. These do not wait for each other: while
-one has its products made by the tensor cores, the other makes weights bf16.
+A warp fetches, and two or four groups of four warps multiply 64 rows of a block each. These do not wait for each other:
+while one has its products made by the tensor cores, another makes weights bf16. With more rows in a block tokens, which
+every program reads for each of its blocks, take less of the L2 cache's bandwidth.
 
 Gluon, for compute capability 9.0.
 """
@@ -32,13 +33,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.linear.hopper import TILED as TOKENS
-from kernels.linear.stream_k import BLOCK, STEP
+from kernels.linear.stream_k import STEP
 from kernels.linear.stream_k import TILED as WEIGHTS
 
 HALF = gl.constexpr(64)
 """Features of a product: of bf16 they are 128 bytes, the width of a swizzled row."""
 ROWS_OF_GROUP = gl.constexpr(64)
 """Weight rows of a partition that multiplies: those of a wgmma."""
+PIECE = gl.constexpr(128)
+"""Weight rows that lie side by side in a piece of the sums."""
 
 # As `kernels.narrow_floats.wide`, and the product with the power of 2 of the group, of which each of the two has one.
 _WIDEN = gl.constexpr(
@@ -112,7 +115,7 @@ def halves(stage_s):
 
 
 @gluon.jit
-def scales_of(scale, step, WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr):
+def scales_of(scale, step, WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, BLOCK: gl.constexpr):
     """Load the four scales of a step of every row of a partition: a word for each row, [64]."""
     block = step // STEPS
     row = block * BLOCK + WHICH * ROWS_OF_GROUP + gl.arange(0, ROWS_OF_GROUP, rows_layout())
@@ -134,10 +137,8 @@ def left_operand(tile, scales, SECOND: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def fetch_weights(weight_box, step, bar, weight_s, stage, STEPS: gl.constexpr):
     """Start fetching the weights of a step."""
-    row = step // STEPS * BLOCK
-    for group in gl.static_range(2):
-        at = [row + group * ROWS_OF_GROUP, step % STEPS * STEP]
-        tma.async_copy_global_to_shared(weight_box, at, bar, weight_s.index(2 * stage + group))
+    at = [step // STEPS * weight_box.block_type.shape[0], step % STEPS * STEP]
+    tma.async_copy_global_to_shared(weight_box, at, bar, weight_s.index(stage))
 
 
 @gluon.jit
@@ -155,7 +156,7 @@ def fetch(
 ):  # fmt: skip
     """The fetching partition. As many stages of weights as there is room for are under way before it waits for the
     kernel before."""
-    bytes: gl.constexpr = 2 * (x_box.block_type.nbytes + weight_box.block_type.nbytes)
+    bytes: gl.constexpr = 2 * x_box.block_type.nbytes + weight_box.block_type.nbytes
     early = gl.minimum(end - begin, STAGES)
     for stage in range(early):
         mbarrier.expect(full.index(stage), bytes)
@@ -175,16 +176,16 @@ def fetch(
 @gluon.jit
 def multiply(
     scale, out, pieces, x_s, weight_s, full, empty, step, end, tokens,
-    WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying partition: the first 64 rows of every block, or the others."""
+    """A multiplying partition, of 64 rows of every block."""
     layout: gl.constexpr = sums_layout(COLUMNS)
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     program = gl.program_id(0)
     # Nobody copies scales ahead: they are asked for two steps before.
-    scales = scales_of(scale, step, WHICH, ROWS, STEPS)
-    next_scales = scales_of(scale, gl.minimum(step + 1, end - 1), WHICH, ROWS, STEPS)
+    scales = scales_of(scale, step, WHICH, ROWS, STEPS, BLOCK)
+    next_scales = scales_of(scale, gl.minimum(step + 1, end - 1), WHICH, ROWS, STEPS, BLOCK)
     if DEPENDENT:
         wait_for_kernel_before()
     stage = 0
@@ -195,9 +196,9 @@ def multiply(
         until = gl.minimum(end, (block + 1) * STEPS)
         total = gl.zeros([ROWS_OF_GROUP, COLUMNS], gl.float32, layout)
         while step < until:
-            later_scales = scales_of(scale, gl.minimum(step + 2, end - 1), WHICH, ROWS, STEPS)
+            later_scales = scales_of(scale, gl.minimum(step + 2, end - 1), WHICH, ROWS, STEPS, BLOCK)
             mbarrier.wait(full.index(stage), phase)
-            first_half, second_half = halves(weight_s.index(2 * stage + WHICH))
+            first_half, second_half = halves(weight_s.index(stage).slice(WHICH * ROWS_OF_GROUP, ROWS_OF_GROUP))
             a = left_operand(first_half, scales, 0, COLUMNS)
             total = warpgroup_mma(a, x_s.index(2 * stage).permute((1, 0)), total, is_async=True)
             b = left_operand(second_half, scales, 1, COLUMNS)
@@ -210,7 +211,7 @@ def multiply(
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
             step += 1
-        row = WHICH * ROWS_OF_GROUP
+        row: gl.constexpr = WHICH * ROWS_OF_GROUP
         if until - first == STEPS:
             value = gl.convert_layout(total.to(out.dtype.element_ty), stored)
             f = block * BLOCK + row + gl.arange(0, ROWS_OF_GROUP, gl.SliceLayout(1, stored))
@@ -218,49 +219,68 @@ def multiply(
             inside = (f < ROWS)[:, None] & (t < tokens)[None, :]
             gl.store(out + t.to(gl.int64)[None, :] * ROWS + f[:, None], value, mask=inside)
         else:
-            r = row + gl.arange(0, ROWS_OF_GROUP, gl.SliceLayout(1, layout))
+            piece = (program + block) * (BLOCK // PIECE) + row // PIECE
+            r = row % PIECE + gl.arange(0, ROWS_OF_GROUP, gl.SliceLayout(1, layout))
             c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-            gl.store(pieces + ((program + block) * COLUMNS + c[None, :]) * BLOCK + r[:, None], total)
+            gl.store(pieces + (piece * COLUMNS + c[None, :]) * PIECE + r[:, None], total)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def mxfp8_multiply(
     x_box, weight_box, scale, out, pieces, tokens,
-    ROWS: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, BESIDE: gl.constexpr,
+    ROWS: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """out[t] = weight · x[t], or pieces of it. Grid: programs, of which each has its share of the steps; four warps,
-    five others come on top. BESIDE: programs that a multiprocessor's registers are to be enough for, 1 or 2.
+    """out[t] = weight · x[t], or pieces of it. Grid: programs, of which each has its share of the steps; four warps, of
+    one of the GROUPS that multiply, and the others come on top.
 
     `x_box` describes bf16 in rows of K input features, with boxes of COLUMNS tokens and 64 features; `weight_box`
-    uint8, with boxes of 64 x 128. `scale`: int32 [ROWS, K / 128], each of four exponents. `out`: [tokens, ROWS],
-    written where one program makes all of a block's sums. `pieces`: fp32 [programs + blocks, COLUMNS, 128]; that of a
-    program p and a block b lies at p + b.
+    uint8, with boxes of B = 64 * GROUPS rows and 128 features. `scale`: int32 [ROWS, K / 128], each of four exponents.
+    `out`: [tokens, ROWS], written where one program makes all of a block's sums. `pieces`: fp32
+    [programs + blocks, B / 128, COLUMNS, 128]; that of a program p and a block b lies at p + b.
     """
     steps: gl.constexpr = K // STEP
+    BLOCK: gl.constexpr = GROUPS * ROWS_OF_GROUP
     total: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK * steps
     begin = gl.program_id(0) * total // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * total // gl.num_programs(0)
     if DEPENDENT:
         let_kernel_after_start()
-    weight_s = gl.allocate_shared_memory(weight_box.dtype, [2 * STAGES, ROWS_OF_GROUP, STEP], WEIGHTS)
+    weight_s = gl.allocate_shared_memory(weight_box.dtype, [STAGES, BLOCK, STEP], WEIGHTS)
     x_s = gl.allocate_shared_memory(x_box.dtype, [2 * STAGES, COLUMNS, HALF], TOKENS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
     gl.thread_barrier()
     # The tuples stand in the call: in a variable their constants would become run-time values.
-    gl.warp_specialize(
-        [
-            (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                        0, ROWS, steps, COLUMNS, STAGES, DEPENDENT)),
-            (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                        1, ROWS, steps, COLUMNS, STAGES, DEPENDENT)),
-            (fetch, (x_box, weight_box, x_s, weight_s, full, empty, begin, end, steps, STAGES, DEPENDENT)),
-        ],
-        [4, 1],
-        [232, 40] if BESIDE == 1 else [104, 24],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
+                            0, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
+                            1, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                (fetch, (x_box, weight_box, x_s, weight_s, full, empty, begin, end, steps, STAGES, DEPENDENT)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
+                            0, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
+                            1, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
+                            2, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
+                            3, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                (fetch, (x_box, weight_box, x_s, weight_s, full, empty, begin, end, steps, STAGES, DEPENDENT)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )  # fmt: skip

@@ -24,14 +24,12 @@ MOST_TOKENS: Final = 128
 """Columns of a step's sums."""
 FEWEST_FEATURES: Final = 1024
 """Input features of a matrix: with fewer, a block of rows has too few steps to be shared out."""
+MOST_OF_WIDE_BLOCKS: Final = 64
+"""Most tokens whose blocks have 256 weight rows: of more, the sums do not fit the registers of as many warps."""
 RING_BYTES: Final = 208 * 1024
-"""Bytes of the stages of all programs on a multiprocessor."""
-MOST_BESIDE: Final = 32
-"""Most tokens whose programs share a multiprocessor with another."""
-REGISTERS_BESIDE: Final = 80
-"""Registers of a thread, on average, with which two programs of twelve warps fit a multiprocessor."""
+"""Most bytes of the stages."""
 MOST_STAGES: Final = 8
-"""Most stages of a program."""
+"""Most stages."""
 
 
 def columns(tokens: int) -> int:
@@ -39,22 +37,20 @@ def columns(tokens: int) -> int:
     return max(16, 1 << (tokens - 1).bit_length())
 
 
-def beside(tokens: int) -> int:
-    """Programs on a multiprocessor: with two, of whose warps there are four for each scheduler, one makes weights bf16
-    while another waits. More than MOST_BESIDE tokens leave no room for two rings."""
-    return 2 if tokens <= MOST_BESIDE else 1
+def groups_of(tokens: int) -> int:
+    """Groups of four warps that multiply, each 64 weight rows of a block."""
+    return 4 if tokens <= MOST_OF_WIDE_BLOCKS else 2
 
 
-def stages_of(tokens: int, programs_beside: int) -> int:
+def stages_of(tokens: int, groups: int) -> int:
     """Stages of a program."""
-    stage = BLOCK * BLOCK + 2 * BLOCK * columns(tokens)
-    return min(MOST_STAGES, RING_BYTES // programs_beside // stage)
+    return min(MOST_STAGES, RING_BYTES // (64 * groups * BLOCK + 2 * BLOCK * columns(tokens)))
 
 
-def programs_of(tokens: int, weight_FE: MicroScaled) -> int:
+def programs_of(weight_FE: MicroScaled, groups: int) -> int:
     """Programs of a product."""
     rows, features = weight_FE.shape
-    return min(beside(tokens) * multiprocessors(weight_FE.device), -(-rows // BLOCK) * (features // BLOCK))
+    return min(multiprocessors(weight_FE.device), -(-rows // (64 * groups)) * (features // BLOCK))
 
 
 def mxfp8_pieces(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> tuple[int, int, int] | None:
@@ -81,10 +77,13 @@ def _fits(x_TE: Tensor, weight_FE: MicroScaled, out_TF: Tensor) -> bool:
     return aligned and whole and out_TF.is_contiguous()
 
 
-def pieces(tokens: int, weight_FE: MicroScaled, programs: int | None = None) -> tuple[int, int, int]:
+def pieces(
+    tokens: int, weight_FE: MicroScaled, programs: int | None = None, groups: int | None = None
+) -> tuple[int, int, int]:
     """Sizes of the fp32 memory that a product needs."""
-    blocks = -(-weight_FE.shape[0] // BLOCK)
-    return blocks + (programs or programs_of(tokens, weight_FE)), columns(tokens), BLOCK
+    groups = groups or groups_of(tokens)
+    blocks, times = -(-weight_FE.shape[0] // (64 * groups)), 64 * groups // BLOCK
+    return times * (blocks + (programs or programs_of(weight_FE, groups))), columns(tokens), BLOCK
 
 
 def mxfp8_linear(
@@ -95,22 +94,22 @@ def mxfp8_linear(
     *,
     programs: int | None = None,
     stages: int | None = None,
-    programs_beside: int | None = None,
+    groups: int | None = None,
     dependent: bool = False,
 ) -> None:
     """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`, which is contiguous. `piece_PTB`:
     of the sizes that `mxfp8_pieces` says. A token's result depends on the number of tokens, but not on what the others
-    hold. `programs`, `stages` and `programs_beside`, those on a multiprocessor (1 or 2), are for measurements.
-    ValueError for other memory."""
+    hold. `programs`, `stages` and `groups`, see `groups_of`, are for measurements. ValueError for other memory."""
     from kernels.linear import mxfp8, stream_k  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, features), rows, wide = x_TE.shape, weight_FE.shape[0], columns(x_TE.shape[0])
-    programs, side = programs or programs_of(tokens, weight_FE), programs_beside or beside(tokens)
-    if tuple(piece_PTB.shape) != pieces(tokens, weight_FE, programs):
+    groups = groups or groups_of(tokens)
+    programs, block = programs or programs_of(weight_FE, groups), 64 * groups
+    if tuple(piece_PTB.shape) != pieces(tokens, weight_FE, programs, groups):
         raise ValueError(f"pieces {tuple(piece_PTB.shape)} are not those of {tokens} tokens and {programs} programs")
     mxfp8.mxfp8_multiply[(programs,)](
         mxfp8.token_box(x_TE, wide),
-        stream_k.box(weight_FE.data.view(torch.uint8), mxfp8.ROWS_OF_GROUP.value),
+        stream_k.box(weight_FE.data.view(torch.uint8), block),
         weight_FE.scales.view(torch.int32),
         out_TF,
         piece_PTB,
@@ -118,14 +117,13 @@ def mxfp8_linear(
         ROWS=rows,
         K=features,
         COLUMNS=wide,
-        STAGES=stages or stages_of(tokens, side),
-        BESIDE=side,
+        STAGES=stages or stages_of(tokens, groups),
+        GROUPS=groups,
         DEPENDENT=dependent,
         num_warps=4,
-        maxnreg=None if side == 1 else REGISTERS_BESIDE,
         **options(dependent),
     )
-    blocks, most = triton.cdiv(rows, BLOCK), adding.most_pieces(rows, features, programs)
+    blocks, most = triton.cdiv(rows, BLOCK), adding.most_pieces(rows, features, programs, block)
     if most == 1:
         return
     own = WIDE if blocks * wide // WIDE >= FEWEST_ADDING else NARROW
@@ -141,6 +139,7 @@ def mxfp8_linear(
         MOST=most,
         BATCH=-(-most // -(-most // 12)),
         DEPENDENT=dependent,
+        TIMES=block // BLOCK,
         num_warps=8 if own == WIDE else 4,
         **options(dependent),
     )

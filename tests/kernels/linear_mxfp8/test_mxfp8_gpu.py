@@ -26,21 +26,19 @@ def test_products(tokens: int, rows: int, features: int, dtype: torch.dtype) -> 
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("beside", [1, 2])
+@pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("tokens", [1, 16, 40, 128])
 @pytest.mark.parametrize(("rows", "features"), [(16384, 2048), (6144, 16384), (2624, 6144)])
-def test_streamed_products(rows: int, features: int, tokens: int, beside: int) -> None:
+def test_streamed_products(rows: int, features: int, tokens: int, groups: int) -> None:
     """Of weights that come through a ring, in either tiling that is there for so many tokens: blocks in pieces, whole
     ones, and one that the matrix ends in. Memory that held something else does not matter."""
-    if mxfp8_launch.stages_of(tokens, beside) < 3:
-        pytest.skip("no room for two rings")
+    if groups > mxfp8_launch.groups_of(tokens):
+        pytest.skip("the sums do not fit the registers of as many warps")
     x, matrix, _ = drawn(tokens, rows, features, torch.bfloat16, "cuda")
-    programs = beside * torch.cuda.get_device_properties(0).multi_processor_count
-    pieces = torch.full(mxfp8_launch.pieces(tokens, matrix, programs), torch.nan, device="cuda")
+    pieces = torch.full(mxfp8_launch.pieces(tokens, matrix, groups=groups), torch.nan, device="cuda")
     first, again = (torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    how = {"programs": programs, "stages": mxfp8_launch.stages_of(tokens, beside), "programs_beside": beside}
-    mxfp8_linear(x, matrix, first, pieces, **how)
+    mxfp8_linear(x, matrix, first, pieces, groups=groups)
     check(x, matrix, first)
     for _ in range(3):
-        mxfp8_linear(x, matrix, again, pieces, dependent=True, **how)
+        mxfp8_linear(x, matrix, again, pieces, groups=groups, dependent=True)
     assert torch.equal(again, first)
