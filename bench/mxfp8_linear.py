@@ -1,13 +1,13 @@
 """Times products of few tokens with MXFP8 weights on this machine's Hopper GPU, in microseconds.
 
     python bench/mxfp8_linear.py
-    python bench/mxfp8_linear.py --shapes 6144x16384 --tokens 1,16 --tilings 2,4,4x3
+    python bench/mxfp8_linear.py --shapes 6144x16384 --tokens 1,16 --tilings 2x1,4x1
 
 The portable kernel ("portable") beside the one that streams weights through a ring, in the tilings that are asked for:
-groups of four warps that multiply, 2 or 4, and with an x behind them the stages. "bytes" is the time in which 4.2 TB/s
-bring the weights with their scales; percentages are its share of a time. Products take turns with so many copies of
-the weights that each comes from memory; launches are dependent, as in a step. A result that is further from the product
-in fp32 than roundings explain is marked "WRONG".
+groups of four warps that multiply, 2 or 4, times the 64 weight rows of each, once or twice. "bytes" is the time in
+which 4.2 TB/s bring the weights with their scales; percentages are its share of a time. Products take turns with so
+many copies of the weights that each comes from memory; launches are dependent, as in a step. A result that is further
+from the product in fp32 than roundings explain is marked "WRONG".
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from timing import microseconds
 from verdict import MOST_ERROR, error
 
 from kernels.linear import micro_scaled, mxfp8_launch
+from kernels.linear.records import Blocks
 from kernels.matrix import GROUP, MicroScaled
 
 SHAPES = "2624x6144,16384x2048,6144x16384,36864x6144,6144x18432,6144x2048"
@@ -46,15 +47,14 @@ def weights(rows: int, features: int) -> MicroScaled:
     return MicroScaled(data, scales)
 
 
-def tiled(x: Tensor, weight: MicroScaled, out: Tensor, memory: Tensor, groups: int, stages: int | None) -> None:
+def tiled(x: Tensor, weight: MicroScaled, out: Tensor, memory: Tensor, tiling: Blocks) -> None:
     """A product in a tiling."""
-    sizes = mxfp8_launch.pieces(len(x), weight, groups=groups)
-    mxfp8_launch.mxfp8_linear(
-        x, weight, out, memory[: math.prod(sizes)].view(sizes), groups=groups, stages=stages, dependent=True
-    )
+    sizes = mxfp8_launch.pieces(len(x), weight, tiling=tiling)
+    pieces = memory[: math.prod(sizes)].view(sizes)
+    mxfp8_launch.mxfp8_linear(x, weight, out, pieces, tiling=tiling, dependent=True)
 
 
-def line(tokens: int, rows: int, features: int, tilings: list[str], *, run: bool) -> None:
+def line(tokens: int, rows: int, features: int, names: list[str], *, run: bool) -> None:
     """A line of the table. Not `run`: compile what it needs, and no more."""
     first = weights(rows, features)
     size = first.data.numel() + first.scales.numel()
@@ -63,14 +63,13 @@ def line(tokens: int, rows: int, features: int, tilings: list[str], *, run: bool
         copies.append(MicroScaled(first.data.clone(), first.scales.clone()))
     x = torch.randn(tokens, features, device=CUDA, dtype=torch.bfloat16)
     out, want = x.new_empty(tokens, rows), x.float() @ first.float().t()
-    most = max(math.prod(mxfp8_launch.pieces(tokens, first, groups=groups)) for groups in (2, 4))
-    memory = torch.empty(most, device=CUDA)
     ways = {"portable": [partial(micro_scaled.launch_micro_scaled, x, copy, out, dependent=True) for copy in copies]}
-    for tiling in tilings:
-        groups, _, stages = tiling.partition("x")
-        how = int(groups), int(stages) if stages else None
-        if how[0] <= mxfp8_launch.groups_of(tokens):
-            ways[tiling] = [partial(tiled, x, copy, out, memory, *how) for copy in copies]
+    for name in names:
+        tiling = mxfp8_launch.tiling_of(tokens, *(int(number) for number in name.split("x")))
+        if tiling.groups == 4 and tokens > mxfp8_launch.MOST_OF_FOUR_GROUPS:
+            continue
+        memory = torch.empty(math.prod(mxfp8_launch.pieces(tokens, first, tiling=tiling)), device=CUDA)
+        ways[name] = [partial(tiled, x, copy, out, memory, tiling) for copy in copies]
     least = size / BYTES_PER_US
     texts = [f"{rows:6} {features:6} {tokens:4} bytes {least:6.1f}"]
     for name, runs in ways.items():
@@ -89,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="output x input features, e.g. 6144x16384,4096x6144")
     parser.add_argument("--tokens", default="1,4,16,64,128")
-    parser.add_argument("--tilings", default="2,4", help="groups of warps that multiply, 2 or 4; 4x3: with 3 stages")
+    parser.add_argument("--tilings", default="2x1,2x2,4x1", help="groups of warps that multiply times chunks of each")
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
     arguments = parser.parse_args()
     torch.manual_seed(0)

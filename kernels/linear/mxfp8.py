@@ -8,14 +8,15 @@ All stages of weights are under way before a program waits for the kernel before
 Weights are the left operand, which the tensor cores take from registers, and a block has all tokens at once: so every
 weight becomes bf16 once. Its number is multiplied by the power of 2 of its group there, which rounds nothing.
 
-A warp fetches, and two or four groups of four warps multiply 64 rows of a block each. These do not wait for each other:
-while one has its products made by the tensor cores, another makes weights bf16. With more rows in a block tokens, which
-every program reads for each of its blocks, take less of the L2 cache's bandwidth.
+A warp fetches, and two or four groups of four warps multiply 64 or 128 rows of a block each. These do not wait for each
+other: while one has its products made by the tensor cores, another makes weights bf16. With more rows in a block the
+tokens, which every program reads for each of its blocks, take less of the L2 cache's bandwidth.
 
 Gluon, for compute capability 9.0.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, has-type"
+# ruff: noqa: RUF005
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, has-type"
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from kernels.linear.stream_k import TILED as WEIGHTS
 
 HALF = gl.constexpr(64)
 """Features of a product: of bf16 they are 128 bytes, the width of a swizzled row."""
-ROWS_OF_GROUP = gl.constexpr(64)
-"""Weight rows of a partition that multiplies: those of a wgmma."""
+CHUNK = gl.constexpr(64)
+"""Weight rows of a wgmma."""
 PIECE = gl.constexpr(128)
 """Weight rows that lie side by side in a piece of the sums."""
 
@@ -70,7 +71,7 @@ def token_box(x_TE: Tensor, columns: int) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def sums_layout(columns):
-    """Layout of the sums of a partition, [64, columns]."""
+    """Layout of the sums of a chunk, [64, columns]."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
@@ -108,18 +109,25 @@ def rows_layout():
 def halves(stage_s):
     """The bytes of a step, as two tiles of two groups of features: [64, 2, 32] each."""
     tile = stage_s.load(step_layout())
-    first, second = tile.reshape([ROWS_OF_GROUP, 2, HALF]).permute((0, 2, 1)).split()
-    first = gl.convert_layout(first.reshape([ROWS_OF_GROUP, 2, HALF // 2]), groups_layout(), assert_trivial=True)
-    second = gl.convert_layout(second.reshape([ROWS_OF_GROUP, 2, HALF // 2]), groups_layout(), assert_trivial=True)
+    first, second = tile.reshape([CHUNK, 2, HALF]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(first.reshape([CHUNK, 2, HALF // 2]), groups_layout(), assert_trivial=True)
+    second = gl.convert_layout(second.reshape([CHUNK, 2, HALF // 2]), groups_layout(), assert_trivial=True)
     return first, second
 
 
 @gluon.jit
-def scales_of(scale, step, WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, BLOCK: gl.constexpr):
-    """Load the four scales of a step of every row of a partition: a word for each row, [64]."""
+def scales_of(
+    scale, step,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Load the four scales of a step of every row of a partition: of each chunk a word for each row, [64]."""
     block = step // STEPS
-    row = block * BLOCK + WHICH * ROWS_OF_GROUP + gl.arange(0, ROWS_OF_GROUP, rows_layout())
-    return gl.load(scale + gl.minimum(row, ROWS - 1) * STEPS + (step - block * STEPS))
+    words = ()
+    for chunk in gl.static_range(CHUNKS):
+        first = block * (GROUPS * CHUNKS * CHUNK) + (WHICH * CHUNKS + chunk) * CHUNK
+        row = gl.minimum(first + gl.arange(0, CHUNK, rows_layout()), ROWS - 1)
+        words = words + (gl.load(scale + row * STEPS + (step - block * STEPS)),)
+    return words
 
 
 @gluon.jit
@@ -131,7 +139,7 @@ def left_operand(tile, scales, SECOND: gl.constexpr, COLUMNS: gl.constexpr):
     power, tile = gl.broadcast(power[:, :, None], tile)
     weight = gl.inline_asm_elementwise(_WIDEN, "=r,h,r,r", [tile, power], dtype=gl.bfloat16, is_pure=True, pack=2)
     left: gl.constexpr = gl.DotOperandLayout(0, sums_layout(COLUMNS), 2)
-    return gl.convert_layout(weight.reshape([ROWS_OF_GROUP, HALF]), left, assert_trivial=True)
+    return gl.convert_layout(weight.reshape([CHUNK, HALF]), left, assert_trivial=True)
 
 
 @gluon.jit
@@ -174,18 +182,38 @@ def fetch(
 
 
 @gluon.jit
-def multiply(
-    scale, out, pieces, x_s, weight_s, full, empty, step, end, tokens,
-    WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+def store(
+    total, out, pieces, block, chunk: gl.constexpr, tokens, whole,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying partition, of 64 rows of every block."""
+    """Store the sums of a chunk of a block: as results if they are `whole`, else as a piece."""
+    row: gl.constexpr = chunk * CHUNK
     layout: gl.constexpr = sums_layout(COLUMNS)
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    program = gl.program_id(0)
+    if whole:
+        value = gl.convert_layout(total.to(out.dtype.element_ty), stored)
+        f = block * BLOCK + row + gl.arange(0, CHUNK, gl.SliceLayout(1, stored))
+        t = gl.arange(0, COLUMNS, gl.SliceLayout(0, stored))
+        inside = (f < ROWS)[:, None] & (t < tokens)[None, :]
+        gl.store(out + t.to(gl.int64)[None, :] * ROWS + f[:, None], value, mask=inside)
+    else:
+        piece = (gl.program_id(0) + block) * (BLOCK // PIECE) + row // PIECE
+        r = row % PIECE + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        gl.store(pieces + (piece * COLUMNS + c[None, :]) * PIECE + r[:, None], total)
+
+
+@gluon.jit
+def multiply(
+    scale, out, pieces, x_s, weight_s, full, empty, step, end, tokens,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """A multiplying partition, of one or two chunks of every block."""
+    BLOCK: gl.constexpr = GROUPS * CHUNKS * CHUNK
     # Nobody copies scales ahead: they are asked for two steps before.
-    scales = scales_of(scale, step, WHICH, ROWS, STEPS, BLOCK)
-    next_scales = scales_of(scale, gl.minimum(step + 1, end - 1), WHICH, ROWS, STEPS, BLOCK)
+    scales = scales_of(scale, step, WHICH, ROWS, STEPS, GROUPS, CHUNKS)
+    next_scales = scales_of(scale, gl.minimum(step + 1, end - 1), WHICH, ROWS, STEPS, GROUPS, CHUNKS)
     if DEPENDENT:
         wait_for_kernel_before()
     stage = 0
@@ -194,16 +222,26 @@ def multiply(
         block = step // STEPS
         first = step
         until = gl.minimum(end, (block + 1) * STEPS)
-        total = gl.zeros([ROWS_OF_GROUP, COLUMNS], gl.float32, layout)
+        sums = ()
+        for _chunk in gl.static_range(CHUNKS):
+            sums = sums + (gl.zeros([CHUNK, COLUMNS], gl.float32, sums_layout(COLUMNS)),)
         while step < until:
-            later_scales = scales_of(scale, gl.minimum(step + 2, end - 1), WHICH, ROWS, STEPS, BLOCK)
+            later_scales = scales_of(scale, gl.minimum(step + 2, end - 1), WHICH, ROWS, STEPS, GROUPS, CHUNKS)
             mbarrier.wait(full.index(stage), phase)
-            first_half, second_half = halves(weight_s.index(stage).slice(WHICH * ROWS_OF_GROUP, ROWS_OF_GROUP))
-            a = left_operand(first_half, scales, 0, COLUMNS)
-            total = warpgroup_mma(a, x_s.index(2 * stage).permute((1, 0)), total, is_async=True)
-            b = left_operand(second_half, scales, 1, COLUMNS)
-            total = warpgroup_mma(b, x_s.index(2 * stage + 1).permute((1, 0)), total, is_async=True)
-            total, a, b = warpgroup_mma_wait(0, deps=(total, a, b))
+            x_first = x_s.index(2 * stage).permute((1, 0))
+            x_second = x_s.index(2 * stage + 1).permute((1, 0))
+            under_way = ()
+            for chunk in gl.static_range(CHUNKS):
+                chunk_s = weight_s.index(stage).slice((WHICH * CHUNKS + chunk) * CHUNK, CHUNK)
+                first_half, second_half = halves(chunk_s)
+                a = left_operand(first_half, scales[chunk], 0, COLUMNS)
+                total = warpgroup_mma(a, x_first, sums[chunk], is_async=True)
+                b = left_operand(second_half, scales[chunk], 1, COLUMNS)
+                under_way = under_way + (warpgroup_mma(b, x_second, total, is_async=True), a, b)
+            made = warpgroup_mma_wait(0, deps=under_way)
+            sums = ()
+            for chunk in gl.static_range(CHUNKS):
+                sums = sums + (made[3 * chunk],)
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             scales = next_scales
@@ -211,36 +249,27 @@ def multiply(
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)
             step += 1
-        row: gl.constexpr = WHICH * ROWS_OF_GROUP
-        if until - first == STEPS:
-            value = gl.convert_layout(total.to(out.dtype.element_ty), stored)
-            f = block * BLOCK + row + gl.arange(0, ROWS_OF_GROUP, gl.SliceLayout(1, stored))
-            t = gl.arange(0, COLUMNS, gl.SliceLayout(0, stored))
-            inside = (f < ROWS)[:, None] & (t < tokens)[None, :]
-            gl.store(out + t.to(gl.int64)[None, :] * ROWS + f[:, None], value, mask=inside)
-        else:
-            piece = (program + block) * (BLOCK // PIECE) + row // PIECE
-            r = row % PIECE + gl.arange(0, ROWS_OF_GROUP, gl.SliceLayout(1, layout))
-            c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-            gl.store(pieces + (piece * COLUMNS + c[None, :]) * PIECE + r[:, None], total)
+        for chunk in gl.static_range(CHUNKS):
+            whole = until - first == STEPS
+            store(sums[chunk], out, pieces, block, WHICH * CHUNKS + chunk, tokens, whole, ROWS, COLUMNS, BLOCK)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def mxfp8_multiply(
     x_box, weight_box, scale, out, pieces, tokens,
-    ROWS: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    ROWS: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """out[t] = weight · x[t], or pieces of it. Grid: programs, of which each has its share of the steps; four warps, of
     one of the GROUPS that multiply, and the others come on top.
 
     `x_box` describes bf16 in rows of K input features, with boxes of COLUMNS tokens and 64 features; `weight_box`
-    uint8, with boxes of B = 64 * GROUPS rows and 128 features. `scale`: int32 [ROWS, K / 128], each of four exponents.
-    `out`: [tokens, ROWS], written where one program makes all of a block's sums. `pieces`: fp32
+    uint8, with boxes of B = 64 * GROUPS * CHUNKS rows and 128 features. `scale`: int32 [ROWS, K / 128], four exponents
+    each. `out`: [tokens, ROWS], written where one program makes all of a block's sums. `pieces`: fp32
     [programs + blocks, B / 128, COLUMNS, 128]; that of a program p and a block b lies at p + b.
     """
     steps: gl.constexpr = K // STEP
-    BLOCK: gl.constexpr = GROUPS * ROWS_OF_GROUP
+    BLOCK: gl.constexpr = GROUPS * CHUNKS * CHUNK
     total: gl.constexpr = (ROWS + BLOCK - 1) // BLOCK * steps
     begin = gl.program_id(0) * total // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * total // gl.num_programs(0)
@@ -260,9 +289,9 @@ def mxfp8_multiply(
         gl.warp_specialize(
             [
                 (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                            0, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                            0, ROWS, steps, COLUMNS, GROUPS, CHUNKS, STAGES, DEPENDENT)),
                 (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                            1, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                            1, ROWS, steps, COLUMNS, GROUPS, CHUNKS, STAGES, DEPENDENT)),
                 (fetch, (x_box, weight_box, x_s, weight_s, full, empty, begin, end, steps, STAGES, DEPENDENT)),
             ],
             [4, 1],
@@ -272,13 +301,13 @@ def mxfp8_multiply(
         gl.warp_specialize(
             [
                 (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                            0, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                            0, ROWS, steps, COLUMNS, GROUPS, CHUNKS, STAGES, DEPENDENT)),
                 (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                            1, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                            1, ROWS, steps, COLUMNS, GROUPS, CHUNKS, STAGES, DEPENDENT)),
                 (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                            2, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                            2, ROWS, steps, COLUMNS, GROUPS, CHUNKS, STAGES, DEPENDENT)),
                 (multiply, (scale, out, pieces, x_s, weight_s, full, empty, begin, end, tokens,
-                            3, ROWS, steps, BLOCK, COLUMNS, STAGES, DEPENDENT)),
+                            3, ROWS, steps, COLUMNS, GROUPS, CHUNKS, STAGES, DEPENDENT)),
                 (fetch, (x_box, weight_box, x_s, weight_s, full, empty, begin, end, steps, STAGES, DEPENDENT)),
             ],
             [4, 4, 4, 1],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.linear import pieces as adding
 from kernels.linear.launch import options
+from kernels.linear.records import Blocks
 from kernels.linear.stream_k_launch import BLOCK, FEWEST_ADDING, NARROW, WIDE
 from kernels.matrix import Matrix, MicroScaled
 from kernels.runtime.hopper import is_hopper, multiprocessors
@@ -24,8 +25,10 @@ MOST_TOKENS: Final = 128
 """Columns of a step's sums."""
 FEWEST_FEATURES: Final = 1024
 """Input features of a matrix: with fewer, a block of rows has too few steps to be shared out."""
-MOST_OF_WIDE_BLOCKS: Final = 64
-"""Most tokens whose blocks have 256 weight rows: of more, the sums do not fit the registers of as many warps."""
+MOST_OF_FOUR_GROUPS: Final = 64
+"""Most tokens that four groups of warps multiply: the sums of more do not fit the registers of as many."""
+CHUNK: Final = 64
+"""Weight rows of a wgmma."""
 RING_BYTES: Final = 208 * 1024
 """Most bytes of the stages."""
 MOST_STAGES: Final = 8
@@ -37,20 +40,22 @@ def columns(tokens: int) -> int:
     return max(16, 1 << (tokens - 1).bit_length())
 
 
-def groups_of(tokens: int) -> int:
-    """Groups of four warps that multiply, each 64 weight rows of a block."""
-    return 4 if tokens <= MOST_OF_WIDE_BLOCKS else 2
+def tiling_of(tokens: int, groups: int | None = None, chunks: int | None = None) -> Blocks:
+    """Make the division for so many tokens; `groups` and `chunks` are for measurements."""
+    groups = groups or (4 if tokens <= MOST_OF_FOUR_GROUPS else 2)
+    chunks = chunks or 4 // groups
+    stage = BLOCK * (CHUNK * groups * chunks + 2 * columns(tokens))
+    return Blocks(groups, chunks, min(MOST_STAGES, RING_BYTES // stage))
 
 
-def stages_of(tokens: int, groups: int) -> int:
-    """Stages of a program."""
-    return min(MOST_STAGES, RING_BYTES // (64 * groups * BLOCK + 2 * BLOCK * columns(tokens)))
+def _rows(tiling: Blocks) -> int:
+    return CHUNK * tiling.groups * tiling.chunks
 
 
-def programs_of(weight_FE: MicroScaled, groups: int) -> int:
+def programs_of(weight_FE: MicroScaled, block: int) -> int:
     """Programs of a product."""
     rows, features = weight_FE.shape
-    return min(multiprocessors(weight_FE.device), -(-rows // (64 * groups)) * (features // BLOCK))
+    return min(multiprocessors(weight_FE.device), -(-rows // block) * (features // BLOCK))
 
 
 def mxfp8_pieces(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> tuple[int, int, int] | None:
@@ -78,12 +83,12 @@ def _fits(x_TE: Tensor, weight_FE: MicroScaled, out_TF: Tensor) -> bool:
 
 
 def pieces(
-    tokens: int, weight_FE: MicroScaled, programs: int | None = None, groups: int | None = None
+    tokens: int, weight_FE: MicroScaled, programs: int | None = None, tiling: Blocks | None = None
 ) -> tuple[int, int, int]:
     """Sizes of the fp32 memory that a product needs."""
-    groups = groups or groups_of(tokens)
-    blocks, times = -(-weight_FE.shape[0] // (64 * groups)), 64 * groups // BLOCK
-    return times * (blocks + (programs or programs_of(weight_FE, groups))), columns(tokens), BLOCK
+    block = _rows(tiling or tiling_of(tokens))
+    blocks, programs = -(-weight_FE.shape[0] // block), programs or programs_of(weight_FE, block)
+    return block // BLOCK * (blocks + programs), columns(tokens), BLOCK
 
 
 def mxfp8_linear(
@@ -93,19 +98,19 @@ def mxfp8_linear(
     piece_PTB: Tensor,
     *,
     programs: int | None = None,
-    stages: int | None = None,
-    groups: int | None = None,
+    tiling: Blocks | None = None,
     dependent: bool = False,
 ) -> None:
     """out = x · weight^T, summed in fp32 and rounded once to the dtype of `out_TF`, which is contiguous. `piece_PTB`:
     of the sizes that `mxfp8_pieces` says. A token's result depends on the number of tokens, but not on what the others
-    hold. `programs`, `stages` and `groups`, see `groups_of`, are for measurements. ValueError for other memory."""
+    hold. `programs` and `tiling` are for measurements. ValueError for other memory."""
     from kernels.linear import mxfp8, stream_k  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, features), rows, wide = x_TE.shape, weight_FE.shape[0], columns(x_TE.shape[0])
-    groups = groups or groups_of(tokens)
-    programs, block = programs or programs_of(weight_FE, groups), 64 * groups
-    if tuple(piece_PTB.shape) != pieces(tokens, weight_FE, programs, groups):
+    tiling = tiling or tiling_of(tokens)
+    block = _rows(tiling)
+    programs = programs or programs_of(weight_FE, block)
+    if tuple(piece_PTB.shape) != pieces(tokens, weight_FE, programs, tiling):
         raise ValueError(f"pieces {tuple(piece_PTB.shape)} are not those of {tokens} tokens and {programs} programs")
     mxfp8.mxfp8_multiply[(programs,)](
         mxfp8.token_box(x_TE, wide),
@@ -117,8 +122,9 @@ def mxfp8_linear(
         ROWS=rows,
         K=features,
         COLUMNS=wide,
-        STAGES=stages or stages_of(tokens, groups),
-        GROUPS=groups,
+        GROUPS=tiling.groups,
+        CHUNKS=tiling.chunks,
+        STAGES=tiling.stages,
         DEPENDENT=dependent,
         num_warps=4,
         **options(dependent),
