@@ -125,7 +125,9 @@ def scales_of(
     words = ()
     for chunk in gl.static_range(CHUNKS):
         first = block * (GROUPS * CHUNKS * CHUNK) + (WHICH * CHUNKS + chunk) * CHUNK
-        row = gl.minimum(first + gl.arange(0, CHUNK, rows_layout()), ROWS - 1)
+        row = first + gl.arange(0, CHUNK, rows_layout())
+        if ROWS % (GROUPS * CHUNKS * CHUNK) != 0:
+            row = gl.minimum(row, ROWS - 1)
         words = words + (gl.load(scale + row * STEPS + (step - block * STEPS)),)
     return words
 
@@ -195,7 +197,7 @@ def store(
         f = block * BLOCK + row + gl.arange(0, CHUNK, gl.SliceLayout(1, stored))
         t = gl.arange(0, COLUMNS, gl.SliceLayout(0, stored))
         inside = (f < ROWS)[:, None] & (t < tokens)[None, :]
-        gl.store(out + t.to(gl.int64)[None, :] * ROWS + f[:, None], value, mask=inside)
+        gl.store(out + t[None, :] * ROWS + f[:, None], value, mask=inside)
     else:
         piece = (gl.program_id(0) + block) * (BLOCK // PIECE) + row // PIECE
         r = row % PIECE + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
@@ -211,7 +213,8 @@ def multiply(
 ):  # fmt: skip
     """A multiplying partition, of one or two chunks of every block."""
     BLOCK: gl.constexpr = GROUPS * CHUNKS * CHUNK
-    # Nobody copies scales ahead: they are asked for two steps before.
+    # Nobody copies scales ahead: they are asked for two steps before; one, where steps of two chunks take longer.
+    AHEAD: gl.constexpr = 2 // CHUNKS
     scales = scales_of(scale, step, WHICH, ROWS, STEPS, GROUPS, CHUNKS)
     next_scales = scales_of(scale, gl.minimum(step + 1, end - 1), WHICH, ROWS, STEPS, GROUPS, CHUNKS)
     if DEPENDENT:
@@ -226,7 +229,7 @@ def multiply(
         for _chunk in gl.static_range(CHUNKS):
             sums = sums + (gl.zeros([CHUNK, COLUMNS], gl.float32, sums_layout(COLUMNS)),)
         while step < until:
-            later_scales = scales_of(scale, gl.minimum(step + 2, end - 1), WHICH, ROWS, STEPS, GROUPS, CHUNKS)
+            later_scales = scales_of(scale, gl.minimum(step + AHEAD, end - 1), WHICH, ROWS, STEPS, GROUPS, CHUNKS)
             mbarrier.wait(full.index(stage), phase)
             x_first = x_s.index(2 * stage).permute((1, 0))
             x_second = x_s.index(2 * stage + 1).permute((1, 0))
@@ -244,7 +247,7 @@ def multiply(
                 sums = sums + (made[3 * chunk],)
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            scales = next_scales
+            scales = next_scales if AHEAD == 2 else later_scales
             next_scales = later_scales
             stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
             phase = gl.where(stage == 0, phase ^ 1, phase)

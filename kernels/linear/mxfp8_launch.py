@@ -6,7 +6,7 @@ it may be captured into a CUDA graph.
 
 from __future__ import annotations
 
-from typing import Final, TypeGuard
+from typing import Final
 
 import torch
 import triton
@@ -62,17 +62,10 @@ def mxfp8_pieces(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> tuple[int, 
     """Sizes of the fp32 memory that `mxfp8_linear` needs for parts of the sums of this product, if it takes it: of at
     most MOST_STREAMED tokens in bf16, in rows of whole 16-byte pieces, with a matrix of whole steps of 128 features, on
     Hopper. None where other kernels are to make it."""
-    return pieces(x_TE.shape[0], weight_FE) if _takes(x_TE, weight_FE, out_TF) else None
-
-
-def _takes(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> TypeGuard[MicroScaled]:
-    return (
-        isinstance(weight_FE, MicroScaled)
-        and 0 < x_TE.shape[0] <= min(MOST_STREAMED, MOST_TOKENS)
-        and x_TE.dtype == torch.bfloat16
-        and is_hopper(weight_FE.device)
-        and _fits(x_TE, weight_FE, out_TF)
-    )
+    few = 0 < x_TE.shape[0] <= min(MOST_STREAMED, MOST_TOKENS) and x_TE.dtype == torch.bfloat16
+    if not few or not isinstance(weight_FE, MicroScaled) or not is_hopper(weight_FE.device):
+        return None
+    return pieces(x_TE.shape[0], weight_FE) if _fits(x_TE, weight_FE, out_TF) else None
 
 
 def _fits(x_TE: Tensor, weight_FE: MicroScaled, out_TF: Tensor) -> bool:
