@@ -240,11 +240,13 @@ def multiply(
                 a = left_operand(first_half, scales[chunk], 0, COLUMNS)
                 total = warpgroup_mma(a, x_first, sums[chunk], is_async=True)
                 b = left_operand(second_half, scales[chunk], 1, COLUMNS)
-                under_way = under_way + (warpgroup_mma(b, x_second, total, is_async=True), a, b)
+                under_way = under_way + (warpgroup_mma(b, x_second, total, is_async=True), b)
+                # The next chunk's weights may be written where those are that have been multiplied.
+                a = warpgroup_mma_wait(1, deps=(a,))
             made = warpgroup_mma_wait(0, deps=under_way)
             sums = ()
             for chunk in gl.static_range(CHUNKS):
-                sums = sums + (made[3 * chunk],)
+                sums = sums + (made[2 * chunk],)
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             scales = next_scales if AHEAD == 2 else later_scales
