@@ -4,10 +4,10 @@
     python bench/mxfp8_linear.py --shapes 6144x16384 --tokens 1,16 --tilings 2x1,4x1
 
 The portable kernel ("portable") beside the one that streams weights through a ring, in the tilings that are asked for:
-groups of four warps that multiply, 2 or 4, times the 64 weight rows of each, once or twice. "bytes" is the time in
-which 4.2 TB/s bring the weights with their scales; percentages are its share of a time. Products take turns with so
-many copies of the weights that each comes from memory; launches are dependent, as in a step. A result that is further
-from the product in fp32 than roundings explain is marked "WRONG".
+groups of four warps that multiply, 2 or 4, times the 64 weight rows of each, once or twice; and "chosen", which is
+the one that a step has. "bytes" is the time in which 4.2 TB/s bring the weights with their scales; percentages are its
+share of a time. Products take turns with so many copies of the weights that each comes from memory; launches are
+dependent, as in a step. A result that is further from the product in fp32 than roundings explain is marked "WRONG".
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def line(tokens: int, rows: int, features: int, names: list[str], *, run: bool) 
     out, want = x.new_empty(tokens, rows), x.float() @ first.float().t()
     ways = {"portable": [partial(micro_scaled.launch_micro_scaled, x, copy, out, dependent=True) for copy in copies]}
     for name in names:
-        tiling = mxfp8_launch.tiling_of(tokens, *(int(number) for number in name.split("x")))
+        if name == "chosen":
+            tiling = mxfp8_launch.tiling_for(tokens, first)
+        else:
+            tiling = mxfp8_launch.tiling_of(tokens, *(int(number) for number in name.split("x")))
         if tiling.groups == 4 and tokens > mxfp8_launch.MOST_OF_FOUR_GROUPS:
             continue
         memory = torch.empty(math.prod(mxfp8_launch.pieces(tokens, first, tiling=tiling)), device=CUDA)
@@ -88,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="output x input features, e.g. 6144x16384,4096x6144")
     parser.add_argument("--tokens", default="1,4,16,64,128")
-    parser.add_argument("--tilings", default="2x1,2x2,4x1", help="groups of warps that multiply times chunks of each")
+    parser.add_argument(
+        "--tilings", default="chosen,2x1,2x2,4x1", help="chosen, or groups of warps that multiply times chunks of each"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -31,6 +31,11 @@ CHUNK: Final = 64
 """Weight rows of a wgmma."""
 RING_BYTES: Final = 208 * 1024
 """Most bytes of the stages."""
+FULL: Final = 0.9
+"""Share of a GPU's multiprocessors that is enough for a product, if its blocks need not be shared out then."""
+MOST_ADDED: Final = 8
+"""Most pieces of a block that are added up for 16 tokens at a time: these are 64 KiB. Programs that add up more of them
+have fewer tokens. By arithmetic, with what `stream_k_launch.NARROW` says of its own."""
 MOST_STAGES: Final = 8
 """Most stages."""
 
@@ -52,10 +57,23 @@ def _rows(tiling: Blocks) -> int:
     return CHUNK * tiling.groups * tiling.chunks
 
 
+def tiling_for(tokens: int, weight_FE: MicroScaled) -> Blocks:
+    """Make the division of a product: in blocks of 128 rows where each can have a program of its own, which leaves no
+    pieces."""
+    blocks = -(-weight_FE.shape[0] // BLOCK)
+    alone = _each_alone(blocks, multiprocessors(weight_FE.device))
+    return tiling_of(tokens, 2, 1) if alone else tiling_of(tokens)
+
+
 def programs_of(weight_FE: MicroScaled, block: int) -> int:
-    """Programs of a product."""
+    """Programs of a product: one for each block where these fill a GPU, else as many as there are multiprocessors."""
     rows, features = weight_FE.shape
-    return min(multiprocessors(weight_FE.device), -(-rows // block) * (features // BLOCK))
+    blocks, most = -(-rows // block), multiprocessors(weight_FE.device)
+    return blocks if _each_alone(blocks, most) else min(most, blocks * (features // BLOCK))
+
+
+def _each_alone(blocks: int, most: int) -> bool:
+    return FULL * most <= blocks <= most
 
 
 def mxfp8_pieces(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> tuple[int, int, int] | None:
@@ -79,7 +97,7 @@ def pieces(
     tokens: int, weight_FE: MicroScaled, programs: int | None = None, tiling: Blocks | None = None
 ) -> tuple[int, int, int]:
     """Sizes of the fp32 memory that a product needs."""
-    block = _rows(tiling or tiling_of(tokens))
+    block = _rows(tiling or tiling_for(tokens, weight_FE))
     blocks, programs = -(-weight_FE.shape[0] // block), programs or programs_of(weight_FE, block)
     return block // BLOCK * (blocks + programs), columns(tokens), BLOCK
 
@@ -100,7 +118,7 @@ def mxfp8_linear(
     from kernels.linear import mxfp8, stream_k  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, features), rows, wide = x_TE.shape, weight_FE.shape[0], columns(x_TE.shape[0])
-    tiling = tiling or tiling_of(tokens)
+    tiling = tiling or tiling_for(tokens, weight_FE)
     block = _rows(tiling)
     programs = programs or programs_of(weight_FE, block)
     if tuple(piece_PTB.shape) != pieces(tokens, weight_FE, programs, tiling):
@@ -125,7 +143,7 @@ def mxfp8_linear(
     blocks, most = triton.cdiv(rows, BLOCK), adding.most_pieces(rows, features, programs, block)
     if most == 1:
         return
-    own = WIDE if blocks * wide // WIDE >= FEWEST_ADDING else NARROW
+    own = WIDE if blocks * wide // WIDE >= FEWEST_ADDING and most <= MOST_ADDED else NARROW
     adding.add_pieces[(blocks, wide // own)](
         piece_PTB,
         out_TF,

@@ -43,3 +43,13 @@ def test_streamed_products(rows: int, features: int, tokens: int, groups: int, c
     for _ in range(3):
         mxfp8_linear(x, matrix, again, pieces, tiling=tiling, dependent=True)
     assert torch.equal(again, first)
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 128])
+@pytest.mark.parametrize(("rows", "features"), [(16384, 2048), (2624, 6144)])
+def test_streamed_in_the_tiling_that_is_chosen(rows: int, features: int, tokens: int) -> None:
+    x, matrix, _ = drawn(tokens, rows, features, torch.bfloat16, "cuda")
+    pieces = torch.full(mxfp8_launch.pieces(tokens, matrix), torch.nan, device="cuda")
+    out = torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16, device="cuda")
+    mxfp8_linear(x, matrix, out, pieces, dependent=True)
+    check(x, matrix, out)

@@ -68,3 +68,21 @@ def test_short_rows_are_for_other_kernels() -> None:
     for features in (512, 1056):
         x, matrix, out = drawn(TOKENS, ROWS, features, torch.bfloat16)
         assert mxfp8_pieces(x, matrix, torch.empty_like(out)) is None
+
+
+def test_blocks_alone_and_blocks_shared_out() -> None:
+    """Of three multiprocessors: three blocks of 128 rows have one each; two have them share blocks of 256 rows."""
+    for rows, sizes in ((384, (3 + 3, 16, 128)), (256, (2 * (1 + 3), 16, 128))):
+        x, matrix, out = drawn(TOKENS, rows, FEATURES, torch.bfloat16)
+        assert mxfp8_pieces(x, matrix, torch.empty_like(out)) == sizes
+
+
+@pytest.mark.long
+def test_a_product_without_pieces() -> None:
+    x, matrix, _ = drawn(TOKENS, 304, FEATURES, torch.bfloat16)
+    weight = Weight(matrix.data, MXFP8, matrix.scales)
+    out = torch.full((TOKENS, 304), torch.nan, dtype=torch.bfloat16)
+    with emulated() as launches:
+        GeneralOps(Group()).linear(x, weight, out, Scratch(x.device))
+    assert launches == ["mxfp8_multiply"]
+    check(x, matrix, out)
