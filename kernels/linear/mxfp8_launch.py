@@ -19,10 +19,8 @@ from kernels.linear.stream_k_launch import BLOCK, FEWEST_ADDING, NARROW, WIDE
 from kernels.matrix import Matrix, MicroScaled
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
-MOST_STREAMED: Final = 0
-"""Most tokens that these kernels multiply; MOST_TOKENS is what they can. 0: none, `micro_scaled` takes all."""
 MOST_TOKENS: Final = 128
-"""Columns of a step's sums."""
+"""Most tokens that these kernels multiply: columns of a step's sums."""
 FEWEST_FEATURES: Final = 1024
 """Input features of a matrix: with fewer, a block of rows has too few steps to be shared out."""
 MOST_OF_FOUR_GROUPS: Final = 64
@@ -78,9 +76,9 @@ def _each_alone(blocks: int, most: int) -> bool:
 
 def mxfp8_pieces(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor) -> tuple[int, int, int] | None:
     """Sizes of the fp32 memory that `mxfp8_linear` needs for parts of the sums of this product, if it takes it: of at
-    most MOST_STREAMED tokens in bf16, in rows of whole 16-byte pieces, with a matrix of whole steps of 128 features, on
+    most MOST_TOKENS tokens in bf16, in rows of whole 16-byte pieces, with a matrix of whole steps of 128 features, on
     Hopper. None where other kernels are to make it."""
-    few = 0 < x_TE.shape[0] <= min(MOST_STREAMED, MOST_TOKENS) and x_TE.dtype == torch.bfloat16
+    few = 0 < x_TE.shape[0] <= MOST_TOKENS and x_TE.dtype == torch.bfloat16
     if not few or not isinstance(weight_FE, MicroScaled) or not is_hopper(weight_FE.device):
         return None
     return pieces(x_TE.shape[0], weight_FE) if _fits(x_TE, weight_FE, out_TF) else None

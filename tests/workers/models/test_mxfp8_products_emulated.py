@@ -24,7 +24,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have CPU tensors taken for a Hopper GPU's, of three multiprocessors, whose products may come through the ring."""
     monkeypatch.setattr(mxfp8_launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(mxfp8_launch, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(mxfp8_launch, "MOST_STREAMED", 64)
     monkeypatch.setattr(general, "takes_mxfp8", lambda x, weight: True)
 
 
@@ -53,7 +52,7 @@ WHOLE = drawn(TOKENS, ROWS, FEATURES, torch.bfloat16)[:2]
     ("x", "columns"),
     [
         pytest.param(WHOLE[0].float(), ROWS, id="tokens in fp32"),
-        pytest.param(WHOLE[0].repeat(13, 1), ROWS, id="more tokens than are taken"),
+        pytest.param(WHOLE[0].repeat(26, 1), ROWS, id="more tokens than are taken"),
         pytest.param(torch.empty(TOKENS, FEATURES + 4).bfloat16()[:, :FEATURES], ROWS, id="rows not in pieces"),
         pytest.param(torch.empty(TOKENS, FEATURES + 4).bfloat16()[:, 4:], ROWS, id="tokens that begin in a piece"),
         pytest.param(WHOLE[0], ROWS + 16, id="results that lie apart"),
