@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,9 +49,11 @@ from generated import GENERATED, TABLE, installed, write_folder
 from shapes import Case, Tokens
 from share import compile_steps
 from step_parts import beside, prompts_behind
-from steps import LATENTSERVE, Step, run_step
+from steps import LATENTSERVE, PYTHON, Step, run_step
 from timing import captured, milliseconds
 
+from kernels.page import PAGE_TOKENS
+from kernels.runtime.ahead import Share
 from kernels.runtime.repeat import nothing_repeated
 from workers.families.loading import load_model
 from workers.memory.scratch import Scratch
@@ -65,7 +68,8 @@ PROMPT = 1024
 REPEATS = 10
 IN_A_ROW = 50
 """Exchanges that a graph has."""
-TIMEOUT_S = 120.0
+TIMEOUT_S = 400.0
+"""Longest time that ranks wait for one another, while they compile."""
 POSITIONS = 1 << 17
 """Tokens that a row may have."""
 TINY_BY = 256
@@ -282,7 +286,8 @@ def rank_main(rank: int, ranks: int, shape: str, folder: Path, device_type: str,
             model = loaded(folder, alone.sharing_out(shards, device, TIMEOUT_S), device, tiny=tiny)
             if cuda:
                 steps = sorted({(what.rows, 1) for what in times if what.kind in ("step", "attention")})
-                compile_steps(model, steps, 8)
+                threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+                compile_steps(model, steps, threads, Share(rank, ranks))
             measured = Measured(model)
             for what, found in times.items():
                 if what.kind == "exchanges" and shards == 1:
@@ -326,7 +331,7 @@ def http_steps(folder: Path, ranks: int, given: argparse.Namespace) -> list[Step
     return [
         Step(
             f"http-{shards}",
-            tuple(load.command for load in LOADS),
+            ((PYTHON, "bench/shards.py"), *(load.command for load in LOADS)),
             400.0,
             server=(*serve, "--cache-shards", str(shards)),
             generated=True,
@@ -335,7 +340,14 @@ def http_steps(folder: Path, ranks: int, given: argparse.Namespace) -> list[Step
     ]
 
 
-_CACHE = re.compile(r"latent cache, .*: [\d,]+ pages, ([\d,]+) tokens")
+def held_tokens(url: str) -> int:
+    """Tokens that the cache of an endpoint holds. RuntimeError where no replica says so within a minute."""
+    for _ in range(60):
+        with urllib.request.urlopen(f"{url}/live?selftest=false", timeout=10) as answer:
+            if pages := json.load(answer)["total"]["pages_total"]:
+                return int(pages) * PAGE_TOKENS
+        time.sleep(1)
+    raise RuntimeError(f"no replica of {url} says how many pages it has")
 
 
 def http_lines(whole: str, shared: str) -> list[str]:
@@ -343,13 +355,13 @@ def http_lines(whole: str, shared: str) -> list[str]:
     missing."""
     found = []
     for printed in (whole, shared):
-        tokens = _CACHE.findall(printed)
+        held = [json.loads(text)["held_tokens"] for text in printed.splitlines() if text.startswith('{"held_tokens"')]
         reports = [json.loads(text) for text in printed.splitlines() if text.startswith('{"url"')]
-        if not tokens or len(reports) != len(LOADS):
-            raise ValueError(f"{len(tokens)} caches and {len(reports)} of {len(LOADS)} loads are in what was printed")
-        found.append((int(tokens[-1].replace(",", "")), [report["output_tokens_per_s"] for report in reports]))
-    (held, speeds), (more, shared_speeds) = found
-    lines = [line("v3-slice tokens that the cache holds", held, more, f">= {MORE_TOKENS} x", form=".0f")]
+        if len(held) != 1 or len(reports) != len(LOADS):
+            raise ValueError(f"{len(held)} caches and {len(reports)} of {len(LOADS)} loads are in what was printed")
+        found.append((held[0], [report["output_tokens_per_s"] for report in reports]))
+    (fewer, speeds), (more, shared_speeds) = found
+    lines = [line("v3-slice tokens that the cache holds", fewer, more, f">= {MORE_TOKENS} x", form=".0f")]
     for load, speed, other in zip(LOADS, speeds, shared_speeds, strict=True):
         title = f"v3-slice {load.streams} streams, {load.input:,} + {load.output}, tokens/s"
         lines.append(line(title, speed, other, f">= {load.least} x", form=".0f"))
@@ -379,6 +391,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes in place of the published ones")
     parser.add_argument("--out", type=Path, default=Path("shards"), help="for what servers and loads print")
     parser.add_argument("--patience", type=float, default=1.0, help="what limits are multiplied by")
+    parser.add_argument("--url", help="print how many tokens the cache of this endpoint holds, and nothing else")
     return parser
 
 
@@ -386,6 +399,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table. Exit status 0 when nothing failed, whatever the ratios are."""
     parser = options()
     given = parser.parse_args(arguments)
+    if given.url:
+        print(json.dumps({"held_tokens": held_tokens(given.url)}))
+        return
     wanted = given.only.split(",")
     if unknown := {*wanted} - {*MEASUREMENTS, HTTP}:
         parser.error(f"nothing is called {', '.join(sorted(unknown))}: {', '.join((*MEASUREMENTS, HTTP))}")

@@ -57,8 +57,8 @@ def test_rows_lie_on_all_shards(bench: ModuleType) -> None:
 
 
 def printed(tokens: int, speeds: tuple[float, ...]) -> str:
-    held = f"latent cache, 29.00 GiB in bfloat16: 9,000 pages, {tokens:,} tokens, 64 requests of 17,152 tokens at once"
-    return "\n".join([held, *(json.dumps({"url": "", "output_tokens_per_s": speed}) for speed in speeds)])
+    loads = [json.dumps({"url": "", "output_tokens_per_s": speed}) for speed in speeds]
+    return "\n".join(["served", json.dumps({"held_tokens": tokens}), *loads, "exit status 0"])
 
 
 def test_lines_of_what_was_served(bench: ModuleType) -> None:
