@@ -138,6 +138,10 @@ class HttpLoad:
         options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
         return (*LATENTSERVE, "bench", "http", *options, "--token-ids", "--json")
 
+    def tiny(self) -> HttpLoad:
+        """Return one that tiny models have positions, and a CPU time, for."""
+        return HttpLoad(min(self.streams, 4), self.input // TINY_BY, self.output // 32, self.least)
+
 
 LOADS = HttpLoad(512, 1024, 128, 0.95), HttpLoad(128, 16384, 256, 1.1)
 MORE_TOKENS = 1.95
@@ -325,13 +329,14 @@ def folder_of(shape: str, folder: Path, *, tiny: bool) -> Path:
 
 def http_steps(folder: Path, ranks: int, given: argparse.Namespace) -> list[Step]:
     """An endpoint with one shard and one with all, and what is asked of them."""
-    longest, most = max(load.input + load.output for load in LOADS), max(load.streams for load in LOADS)
+    loads = [load.tiny() for load in LOADS] if given.tiny else LOADS
+    longest, most = max(load.input + load.output for load in loads), max(load.streams for load in loads)
     serve = (*LATENTSERVE, "serve", "--model", str(folder), "--device", given.device, "--width", "1")
     serve += ("--tensor-parallel", str(ranks), "--max-rows", str(most), "--max-context", str(longest + 512))
     return [
         Step(
             f"http-{shards}",
-            ((PYTHON, "bench/shards.py"), *(load.command for load in LOADS)),
+            ((PYTHON, "bench/shards.py"), *(load.command for load in loads)),
             400.0,
             server=(*serve, "--cache-shards", str(shards)),
             generated=True,

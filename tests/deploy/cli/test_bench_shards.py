@@ -4,8 +4,10 @@ endpoint would have printed."""
 from __future__ import annotations
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
 import pytest
@@ -70,3 +72,24 @@ def test_lines_of_what_was_served(bench: ModuleType) -> None:
     ]
     with pytest.raises(ValueError, match="1 caches and 1 of 2 loads"):
         bench.http_lines(printed(1000, (50.0, 20.0)), printed(1980, (49.0,)))
+
+
+def test_an_endpoint_says_how_much_its_cache_holds(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """At first nobody serves."""
+    answers = iter([{"total": {"pages_total": 0}}, {"total": {"pages_total": 120}}])
+
+    class Live(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/live?selftest=false"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(next(answers)).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Live) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        bench.main(["--url", f"http://127.0.0.1:{server.server_port}"])
+        server.shutdown()
+    assert json.loads(capsys.readouterr().out) == {"held_tokens": 64 * 120}
