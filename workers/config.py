@@ -221,7 +221,10 @@ class EngineConfig(BaseModel):
         if shards == 1:
             return self
         if self.dtype == "float16":
-            raise ValueError(f"cache_shards = {shards} does not go with dtype float16 yet: give 1, or leave that out")
+            raise ValueError(
+                f"cache_shards = {shards} does not go with dtype float16, in which ranks exchange nothing: give dtype "
+                "bfloat16 or float32, or cache_shards 1"
+            )
         return self
 
     @model_validator(mode="after")
