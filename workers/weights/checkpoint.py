@@ -39,8 +39,10 @@ def _file_names(folder: Path) -> tuple[bool, list[str]]:
         index = folder / f"{stem}.safetensors.index.json"
         if index.exists():
             try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return stem == "consolidated", sorted(set(weight_map.values()))
+                files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                if wrong := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
+                    raise ValueError(f"its weight_map names {wrong[0]!r}, which is no file beside it")
+                return stem == "consolidated", sorted(files)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WeightsError(f"cannot read {index}: {error!r}") from error
         if (folder / f"{stem}.safetensors").exists():
