@@ -137,7 +137,7 @@ def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
                 own = f"{experts}.{expert}.{part}_proj.weight"
                 found[own] = replace(entry, shape=(rows, columns), outer=(expert,), row=place * rows)
                 if scales is not None:
-                    found[own + end] = _scales_of(scales, expert, place, len(parts))
+                    found[own + end] = _scales_of(scales, entry.shape[0], expert, place, len(parts))
     return {name: entry for name, entry in found.items() if not _is_scales_of_stack(name, entries)}
 
 
@@ -146,16 +146,22 @@ def _is_scales_of_stack(name: str, entries: Mapping[str, Entry]) -> bool:
     return any(_STACKED.fullmatch(of := name.removesuffix(end)) is not None and of in entries for end in ends)
 
 
-def _scales_of(scales: Entry, expert: int, place: int, parts: int) -> Entry:
-    """The scales of one expert's part, of scales [X, rows, columns], one a tensor, or one for all."""
-    if len(scales.shape) != 3 or scales.shape[0] == 1:
-        outer = (0,) * len(scales.shape) if scales.shape.count(1) == len(scales.shape) else (expert,)
-        return replace(scales, shape=(), outer=outer)
-    rows, columns = scales.shape[1:]
-    if rows == columns == 1:
-        return replace(scales, shape=(), outer=(expert, 0, 0))
-    if rows == parts and columns == 1:
-        return replace(scales, shape=(), outer=(expert, place, 0))
+def _scales_of(scales: Entry, experts: int, expert: int, place: int, parts: int) -> Entry:
+    """The scales of one expert's part, of scales [X, rows, columns], or of one for each part or each expert, [X, parts]
+    or [X] with any further dimensions of 1, or of one for all. Others keep their shape, which is then no expert's."""
+    shape = scales.shape
+    if shape.count(1) == len(shape):
+        return replace(scales, shape=(), outer=(0,) * len(shape))
+    if not shape or shape[0] != experts:
+        return scales
+    ones = (0,) * (len(shape) - 2)
+    if shape.count(1) == len(shape) - 1:
+        return replace(scales, shape=(), outer=(expert, 0, *ones)[: len(shape)])
+    if len(shape) > 1 and shape[1] == parts and shape[2:].count(1) == len(ones):
+        return replace(scales, shape=(), outer=(expert, place, *ones))
+    if len(shape) != 3:
+        return scales
+    rows, columns = shape[1:]
     return replace(scales, shape=(rows // parts, columns), outer=(expert,), row=place * (rows // parts))
 
 

@@ -164,3 +164,46 @@ def test_an_index_names_files_beside_it(file: Any, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
     with pytest.raises(WeightsError, match=r"names .* no file beside it"):
         load_fp32(tmp_path)
+
+
+KV = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+FLOAT_QUANTIZED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head", r"re:.*self_attn\.(q|kv)_.*", r"re:.*mlp\.gate$"],
+    "kv_cache_scheme": KV,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": KV,
+            "weights": {**KV, "actorder": None, "block_structure": None, "group_size": None, "scale_dtype": None},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["youtu", "axk1", "mistral3", "hyv4"])
+def test_fp8_of_compressed_tensors_beside_matrices_that_it_ignores(kind: str, tmp_path: Path) -> None:
+    """One scale for a matrix, beside scales of what goes into it and of the cache, which nothing reads; which matrices
+    are not in FP8 the files say. Stacked experts have theirs as single ones do."""
+    write_tiny(tmp_path, kind, seed=6)
+    meant, written = load_file(tmp_path / "model.safetensors"), {}
+    for name, values in meant.items():
+        ignored = re.search(r"self_attn\.(q|kv)_|eh_proj|projector|vision|indexer", name)
+        if ignored or not re.search(r"_proj(\.weight)?$", name):
+            written[name] = values
+            continue
+        stem, scale = name.removesuffix(".weight"), values.abs().max() / 448
+        written[name] = (values / scale).to(torch.float8_e4m3fn)
+        meant[name] = written[name].float() * scale
+        between = "." if name.endswith(".weight") else "_"
+        written |= {f"{stem}{between}weight_scale": scale.view(1), f"{stem}{between}input_scale": torch.tensor(3.0)}
+    save_file(meant, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    want = logits(tmp_path)
+    attention = next(
+        name.removesuffix("o_proj.weight") for name in meant if name.endswith("layers.0.self_attn.o_proj.weight")
+    )
+    written |= {f"{attention}{end}": torch.tensor(2.0) for end in ("k_scale", "v_scale", "kv_b_proj.k_scale")}
+    save_file(written, tmp_path / "model.safetensors")
+    rewritten(tmp_path, lambda config: {**config, "quantization_config": FLOAT_QUANTIZED})
+    torch.testing.assert_close(logits(tmp_path), want, atol=1e-4, rtol=0)
