@@ -177,7 +177,9 @@ class Format(ABC):
     experts_alone: ClassVar[bool] = False
     """Whether that path reads them in experts alone, all of which must then be stored so (`moe.PendingExperts`)."""
     w8a8: ClassVar[bool] = False
-    """Whether there are products with activations that are rounded to FP8."""
+    """Whether there are products with activations that are rounded to FP8, in experts and outside of them."""
+    w4a8: ClassVar[bool] = False
+    """Whether there are such products of very many tokens in experts alone (`kernels.moe.w4a8`)."""
 
     @override
     def __repr__(self) -> str:
