@@ -42,13 +42,6 @@ NARROW_STAGES = 2
 """Tiles it has in flight."""
 NARROW_STAGES_OF_256 = 3
 """The same of latents of 256 features, whose tiles are little more than half as large."""
-NARROW_BLOCK_OF_256 = 32
-"""Query vectors that it holds of latents of 256 features where several rows have more than `NARROW_BLOCK` of them each:
-their sums take as many registers as those of 16 of 512 features, and a row's cache is read once."""
-MOST_NARROW_OF_256 = 16
-"""Query vectors of a row up to which several rows of latents of 256 features are taken in narrow blocks, 32 at most.
-With 32, rows of 17 to 32 are, as those of Mistral Small 4 on one GPU, and no longer in wide blocks of 64, of which they
-fill half."""
 FP8_BLOCK = 32
 """Query vectors it holds at most where entries are FP8: each tile is widened once for all of them."""
 FP8_STAGES = 3
@@ -217,8 +210,6 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     if not shape.invariant and narrow_blocks <= (NARROW_BLOCKS_ALONE if alone else 1):
         block, stages = NARROW_BLOCK, NARROW_STAGES if shape.latent == 512 else NARROW_STAGES_OF_256
         return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
-    if not shape.invariant and not alone and shape.latent == 256 and shape.queries <= MOST_NARROW_OF_256:
-        return narrow_tiling_of_256(shape, multiprocessors)
     short = SHORT_TOKENS if shape.queries <= 64 else SHORT_TOKENS_OF_128 if shape.queries == 128 else -1
     if not shape.invariant and alone and short > 0 and narrow_blocks <= multiprocessors:
         tiling = _tiling(shape, "either", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=0)
@@ -227,13 +218,6 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
         return replace(tiling, short=short, merge_pieces=64, merge_columns=64, merge_warps=1)
     stages = 2 if shape.queries >= 256 else 0
     return _tiling(shape, "wide", multiprocessors, block=64, tile=PAGE_TOKENS, warps=4, stages=stages)
-
-
-def narrow_tiling_of_256(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:
-    """A tiling for `attend_narrow` on Hopper: several rows of up to 32 query vectors each, in bf16 entries of 256 + 64
-    features."""
-    block, stages = NARROW_BLOCK_OF_256, NARROW_STAGES_OF_256
-    return _tiling(shape, "narrow", multiprocessors, block=block, tile=PAGE_TOKENS, warps=4, stages=stages)
 
 
 def narrow_fp8_tiling(shape: DecodeShape, multiprocessors: int) -> DecodeTiling:

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from decode_case import Case  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 
-from kernels.mla_decode.schedule import hopper_tiling, narrow_fp8_tiling, narrow_tiling_of_256  # noqa: E402
+from kernels.mla_decode.schedule import hopper_tiling, narrow_fp8_tiling  # noqa: E402
 
 gluon.language.num_warps = lambda: 4
 
@@ -78,13 +78,6 @@ def test_latents_of_256_features_at_widths(width: int, heads: int, first: int) -
 def test_one_row_of_two_blocks_of_256_features() -> None:
     check(small([200], 1, 32))
     check(small([71], 2, 13, 70))
-
-
-@pytest.mark.parametrize("lengths", [[1, 65], [200, 0, 1, 129], [300, 2, 2, 2, 2]])
-@pytest.mark.parametrize(("width", "heads"), [(1, 32), (2, 13), (1, 17)])
-def test_latents_of_256_features_in_blocks_of_32(lengths: list[int], width: int, heads: int) -> None:
-    case = small(lengths, width, heads)
-    case.check(narrow_tiling_of_256(case.shape, 3))
 
 
 @pytest.mark.parametrize("lengths", [[1], [65], [200, 0, 1, 129], [300, 2, 2, 2, 2]])

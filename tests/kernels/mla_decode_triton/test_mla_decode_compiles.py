@@ -9,14 +9,7 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import (
-    DecodeTiling,
-    fp8_tiling,
-    hopper_tiling,
-    narrow_fp8_tiling,
-    narrow_tiling_of_256,
-    portable_tiling,
-)
+from kernels.mla_decode.schedule import DecodeTiling, fp8_tiling, hopper_tiling, narrow_fp8_tiling, portable_tiling
 from kernels.own_entries import OwnEntries
 from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
 
@@ -238,17 +231,6 @@ def test_narrow_of_256_features(rows: int, width: int, heads: int, own: bool) ->
     kernel = compiled(case, tiling, True, True, own=own)["attend_narrow"]
     used = instructions(kernel)
     assert used["HMMA"] >= 20 + 4 * 4
-    assert used["LDGSTS"] >= 3 * (8 + 2)
-    assert resources(kernel).waits
-
-
-@pytest.mark.parametrize(("width", "heads", "own"), [(1, 32, False), (4, 8, False), (2, 13, True), (1, 32, True)])
-def test_narrow_of_256_features_in_blocks_of_32(width: int, heads: int, own: bool) -> None:
-    """Twice as many query vectors take no more registers than there are."""
-    case = Case([70] * 16, width, heads, 256, 64, torch.bfloat16)
-    kernel = compiled(case, narrow_tiling_of_256(case.shape, PROCESSORS), True, True, own=own)["attend_narrow"]
-    used = instructions(kernel)
-    assert used["HMMA"] >= 2 * (20 + 4 * 4)
     assert used["LDGSTS"] >= 3 * (8 + 2)
     assert resources(kernel).waits
 

@@ -11,13 +11,7 @@ from decode_case import Case
 
 from kernels.latent_entry import decode, fp8_entry
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import (
-    fp8_tiling,
-    hopper_tiling,
-    narrow_fp8_tiling,
-    narrow_tiling_of_256,
-    wide_fp8_tiling,
-)
+from kernels.mla_decode.schedule import fp8_tiling, hopper_tiling, narrow_fp8_tiling, wide_fp8_tiling
 from kernels.page import pages_for
 from tests.support.ptx import Fault, Unordered, emulated
 
@@ -38,8 +32,6 @@ def check(
 ) -> None:
     of_fp8 = {"fp8": fp8_tiling, "narrow": narrow_fp8_tiling, "wide": wide_fp8_tiling}
     choose = of_fp8[path] if case.fp8 else hopper_tiling
-    if path == "narrow" and case.latent == 256 and len(case.lengths) > 1 and case.shape.queries > 16:
-        choose = narrow_tiling_of_256
     tiling = replace(choose(case.shape, ctas), **changes)
     assert tiling.path == path
     workspace, t = case.workspace(tiling), case.tensors
@@ -198,23 +190,6 @@ def test_narrow_of_256_features(
     lengths: list[int], width: int, heads: int, first: int, ctas: int, dependent: bool
 ) -> None:
     """One block of query vectors and two; more tiles than are in flight; CTAs that go on with other rows."""
-    case = Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
-    check("narrow", case, ctas, seed=width, dependent=dependent)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "width", "heads", "first", "ctas", "dependent"),
-    [
-        ([200, 0, 130, 64], 1, 32, 0, 3, True),
-        ([330, 70, 2, 64], 2, 15, 1, 2, True),
-        ([130, 7], 4, 8, 1, 5, False),
-        ([64, 0, 70, 1, 130, 64], 1, 17, 0, 1, True),
-    ],
-)
-def test_narrow_of_256_features_in_blocks_of_32(
-    lengths: list[int], width: int, heads: int, first: int, ctas: int, dependent: bool
-) -> None:
-    """Whole blocks of query vectors and others; rows that are split, and CTAs that go on with other rows."""
     case = Case(lengths, width, heads, 256, 64, torch.bfloat16, first=first)
     check("narrow", case, ctas, seed=width, dependent=dependent)
 

@@ -21,7 +21,6 @@ from kernels.mla_decode.schedule import (
     fp8_tiling,
     hopper_tiling,
     narrow_fp8_tiling,
-    narrow_tiling_of_256,
     portable_tiling,
     wide_fp8_tiling,
 )
@@ -81,16 +80,6 @@ def test_heads(choose: Choose, sizes: dict[str, Any], heads: int) -> None:
 def test_batches(choose: Choose, sizes: dict[str, Any], lengths: list[int], width: int) -> None:
     case = Case(lengths, width, 16, **sizes)
     case.check(choose(case.shape, 0))
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS, [1, 0], [9000, 1, 5000], [(i * 37) % 600 for i in range(300)]])
-@pytest.mark.parametrize(("width", "heads"), [(1, 32), (2, 16), (3, 7)])
-def test_narrow_blocks_of_32_query_vectors(lengths: list[int], width: int, heads: int) -> None:
-    chooser("hopper")
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    for first in (0, 1):
-        case = Case([max(length, first) for length in lengths], width, heads, first=first, **SMALL)
-        case.check(narrow_tiling_of_256(case.shape, processors))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8])

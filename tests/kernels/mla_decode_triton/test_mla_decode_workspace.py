@@ -4,7 +4,7 @@ import pytest
 import torch
 from decode_case import Case
 
-from kernels.mla_decode import launch, schedule
+from kernels.mla_decode import launch
 from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, wide_fp8_tiling
 from kernels.own_entries import OwnEntries
 
@@ -67,28 +67,6 @@ def test_which_kernel_serves_latents_of_256_features(
     shape = DecodeShape(rows, width, heads, 256, 64, 64, invariant)
     tiling = hopper_tiling(shape, 132, fp8=fp8)
     assert (tiling.path, tiling.block) == (path, block)
-    assert tiling.blocks(shape) * tiling.ctas <= 132
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "heads", "invariant", "path"),
-    [
-        (2, 1, 32, False, "narrow"),
-        (64, 2, 16, False, "narrow"),
-        (2, 3, 11, False, "wide"),
-        (1, 2, 32, False, "either"),
-        (2, 1, 32, True, "wide"),
-    ],
-)
-def test_several_rows_of_up_to_32_query_vectors_may_be_taken_in_narrow_blocks(
-    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, heads: int, invariant: bool, path: str
-) -> None:
-    """Where `MOST_NARROW_OF_256` says so."""
-    monkeypatch.setattr(schedule, "MOST_NARROW_OF_256", 32)
-    shape = DecodeShape(rows, width, heads, 256, 64, 64, invariant)
-    tiling = hopper_tiling(shape, 132)
-    assert tiling.path == path
-    assert tiling.block == (32 if path == "narrow" else 64)
     assert tiling.blocks(shape) * tiling.ctas <= 132
 
 
