@@ -129,6 +129,8 @@ class Checkpoint:
             "of an unsupported dtype": unreadable,
         }
         problems = [_listed(what, names) for what, names in lists.items() if names]
+        if any(name.endswith("lm_head.weight") for name in missing):
+            problems.append("  if the output head is the embedding, config.json has to say tie_word_embeddings: true")
         if problems:
             raise WeightsError("\n".join([f"the tensors in {self.folder} do not fit its config.json:", *problems]))
 

@@ -166,6 +166,17 @@ def test_an_index_names_files_beside_it(file: Any, tmp_path: Path) -> None:
         load_fp32(tmp_path)
 
 
+def test_a_model_without_an_output_head_is_told_of_the_field_for_that(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "youtu-no-q-lora", seed=6)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"1 missing:\s+lm_head\.weight\s+.*tie_word_embeddings: true"):
+        load_fp32(tmp_path)
+    rewritten(tmp_path, lambda config: {**config, "tie_word_embeddings": True})
+    assert logits(tmp_path).isfinite().all()
+
+
 KV = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 FLOAT_QUANTIZED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
