@@ -165,7 +165,8 @@ class EngineConfig(BaseModel):
     again. All others are captured, and proven, between the steps of the first streams, of whose time that takes a
     quarter at the most. Until then other decode steps run in larger buckets, and mixed steps are launched kernel by
     kernel: tokens come a little later, and where rounding makes two nearly equal the other one may, except with
-    `invariant`. Commands that serve nobody, and replicas with `host_cache_bytes`, capture all at the start."""
+    `invariant`. An engine that is started again, for which streams wait, does so with all as well. Commands that serve
+    nobody, and replicas with `host_cache_bytes`, capture all at the start."""
     selftest: bool = True
     """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"
