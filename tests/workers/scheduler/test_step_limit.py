@@ -54,7 +54,9 @@ def test_a_scheduler_knows_the_limit_of_the_oldest_step_in_flight() -> None:
     replica.apply()
     replica.plan()
     assert [bool(flight.prefill) for flight in scheduler._flights] == [False, True]
-    assert scheduler.step_limit_s < TIMES * 2.0, "that of the first of them"
+    limit_s = scheduler.step_limit_s
+    assert limit_s is not None
+    assert limit_s < TIMES * 2.0, "that of the first of them"
     replica.run()
     replica.check_tokens()
 
