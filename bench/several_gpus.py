@@ -8,9 +8,11 @@
 
 The steps: the tests that take several GPUs; the all-reduce of steps, of every size; a folder of random weights; time
 per token and prefill with one rank, two and all, and what a rank's share of a step takes by itself, beside which the
-rest is communication; greedy tokens in invariant mode, which have to be equal with one rank, two and all, with the
-cache in bf16 and in FP8; the self-test with all ranks; and 128 streams over HTTP, of one replica with all ranks and of
-two with half of them each, through the router. Steps that take a part of the GPUs run side by side.
+rest is communication; greedy tokens in invariant mode, which have to be equal with one rank, two and all, and with all
+where these share out one cache, with the cache in bf16 and in FP8; the self-test with all ranks, with a cache on each
+of them and with one; and 128 streams over HTTP, of one replica with all ranks and of two with half of them each,
+through the router. Steps that take a part of the GPUs run side by side. What it costs and gives to share out a cache,
+`bench/shards.py` prints.
 
 With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
 models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,
@@ -78,6 +80,7 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
         *(tokens(count, name, *cache) for count in sorted({1, 2, ranks}) for name, cache in caches.items()),
         *(sharded(name, *cache) for name, cache in caches.items()),
         of(ranks, "selftest", *LATENTSERVE, "selftest", *model),
+        of(ranks, "selftest-shards", *LATENTSERVE, "selftest", *model, "--cache-shards", str(ranks)),
         Step("http-1", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks))),
         Step("http-2", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks // 2), "--replicas", "2")),
     ]

@@ -357,6 +357,19 @@ def model_of(
     )
 
 
+def scattered_pages(rows: int, pages: int, shards: int, device: torch.device) -> tuple[Tensor, int]:
+    """Page tables of rows whose pages go round `shards` ranks and lie anywhere on them, int32 global ids [rows, pages];
+    and the pages that each rank then has, the null page included."""
+    owner_RP = (torch.arange(rows, device=device).unsqueeze(1) + torch.arange(pages, device=device)) % shards
+    page_RP, most = torch.zeros(rows, pages, dtype=torch.int32, device=device), 0
+    for owner in range(shards):
+        own_RP = owner_RP == owner
+        count = int(own_RP.sum())
+        page_RP[own_RP] = (torch.randperm(count, device=device) * shards + owner + 1).int()
+        most = max(most, count)
+    return page_RP, most + 1
+
+
 class Case:
     """`rows` rows of `width` tokens over `context` cached tokens each, with pages for `room` more, in a runner."""
 
@@ -366,14 +379,15 @@ class Case:
         self.device = device = model.norm_E.device
         torch.manual_seed(rows)
         pages = -(-(context + room) // 64)
-        cache = PagedCache.allocate(model.caches, rows * pages + 1, device)
+        page_RP, own = scattered_pages(rows, pages, model.group.mesh.shards.count, device)
+        cache = PagedCache.allocate(model.caches, own, device, model.group.mesh.shards)
         _fill(cache)
         self.runner = Runner(model, cache, rows, width, pages, max(budget, rows * width), model.group)
         self.parts, self.state = self.runner.parts, self.runner.parts.state
-        assert self.parts.sampling is not None
-        self.parts.sampling.reserve()
+        if self.parts.sampling is not None:  # which one rank of several has
+            self.parts.sampling.reserve()
         tensors = self.state.tensors
-        tensors.page_SP[:rows] = torch.randperm(rows * pages, device=device).view(rows, pages).int() + 1
+        tensors.page_SP[:rows] = page_RP
         for ids in (tensors.last_S, tensors.draft_SK):
             ids.copy_(torch.randint(0, model.config.vocab_size, ids.shape, device=device))
         self.rewind()

@@ -42,7 +42,7 @@ from timeline import timeline
 from kernels import pending_norm
 from kernels.page import PAGE_TOKENS
 from kernels.pending_norm import PendingNorm
-from kernels.runtime.ahead import compile_ahead
+from kernels.runtime.ahead import ALL, Share, compile_ahead
 from kernels.runtime.dependent import launches_dependently
 from workers.config import EngineConfig
 from workers.families.loading import load_model
@@ -107,9 +107,10 @@ def load(folder: Path, ranks: int, device: torch.device, dtype: torch.dtype) -> 
         )
 
 
-def compile_steps(model: Model, shapes: Sequence[tuple[int, int]], threads: int) -> int:
-    """Compile what steps of so many (rows, width) launch, side by side; how many kernels."""
-    with compile_ahead(model.norm_E.device, threads) as compiled:
+def compile_steps(model: Model, shapes: Sequence[tuple[int, int]], threads: int, share: Share = ALL) -> int:
+    """Compile what steps of so many (rows, width) launch, side by side; how many kernels. `share`: see
+    `compile_ahead`."""
+    with compile_ahead(model.norm_E.device, threads, share) as compiled:
         for rows, width in shapes:
             case = Case(model, rows, width, CONTEXT, room(width))
             case.parts = replace(case.parts, model=model.shallow())

@@ -135,10 +135,11 @@ def mixed(model: Model, rows: int, length: int, width: int, context: int, start:
     return beside(title, case, tokens, tuple(range(rows)), range(rows, rows + 1), length, start)
 
 
-def beside(
-    title: str, case: Case, work: Tokens, decode: tuple[int, ...], prompts: range, length: int, start: int
-) -> Measured:
-    """A step that prefills `length` tokens of each of the slots `prompts` from `start` on, beside decode rows."""
+def prompts_behind(
+    case: Case, decode: tuple[int, ...], prompts: range, length: int, start: int
+) -> Callable[[int], StepPlan]:
+    """Step number -> the plan of a step that prefills `length` tokens of each of the slots `prompts` from `start` on,
+    beside decode rows."""
     model, width = case.model, case.width
     tokens = torch.randint(0, model.config.vocab_size, (len(prompts), length)).tolist()
     pages = case.state.tensors.page_SP.tolist()
@@ -156,6 +157,14 @@ def beside(
             grants=tuple(PageGrant(slot, 0, tuple(pages[slot])) for slot in prompts),
         )
 
+    return plan
+
+
+def beside(
+    title: str, case: Case, work: Tokens, decode: tuple[int, ...], prompts: range, length: int, start: int
+) -> Measured:
+    """A step that prefills `length` tokens of each of the slots `prompts` from `start` on, beside decode rows."""
+    plan = prompts_behind(case, decode, prompts, length, start)
     layout = plan(1).layout
     key = TokenBuckets(budget_of(layout.tokens)).key(layout)
     kinds = [Scratch(case.device) for _ in range(2)]

@@ -21,7 +21,8 @@ def captured(runs: Sequence[Callable[[], object]], calls: int = 1) -> torch.cuda
     runs[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Of several ranks, a thread of their communication asks the device for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in range(calls):
             runs[call % len(runs)]()
     return graph

@@ -13,6 +13,8 @@ from workers.parallel.mesh import CACHE_SHARDS, INVARIANT_RANKS, Mesh
 
 AUTO_WIDTH: Final = 4
 """Most tokens that a decode row feeds where the width is chosen from step to step."""
+LONGEST_STEP_S: Final = 60.0
+"""Limit of a step, or of anything else of a rank that is waited for, of which nobody knows how long it takes."""
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 DEMO_DRAFT_MODEL = DEMO_MODEL.parent / "demo_eagle3"
 DRAFT_MODELS: Final = ("eagle", "eagle3")
@@ -165,7 +167,8 @@ class EngineConfig(BaseModel):
     again. All others are captured, and proven, between the steps of the first streams, of whose time that takes a
     quarter at the most. Until then other decode steps run in larger buckets, and mixed steps are launched kernel by
     kernel: tokens come a little later, and where rounding makes two nearly equal the other one may, except with
-    `invariant`. Commands that serve nobody, and replicas with `host_cache_bytes`, capture all at the start."""
+    `invariant`. An engine that is started again, for which streams wait, does so with all as well. Commands that serve
+    nobody, and replicas with `host_cache_bytes`, capture all at the start."""
     selftest: bool = True
     """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"
@@ -191,8 +194,11 @@ class EngineConfig(BaseModel):
     name."""
     record_prompts: Annotated[bool, Flag(panel=BUG_REPORTS)] = False
     """Record prompts and answers, too: they can be read."""
-    step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Longest time that a launched step may take before the replica is given up as hung."""
+    step_timeout_s: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """Longest time that a launched step may take before the replica is given up as hung. auto: by measured steps.
+
+    auto: twenty times as long as the longest step of its kind that the self-test measured, and more with long contexts,
+    but 3 seconds at the least and 60 at the most; 60 where nothing was measured, as on a CPU."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
     """Longest time that a process of the replica may be silent before the replica is given up."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
@@ -221,7 +227,10 @@ class EngineConfig(BaseModel):
         if shards == 1:
             return self
         if self.dtype == "float16":
-            raise ValueError(f"cache_shards = {shards} does not go with dtype float16 yet: give 1, or leave that out")
+            raise ValueError(
+                f"cache_shards = {shards} does not go with dtype float16, in which ranks exchange nothing: give dtype "
+                "bfloat16 or float32, or cache_shards 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -305,6 +314,11 @@ class EngineConfig(BaseModel):
         if self.width == "auto":
             return max(1, min(AUTO_WIDTH, (self.token_budget - 1) // self.max_rows))
         return self.width
+
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds after which a step has hung whatever is expected of it, as has a capture, or a copy of pages."""
+        return LONGEST_STEP_S if self.step_timeout_s == "auto" else self.step_timeout_s
 
     @property
     def wants_draft_layer(self) -> bool:

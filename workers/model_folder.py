@@ -65,15 +65,14 @@ def _with_apply_scale(values: dict[str, Any], params: Path) -> dict[str, Any]:
     beside it says so. What config.json itself says counts."""
     seen = isinstance(values.get("text_config"), dict)
     text = values["text_config"] if seen else values
-    where = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-    rope = text.get(where)
-    if text.get("model_type") != "mistral4" or not isinstance(rope, dict) or "apply_scale" in rope:
+    ropes = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
+    if text.get("model_type") != "mistral4" or not params.is_file():
         return values
-    if not params.is_file():
+    if not ropes or any(not isinstance(rope, dict) or "apply_scale" in rope for rope in ropes.values()):
         return values
     try:
         yarn = json.loads(params.read_text(encoding="utf-8"))["yarn"]
-        text = {**text, where: {**rope, "apply_scale": yarn["apply_scale"]}}
+        text = {**text, **{name: {**rope, "apply_scale": yarn["apply_scale"]} for name, rope in ropes.items()}}
     except (KeyError, TypeError):
         return values
     except ValueError as error:

@@ -63,6 +63,8 @@ class ReplicaFigures(_Shown):
     """Pages of latent cache, 64 tokens each."""
     pages_free: int
     """Free ones, those that only the prefix cache holds included."""
+    cache_shards: int
+    """Ranks that share out these pages; 1 where each has all of them."""
     host_pages_total: int
     """Pages that host memory holds behind them; 0 where there is none."""
     host_pages: int
@@ -172,6 +174,7 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         prefill_backlog=new.prefill_backlog,
         pages_total=new.pages_total,
         pages_free=new.pages_free,
+        cache_shards=new.cache_shards,
         host_pages_total=new.host_pages_total,
         host_pages=new.host_pages,
         disk_pages_total=new.disk_pages_total,

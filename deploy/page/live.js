@@ -14,11 +14,15 @@ function health(answer) {
   return `Replicas: ${text || "none"}`;
 }
 
+function pages({ pages_free, pages_total, cache_shards }) {
+  return `${pages_free} of ${pages_total}${cache_shards > 1 ? `, shared out by ${cache_shards} ranks` : ""}`;
+}
+
 function rowOf(replica) {
   const figures = replica.figures;
   const rate = figures?.generated_tokens_per_s;
   const cells = figures
-    ? [figures.running, figures.waiting, rate === null ? "–" : rate.toFixed(0), `${figures.pages_free} of ${figures.pages_total}`]
+    ? [figures.running, figures.waiting, rate === null ? "–" : rate.toFixed(0), pages(figures)]
     : ["–", "–", "–", "–"];
   const state = make("td", { class: replica.state === "serving" ? "good" : "bad cause" },
     `${replica.state}${replica.standby === "ready" ? ", another engine stands by" : ""}${replica.cause ? `: ${replica.cause}` : ""}`);

@@ -241,9 +241,10 @@ class ReplicaProcesses:
             runtime_env={"env_vars": asked} if asked else None,
         )
 
-    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int = 0) -> None:
+    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int | None = None) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself.
-        `waiting`: streams that wait for them. OSError where they stand by and there is no weight keeper."""
+        `waiting`: streams that wait for them; None where nobody does, and all graphs are captured before they serve.
+        OSError where they stand by and there is no weight keeper."""
         # Ranks load together or not at all, and those of other nodes would find nothing kept.
         keeper = None
         if self.folder is not None:
@@ -253,12 +254,10 @@ class ReplicaProcesses:
                 if self._role == "standby":
                     raise  # what it would share is kept there
                 logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
-        few = self._config.graphs_at_start == "few" and self._role != "standby"  # for which nobody waits
-        first = waiting if few else None
         refs = {"scheduler": self._scheduler.run.remote()}
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
             refs[f"rank {rank}"] = worker.run.remote(
-                self._config, rank, addresses, self._rendezvous, placement.device, keeper, first, self._role
+                self._config, rank, addresses, self._rendezvous, placement.device, keeper, waiting, self._role
             )
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 

@@ -254,7 +254,10 @@ class EngineReplica:
         addresses = await self.processes.start()
         client = EngineClient(config.engine, addresses, config.model_name)
         client.on_progress.append(self.status_store.say)
-        waiting = 0 if self.engine is None else self.engine.waiting
+        if self.engine is not None:  # whose place these take: streams wait for them
+            waiting: int | None = self.engine.waiting
+        else:
+            waiting = 0 if config.engine.graphs_at_start == "few" else None
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told), waiting)
         return client
 

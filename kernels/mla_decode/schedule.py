@@ -195,7 +195,7 @@ def hopper_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False
     bounds `attend_wide_fp8` has no registers for.
     """
     if shape.rope != 64 or not (shape.latent == 512 or (shape.latent == 256 and not fp8)):
-        return portable_tiling(shape, multiprocessors)
+        return portable_tiling(shape, multiprocessors, fp8=fp8)
     narrow_blocks = -(-shape.queries // NARROW_BLOCK)
     alone = shape.rows == 1
     if fp8:

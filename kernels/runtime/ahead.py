@@ -5,24 +5,27 @@ of them. Most of the work is done outside the interpreter's lock (MLIR, ptxas, t
 so threads share it. So do the ranks of a replica, which need the same kernels and find in Triton's cache what another
 one has put there: each begins with a share of its own.
 
-Written for Triton 3.6, of which it needs private parts: what a launch calls, the mode that compiles elsewhere, and how
-a launcher that was built is loaded.
+Written for Triton 3.6, of which it needs private parts: what a launch calls, the mode that compiles elsewhere, how a
+launcher that was built is loaded, and how its cache names its folders.
 Without them `possible` says no and logs a line: kernels are then compiled when they are first launched.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
+from pathlib import Path
+from threading import Lock, Thread
 from types import ModuleType
 from typing import Any, Final
 
 import torch
+import triton
+from triton.runtime import cache
 from typing_extensions import override
 
 from kernels.private_api import PrivateApi
@@ -35,8 +38,15 @@ _PRIVATE: Final = PrivateApi(
         "triton.runtime.jit.JITFunction.run(grid, warmup)",
         "triton.runtime.jit.JITCallable.parse",
         "triton.runtime.build._load_module_from_path(name, path)",
+        "triton.runtime.cache._base32(key)",
+        "triton.knobs.cache.dir",
     ),
     "kernels are compiled when they are first launched, one at a time, and a first start takes minutes longer",
+)
+_VERSION: Final = PrivateApi(
+    "triton",
+    ("triton.runtime.cache.triton_key",),
+    "Triton reads its own files when the first kernel is looked up in its cache, which a start waits for",
 )
 
 
@@ -46,6 +56,8 @@ class Compiled:
 
     kernels: int = 0
     """Handed to its threads: kernels that this process had not compiled or loaded before."""
+    folders: set[str] = field(default_factory=set)
+    """Names of the folders of Triton's cache in which they are now."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,7 @@ class _Builders(Executor):
             kernel = compile()
             if self._cuda:
                 kernel.run  # noqa: B018 - builds its launcher and loads it
+            self._done.folders.add(cache._base32(kernel.hash))
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -110,6 +123,19 @@ ALL: Final = Share()
 def possible() -> bool:
     """Whether this Triton can compile ahead; a line is logged where it cannot."""
     return _PRIVATE.there()
+
+
+def still_compiled(folders: Iterable[str]) -> bool:
+    """Whether Triton's cache has all of these folders (`Compiled.folders`): who launches what is there waits for no
+    compiler."""
+    return possible() and all((Path(triton.knobs.cache.dir) / folder).is_dir() for folder in folders)
+
+
+def read_version() -> None:
+    """Let Triton find out, in a thread of its own, what it adds to the name of every kernel in its cache: a checksum of
+    its own files, some 400 MB. Else the first kernel that is looked up waits for it."""
+    if _VERSION.there():
+        Thread(target=cache.triton_key, name="Triton's version", daemon=True).start()
 
 
 @contextmanager

@@ -25,10 +25,20 @@ class LocalProcesses:
         self._settings, self._keeper, self._role = settings, keeper, role
         self.replica: LocalReplica | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self.told: list[str] = []
+        """What they said while they started."""
 
-    async def connect(self) -> EngineClient:
-        replica = self.replica = LocalReplica(self._settings, self._keeper, None, self._role)
-        client = EngineClient(self._settings, await asyncio.to_thread(replica.connect), "it")
+    def start(self) -> LocalReplica:
+        """Start them; they import what they need, and wait for `connect`."""
+        if self.replica is None:
+            self.replica = LocalReplica(self._settings, self._keeper, self._role)
+        return self.replica
+
+    async def connect(self, waiting: int | None = None) -> EngineClient:
+        """The client of these processes, which are set to work. `waiting`: streams that wait for them."""
+        replica = self.start()
+        client = EngineClient(self._settings, await asyncio.to_thread(replica.connect, waiting), "it")
+        client.on_progress.append(self.told.append)
         self._watcher = asyncio.create_task(self._watch(replica, client))
         return client
 
@@ -58,10 +68,18 @@ class LocalFront:
     """What a replica's front does about its engines."""
 
     def __init__(
-        self, settings: EngineConfig, *, hot: bool = True, rehearsal_s: float = 600.0, calm_s: float = 0.1
+        self,
+        settings: EngineConfig,
+        *,
+        hot: bool = True,
+        imported: bool = False,
+        rehearsal_s: float = 600.0,
+        calm_s: float = 0.1,
     ) -> None:
-        """`hot`: whether an engine is to stand by. The other arguments: see `HotStandby`."""
+        """`hot`: whether an engine is to stand by; `imported`: or processes that have imported what they need. The
+        other arguments: see `HotStandby`."""
         self._settings, self._hot = settings, hot
+        self.imports = imported
         self.keeper = WeightKeeper()
         self.current = self.make("primary" if hot else "alone")
         self.made: list[LocalProcesses] = []
@@ -70,6 +88,9 @@ class LocalFront:
         """What became of those that stand by, and what they said."""
         self.starts = 0
         """Engines that were started while streams waited for them, the first one included."""
+        self.parts: list[dict[str, float]] = []
+        """Of each of these its seconds by part: processes, what ranks still imported, what rank 0 did, first step."""
+        self.imported: LocalProcesses | None = None
         self.change: Callable[[LocalProcesses], None] = lambda processes: None
         """Called with processes that are about to be started to stand by."""
         self.engine: FailoverEngine | None = None
@@ -96,19 +117,29 @@ class LocalFront:
 
     async def start(self) -> FailoverEngine:
         self.engine = FailoverEngine(await self._start(), self._start_again, START_S)
-        self.engine.on_return.append(lambda seconds: self._begin())
-        self._begin()
+        self.engine.on_return.append(lambda seconds: self.stand_by())
+        self.stand_by()
         return self.engine
 
-    def _begin(self) -> None:
+    def stand_by(self) -> None:
+        """Start what is to stand by; harmless when repeated."""
         if self._hot:
             self.standby.begin()
+        if self.imports and self.imported is None:
+            self.imported = self.make("alone")
+            self.imported.start()
 
     async def _start(self) -> EngineClient:
         self.starts += 1
-        client = await self.current.connect()
+        begin = time.monotonic()
+        client = await self.current.connect(None if self.engine is None else self.engine.waiting)
+        placed = time.monotonic()
         await client.ready(START_S)
+        ready = time.monotonic()
         await client.health_check()
+        rank = client.start_s
+        parts = {"processes": placed - begin, "libraries": ready - placed - sum(rank.values()), **rank}
+        self.parts.append({**parts, "first step": time.monotonic() - ready})
         return client
 
     async def _start_again(self) -> EngineClient:
@@ -116,13 +147,14 @@ class LocalFront:
         if taken is not None:
             self.current, client = taken
             return client
-        self.current = self.make("primary" if self._hot else "alone")
+        self.current = self.imported or self.make("primary" if self._hot else "alone")
+        self.imported = None
         return await self._start()
 
     async def stands_by(self) -> None:
-        """Wait until an engine stands by."""
+        """Wait until an engine stands by, or processes that have imported what they need."""
         deadline = time.monotonic() + START_S
-        while not self.standby.ready:
+        while not (self.imported.start().imported if self.imported is not None else self.standby.ready):
             assert time.monotonic() < deadline, self.told
             await asyncio.sleep(0.02)
 
@@ -130,5 +162,7 @@ class LocalFront:
         if self.engine is not None:
             await self.engine.close()
         self.standby.kill()
+        if self.imported is not None:
+            self.imported.kill()
         self.current.kill()
         self.keeper.close()

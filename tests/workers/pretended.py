@@ -63,6 +63,11 @@ class _Driver:
         return 0
 
 
+def another_device() -> Any:
+    """Return a driver for Triton with a device of its own, for which nothing is compiled yet."""
+    return _Driver()
+
+
 def pretend(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Pretend from now on that this is a Hopper GPU. Return the list that fills with the variants that Triton compiles,
     by its own rule: kernels with what it specialises of their arguments."""
@@ -73,7 +78,7 @@ def pretend(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         compiled = self.device_caches[device][0][key] = _Compiled()
         return compiled
 
-    patch.setattr(driver, "_active", _Driver())
+    patch.setattr(driver, "_active", another_device())
     patch.setattr(JITFunction, "_do_compile", compile)
     patch.setattr(repeat, "_stream", lambda device: 0)
     patch.setattr(repeat, "_direct", lambda compiled: None)

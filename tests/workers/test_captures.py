@@ -15,17 +15,23 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.called_graphs import CalledGraph, call_graphs
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
+from workers.graphs import graph_runner
+from workers.graphs.capture import warm_up_portion
 from workers.graphs.graph_runner import NOT_YET, GraphRunner, UncapturedStep
 from workers.graphs.portions import Portion
 from workers.graphs.segments import CapturedStage
+from workers.memory.bits import differ
 from workers.memory.keeper import WeightKeeper
 from workers.parallel.group import Group
 from workers.proof.prove import GraphProof
+from workers.proof.step_fixture import slot_tensors
 from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
+from workers.rank import inherited_proof
 from workers.rank import rank as rank_module
 from workers.rank.captures import Captures, SelfTestFailedError
 from workers.scheduler import captures
+from workers.step.parts import StepParts
 from workers.step.stage import Stage
 
 SETTINGS: dict[str, Any] = {"max_rows": 6, "token_budget": 40, "cache_pages": 120, "max_context": 200, "device": "cpu"}
@@ -216,6 +222,116 @@ def test_an_engine_that_inherits_a_proof_proves_the_ends_of_each_kind(folder: Pa
         keeper.close()
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Let ranks on a CPU have kernels in Triton's cache. The list fills with what each engine asks to be compiled: rows
+    whose steps come first, or None where it is all."""
+    asked: list[int | None] = []
+
+    def compile(*args: Any, proof: bool, first: int | None) -> frozenset[str]:
+        asked.append(first)
+        return frozenset({"KERNEL"})
+
+    monkeypatch.setattr(rank_module, "_compile", compile)
+    monkeypatch.setattr(inherited_proof, "still_compiled", lambda folders: folders == ("KERNEL",))
+    return asked
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[Portion | None]:
+    """The list that fills with the portions that are warmed up, and with None for all of an engine."""
+    done: list[Portion | None] = []
+    whole, portion = graph_runner.warm_up, graph_runner.warm_up_portion
+
+    def warm_up(*args: Any) -> Any:
+        done.append(None)
+        return whole(*args)
+
+    def warm_up_portion(parts: StepParts, wanted: Portion, *rest: Any) -> None:
+        done.append(wanted)
+        portion(parts, wanted, *rest)
+
+    monkeypatch.setattr(graph_runner, "warm_up", warm_up)
+    monkeypatch.setattr(graph_runner, "warm_up_portion", warm_up_portion)
+    return done
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param({"width": "auto"}, marks=pytest.mark.long)])
+def test_an_engine_that_takes_a_place_warms_up_each_graph_right_before_its_capture(
+    folder: Path,
+    made: list[CalledGraph],
+    compiled: list[int | None],
+    warmed: list[Portion | None],
+    settings: dict[str, Any],
+) -> None:
+    keeper = WeightKeeper()
+    try:
+        first = engine(folder, keeper=keeper.path(), **settings)
+        ask(first, 0, 6)
+        want = tokens(first)
+        assert compiled == [None]
+        assert warmed == [None]
+        second = engine(folder, waiting=2, keeper=keeper.path(), **settings)
+        graphs = graphs_of(second)
+        order = [graphs.there, *graphs.left]
+        assert compiled == [None, 2]
+        assert [set(portion.steps) for portion in warmed[1:] if portion is not None] == [set(order[0].steps)]
+        ask(second, 0, 6)
+        assert tokens(second) == want
+        second.run()
+        assert warmed[2:] == order[1:]
+        assert graphs.warmed == graphs_of(first).warmed
+        assert second.replica.ready.pages == first.replica.ready.pages
+        assert second.reports[-1].passed
+        assert graphs.count == graphs_of(first).count
+    finally:
+        keeper.close()
+
+
+def test_an_engine_warms_up_as_a_whole_where_kernels_or_its_context_are_others(
+    folder: Path,
+    made: list[CalledGraph],
+    compiled: list[int | None],
+    warmed: list[Portion | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keeper = WeightKeeper()
+    try:
+        engine(folder, keeper=keeper.path(), max_context=None, cache_pages=20)
+        with monkeypatch.context() as patch:
+            patch.setattr(inherited_proof, "still_compiled", lambda folders: False)
+            engine(folder, waiting=1, keeper=keeper.path(), max_context=None, cache_pages=20)
+        assert compiled == [None, None]
+        assert warmed == [None, None]
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_module, "own_pages", lambda *args: 3)
+            engine(folder, waiting=1, keeper=keeper.path(), max_context=None, cache_pages=20)
+        assert compiled == [None, None, 1]  # it learns of its context later
+        assert warmed == [None, None, None]
+        engine(folder, keeper=keeper.path(), max_context=None, cache_pages=20)  # for which nobody waits
+        assert compiled[-1] is None
+        assert warmed[3:] == [None]
+    finally:
+        keeper.close()
+
+
+def test_warming_up_beside_rows_changes_nothing_of_theirs(folder: Path, made: list[CalledGraph]) -> None:
+    run = engine(folder)
+    ask(run)
+    for _ in range(6):
+        run.step()
+    parts, graphs = run.runner.parts, graphs_of(run)
+    slots = [tensor.clone() for tensor in slot_tensors(parts)]
+    pages = [layer.clone() for layer in parts.cache.layers]
+    assert any(bool(slot.any()) for slot in slots)
+    warm_up_portion(parts, graphs.keys.everything(), graphs._scratch(), graphs._inner(), graphs._masks)
+    for before, after in zip(slots, slot_tensors(parts), strict=True):
+        whole = len(before) - 1 if len(before) == parts.state.slots + 1 else len(before)  # the last slot is nobody's
+        assert torch.equal(before[:whole], after[:whole])
+    for before, after in zip(pages, parts.cache.layers, strict=True):
+        assert not bool(differ(before[1:], after[1:]))  # page 0 is the null page
+
+
 def test_every_page_that_a_proof_is_granted_is_zero_afterwards(
     folder: Path, made: list[CalledGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +392,7 @@ def test_copies_of_the_slots_are_counted_before_the_cache_gets_the_rest(
         with run.runner.parts.state.kept(), run.runner.parts.sampling.kept():
             pass
     assert copied > VOCAB
-    assert taken == [taken[0], taken[0], taken[0] + copied]
+    assert taken == [taken[1] + copied, taken[1], taken[1] + copied]
 
 
 def rank_main(rank: int, folder: Path, place: Path, settings: dict[str, Any]) -> None:

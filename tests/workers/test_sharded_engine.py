@@ -109,7 +109,10 @@ def test_hits_preemptions_drafts_and_mixed_steps_change_no_token(
         ({"tensor_parallel": 4, "cache_shards": 3}, "by a number that divides theirs: give 1 or 2 or 4"),
         ({"cache_shards": 2}, "by a number that divides theirs: give 1"),
         ({"tensor_parallel": 3, "cache_shards": 3}, "over 1, 2, 4 or 8 ranks, .*: give 1 "),
-        ({"tensor_parallel": 2, "cache_shards": 2, "dtype": "float16"}, "does not go with dtype float16 yet"),
+        (
+            {"tensor_parallel": 2, "cache_shards": 2, "dtype": "float16"},
+            "does not go with dtype float16, .*: give dtype bfloat16 or float32",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Final
 
 from typing_extensions import override
 
@@ -12,6 +13,9 @@ from workers.families.family import Family
 from workers.models.config import ConfigError, ModelConfig, Routing
 from workers.models.fields import Fields, read_rope
 from workers.quantization import unsupported_quantization
+
+_LAYER_TYPE: Final = "full_attention"
+"""Name of these layers' attention in transformers, where a config.json has a name for it."""
 
 
 class _Deepseek(Family):
@@ -22,6 +26,11 @@ class _Deepseek(Family):
         _refuse_unsupported(fields)
         if not self.sparse and fields.values.get("index_topk") is not None:
             raise fields.unsupported(f"index_topk ({fields.text('model_type')})", fields.values["index_topk"], (None,))
+        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+            raise fields.unsupported("partial_rotary_factor", fields.values["partial_rotary_factor"], (1.0,))
+        kinds = fields.values.get("layer_types")
+        if not self.sparse and kinds is not None and {*map(str, kinds)} != {_LAYER_TYPE}:
+            raise fields.unsupported("layer_types", kinds, (_LAYER_TYPE,))
         for even in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "q_lora_rank"):
             if fields.values.get(even) is not None and fields.count(even) % 2:
                 raise ConfigError(f"config.json: {even} = {fields.values[even]} is not supported; it must be even")

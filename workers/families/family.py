@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.parallel.group import Group
     from workers.weights.source import WeightSource
 
-_SCALES: Final = (r"(_activation_scale|\.activation_scale|\.input_scale|\.qscale_act)$", r"\.(k|v|kv)_scale$")
+_SCALES: Final = (r"([._](activation|input)_scale|\.qscale_act)$", r"\.(k|v|kv)_scale$")
 """Activations are rounded, if at all, with scales of their own, and so are cached latents."""
 
 

@@ -16,8 +16,6 @@ class Glm4MoeLite(DeepseekV3):
     def read(self, fields: Fields) -> ModelConfig:
         defaults = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "n_shared_experts": 1}
         given = {name: value for name, value in fields.values.items() if value is not None}
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.unsupported("partial_rotary_factor", given["partial_rotary_factor"], (1.0,))
         dense = dense_layers(fields)
         return super().read(Fields({**defaults, **given, "first_k_dense_replace": dense}, fields.prefix))
 

@@ -138,7 +138,7 @@ class HYV4VL(HYV4):
 
     @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), r"^(vit|model\.vision_tower)\."]
+        return [*super().ignored(config), r"^(vit|model\.(vit|vision_tower))\."]
 
 
 def _of_text(key: str, value: object) -> object:

@@ -17,7 +17,7 @@ _TEXT_TYPES: Final = ("kimi_k2", "deepseek_v3")
 
 
 class KimiK25(DeepseekV3):
-    """The fields of the text part are in `text_config`, and its tensors' names begin with `language_model.`."""
+    """The fields of the text part are in `text_config`."""
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -37,9 +37,5 @@ class KimiK25(DeepseekV3):
         return replace(super().read(text), model_type=fields.text("model_type"))
 
     @override
-    def tensor(self, name: str) -> str:
-        return f"language_model.{name}"
-
-    @override
     def ignored(self, config: ModelConfig) -> list[str]:
-        return [*super().ignored(config), r"^vision_tower\.", r"^mm_projector\."]
+        return [*super().ignored(config), r"^(model\.)?(vision_tower|mm_projector|multi_modal_projector)\."]

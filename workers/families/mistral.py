@@ -11,7 +11,7 @@ from typing_extensions import override
 from kernels.routing_rule import RoutingRule
 from workers.families.deepseek import DeepseekV3, refuse_grouped_keys, refuse_others
 from workers.models.config import ConfigError, ModelConfig, QueryScaling, Rope, Routing
-from workers.models.fields import Fields, all_ids, read_rope
+from workers.models.fields import Fields, all_ids, read_rope, rope_values
 from workers.quantization import unsupported_quantization
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -24,8 +24,9 @@ _DEFAULTS: Final[dict[str, Any]] = {
 """Defaults of fields that a config.json may omit: those of transformers."""
 _SERVED: Final[dict[str, object]] = {"use_biases": False, "causal": True}
 """Switches of a params.json."""
+_READ_APART: Final = ("rope_parameters", "rope_scaling", "partial_rotary_factor")
 _BY_POSITION: Final = ("llama_4_scaling_beta", "llama_4_original_positions")
-_SEES: Final = r"^(vision_tower|multi_modal_projector|vision_encoder|vision_language_adapter|patch_merger)\."
+_SEES: Final = r"^(model\.)?(vision_tower|multi_modal_projector|vision_encoder|vision_language_adapter|patch_merger)\."
 
 
 class Mistral4(DeepseekV3):
@@ -66,28 +67,28 @@ class Mistral4(DeepseekV3):
             raise fields.unsupported("moe.use_load_balancing_bias", True, (False,))
         if (norm := given.get("moe.renorm_strategy", "WEIGHTS")) != "WEIGHTS":
             raise fields.unsupported("moe.renorm_strategy", norm, ("WEIGHTS",))
+        if (score := fields.text("scoring_func", "softmax")) != "softmax":
+            raise fields.unsupported(f"scoring_func ({kind})", score, ("softmax",))
         rope, scaling = self._positions(Fields(given, fields.prefix))
-        config = super().read(
-            Fields({**_DEFAULTS, **given, "rope_parameters": None, "rope_scaling": None}, fields.prefix)
-        )
+        config = super().read(Fields({**_DEFAULTS, **given, **dict.fromkeys(_READ_APART)}, fields.prefix))
         return replace(config, rope=rope, query_scaling=scaling)
 
     def _positions(self, fields: Fields) -> tuple[Rope, QueryScaling | None]:
         """The rope, and how queries are scaled."""
-        where = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-        given = fields.values.get(where)
-        kind = (given.get("rope_type") or given.get("type")) if isinstance(given, dict) else None
-        if not isinstance(given, dict) or kind not in ("yarn", "default"):
+        where, given = rope_values(fields)
+        if (given.get("rope_type") or given.get("type")) not in ("yarn", "default"):
             known = ({"rope_type": "yarn"}, {"rope_type": "default"})
-            raise fields.unsupported(f"{where} (mistral4)", given, known)
+            raise fields.unsupported(f"{where} (mistral4)", given or None, known)
         rope = Fields(given, f"{fields.prefix}{where}.")
         roped = fields.count("qk_rope_head_dim")
         part = roped / (fields.count("qk_nope_head_dim") + roped)
-        if (asked := rope.number("partial_rotary_factor", part)) != part:  # says the same once more
-            raise rope.unsupported("partial_rotary_factor", asked, (part,))
+        for place in fields, rope:
+            if (asked := place.number("partial_rotary_factor", part)) != part:  # says the same once more
+                raise place.unsupported("partial_rotary_factor", asked, (part,))
         named = {"partial_rotary_factor", "apply_scale", *_BY_POSITION}
         plain = {name: value for name, value in given.items() if name not in named}
-        read = read_rope(Fields({**fields.values, where: plain}, fields.prefix), interleaved=self.interleaved(fields))
+        others = {**fields.values, "rope_parameters": plain, "rope_scaling": None}
+        read = read_rope(Fields(others, fields.prefix), interleaved=self.interleaved(fields))
         yarn = read.yarn
         if yarn is None:
             return read, self._scaling(fields, rope, None)
@@ -128,8 +129,7 @@ class Mistral4(DeepseekV3):
 
 
 class Mistral3(Mistral4):
-    """A model that sees, whose text part is a `mistral4`: the fields of that are in `text_config`, and the names of its
-    tensors begin with `language_model.`."""
+    """A model that sees, whose text part is a `mistral4`: the fields of that are in `text_config`."""
 
     @override
     def read(self, fields: Fields) -> ModelConfig:
@@ -145,7 +145,3 @@ class Mistral3(Mistral4):
         if (kind := text.text("model_type")) != "mistral4":
             raise text.unsupported("model_type", kind, ("mistral4",))
         return replace(super().read(text), model_type=fields.text("model_type"))
-
-    @override
-    def tensor(self, name: str) -> str:
-        return f"language_model.{name}"

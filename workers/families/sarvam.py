@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from workers.families.deepseek import DeepseekV3, refuse_grouped_keys
 from workers.models.config import ConfigError, ModelConfig
-from workers.models.fields import Fields
+from workers.models.fields import Fields, rope_values
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "n_shared_experts": 1,
@@ -47,10 +47,11 @@ class SarvamMla(DeepseekV3):
         width = fields.count("moe_intermediate_size")
         if (shared := fields.count("moe_shared_expert_intermediate_size", width)) != width:
             raise fields.unsupported("moe_shared_expert_intermediate_size", shared, (width,))
-        name = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
-        rope = given.get(name)
-        if not isinstance(rope, dict):
+        name, rope = rope_values(fields)
+        if not rope:
             # The published code then takes yarn with a factor of 40, other implementations plain rope.
-            raise fields.unsupported(f"{name} ({kind})", rope, ({"type": "deepseek_yarn"}, {"rope_type": "default"}))
+            name, known = "rope_scaling", ({"type": "deepseek_yarn"}, {"rope_type": "default"})
+            raise fields.unsupported(f"{name} ({kind})", None, known)
         names = {key: "yarn" for key in ("type", "rope_type") if rope.get(key) == "deepseek_yarn"}
-        return super().read(Fields({**_DEFAULTS, **given, name: {**rope, **names}}, fields.prefix))
+        one = {"rope_parameters": None, "rope_scaling": None, name: {**rope, **names}}
+        return super().read(Fields({**_DEFAULTS, **given, **one}, fields.prefix))

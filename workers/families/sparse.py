@@ -41,8 +41,6 @@ class DeepseekV32(DeepseekV3):
                 f"config.json: {fields.prefix}q_lora_rank = None is not supported for model_type "
                 f"{fields.text('model_type')!r}: its indexer reads the query's latent; give a q_lora_rank of at least 2"
             )
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.unsupported("partial_rotary_factor", given["partial_rotary_factor"], (1.0,))
         for name, known in ("rope_interleave", True), ("indexer_rope_interleave", self.indexer_interleaved):
             if fields.flag(name, known) != known:
                 raise fields.unsupported(f"{name} ({fields.text('model_type')})", not known, (known,))

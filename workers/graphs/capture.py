@@ -12,13 +12,15 @@ import torch
 from kernels.runtime import ahead
 from kernels.runtime.ahead import Compiled, Share, compile_ahead
 from kernels.sampling import TokenMasks
-from workers.graphs.mixed_warm_up import warm_up_mixed_steps, warm_up_segments
+from workers.graphs.mixed_warm_up import forget_nobody, warm_up_mixed_steps, warm_up_plans, warm_up_segments
+from workers.graphs.portions import Portion
 from workers.graphs.record import record
 from workers.memory.scratch import Scratch
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.protocol.plan import GraphKey
 from workers.step.buckets import TokenBuckets
 from workers.step.decode import DecodeStep
+from workers.step.mixed import MixedStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
 
@@ -143,6 +145,47 @@ def compile_steps(
                     DecodeStep(few, key, scratch).run()
                 warm_up_segments(Stage(few, token_budget, scratch, scratch.another()))
     return compiled
+
+
+@torch.inference_mode()
+def compile_first(parts: StepParts, portion: Portion, token_budget: int, threads: int) -> Compiled:
+    """The same, but only what the steps of this portion launch, and the mixed steps that fill prompts: for an engine
+    that is to serve at once, where all kernels are in Triton's cache. Others are loaded when they are first launched.
+    """
+    if not ahead.possible():
+        return Compiled()
+    few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
+    world = parts.group.mesh.world
+    with compile_ahead(parts.device, threads, Share(world.rank, world.size)) as compiled:
+        for key in portion.steps:
+            DecodeStep(few, key, scratch).run()
+        stage, step = Stage(few, token_budget, scratch, scratch.another()), MixedStep(few)
+        for plan in warm_up_plans(few, token_budget):
+            step.run(plan, stage)
+    forget_nobody(parts)
+    return compiled
+
+
+@torch.inference_mode()
+def warm_up_portion(
+    parts: StepParts, portion: Portion, scratch: Scratch, inner: Scratch, masks: TokenMasks | None = None
+) -> None:
+    """Launch for real what the graphs of a portion launch, for an engine that has not warmed up: on padding, and in the
+    memory that graphs use. No step may be under way."""
+    few = _shallow(parts)
+    for key in portion.steps:
+        DecodeStep(few, key, scratch).run()
+    for key in portion.split_steps:
+        DecodeStep(few, key, scratch).run(lambda: masks)
+    for token_key in portion.stages:
+        with scratch.scope(), inner.scope():
+            stage = Stage(few, token_key.tokens, scratch, inner)
+            stage.clear()
+            for which in range(len(stage.segments)):
+                for index in stage.indices(which):
+                    stage.run_segment(which, index)
+            if token_key in portion.tails:
+                stage.end(stage.token_T)
 
 
 @torch.inference_mode()

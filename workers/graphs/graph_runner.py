@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from kernels.sampling import TokenMasks
-from workers.graphs.capture import CapturedSplitStep, CapturedStep, capture_split_steps, warm_up
+from workers.graphs.capture import (
+    CapturedSplitStep,
+    CapturedStep,
+    Warmed,
+    capture_split_steps,
+    warm_up,
+    warm_up_portion,
+)
 from workers.graphs.portions import Buckets, Portion
 from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import CapturedStage, CapturedTail
@@ -44,6 +51,11 @@ class UncapturedStep:
         return self.step.run(masks)
 
 
+def all_keys(parts: StepParts, max_rows: int, token_budget: int) -> Buckets:
+    """Return the keys of all graphs of a rank."""
+    return Buckets.of(parts.buckets(max_rows), TokenBuckets(token_budget), parts.most_tail_tokens(max_rows))
+
+
 class GraphRunner:
     """The graphs of one rank."""
 
@@ -57,11 +69,13 @@ class GraphRunner:
         *,
         masks: TokenMasks | None = None,
         waiting: int | None = None,
+        warmed: Warmed | None = None,
     ) -> None:
         """Captures every key of decode and token buckets, largest first. What happens is counted in `stats`. `masks`:
         where those of rows with a grammar will be, on ranks that sample. `waiting`: number of rows that wait for an
         engine which is to serve as soon as possible: only the first portion is captured then, and `left` has the
-        others."""
+        others. `warmed`: what warming up has found before, in an engine of the same of everything; then each portion is
+        warmed up by itself, right before it is captured. None: all are, now."""
         self.buckets = parts.buckets(max_rows)
         self.token_buckets = TokenBuckets(token_budget)
         self.stats = stats
@@ -71,12 +85,15 @@ class GraphRunner:
         self._split_steps: dict[GraphKey, CapturedSplitStep] = {}
         self._tails: dict[TokenKey, CapturedTail] = {}
         self._stages: dict[TokenKey, CapturedStage] = {}
-        self.keys = Buckets.of(self.buckets, self.token_buckets, parts.most_tail_tokens(max_rows))
+        self.keys = all_keys(parts, max_rows, token_budget)
         """Keys of all graphs, those included that are not captured yet."""
         self.left = deque([self.keys.everything()] if waiting is None else self.keys.in_order(waiting))
         """Portions that are not captured yet, in their order."""
         self._uncaptured: dict[GraphKey, DecodeStep] = {}
+        self._cold = warmed is not None
+        """Whether portions are still to be warmed up."""
         with self._counted():
+            self.warmed = warmed or warm_up(parts, max_rows, token_budget, masks)
             self._reserve()
         self.capture()
         if progress is not None:
@@ -95,11 +112,8 @@ class GraphRunner:
 
     def _reserve(self) -> None:
         """Take the memory that all steps share."""
-        device = self._parts.device
-        warmed = warm_up(self._parts, self.buckets.max_rows, self.token_buckets.budget, self._masks)
-        self._buffer, self._inner_buffer = (
-            torch.empty(size, dtype=torch.uint8, device=device) for size in (warmed.scratch, warmed.inner)
-        )
+        device, sizes = self._parts.device, (self.warmed.scratch, self.warmed.inner)
+        self._buffer, self._inner_buffer = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
 
     def _scratch(self) -> Scratch:
         return Scratch(self._parts.device, self._buffer)
@@ -113,6 +127,8 @@ class GraphRunner:
         between two steps; waits for the device."""
         portion, parts = self.left.popleft(), self._parts
         with self._counted(), no_garbage_collection():
+            if self._cold:
+                warm_up_portion(parts, portion, self._scratch(), self._inner(), self._masks)
             for key in portion.steps:
                 self._graphs[key] = CapturedStep(DecodeStep(parts, key, self._scratch()))
             for keys in alike(portion.split_steps):

@@ -168,7 +168,11 @@ def warm_up_mixed_steps(stage: Stage, masks: TokenMasks | None = None) -> None:
     for plan in decode_batch_plans(parts, stage.tokens):
         step.run(plan, Stage(parts, buckets.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
     reserve_attention(stage, launch=True)
-    # What was sampled for nobody.
+    forget_nobody(parts)
+
+
+def forget_nobody(parts: StepParts) -> None:
+    """Undo what mixed steps have sampled for nobody. Waits for the device."""
     for tensor_S in (parts.state.tensors.length_S, parts.state.tensors.last_S):
         tensor_S[NOBODY] = 0
     if parts.sampling is not None:

@@ -83,7 +83,7 @@ class ExecutionPaths:
         return (
             self._quantize_activations
             and tokens >= min(MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS)
-            and any(format.w8a8 for formats in (self._formats, *self._beside) for format in formats.all)
+            and any(form.w8a8 or form.w4a8 for formats in (self._formats, *self._beside) for form in formats.all)
             and dtype == torch.bfloat16
             and is_hopper(device)
         )

@@ -79,22 +79,55 @@ class Fields:
         )
 
 
+def rope_values(fields: Fields) -> tuple[str, dict[str, Any]]:
+    """`rope_parameters`, or what it was called before, `rope_scaling`: its name, and its fields, of which there are
+    none where the config.json has neither. `ConfigError` where there are both and they are not the same, and for ropes
+    of several kinds of layers: transformers reads the older name first, others the newer one."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        if not (given := fields.values.get(name)):
+            continue
+        if not isinstance(given, dict):
+            raise ConfigError(f"config.json: {fields.prefix}{name} must be an object, not {given!r}")
+        if (several := next((key for key, value in given.items() if isinstance(value, dict)), None)) is not None:
+            raise ConfigError(
+                f"config.json: {fields.prefix}{name}.{several} is an object, as if kinds of layers had ropes of their "
+                f"own, which is not supported; if all have this one, put its fields into {name} itself"
+            )
+        found[name] = given
+    if len(found) > 1 and len({_compared(given) for given in found.values()}) > 1:
+        raise ConfigError(
+            f"config.json: {fields.prefix}rope_parameters = {found['rope_parameters']!r} and rope_scaling = "
+            f"{found['rope_scaling']!r} differ, and mean the same; remove one of them"
+        )
+    newest = next(iter(found), "rope_parameters")
+    return newest, {name: value for given in reversed(found.values()) for name, value in given.items()}
+
+
+def _compared(rope: dict[str, Any]) -> str:
+    """What a rope says beside its base, which may stand outside, in the newer words."""
+    said = {{"type": "rope_type"}.get(name, name): value for name, value in rope.items() if value is not None}
+    return repr(sorted((name, value) for name, value in said.items() if name != "rope_theta"))
+
+
 def read_rope(fields: Fields, *, interleaved: bool) -> Rope:
-    """`rope_parameters`, or what it was called before, `rope_scaling` and `rope_theta`."""
-    given = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"config.json: rope_scaling must be an object, not {given!r}")
-    rope = Fields(given, "rope_scaling.")
+    """The rope, of `rope_values` and `rope_theta`."""
+    name, given = rope_values(fields)
+    rope = Fields(given, f"{fields.prefix}{name}.")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.unsupported("partial_rotary_factor", given["partial_rotary_factor"], (1.0,))
     if value := given.get("llama_4_scaling_beta"):  # queries are scaled by their position
         raise rope.unsupported("llama_4_scaling_beta", value, (None,))
+    if given.get("factor") is not None and given.get("rope_type") is None and given.get("type") is None:
+        raise ConfigError(
+            f"config.json lacks {rope.prefix}rope_type, which says what its factor of {given['factor']!r} is of"
+        )
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return Rope(theta, interleaved)
     if kind != "yarn":
-        raise rope.unsupported("type", kind, ("default", "yarn"))
+        raise rope.unsupported("rope_type" if given.get("rope_type") else "type", kind, ("default", "yarn"))
     limit = fields.count("max_position_embeddings")
     original = fields.count("original_max_position_embeddings", rope.count("original_max_position_embeddings", limit))
     yarn = Yarn(

@@ -63,15 +63,16 @@ def _scheduler_main(config: EngineConfig, sockets: Path, standby: bool, parent: 
 
 
 def _worker_main(
-    config: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, role: Role, parent: Connection
+    config: EngineConfig, rank: int, keeper: Path | None, role: Role, imports: Connection, parent: Connection
 ) -> None:
     _end_with_parent()
     load_libraries()  # the scheduler binds meanwhile
+    imports.close()
     from workers.rank.worker_process import run_worker
 
     try:
-        addresses, rendezvous = parent.recv()
-    except EOFError:
+        addresses, rendezvous, waiting = parent.recv()
+    except (EOFError, ConnectionError):
         raise SystemExit(1) from None  # the start was given up
     parent.close()
     try:
@@ -112,12 +113,10 @@ class LocalReplica:
         self,
         config: EngineConfig,
         keeper: Path | None = None,
-        waiting: int | None = None,
         role: Role = "alone",
     ) -> None:
         """Starts them all. They import what they need, which takes ranks seconds, and wait for `connect`. `keeper`: of
-        weights, for whoever starts replicas one after the other, see `WeightKeeper.path`. `waiting`: number of streams
-        that wait for it; None: all graphs are captured before it is ready. `role`: see `Rank`."""
+        weights, for whoever starts replicas one after the other, see `WeightKeeper.path`. `role`: see `Rank`."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per rank on a busy machine are slower than one
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -126,6 +125,8 @@ class LocalReplica:
         # Made here and not where it is used: whoever is killed cannot tell what it has made.
         self._sockets = channel_folder()
         self._pipes: list[Connection] = []
+        self._imports: list[Connection] = []
+        """Pipes that ranks close once they have imported what they need."""
         self.processes: list[BaseProcess] = []
         """The scheduler, then the ranks."""
 
@@ -141,7 +142,10 @@ class LocalReplica:
             with _interrupts_are_ours():
                 start("scheduler", _scheduler_main, self._sockets, role == "standby")
                 for rank in range(config.mesh().world.size):
-                    start(f"rank {rank}", _worker_main, rank, keeper, waiting, role)
+                    ours, theirs = context.Pipe(duplex=False)
+                    self._imports.append(ours)
+                    start(f"rank {rank}", _worker_main, rank, keeper, role, theirs)
+                    theirs.close()
         except BaseException:
             self.kill()
             raise
@@ -157,9 +161,16 @@ class LocalReplica:
         """The ranks."""
         return self.processes[1:]
 
-    def connect(self) -> Addresses:
+    @property
+    def imported(self) -> bool:
+        """Whether scheduler and ranks have imported what they need, or have ended, which `dead` tells. Before
+        `connect`."""
+        return all(pipe.poll() for pipe in (self._pipes[0], *self._imports))
+
+    def connect(self, waiting: int | None = None) -> Addresses:
         """Wait until the scheduler listens, and let the ranks load; they do so in parallel. Returns where the front
-        connects, which it must do soon. EngineFault if the scheduler ended instead."""
+        connects, which it must do soon. EngineFault if the scheduler ended instead. `waiting`: number of streams that
+        wait for it; None: all graphs are captured before it is ready."""
         scheduler, *ranks = self._pipes
         try:
             addresses: Addresses = scheduler.recv()
@@ -168,14 +179,15 @@ class LocalReplica:
         rendezvous = f"tcp://127.0.0.1:{free_port()}"
         for pipe in ranks:
             with suppress(ConnectionError):  # one that ended already: `dead` tells
-                pipe.send((addresses, rendezvous))
+                pipe.send((addresses, rendezvous, waiting))
         self._close_pipes()
         return addresses
 
     def _close_pipes(self) -> None:
-        for pipe in self._pipes:
+        for pipe in (*self._pipes, *self._imports):
             pipe.close()
         self._pipes.clear()
+        self._imports.clear()
 
     def dead(self) -> str:
         """Return which process is gone, and how it ended; empty while all live."""

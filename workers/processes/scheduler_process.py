@@ -43,7 +43,7 @@ from workers.protocol.plan import StepPlan, StepResult
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves, Pinned
 from workers.recording.file import Recorder
-from workers.scheduler import Scheduler, SchedulerConfig, Unsound
+from workers.scheduler import Scheduler, SchedulerConfig, Unsound, step_limit
 from workers.step.buckets import token_buckets
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class SchedulerProcess:
                 # Nothing of what it did while it stood by is known to the scheduler that serves.
                 self._stands_by = False
                 self._launched.clear()
-                scheduler = self._start(pulse, self._config.step_timeout_s)
+                scheduler = self._start(pulse, self._config.longest_step_s)
         except EngineFailed as failure:
             self._tell_front(failure.fault)
             raise
@@ -220,7 +220,7 @@ class SchedulerProcess:
             while (message := results.receive(timeout_ms=0)) is not None:
                 items += self._from_worker(scheduler, message)
             # Here, where all that ranks have said is heard: an iteration may have taken longer than they may be silent.
-            self._watch(self._clock.look())
+            self._watch(scheduler, self._clock.look())
             for asked in inbox.take():
                 match asked:
                     case Request():
@@ -332,24 +332,28 @@ class SchedulerProcess:
                 return message
         return fault
 
-    def _watch(self, now: float) -> None:
-        config = self._config
+    def _watch(self, scheduler: Scheduler, now: float) -> None:
+        config, longest_s = self._config, self._config.longest_step_s
         for rank, heard in enumerate(self._heard):
             if now - heard > config.heartbeat_timeout_s:
                 raise EngineFailed(Fault(f"rank {rank} has been silent for {now - heard:.1f} s", rank))
         if self._capturing_since is not None:
             waited = now - self._capturing_since
-            if waited > config.step_timeout_s:
+            if waited > longest_s:
                 raise EngineFailed(Fault(f"a capture of graphs has not ended for {waited:.0f} s"))
         elif self._launched:
             waited = now - self._launched[min(self._launched)]
-            if waited > config.step_timeout_s:
+            limit_s = longest_s
+            # While it stands by, the GPU is busy with the engine that serves, and nobody waits for it.
+            if config.step_timeout_s == "auto" and not self._stands_by and waited > step_limit.LEAST_S:
+                limit_s = min(longest_s, scheduler.step_limit_s or longest_s)
+            if waited > limit_s:
                 cause = f"step {min(self._launched)} made no progress for {waited:.0f} s"
                 raise EngineFailed(Fault(cause, in_step=True))
         if self._moving:
             ticket = min(self._moving)
             waited = now - self._moving[ticket]
-            if waited > config.step_timeout_s:
+            if waited > longest_s:
                 raise EngineFailed(Fault(f"a copy of cached pages (ticket {ticket}) has not ended for {waited:.0f} s"))
 
 

@@ -73,7 +73,7 @@ class Captures:
         except Exception as error:
             raise CaptureFailedError(
                 f"graphs could not be captured while the replica served: {type(error).__name__}: {error}; with "
-                "--graphs-at-start all they are captured, or refused, before it serves"
+                "--graphs-at-start all a replica's first engine captures them all before it serves, or does not start"
             ) from error
 
     @torch.inference_mode()

@@ -14,7 +14,11 @@ def load_libraries() -> None:
     """
     gc.disable()
     import workers.rank.worker_process
+    from kernels.runtime import ahead
+    from workers.environment import visible_gpus
 
     assert workers.rank.worker_process
+    if visible_gpus():
+        ahead.read_version()
     gc.freeze()
     gc.enable()

@@ -44,7 +44,7 @@ from workers.rank.cache_size import check_standby, own_pages, words_of_standby
 from workers.rank.captures import Captures, bytes_of_copies, step_times, tell
 from workers.rank.device import captures_steps, pick_dtype
 from workers.rank.held_cache import CacheSize, HeldCache
-from workers.rank.inherited_proof import InheritedProof
+from workers.rank.inherited_proof import InheritedProof, InheritedWarmUp, Measured
 from workers.rank.role import Role
 from workers.rank.root import cache_root, identities
 from workers.rank.runner import Runner
@@ -95,7 +95,8 @@ class Rank:
         pages that were copied to host memory or disk or back, see `PageMover` and `DiskMover`, and `on_tier_news` of
         memory that was pinned for that, and of a thread of theirs that has failed. `keeper`: of weights, if
         the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
-        as soon as possible; then `captures` has graphs that are still to be captured. None: all are captured at once.
+        as soon as possible; then `captures` has graphs that are still to be captured, and what `keeper` knows of an
+        engine that had the same of everything is not measured again. None: all are captured at once.
         `times`: of the start so far; None: it begins here. `role`: with another one than alone a `keeper` is given. A
         rank that stands by raises RuntimeError where what it would share with the one that serves is not there.
         """
@@ -181,17 +182,21 @@ class Rank:
             memory = HostMemory.shared(config.host_cache_bytes, record_bytes, group, device)
             batch = batch_of(record_bytes, config.token_budget, shards.count * memory.savers)
             staging = Staging.allocate(record_bytes, device, batch) if device.type == "cuda" else None
+        warm_up = None if kept is None or not wants_graphs or memory is not None else InheritedWarmUp(kept, config)
+        # Whoever is waited for does not run what is known beforehand: each graph is warmed up before it is captured.
+        known = None if warm_up is None or waiting is None else warm_up.recall()
+        loaded: frozenset[str] = frozenset()
         graph_bytes, beside = 0, ring_bytes + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
         if wants_graphs:
             # How much the graphs take is measured on a pool of two pages; the cache gets what they leave.
             trial = runner(2, context)
             beside = torch.cuda.memory_allocated(device)
             times.end("buffers")
-            _compile(trial, group, progress, proof=config.selftest)
+            loaded = _compile(trial, group, progress, proof=config.selftest, first=None if known is None else waiting)
             times.end("kernels")
-            graph_bytes = trial.warm_up().bytes
-            if waiting is not None and memory is None and config.selftest:
-                graph_bytes += bytes_of_copies(trial)
+            graph_bytes = (trial.warm_up() if known is None else known.warmed).bytes
+            if memory is None and config.selftest:
+                graph_bytes += bytes_of_copies(trial)  # of this engine, or of one that takes its place
             del trial
             torch.cuda.empty_cache()
             times.end("warm-up")
@@ -206,6 +211,8 @@ class Rank:
             own, context = serving.pages, serving.context
         else:
             own = own_pages(config, group, device, page_bytes, context, width, taken)
+            if known is not None:
+                own = min(own, known.pages)  # kernels that are loaded later take memory, too
         pages = shards.pages(own)
         # A request as long as the context must fit, overshoot included.
         context = longest_request(pages, context, width, group.mesh.shards.count, in_pieces=config.invariant)
@@ -222,8 +229,11 @@ class Rank:
         times.end("buffers")
         if wants_graphs:
             # Threads that copy pages to host memory would spoil a capture: there all come before.
-            self.runner.capture(progress, waiting=waiting if memory is None else None)
+            warmed = known.warmed if known is not None and known.context == context else None
+            graphs = self.runner.capture(progress, waiting=waiting if memory is None else None, warmed=warmed)
             times.end("graphs")
+            if warm_up is not None and known is None:
+                warm_up.note(Measured(graphs.warmed, own, context, tuple(sorted(loaded))))
         proof = None if kept is None or not config.selftest else InheritedProof(kept, config, context)
         self._prove(config, group, progress, on_selftest, proof, range(1, shards.pages(few)) if standing_by else None)
         if config.selftest:
@@ -327,9 +337,15 @@ def _sampling(
     return sampling
 
 
-def _compile(runner: Runner, group: Group, progress: Callable[[str], None] | None, *, proof: bool) -> None:
-    """Compile kernels with all cores that this process may use and, most likely, shares with the other ranks."""
+def _compile(
+    runner: Runner, group: Group, progress: Callable[[str], None] | None, *, proof: bool, first: int | None
+) -> frozenset[str]:
+    """Compile kernels with all cores that this process may use and, most likely, shares with the other ranks. Return
+    their folders of Triton's cache. `first`: rows that wait for an engine all of whose kernels are compiled; then those
+    that it needs at once are loaded."""
     begin = time.perf_counter()
-    compiled = runner.compile(max(1, len(os.sched_getaffinity(0)) // group.mesh.world.size), proof=proof)
+    threads = max(1, len(os.sched_getaffinity(0)) // group.mesh.world.size)
+    compiled = runner.compile(threads, proof=proof) if first is None else runner.compile_first(threads, first)
     if progress:
         progress(f"{compiled.kernels} kernels compiled or loaded in {time.perf_counter() - begin:.1f} s")
+    return frozenset(compiled.folders)

@@ -16,8 +16,8 @@ from kernels.runtime.ahead import Compiled
 from kernels.sampling import TokenMasks
 from workers.cache.paged import OutOfBoundsFault, PagedCache
 from workers.grammar.rows import ConstrainedRows
-from workers.graphs.capture import Warmed, compile_steps, warm_up
-from workers.graphs.graph_runner import GraphRunner
+from workers.graphs.capture import Warmed, compile_first, compile_steps, warm_up
+from workers.graphs.graph_runner import GraphRunner, all_keys
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
@@ -151,12 +151,26 @@ class Runner:
         self._reserve()
         return warm_up(self.parts, self.parts.state.slots, self._token_budget, self._token_masks)
 
-    def capture(self, progress: Callable[[str], None] | None = None, *, waiting: int | None = None) -> GraphRunner:
+    def compile_first(self, threads: int, waiting: int) -> Compiled:
+        """Compile what the steps launch that are captured first for an engine that so many rows wait for, and what
+        prompts launch, in place of `compile`."""
+        self._reserve()
+        first = all_keys(self.parts, self.parts.state.slots, self._token_budget).in_order(waiting)[0]
+        return compile_first(self.parts, first, self._token_budget, threads)
+
+    def capture(
+        self,
+        progress: Callable[[str], None] | None = None,
+        *,
+        waiting: int | None = None,
+        warmed: Warmed | None = None,
+    ) -> GraphRunner:
         """Capture the graphs of all buckets: from now on decode steps, and the segments of mixed steps, are replayed.
-        CUDA only, and all ranks together. `waiting`: see `GraphRunner`."""
+        CUDA only, and all ranks together. `waiting` and `warmed`: see `GraphRunner`."""
         self._reserve()
         sizes = self.parts.state.slots, self._token_budget
-        self.graphs = GraphRunner(self.parts, *sizes, self.stats, progress, masks=self._token_masks, waiting=waiting)
+        masks = self._token_masks
+        self.graphs = GraphRunner(self.parts, *sizes, self.stats, progress, masks=masks, waiting=waiting, warmed=warmed)
         return self.graphs
 
     @property

@@ -238,7 +238,7 @@ def run_worker(
         gc.freeze()
         if mesh.world.first:
             heartbeat.figures = runner.stats.figures
-        if built.grammars is not None:
+        if built.grammars is not None and not waiting:  # streams that wait go on, and most have no grammar
             built.grammars.finish_preparing()
         results.send(built.ready)
         if built.disk is not None and mesh.world.first:

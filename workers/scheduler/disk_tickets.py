@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from workers.protocol.tiers import DiskMoved, DiskMoves, DiskPage
+from workers.scheduler.host_tier import TierCounters
 from workers.scheduler.prefix_summary import Copy
 from workers.scheduler.read_pace import LONGEST_S
 from workers.scheduler.sequence import Sequence as Row
@@ -41,15 +42,11 @@ class DiskTicket:
 
 
 @dataclass(slots=True)
-class DiskCounters:
-    """Pages, seconds and prompts since start; as in `EngineStats`, which documents them."""
+class DiskCounters(TierCounters):
+    """Those of a disk, between it and host memory."""
 
-    saved: int = 0
-    loaded: int = 0
-    load_seconds: float = 0.0
-    dropped: int = 0
-    lost: int = 0
     late: int = 0
+    """Prompts that were computed because the disk took longer than that takes."""
 
 
 class DiskTickets:

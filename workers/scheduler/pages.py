@@ -1,8 +1,8 @@
 """The pool of cache pages: which are free, and how many rows hold each of the others; and where rows get theirs.
 
 Rows get free pages of the pool, and where there is none, those that only the prefix cache holds. These are evicted in
-their order, the least recently used first, until a page that is wanted is free. Where rows' pieces go round the ranks
-that share out the cache, a page of one owner is wanted.
+their order, the least recently used first, until a page that is wanted is free. Where ranks share out the cache, a page
+of one owner is wanted; and where rows' pieces go round these ranks without exceptions, no other will do.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kernels.page import NULL_PAGE, PAGE_TOKENS, PIECE_PAGES, GlobalPage, Shards
 from workers.scheduler.prefix_summary import Entry
+
+SPARE: Final = 8
+"""Most pages for every rank that shares out the cache, beyond those that are needed, that are evicted so that a row
+gets a page of the owner whose turn it is. Otherwise a full cache would hand out pages of whatever owner its order of
+eviction has, and ranks would read more or less than their share of the rows."""
+SPARE_PART: Final = 128
+"""And no more than one in so many of the cache's pages."""
 
 
 class PagePool:
@@ -91,16 +99,20 @@ class PagePool:
         """The owner of a page."""
         return self._shards.owner(page)
 
+    def wanted(self, after: int) -> int:
+        """The owner who is to have the page behind page `after` of a row's table: the neighbour of that one's; behind
+        the null page whoever has most available pages."""
+        return self._shards.owner(after + 1) if after else self._available.index(max(self._available))
+
     def take(self, after: int = NULL_PAGE, *, owner: int | None = None, overwritten: bool = False) -> GlobalPage:
-        """A free page, now held once. `after`: the page that it follows in the row's table, whose owner's neighbour is
-        to have it; the null page where the owner with most available pages is to. An owner without free pages is
-        passed over. `owner`: whose page it is to be, in place of all that. `overwritten`: all of the page will be, so
-        that nothing needs to be zeroed."""
+        """A free page, now held once. `after`: the page that it follows in the row's table, which says whose page is
+        `wanted`; an owner without free pages is passed over. `owner`: whose page it is to be, in place of that.
+        `overwritten`: all of the page will be, so that nothing needs to be zeroed."""
         if not self._free_count:
             raise IndexError("no page is free")
         owners = len(self._free)
         if owner is None:
-            owner = self._shards.owner(after + 1) if after else self._available.index(max(self._available))
+            owner = self.wanted(after)
             while not self._free[owner]:
                 owner = (owner + 1) % owners
         page = GlobalPage(self._free[owner].pop())
@@ -220,18 +232,36 @@ class PageSupply:
         """`after`: see `PagePool.take`, for the first of them; each of the others follows the one before."""
         if count > self.available:
             raise RuntimeError(f"{count} pages wanted, {self.available} available: the scheduler must ask first")
-        evicted: list[Entry] = []
-        while self._pool.free_count < count:
-            page, entry = self.unheld.popitem(last=False)
-            evicted.append(entry)
-            self._pool.free(page)
-        self._forget(evicted)
-        taken: list[int] = []
-        for _ in range(count):
-            after = self._pool.take(after, overwritten=overwritten)
+        pool, taken, spare = self._pool, list[int](), self._spare
+        self._evict_until(lambda: pool.free_count >= count)
+        for left in range(count, 0, -1):
+            if spare and not pool.has_free(owner := pool.wanted(after)):
+                self._evict_for(owner, left + spare)
+            after = pool.take(after, overwritten=overwritten)
             taken.append(after)
         row.pages.extend(taken)
         return tuple(taken)
+
+    @property
+    def _spare(self) -> int:
+        """Pages that are evicted at the most, beyond those that are needed, for one of an owner's."""
+        owners = self._pool.owners
+        return min(SPARE * owners, self._pool.total // SPARE_PART) if owners > 1 else 0
+
+    def _evict_for(self, owner: int, most: int) -> None:
+        """Evict cached pages until one of this owner's is free, or so many pages are."""
+        pool = self._pool
+        self._evict_until(lambda: pool.has_free(owner) or pool.free_count >= most)
+
+    def _evict_until(self, done: Callable[[], bool]) -> None:
+        """Evict cached pages, in their order, until it is `done` or there is none."""
+        evicted: list[Entry] = []
+        while self.unheld and not done():
+            page, entry = self.unheld.popitem(last=False)
+            evicted.append(entry)
+            self._pool.free(page)
+        if evicted:
+            self._forget(evicted)
 
     def _extend_in_pieces(self, row: RowPages, count: int, *, overwritten: bool = False) -> tuple[int, ...]:
         """As `_extend`, each page of the owner whose turn it is. So that a page is still evicted before the one it
@@ -244,11 +274,6 @@ class PageSupply:
             raise RuntimeError(f"an owner has too few of {count} pages: the scheduler must ask first")
         for column in range(begun, begun + count):
             owner = pool.owner_of(row.pages[0], column) if column else first
-            evicted: list[Entry] = []
-            while not pool.has_free(owner):
-                page, entry = self.unheld.popitem(last=False)
-                evicted.append(entry)
-                pool.free(page)
-            self._forget(evicted)
+            self._evict_for(owner, pool.total + 1)
             row.pages.append(pool.take(owner=owner, overwritten=overwritten))
         return tuple(row.pages[begun:])

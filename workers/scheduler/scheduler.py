@@ -26,6 +26,7 @@ from workers.scheduler.results import Counters, Live, Results, check
 from workers.scheduler.rows import Rows, by_rank
 from workers.scheduler.sequence import Flight, Phase, Sequence, Tokens
 from workers.scheduler.speculation import Speculation
+from workers.scheduler.step_limit import StepLimit
 
 PLAN_PAGES = 16_384
 """Pages of prompts that a plan looks up before it admits nobody more, some ten milliseconds of work: hundreds of
@@ -61,6 +62,7 @@ class Scheduler:
         self._rows = Rows(config, clock, self._prompt_speed.token_s)
         self._speculation = Speculation(config)
         self._mixed = MixedTarget(config, self._speculation.times)
+        self._step_limit = StepLimit(config.step_times)
         self._captures = Captures(config.portions, self._rows.cache, config.slots, config.ranks, clock)
         self._grammars = Grammars(config.grammar_timeout_s)
         self._shares = Shares(clock)
@@ -246,6 +248,18 @@ class Scheduler:
             self._speculation.measured(message.step_times)
             measured = dataclasses.replace(self.config, step_times=message.step_times)
             self._mixed = MixedTarget(measured, self._speculation.times)
+            self._step_limit = StepLimit(message.step_times)
+
+    @property
+    def step_limit_s(self) -> float | None:
+        """Seconds that the oldest step in flight may take; None where nothing says so, as while graphs are still to be
+        captured, and steps run without them."""
+        if not self._flights or self._captures.left or self._captures.under_way:
+            return None
+        flight = self._flights[0]
+        ends = [row.start + len(row.tokens) for row in flight.plan.prefill]
+        deepest = max(chain(ends, (sequence.tokens.length for sequence in flight.decode)))
+        return self._step_limit.seconds(deepest, prompts=bool(flight.prefill))
 
     def moved(self, message: Moved) -> bool:
         """Take in that a rank has copied pages, and return whether all ranks have now. RuntimeError for an answer that

@@ -330,13 +330,24 @@ def _prepared(base: Path, slots: int, record_bytes: int, root: bytes) -> tuple[P
         os.chmod(folder, 0o700)
         _make_room(folder, slots, record_bytes)
         about = {"format": _MAGIC.decode(), "root": root.hex(), "record_bytes": record_bytes, "slots": slots}
-        descriptor = os.open(folder / "about.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _PRIVATE, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(about, file)
+        _note(folder / "about.json", about)
     except BaseException:
         _release(locks)
         raise
     return folder, locks
+
+
+def _note(path: Path, about: dict[str, Any]) -> None:
+    """Write what a folder says of itself, unless it says so already: whoever is killed meanwhile, or finds no room for
+    it, leaves what was there. OSError."""
+    with suppress(FileNotFoundError, ValueError):
+        if json.loads(path.read_text()) == about:
+            return
+    fresh = path.with_suffix(".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _PRIVATE, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(about, file)
+    fresh.replace(path)
 
 
 def _existing(base: Path, root: bytes) -> tuple[Path, list[int]] | None:

@@ -39,8 +39,10 @@ def _file_names(folder: Path) -> tuple[bool, list[str]]:
         index = folder / f"{stem}.safetensors.index.json"
         if index.exists():
             try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return stem == "consolidated", sorted(set(weight_map.values()))
+                files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                if wrong := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
+                    raise ValueError(f"its weight_map names {wrong[0]!r}, which is no file beside it")
+                return stem == "consolidated", sorted(files)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WeightsError(f"cannot read {index}: {error!r}") from error
         if (folder / f"{stem}.safetensors").exists():
@@ -127,6 +129,8 @@ class Checkpoint:
             "of an unsupported dtype": unreadable,
         }
         problems = [_listed(what, names) for what, names in lists.items() if names]
+        if any(name.endswith("lm_head.weight") for name in missing):
+            problems.append("  if the output head is the embedding, config.json has to say tie_word_embeddings: true")
         if problems:
             raise WeightsError("\n".join([f"the tensors in {self.folder} do not fit its config.json:", *problems]))
 

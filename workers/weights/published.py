@@ -1,5 +1,5 @@
-"""Checkpoints that lay tensors out otherwise than DeepSeek's do, shown as these: Mistral's own names, scales under
-other names or one for a whole matrix, and experts that are stacked in one tensor.
+"""Checkpoints that lay tensors out otherwise than DeepSeek's do, shown as these: Mistral's own names, the text part of
+a model that sees, scales under other names or one for a whole matrix, and experts that are stacked in one tensor.
 
 A checkpoint's entries are rewritten once, when its files have been opened. Whoever asks for a tensor behind that
 neither knows nor needs to know of it.
@@ -63,6 +63,12 @@ _OF_MISTRAL: Final = {
 }
 """Beginnings of names in files as Mistral publishes them (`consolidated*.safetensors`), and those that DeepSeek's
 have."""
+_TEXT_PARTS: Final = {
+    r"^language_model\.(?=(model|lm_head)\.)": "",
+    r"^model\.language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""Beginnings of names of the text part of a model that sees, and what stands there without it."""
 _ENDS: Final = (FP8_SCALES, MX_SCALES, "_weight_scale")
 """Ends of the names of scales of experts that are stacked."""
 _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_proj|down_proj)")
@@ -71,6 +77,7 @@ _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up_p
 def shown(entries: Mapping[str, Entry], *, mistral: bool) -> dict[str, Entry]:
     """The entries under the names and in the shapes of DeepSeek's checkpoints. `mistral`: the files are Mistral's."""
     found = {_renamed(name) if mistral else name: entry for name, entry in entries.items()}
+    found = _text_alone(found)
     found = _unstacked(_show_drafts(found))
     found = _named_scales(found)
     for name in [name for name, entry in found.items() if entry.dtype == FP8_DTYPE and len(entry.shape) == 2]:
@@ -83,6 +90,19 @@ def _renamed(name: str) -> str:
         if (match := re.match(begin, name)) is not None:
             return match.expand(instead) + name[match.end() :]
     return name
+
+
+def _text_alone(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Show the text part of a model that sees under the names that it has without what sees: publishers write
+    `language_model.model.layers`, transformers 5 `model.language_model.layers`. Where a tensor of that name is there
+    already, this one keeps its own, and whoever compares them with a model finds one too many."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        own = name
+        for pattern, instead in _TEXT_PARTS.items():
+            own = re.sub(pattern, instead, own)
+        found[name if own in entries or own in found else own] = entry
+    return found
 
 
 def _show_drafts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -117,7 +137,7 @@ def _unstacked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
                 own = f"{experts}.{expert}.{part}_proj.weight"
                 found[own] = replace(entry, shape=(rows, columns), outer=(expert,), row=place * rows)
                 if scales is not None:
-                    found[own + end] = _scales_of(scales, expert, place, len(parts))
+                    found[own + end] = _scales_of(scales, entry.shape[0], expert, place, len(parts))
     return {name: entry for name, entry in found.items() if not _is_scales_of_stack(name, entries)}
 
 
@@ -126,16 +146,22 @@ def _is_scales_of_stack(name: str, entries: Mapping[str, Entry]) -> bool:
     return any(_STACKED.fullmatch(of := name.removesuffix(end)) is not None and of in entries for end in ends)
 
 
-def _scales_of(scales: Entry, expert: int, place: int, parts: int) -> Entry:
-    """The scales of one expert's part, of scales [X, rows, columns], one a tensor, or one for all."""
-    if len(scales.shape) != 3 or scales.shape[0] == 1:
-        outer = (0,) * len(scales.shape) if scales.shape.count(1) == len(scales.shape) else (expert,)
-        return replace(scales, shape=(), outer=outer)
-    rows, columns = scales.shape[1:]
-    if rows == columns == 1:
-        return replace(scales, shape=(), outer=(expert, 0, 0))
-    if rows == parts and columns == 1:
-        return replace(scales, shape=(), outer=(expert, place, 0))
+def _scales_of(scales: Entry, experts: int, expert: int, place: int, parts: int) -> Entry:
+    """The scales of one expert's part, of scales [X, rows, columns], or of one for each part or each expert, [X, parts]
+    or [X] with any further dimensions of 1, or of one for all. Others keep their shape, which is then no expert's."""
+    shape = scales.shape
+    if shape.count(1) == len(shape):
+        return replace(scales, shape=(), outer=(0,) * len(shape))
+    if not shape or shape[0] != experts:
+        return scales
+    ones = (0,) * (len(shape) - 2)
+    if shape.count(1) == len(shape) - 1:
+        return replace(scales, shape=(), outer=(expert, 0, *ones)[: len(shape)])
+    if len(shape) > 1 and shape[1] == parts and shape[2:].count(1) == len(ones):
+        return replace(scales, shape=(), outer=(expert, place, *ones))
+    if len(shape) != 3:
+        return scales
+    rows, columns = shape[1:]
     return replace(scales, shape=(rows // parts, columns), outer=(expert,), row=place * (rows // parts))
 
 

@@ -24,6 +24,7 @@ FIGURES = EngineStats(
     prefill_backlog=70,
     pages_total=100,
     pages_free=40,
+    cache_shards=2,
     slots=64,
     queue_limit=512,
     width=3,
@@ -62,6 +63,7 @@ class Script:
 def test_figures_are_rates_and_means_since_the_last_look() -> None:
     shown = replica_figures(EngineStats(), FIGURES, 4.0)
     assert (shown.running, shown.waiting, shown.pages_free, shown.width) == (3, 2, 40, 3)
+    assert shown.cache_shards == 2
     assert (shown.acceptance, shown.acceptance_falls) == ([0.8, 0.6], 2)
     assert (shown.generated_tokens_per_s, shown.prompt_tokens_per_s, shown.steps_per_s) == (20.0, 75.0, 3.0)
     assert shown.steps.keys() == {"decode", "mixed"}

@@ -28,12 +28,14 @@ def test_every_option_is_known(bench, command) -> None:
     import families
     import one_gpu
     import several_gpus
+    import shards
 
     said, said_by, folder = {}, {}, Path("/folder")
     lists = several_gpus.any_model_steps(4, "v2-lite", folder), several_gpus.whole_model_steps(8, "v3", folder)
     asked = families.options().parse_args(["--tensor-parallel", "2"])
     of_families = [step for shape in families.SHOWN for step in families.steps_of(shape, folder, asked)]
-    for step in chain(*lists, one_gpu.engine_steps(folder), of_families):
+    of_shards = shards.http_steps(folder, 2, shards.options().parse_args([]))
+    for step in chain(*lists, one_gpu.engine_steps(folder), of_families, of_shards):
         for words in (step.server, *step.commands):
             if words[:3] == bench.LATENTSERVE:
                 path = words[3:5] if words[3] == "bench" else words[3:4]

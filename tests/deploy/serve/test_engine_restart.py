@@ -105,7 +105,7 @@ class Processes:
             raise EngineFault("the processes before these still hold their places")
         return "addresses"
 
-    def run(self, addresses: str, on_end: Any, waiting: int = 0) -> None:
+    def run(self, addresses: str, on_end: Any, waiting: int | None = None) -> None:
         self.on_end, self.waiting = on_end, waiting
 
     async def gone(self, limit_s: float) -> bool:
@@ -117,14 +117,14 @@ class Processes:
 
 
 @asynccontextmanager
-async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none") -> AsyncIterator[Any]:
+async def serving(monkeypatch: pytest.MonkeyPatch, standby: str = "none", **settings: Any) -> AsyncIterator[Any]:
     for module in (replica, standby_processes):
         monkeypatch.setattr(module, "EngineClient", Client)
     monkeypatch.setattr(Processes, "made", [])
     made: Any = object.__new__(EngineReplica)
     made.said, made.states, made.folders, made.ended = [], [], [], []
     health = SimpleNamespace(flush_s=0.0, patience_s=30.0, standby=standby)
-    engine = EngineConfig(model="demo", start_timeout_s=9.0, tensor_parallel=2)
+    engine = EngineConfig(model="demo", start_timeout_s=9.0, tensor_parallel=2, **settings)
     made.config = SimpleNamespace(engine=engine, model_name="tiny", health=health)
     made.status_store = SimpleNamespace(say=made.said.append, fail=lambda cause, wait_s: made.said.append(cause))
     made.live = SimpleNamespace(
@@ -191,9 +191,12 @@ async def test_a_replica_that_ends_in_order_says_so_before_its_loop_waits(monkey
         assert made.states == ["the watchdog looks for no hang", "the keeper is closed", "live is closed"]
 
 
-async def test_ranks_are_told_how_many_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(monkeypatch) as made:
-        assert Processes.made[0].waiting == 0
+@pytest.mark.parametrize(("graphs", "at_first"), [("all", None), ("few", 0)])
+async def test_ranks_are_told_how_many_streams_wait(
+    monkeypatch: pytest.MonkeyPatch, graphs: str, at_first: int | None
+) -> None:
+    async with serving(monkeypatch, graphs_at_start=graphs) as made:
+        assert Processes.made[0].waiting == at_first
         for name in ("a", "b"):
             made.engine.generate(Request(name, (1, 2), SamplingParams(9)))
         Processes.made[0].on_end("rank 0 died", False)
@@ -315,7 +318,7 @@ async def test_a_second_engine_is_started_only_where_it_would_find_what_it_share
 async def test_a_second_engine_without_a_weight_keeper_is_not_set_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[Client] = []
 
-    def run(self: Processes, addresses: str, on_end: Any, waiting: int = 0) -> None:
+    def run(self: Processes, addresses: str, on_end: Any, waiting: int | None = None) -> None:
         raise OSError("no descriptors are left")
 
     def client(*_: Any) -> Client:

@@ -259,11 +259,14 @@ def test_wide_of_256_features(rows: int, width: int, invariant: bool, early: boo
     assert resources(kernel).waits == resources(kernel).releases
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("width", "heads"), [(1, 32), (4, 32), (2, 8)])
-def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int) -> None:
-    """The model runs on one GPU and on four."""
-    case = Case([70, 3], width, heads, 256, 64, torch.bfloat16)
-    compiled(case, portable_tiling(case.shape, PROCESSORS))
+def test_portable_kernel_at_sizes_of_mistral_small_4(width: int, heads: int, fp8: bool) -> None:
+    """The model runs on one GPU and on four. Its entries in FP8 have no kernels of Hopper's own."""
+    case = Case([70, 3], width, heads, 256, 64, torch.bfloat16, fp8=fp8)
+    tiling = portable_tiling(case.shape, PROCESSORS, fp8=fp8)
+    assert not fp8 or tiling == hopper_tiling(case.shape, PROCESSORS, fp8=True)
+    compiled(case, tiling)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

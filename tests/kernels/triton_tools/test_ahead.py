@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.runtime import build
+from triton.runtime import build, cache
 
-from kernels.runtime.ahead import Share, compile_ahead
+from kernels.runtime.ahead import Share, compile_ahead, read_version, still_compiled
 from tests.support.hopper import compile_only
 
 CPU = torch.device("cpu")
@@ -45,6 +47,34 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     yield names
     for kernel in (scale, odd):
         kernel.device_caches.clear()
+
+
+def test_it_is_known_whether_kernels_are_still_in_the_cache(compiled: list[str], tmp_path: Path) -> None:
+    x = torch.ones(64)
+    with compile_only(), compile_ahead(CPU, threads=2) as done:
+        for by in (2, 3):
+            scale[(1,)](x, 64, by)
+    assert len(done.folders) == 2
+    assert still_compiled(done.folders)
+    scale.device_caches.clear()
+    with compile_only(), compile_ahead(CPU, threads=2) as again:
+        scale[(1,)](x, 64, 2)  # which is found in the cache
+    assert len(again.folders) == 1
+    assert again.folders < done.folders
+    shutil.rmtree(tmp_path / next(iter(again.folders)))
+    assert not still_compiled(done.folders)
+    assert still_compiled(done.folders - again.folders)
+
+
+def test_the_version_of_triton_is_read_beside_other_work() -> None:
+    key = cache.triton_key()
+    cache.triton_key.cache_clear()
+    read_version()
+    for thread in threading.enumerate():
+        if thread.name == "Triton's version":
+            thread.join()
+    assert cache.triton_key.cache_info().currsize == 1
+    assert cache.triton_key() == key
 
 
 def test_kernels_are_compiled_once_and_nothing_runs(compiled: list[str]) -> None:

@@ -40,6 +40,19 @@ def compressed(**changes: Any) -> dict[str, Any]:
     return given
 
 
+OF_A_CACHE = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+
+
+def float_quantized(**changes: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors in FP8 with one scale for a matrix, with these fields likewise."""
+    of_weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "group_size": None}
+    given = compressed(**{"format": "float-quantized", "input_activations": OF_A_CACHE, **of_weights})
+    group = given["config_groups"]["group_0"]
+    for name, value in changes.items():
+        (group["weights"] if name in group["weights"] else given)[name] = value
+    return given
+
+
 def nested(**changes: Any) -> dict[str, Any]:
     """A quantization_config of modelopt with these fields in its object `quantization`."""
     return {**MXFP8_NESTED, "quantization": {**MXFP8_NESTED["quantization"], **changes}}
@@ -119,7 +132,11 @@ def test_a_cache_in_another_type_than_the_model_has_without_a_gpu(gpus: int | No
 @pytest.mark.parametrize("place", ["", "text_config"])
 def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> None:
     fp8 = (FP8_CONFIG, {**FP8_CONFIG, "scale_fmt": "ue8m0"}, FP8_MODELOPT_CONFIG, FP8_MODELOPT_NESTED)
-    for given in (*fp8, INT4_CONFIG, MXFP8_CONFIG, MXFP8_NESTED):
+    block = float_quantized(strategy="block", block_structure=[128, 128])
+    # What they say of the cache is not asked for.
+    cached = (compressed(kv_cache_scheme=OF_A_CACHE), float_quantized(kv_cache_scheme=OF_A_CACHE))
+    cached = (*cached, nested(kv_cache_quant_algo="FP8"), {**MXFP8_CONFIG, "kv_cache_scheme": OF_A_CACHE})
+    for given in (*fp8, INT4_CONFIG, MXFP8_CONFIG, MXFP8_NESTED, block, *cached):
         changes = {"quantization_config": given}
         assert not fit(model=model(tmp_path, **({place: changes} if place else changes)))
 
@@ -144,8 +161,6 @@ def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> N
         (of_modelopt(num_bits=4), "FP8, modelopt", "weights.num_bits = 4"),
         (of_modelopt(group_size=128), "FP8, modelopt", "weights.group_size = 128"),
         ({**MXFP8_CONFIG, "group_size": 16}, "MXFP8, modelopt", "group_size = 16"),
-        ({**MXFP8_CONFIG, "kv_cache_quant_algo": "FP8"}, "MXFP8, modelopt", "kv_cache_quant_algo"),
-        (nested(kv_cache_quant_algo="FP8"), "MXFP8, modelopt", "kv_cache_quant_algo = 'FP8'"),
         (nested(quant_algo="NVFP4"), "NVFP4, modelopt", "quant_algo = 'NVFP4'"),
         (nested(quant_algo=None), "modelopt", "quant_algo = None"),
         ({**MXFP8_NESTED, "quantization": "MXFP8"}, "modelopt", "quant_algo = None"),
@@ -160,7 +175,17 @@ def test_quantized_checkpoints_that_can_be_read(tmp_path: Path, place: str) -> N
         (compressed(format="marlin-24"), "INT4, compressed-tensors", "format = 'marlin-24'"),
         (compressed(config_groups={}), "compressed-tensors", "exactly one group"),
         (compressed(config_groups={"a": {}, "b": {}}), "compressed-tensors", "exactly one group"),
-        (compressed(kv_cache_scheme={"num_bits": 8}), "INT4, compressed-tensors", "kv_cache_scheme"),
+        (float_quantized(strategy="channel"), "FP8, compressed-tensors", "weights.strategy = 'channel'"),
+        (float_quantized(num_bits=4), "FP4, compressed-tensors", "weights.num_bits = 4"),
+        (float_quantized(block_structure=[64, 64]), "FP8, compressed-tensors", "weights.block_structure = [64, 64]"),
+        (float_quantized(config_groups={}), "compressed-tensors", "config_groups has no group"),
+        (float_quantized(transform_config={"a": 1}), "FP8, compressed-tensors", "transform_config"),
+        (float_quantized(sparsity_config={"format": "sparse-24"}), "FP8, compressed-tensors", "'sparse-24'"),
+        (
+            float_quantized(format="mixed-precision"),
+            "FP8, compressed-tensors",
+            "format = 'mixed-precision', supported: 'pack-quantized', 'float-quantized'",
+        ),
         (compressed(transform_config={"a": 1}), "INT4, compressed-tensors", "transform_config"),
         (compressed(sparsity_config={"format": "sparse-24"}), "INT4, compressed-tensors", "sparsity_config"),
         (compressed(input_activations={"num_bits": 8}), "INT4, compressed-tensors", "input_activations"),

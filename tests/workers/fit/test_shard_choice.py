@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from published_configs import K25, V3, V32
+from published_configs import GLM52, K2, V3, V32
 from quantized_checkpoints import FP8_CONFIG, INT4_CONFIG
 
 from workers.config import EngineConfig
@@ -23,6 +23,7 @@ from workers.parallel.mesh import Mesh
 from workers.rank.sharing import choose_together
 from workers.weights.formats.format import Format
 from workers.weights.formats.registry import stored_format
+from workers.weights.source import DryRun
 
 GIB = 1 << 30
 H200 = int(139.8 * GIB)
@@ -33,25 +34,37 @@ def config(folder: Path, values: dict[str, Any], **settings: Any) -> EngineConfi
     return EngineConfig(model=str(folder), cache_shards="auto", **{"tensor_parallel": 8, **settings})
 
 
+FORMS = ("auto", "fp8")
+
+
 @pytest.mark.parametrize(
-    ("name", "form", "shards"),
+    ("name", "chosen"),
     [
-        # 64 of 20,480 tokens are 1.3 million, and a rank alone holds 0.6.
-        pytest.param("V3", "auto", 4, marks=pytest.mark.long),
-        pytest.param("V3", "fp8", 2, marks=pytest.mark.long),
-        pytest.param("K25", "auto", 2, marks=pytest.mark.long),
+        # 64 of 20,480 tokens are 1.3 million, and a rank alone holds 0.6; in FP8 1.07.
+        pytest.param("DeepSeek-V3", (4, 2), marks=pytest.mark.long),
+        pytest.param("Kimi K2", (2, 1), marks=pytest.mark.long),
+        # 64 of 25,344 tokens are 1.6 million.
+        pytest.param("GLM-5.2", (8, 4), marks=pytest.mark.long),
     ],
 )
-def test_published_models_on_8_gpus(tmp_path: Path, name: str, form: str, shards: int) -> None:
-    """A planted fault: only one request has to fit, which V3 has room for on each rank."""
-    kimi = {**K25, "text_config": {**K25["text_config"], "quantization_config": INT4_CONFIG}}
-    made = config(tmp_path, {**V3, "quantization_config": FP8_CONFIG} if name == "V3" else kimi, kv_cache_dtype=form)
-    choice = choose_shards(made, H200)
-    assert choice.shards == shards
-    assert choice.words.startswith(f"cache_shards = {shards} (auto): the smallest number with which the cache holds ")
-    held = [memory_plan(made.shared_out(count), H200) for count in (shards // 2, shards)]
-    assert held[0].pages - 1 < held[0].wanted_pages <= held[1].pages - 1
-    assert f"{held[1].tokens:,} tokens: a request of {held[1].asked_context:,}" in choice.words
+def test_published_models_on_8_gpus(tmp_path: Path, name: str, chosen: tuple[int, int]) -> None:
+    """A planted fault: only one request has to fit, which V3 has room for on each rank. docs/tune.md has the tokens."""
+    models = {"DeepSeek-V3": (V3, FP8_CONFIG), "Kimi K2": (K2, INT4_CONFIG), "GLM-5.2": (GLM52, FP8_CONFIG)}
+    values, form = models[name]
+    lines = (Path(__file__).parents[3] / "docs" / "tune.md").read_text().splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith(f"| {name}") and "cache in bf16" in line)
+    known: DryRun.Known = {}
+    for line, kind, shards in zip(lines[first : first + 2], FORMS, chosen, strict=True):
+        made = config(tmp_path, {**values, "quantization_config": form}, kv_cache_dtype=kind)
+        held = {count: memory_plan(made.shared_out(count), H200, known=known) for count in (1, 2, 4, 8)}
+        millions = [f"{plan.tokens / 1e6:.2f}" for plan in held.values()]
+        assert [cell.strip() for cell in line.split("|")[2:-1]] == [*millions, str(shards)]
+        assert held[shards].wanted_pages < held[shards].pages
+        assert all(plan.pages <= plan.wanted_pages for count, plan in held.items() if count < shards)
+        choice = choose_shards(made, H200)
+        assert choice.shards == shards
+        assert f"{held[shards].tokens:,} tokens: a request of {held[shards].asked_context:,}" in choice.words
+        assert ("the smallest number with which the cache holds" in choice.words) == (shards > 1)
 
 
 SMALL = {**V3, "num_hidden_layers": 4}
@@ -146,3 +159,15 @@ def test_on_a_cpu_it_does_not_depend_on_what_is_free(
         chosen.append(choose_together(made, Group(), torch.device("cpu")))
     assert chosen[0] == chosen[1]
     assert chosen[0].shards == shards
+
+
+def test_gpus_that_cannot_write_each_others_memory(tmp_path: Path) -> None:
+    """They are refused where a number is asked for, and choose 1 by themselves."""
+    group, cuda = Group(Mesh.of(0, 2)), torch.device("cuda")
+    with pytest.raises(ValueError, match=r"cache_shards = 2, but these ranks cannot write .* memory.*: give 1"):
+        group.sharing_out(2, cuda, 1.0)
+    choice = choose_together(config(tmp_path, SMALL, tensor_parallel=2), group, cuda)
+    assert (choice.shards, choice.words) == (
+        1,
+        "cache_shards = 1 (auto): these ranks cannot write each other's memory",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from quantized_pairs import checkpoints as quantized_pair
+from triton.runtime import driver
 from w8a8_models import checkpoints
 
 from kernels.page import PAGE_TOKENS
 from tests.tiny_models import write_tiny
-from tests.workers.pretended import pretend
+from tests.workers.pretended import another_device, pretend
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.families import load_model
-from workers.graphs import capture
+from workers.graphs import capture, graph_runner, segments
 from workers.models import general
 from workers.models.attention import sparse_rows, sparse_workspaces
 from workers.parallel.group import Group
@@ -98,6 +99,29 @@ class Start:
         runner.capture()
         prove(runner.parts, runner.graphs)
         return runner
+
+    def after_another(self, patch: pytest.MonkeyPatch, waiting: int) -> tuple[Runner, list[tuple[str, str]]]:
+        """A runner that takes the place of another one, which has measured what graphs need, and captures a first
+        portion alone; and the variants that its captures would compile."""
+        trial = self._runner(2)
+        trial.compile(threads=1)
+        warmed = trial.warm_up()
+        patch.setattr(driver, "_active", another_device())  # where nothing is compiled
+        late: list[tuple[str, str]] = []
+        record = capture.record
+
+        def checked(device: torch.device, call: Callable[[], Any]) -> Any:
+            before = len(self.variants)
+            found = record(device, call)
+            late.extend(self.variants[before:])
+            return found
+
+        patch.setattr(capture, "record", checked)
+        patch.setattr(segments, "record", checked)
+        trial.compile_first(1, waiting)
+        runner = self._runner(self._pages)
+        runner.capture(waiting=waiting, warmed=warmed)
+        return runner, late
 
     def _runner(self, pages: int) -> Runner:
         config, model, device = self._config, self._model, torch.device("cpu")
@@ -184,6 +208,29 @@ def test_the_demo_compiles_nothing_late(
 ) -> None:
     config = settings("demo", width, max_context=context, invariant=invariant)
     assert late(Start(monkeypatch, config), 96, seed=3) == []
+
+
+@pytest.mark.parametrize(("width", "invariant"), [(1, False), pytest.param(3, True, marks=pytest.mark.long)])
+def test_portions_that_are_warmed_up_one_by_one_compile_nothing_in_a_capture(
+    width: int, invariant: bool, published: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Start(monkeypatch, settings(published, width, invariant=invariant))
+    runner, late = start.after_another(monkeypatch, waiting=3)
+    graphs = runner.graphs
+    assert graphs is not None
+    assert late == []
+    prompt = StepPlan(1, width, width - 1, (), (PrefillRow(0, 0, (0,) * 70, 0, True),))
+    before = len(start.variants)
+    runner.execute(prompt)
+    assert start.variants[before:] == []  # prompts are compiled beside the first portion
+    while len(graphs.left) > 1:
+        graphs.capture()
+    assert late == []
+    assert len(start.variants) > before
+    monkeypatch.setattr(graph_runner, "warm_up_portion", lambda *args: None)
+    monkeypatch.setattr(driver, "_active", another_device())
+    graphs.capture()
+    assert late  # a capture that nothing was run before is seen
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,7 @@ class Driven:
         self.seen["pages from host memory"] += stats.host_loaded_pages
         self.seen["pages from disk"] += stats.disk_loaded_pages
         self.seen[f"steps of {stats.cache_shards} shards"] += len(plans)
+        self.seen["steps of pieces that go round"] += len(plans) * self.engine.scheduler._rows.pool.in_pieces
         for plan in plans:
             kind = "mixed" if plan.decode_slots and plan.prefill else "prefill" if plan.prefill else "decode"
             self.seen[f"{kind} steps of width {plan.width}"] += 1

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels import page
+from kernels.mla_decode import invariant
 from kernels.page import PAGE_TOKENS
 from tests.workers.harness import InlineEngine
 from workers.cache.paged import PagedCache
@@ -22,6 +24,7 @@ from workers.protocol.plan import StepPlan
 from workers.protocol.tiers import DiskMoved, Moved, Moves
 from workers.rank.rank import Rank
 from workers.rank.runner import PlanError
+from workers.scheduler import pages as placing
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
@@ -37,6 +40,13 @@ def strike(cache: PagedCache, page: int, offset: int) -> None:
             spec.poison(layer[place : place + 1], chosen_PK)
 
 
+def cut_small_pieces() -> None:
+    """Let pieces of rows in invariant mode have one page, for as long as this process lives: rows of a schedule have a
+    few pages, and are to have some on each rank."""
+    for module in (page, placing, invariant):
+        module.PIECE_PAGES = 1  # type: ignore[misc]
+
+
 def groups_of(group: Group) -> dict[int, Group]:
     """The group with each number of shards that its ranks may have; all ranks together."""
     ranks = group.mesh.world.size
@@ -48,6 +58,7 @@ class Ranks:
 
     def __init__(self, group: Group) -> None:
         """`group`: connected, and without shards."""
+        cut_small_pieces()
         self.size, self._groups = group.mesh.world.size, groups_of(group)
 
     def engine(self, config: EngineConfig) -> InlineEngine:
@@ -77,6 +88,7 @@ class Ranks:
 
 def follow(group: Group) -> None:
     """Do what rank 0 says, until it says that this is all."""
+    cut_small_pieces()
     groups, moved = groups_of(group), queue.Queue[Moved | DiskMoved]()
     rank: Rank | None = None
     while True:

@@ -96,7 +96,7 @@ def on_ranks(folder: Path, ranks: int, steps: int, seed: int, name: str = "", ki
 @pytest.mark.parametrize(
     ("ranks", "steps", "seed"),
     [
-        pytest.param(2, 400, 300_000, marks=pytest.mark.long),
+        pytest.param(2, 400, 300_036, marks=pytest.mark.long),
         pytest.param(4, 3000, 310_000, marks=pytest.mark.soak),
     ],
 )
@@ -108,7 +108,7 @@ def test_schedules_on_ranks_that_share_out_a_cache(tmp_path: Path, ranks: int, s
     assert outcome.steps >= steps
     for shards in (2, 4)[: ranks // 2]:
         assert seen[f"steps of {shards} shards"] > steps / 8
-    assert min(seen["cached tokens"], seen["drafts accepted"]) > 0
+    assert min(seen["cached tokens"], seen["drafts accepted"], seen["steps of pieces that go round"]) > 0
     assert seen["near ties"] <= seen["tokens"] / 250
 
 
@@ -131,7 +131,7 @@ def test_a_fault_planted_on_all_ranks_is_found(tmp_path: Path, name: str) -> Non
 
 def test_shards_are_drawn_beside_everything_else() -> None:
     """A schedule is on several ranks what it is on one, but for the settings of its engine."""
-    found = set()
+    found, in_pieces = set(), 0
     for seed in range(20):
         alone, shared = drawn(seed), drawn(seed, ranks=4)
         found.add(shared.engine["shards"])
@@ -141,5 +141,6 @@ def test_shards_are_drawn_beside_everything_else() -> None:
             "invariant": None,
             "shards": shared.engine["shards"],
         }
-        assert not (shared.engine["invariant"] and shared.engine["shards"] > 1)
+        in_pieces += shared.engine["invariant"] and shared.engine["shards"] > 1
     assert found == {1, 2, 4}
+    assert in_pieces > 0

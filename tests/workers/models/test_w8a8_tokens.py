@@ -21,7 +21,7 @@ from workers.models.execution_paths import ExecutionPaths
 from workers.models.general import MIN_TOKENS_W8A8, DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
 from workers.parallel.group import Group
-from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS
+from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP4, MXFP8
 from workers.weights.formats.format import Format
 from workers.weights.formats.fp8_blocks import MOST_FP8
 from workers.weights.weight import Formats, Weight
@@ -221,6 +221,8 @@ def ways(
         ({"invariant": True}, 4096, torch.bfloat16, "cuda", False),
         ({"quantize_activations": False}, 4096, torch.bfloat16, "cuda", False),
         ({"form": INT4_GROUPS}, 4096, torch.bfloat16, "cuda", False),
+        ({"form": MXFP4}, 4096, torch.bfloat16, "cuda", True),
+        ({"form": MXFP8}, 4096, torch.bfloat16, "cuda", False),
     ],
 )
 def test_passes_that_may_quantize(

@@ -50,9 +50,9 @@ class Engines:
         self.end_processes()
         begin = time.perf_counter()
         keeper = None if self.keeper is None else self.keeper.path()
-        waiting = STREAMS if self._settings.graphs_at_start == "few" else None
-        replica = self.replica = LocalReplica(self._settings, keeper, waiting)
-        client = EngineClient(self._settings, await asyncio.to_thread(replica.connect), "tiny")
+        waiting = STREAMS if self.told else 0 if self._settings.graphs_at_start == "few" else None
+        replica = self.replica = LocalReplica(self._settings, keeper)
+        client = EngineClient(self._settings, await asyncio.to_thread(replica.connect, waiting), "tiny")
         self.told.append([])
         client.on_progress.append(self.told[-1].append)
         self._watcher = asyncio.create_task(self._watch(replica, client))

@@ -33,7 +33,6 @@ from workers.processes.scheduler_process import SchedulerProcess
 from workers.protocol.front import EngineFault, Refused
 from workers.protocol.messages import Figures, Request
 from workers.protocol.plan import SamplingParams
-from workers.rank.role import Role
 
 
 @pytest.fixture(scope="module")
@@ -239,20 +238,16 @@ def dies(*_: Any) -> None:
 worker_main = launch._worker_main
 
 
-def one_rank_dies(
-    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, role: Role, parent: Connection
-) -> None:
+def one_rank_dies(settings: EngineConfig, rank: int, *given: Any) -> None:
     if rank == 1:
         os._exit(3)
-    worker_main(settings, rank, keeper, waiting, role, parent)
+    worker_main(settings, rank, *given)
 
 
-def one_rank_aborts(
-    settings: EngineConfig, rank: int, keeper: Path | None, waiting: int | None, role: Role, parent: Connection
-) -> None:
+def one_rank_aborts(settings: EngineConfig, rank: int, *given: Any) -> None:
     if rank == 1:
         os.abort()
-    worker_main(settings, rank, keeper, waiting, role, parent)
+    worker_main(settings, rank, *given)
 
 
 def tells_and_dies(settings: EngineConfig, sockets: Path, standby: bool, parent: Connection) -> None:
@@ -302,6 +297,22 @@ def test_a_start_that_is_given_up_leaves_nothing(
     assert time.monotonic() - begin < 15  # as long as a rank that serves has to end in order
     assert [process.exitcode for process in replica.processes] == [-signal.SIGKILL] * 3
     assert not list(tmp_path.iterdir())
+
+
+async def test_processes_say_when_they_have_imported_what_they_need(folder: Path) -> None:
+    with LocalReplica(config(folder, selftest=False)) as replica:
+        assert not replica.imported
+        while not replica.imported:
+            await asyncio.sleep(0.02)
+        assert not replica.dead()
+        async with local_engine(config(folder, selftest=False), replica=replica) as client:
+            assert await collect(client, "a", [1, 2, 3], greedy(2))
+    with LocalReplica(config(folder)) as replica:
+        for process in replica.processes:
+            process.kill()
+        while not replica.imported:
+            await asyncio.sleep(0.02)
+        assert replica.dead()
 
 
 def never_connects(*given: Any) -> None:

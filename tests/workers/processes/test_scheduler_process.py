@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from workers import config
 from workers.channel.heartbeats import AwakeClock
 from workers.channel.sockets import connect_receiver, connect_sender, connect_subscriber
 from workers.config import EngineConfig
@@ -31,8 +32,9 @@ from workers.protocol.messages import (
 )
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.protocol.prompt import Prompt
+from workers.protocol.report import StepTime
 from workers.protocol.tiers import Pinned
-from workers.scheduler import Scheduler
+from workers.scheduler import Scheduler, step_limit
 
 
 class World:
@@ -78,7 +80,7 @@ class World:
         found = self.hears(Fault)
         return str(found.cause)
 
-    def ready(self, ranks: int, **of_last: int | bytes) -> None:
+    def ready(self, ranks: int, **of_last: Any) -> None:
         for rank in range(ranks):
             fields = {"pages": 9, "max_context": 200, "vocab_size": 50} | (of_last if rank == ranks - 1 else {})
             self.results.send(Ready(rank, **fields))
@@ -248,6 +250,45 @@ def test_a_step_that_hangs_is_named() -> None:
         world.ask("a")
         world.plan()
         assert re.fullmatch(r"step 1 made no progress for \d+ s", world.fault())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("least_s", "measured_s", "limit_s"), [(0.4, 0.01, 0.4), (0.1, 0.03, 0.6), (0.1, None, 2.0), (0.1, 9.0, 2.0)]
+)
+def test_a_step_that_takes_many_times_what_it_should_is_given_up_sooner(
+    least_s: float, measured_s: float | None, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never later than any other: where nothing was measured, or steps are very long."""
+    monkeypatch.setattr(step_limit, "LEAST_S", least_s)
+    monkeypatch.setattr(config, "LONGEST_STEP_S", 2.0)
+    times = () if measured_s is None else (StepTime(1, 1, measured_s), StepTime(1, 1, measured_s, prompt_tokens=60))
+    with played(serving=False) as world:
+        world.ready(1, step_times=times)
+        assert isinstance(world.hears(Ready), Ready)
+        world.ask("a")
+        plan, begin = world.plan(), time.monotonic()
+        time.sleep(0.7 * limit_s)
+        world.answer(plan)  # a slow step is none that hangs
+        assert isinstance(world.hears(Outputs), Outputs)
+        begin = time.monotonic()
+        assert re.fullmatch(r"step 2 made no progress for \d+ s", world.fault())
+        assert limit_s - 0.1 < time.monotonic() - begin < limit_s + 0.5
+
+
+@pytest.mark.alone
+def test_an_engine_that_stands_by_has_as_long_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU may be busy with the one that serves."""
+    monkeypatch.setattr(step_limit, "LEAST_S", 0.1)
+    monkeypatch.setattr(config, "LONGEST_STEP_S", 2.0)
+    with played(serving=False, standby=True) as world:
+        world.ready(1, step_times=(StepTime(1, 1, 0.01), StepTime(1, 1, 0.01, prompt_tokens=60)))
+        assert isinstance(world.hears(Ready), Ready)
+        world.ask("a")
+        world.plan()
+        begin = time.monotonic()
+        assert re.fullmatch(r"step 1 made no progress for \d+ s", world.fault())
+        assert time.monotonic() - begin > 1.8
 
 
 @pytest.mark.alone

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -226,7 +227,8 @@ def rank_process(rank: int, parent: Connection, folder: Path, closing: str) -> N
 
     setattr(worker_process, "Rank", pretended)  # noqa: B010
     worker_process.CLOSING_LIMIT_S = LIMIT_S if closing.startswith("hangs") else 120.0
-    _worker_main(CONFIG, rank, None, None, "alone", parent)
+    _, imports = Pipe(duplex=False)
+    _worker_main(CONFIG, rank, None, "alone", imports, parent)
 
 
 @contextmanager
@@ -241,7 +243,7 @@ def two_ranks(folder: Path, closing: str) -> Iterator[tuple[Binding, list[BasePr
             ours, theirs = context.Pipe()
             ranks.append(context.Process(target=rank_process, args=(rank, theirs, folder, closing)))
             ranks[-1].start()
-            ours.send((binding.addresses, rendezvous))
+            ours.send((binding.addresses, rendezvous, None))
         for _ in range(2):
             receive(binding, Ready)
         yield binding, ranks

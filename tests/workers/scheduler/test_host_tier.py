@@ -699,7 +699,7 @@ def soak(seed: int, requests: int = 25, losses: float = 0.0, mishaps: float = 0.
             name = rng.choice(sorted(replica.finish))
             prompt = [*replica.requests[name].prompt, *replica.tokens[name], 1, 2, 3]
         replica.add(f"request {number}", prompt, **sampling)
-        live = sorted(replica.scheduler._live)
+        live = sorted(replica.requests.keys() & replica.scheduler._live)  # not its own probe
         if live and rng.random() < 0.2:
             replica.cancel(rng.choice(live))
         for _ in range(rng.choice([0, 0, 1, 10, 40])):

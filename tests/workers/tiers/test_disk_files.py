@@ -354,6 +354,27 @@ def test_a_disk_that_has_failed_before_a_start_is_no_error_of_the_settings(
     assert len(entries(opened(tmp_path))) == 5, "the folder is free"
 
 
+@pytest.mark.parametrize("root", [ROOT, b"another sixteen."])
+def test_a_start_on_a_disk_that_others_have_filled_up_leaves_what_the_folder_says_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: bytes
+) -> None:
+    """The room of pages is taken; there is none for anything else. Only a folder that is to have other pages needs
+    some, and if it gets none its pages are still found by who had written them."""
+    written(tmp_path).close()
+    about = (tmp_path / "0" / "about.json").read_text()
+    with monkeypatch.context() as full:
+        full.setattr(disk_files.json, "dump", fails_with(errno.ENOSPC))
+        if root == ROOT:
+            files = opened(tmp_path)
+            assert len(entries(files)) == 5
+            files.close()
+        else:
+            with pytest.raises(RuntimeError, match="No space left on device"):
+                opened(tmp_path, root=root)
+    assert (tmp_path / "0" / "about.json").read_text() == about
+    assert len(entries(opened(tmp_path))) == 5
+
+
 def test_a_folder_that_can_never_have_been_written_to_is_an_error_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,36 @@ def test_experts_in_one_tensor(scales: str, tmp_path: Path) -> None:
             assert torch.equal(reader.matrix(*parts).dequantized(torch.float32), wide[expert])
             part = Part(f"{prefix}.{expert}.down_proj.weight", hidden, width)
             assert torch.equal(reader.matrix(part).dequantized(torch.float32), low[expert])
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 2, 1), (3, 1, 1), (1, 1)])
+def test_one_scale_for_each_of_stacked_experts(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Or for gate and up of each, or for all, in as many dimensions as a publisher likes."""
+    prefix, generator = "model.layers.0.mlp.experts", torch.Generator().manual_seed(4)
+    gate_up = torch.randn(3, 2 * 96, 160, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=generator) + 0.5
+    save_file(
+        {f"{prefix}.gate_up_proj": gate_up, f"{prefix}.gate_up_proj_weight_scale": scale},
+        tmp_path / "model.safetensors",
+    )
+    each = scale.flatten(1) if len(shape) > 1 else scale.unsqueeze(1)
+    meant = gate_up.float() * each.expand(3, 2).repeat_interleave(96, 1).unsqueeze(2)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        reader = CheckpointReader(checkpoint, Mesh(), torch.float32, CPU, LoadingProgress(0, None))
+        for expert in range(3):
+            parts = [Part(f"{prefix}.{expert}.{name}_proj.weight", 96, 160) for name in ("gate", "up")]
+            assert torch.equal(reader.matrix(*parts).dequantized(torch.float32), meant[expert])
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 4), (3, 2, 2, 2)])
+def test_scales_that_are_no_experts_are_found_out(shape: tuple[int, ...], tmp_path: Path) -> None:
+    prefix = "model.layers.0.mlp.experts"
+    gate_up = torch.ones(3, 256, 256).to(torch.float8_e4m3fn)
+    tensors = {f"{prefix}.gate_up_proj": gate_up, f"{prefix}.gate_up_proj_scale_inv": torch.ones(shape)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    name = f"{prefix}.1.up_proj.weight"
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(WeightsError, match=re.escape(str(list(shape)))):
+        checkpoint.verify(FP8_BLOCKS.tensors(name, 128, 256), [r"\.(0|2)\.|gate_proj"])
 
 
 @pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])

@@ -89,6 +89,8 @@ class Format(ABC):
     """`quant_method` of its quantization_config."""
     algorithm: ClassVar[str | None] = None
     """`quant_algo` of its quantization_config, where its method has that."""
+    layout: ClassVar[str | None] = None
+    """`format` of its quantization_config, where its method has that."""
     published: ClassVar[str] = ""
     """Part of this method that is supported, for an error message."""
 
@@ -175,7 +177,9 @@ class Format(ABC):
     experts_alone: ClassVar[bool] = False
     """Whether that path reads them in experts alone, all of which must then be stored so (`moe.PendingExperts`)."""
     w8a8: ClassVar[bool] = False
-    """Whether there are products with activations that are rounded to FP8."""
+    """Whether there are products with activations that are rounded to FP8, in experts and outside of them."""
+    w4a8: ClassVar[bool] = False
+    """Whether there are such products of very many tokens in experts alone (`kernels.moe.w4a8`)."""
 
     @override
     def __repr__(self) -> str:
@@ -190,6 +194,15 @@ def differences(values: Mapping[str, Any], prefix: str, supported: Mapping[str, 
         if not any(value == choice and type(value) is type(choice) for choice in choices):
             return f"{prefix}{name} = {value!r}, supported: {choices[-1]!r}"
     return ""
+
+
+def unchanged(given: Mapping[str, Any]) -> str:
+    """Return what in a quantization_config of compressed-tensors says that matrices are not those of the model, but
+    turned or with numbers left out; "" if nothing does."""
+    sparsity = given.get("sparsity_config")
+    form = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
+    why = "" if form in (None, "dense") else f"sparsity_config.format = {form!r}, supported: 'dense'"
+    return differences(given, "", {"transform_config": ({}, [], None)}) or why
 
 
 def check_scales(

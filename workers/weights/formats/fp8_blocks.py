@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
-from workers.weights.formats.format import Block, Format, Kept, StoredPart, check_scales, differences
+from workers.weights.formats.format import (
+    Block,
+    Format,
+    Kept,
+    StoredPart,
+    check_scales,
+    differences,
+    unchanged,
+)
 from workers.weights.wanted import BLOCK, FP8_DTYPE, FP8_SCALES, MX_DTYPES, MX_SCALES, Shape, Wanted
 
 if TYPE_CHECKING:
@@ -196,10 +204,12 @@ def _numbers(data: Tensor, scales: Tensor, row_N: Tensor, column_K: Tensor) -> T
 
 class Fp8CompressedTensors(Fp8Blocks):
     """Matrices that compressed-tensors stores in these blocks, or with one scale each. Their tensors are shown under
-    the names that DeepSeek has for them (`workers.weights.published`)."""
+    the names that DeepSeek has for them (`workers.weights.published`). What it says of the cache is left to who
+    serves, and what `ignore` says of single matrices their tensors say, too."""
 
     method: ClassVar = "compressed-tensors"
-    published: ClassVar = "FP8 (e4m3) so, as compressed-tensors stores it (float-quantized)"
+    layout: ClassVar = "float-quantized"
+    published: ClassVar = "FP8 (e4m3) in either way, as compressed-tensors stores it (float-quantized)"
 
     @override
     def difference(self, given: Mapping[str, Any]) -> str:
@@ -220,7 +230,7 @@ class Fp8CompressedTensors(Fp8Blocks):
             }
             if found := differences(weights, "weights.", wanted):
                 return found
-        return differences(given, "", {"format": ("float-quantized",), "kv_cache_scheme": (None,)})
+        return unchanged(given)
 
     @override
     def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:

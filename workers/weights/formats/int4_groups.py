@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
-from workers.weights.formats.format import Block, StoredPart, differences
+from workers.weights.formats.format import Block, StoredPart, differences, unchanged
 from workers.weights.formats.grouped import GROUP, Grouped
 from workers.weights.wanted import Wanted
 
@@ -43,6 +43,7 @@ class Int4Groups(Grouped):
 
     name: ClassVar = "INT4 in groups"
     method: ClassVar = "compressed-tensors"
+    layout: ClassVar = "pack-quantized"
     published: ClassVar = (
         "INT4 in groups of 32, symmetric, without reordering, as compressed-tensors packs it (pack-quantized)"
     )
@@ -77,11 +78,9 @@ class Int4Groups(Grouped):
         }
         form = (None, "pack-quantized")
         return (
-            differences(given, "", {"format": ("pack-quantized",)})
-            or differences(weights if isinstance(weights, dict) else {}, "weights.", wanted)
+            differences(weights if isinstance(weights, dict) else {}, "weights.", wanted)
             or differences(group, "", {"input_activations": _NOTHING, "output_activations": _NOTHING, "format": form})
-            or differences(given, "", {"kv_cache_scheme": _NOTHING, "transform_config": _NOTHING})
-            or _sparsity(given)
+            or unchanged(given)
         )
 
     @override
@@ -159,12 +158,6 @@ def _numbers(data: Tensor, scales: Tensor) -> Tensor:
 
     number = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).float() - 8
     return number * scales.float().repeat_interleave(GROUP, dim=-1)[..., : number.shape[-1]]
-
-
-def _sparsity(given: Mapping[str, Any]) -> str:
-    sparsity = given.get("sparsity_config")
-    form = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
-    return "" if form in (None, "dense") else f"sparsity_config.format = {form!r}"
 
 
 INT4_GROUPS: Final = Int4Groups()

@@ -36,6 +36,7 @@ class Mxfp4(MicroScaling):
     name: ClassVar = "MXFP4"
     suffixes: ClassVar = {"": "I8", MX_SCALES: "F8_E8M0"}
     packed: ClassVar = 2
+    w4a8: ClassVar = True
 
     @override
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:

@@ -44,10 +44,7 @@ class Mxfp8(MicroScaling):
 
     @override
     def difference(self, given: Mapping[str, Any]) -> str:
-        nothing: tuple[Any, ...] = (None, {}, [])
-        return differences(
-            given, "", {"group_size": (None, GROUP), "kv_cache_quant_algo": nothing, "kv_cache_scheme": nothing}
-        )
+        return differences(given, "", {"group_size": (None, GROUP)})
 
     @override
     def stores(self, name: str, dtype_of: Callable[[str], str | None]) -> bool:

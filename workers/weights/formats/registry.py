@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from workers.weights.formats.format import Format
 from workers.weights.formats.fp8_blocks import FP8_BLOCKS, FP8_COMPRESSED_TENSORS, FP8_MODELOPT
@@ -12,6 +12,8 @@ from workers.weights.formats.mxfp4 import MXFP4
 from workers.weights.formats.mxfp8 import MXFP8
 from workers.weights.formats.plain import PLAIN
 
+_SUBDIVIDED: Final = {"algorithm": "quant_algo", "layout": "format"}
+"""What `Format` has beside a method, and the field of a quantization_config that it is of."""
 FORMATS: list[Format] = [FP8_BLOCKS, INT4_GROUPS, FP8_COMPRESSED_TENSORS, FP8_MODELOPT, MXFP8, MXFP4]
 """Formats of checkpoints. At most one of them says of a matrix that it is stored so."""
 
@@ -32,15 +34,17 @@ def stated(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def difference(given: Mapping[str, Any]) -> str:
-    """Return what in a quantization_config is not supported, as the first format of its method and algorithm has it; ""
-    if one of the formats is the checkpoint's."""
+    """Return what in a quantization_config is not supported, as the first format of its method has it that the config
+    names; "" if one of the formats is the checkpoint's."""
     told, method = stated(given), given.get("quant_method")
     if not (alike := [format for format in FORMATS if format.method == method]):
         return f"quant_method = {method!r}"
-    algorithm = told.get("quant_algo")
-    if not (named := [format for format in alike if format.algorithm in (None, algorithm)]):
-        return f"quant_algo = {algorithm!r}, supported: {', '.join(repr(format.algorithm) for format in alike)}"
-    found = [format.difference(told) for format in named]
+    for name, field in _SUBDIVIDED.items():
+        said = told.get(field)
+        if not (named := [format for format in alike if getattr(format, name) in (None, said)]):
+            return f"{field} = {said!r}, supported: {', '.join(repr(getattr(format, name)) for format in alike)}"
+        alike = named
+    found = [format.difference(told) for format in alike]
     return "" if "" in found else found[0]
 
 
@@ -51,7 +55,8 @@ def assumed_dtypes(given: Mapping[str, Any] | None) -> Callable[[str], str | Non
     alike = [
         format
         for format in FORMATS
-        if format.method == told.get("quant_method") and format.algorithm in (None, told.get("quant_algo"))
+        if format.method == told.get("quant_method")
+        and all(getattr(format, name) in (None, told.get(field)) for name, field in _SUBDIVIDED.items())
     ]
     own = next((format for format in alike if not format.difference(told)), alike[0] if alike else None)
     endings = {suffix for format in FORMATS for suffix in format.suffixes if suffix}
