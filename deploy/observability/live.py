@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
 from kernels.page import PAGE_TOKENS
 from workers.protocol.front import Engine
@@ -234,7 +235,7 @@ def _hit_rate(old: EngineStats, new: EngineStats) -> float | None:
     return hits / (hits + eager) if hits + eager > 0 else None
 
 
-class OwnReplica:
+class OwnReplica(Replicas):
     """The `Replicas` of a front that stands alone. Looks at the figures when it is asked."""
 
     own = ""
@@ -242,8 +243,8 @@ class OwnReplica:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._window = engine, Window()
 
+    @override
     async def states(self) -> list[ReplicaState]:
-        """See `Replicas`."""
         stats, fault = self._engine.stats, self._engine.fault
         figures = self._window.figures(stats)
         self._window.sample(stats)

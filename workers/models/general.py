@@ -231,7 +231,7 @@ class GeneralOps(LayerOps[Rows]):
 
     @override
     def narrow_linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `LayerOps`; the weight may be in fp32 in a model that is not."""
+        """Multiply by a weight of few outputs, which may be in fp32 in a model that is not."""
         self.wide_linear(tensor_of(x), weight_FE, out_TF, scratch)
 
     def wide_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
@@ -373,7 +373,7 @@ class GeneralOps(LayerOps[Rows]):
 
     @override
     def gated(self, x: Rows, gate_up_FE: Weight, scratch: Scratch, limit: float = 0.0) -> Tensor:
-        """See `LayerOps`; `limit`: see `kernels.silu_mul`."""
+        """silu(gate) * up of the product with a matrix of both; `limit`: see `kernels.silu_mul`."""
         x_TE = tensor_of(x)
         tokens, features = x_TE.shape[0], gate_up_FE.shape[0]
         gate_up_TF = scratch.empty(tokens, features, dtype=x_TE.dtype)
@@ -465,7 +465,7 @@ class GeneralOps(LayerOps[Rows]):
         live_R: Tensor | None,
         given: moe.GivenExperts | None = None,
     ) -> None:
-        """See `LayerOps`; `given`: the experts that tokens have, where these are not to be chosen."""
+        """Add the output of experts. `given`: the experts that tokens have, where these are not to be chosen."""
         own_TE = None
         if mixture.shared is not None:
             limit = mixture.routing.limit if mixture.routing.shared_limit else 0.0
@@ -498,7 +498,7 @@ class GeneralOps(LayerOps[Rows]):
         live_R: Tensor | None = None,
         given: moe.GivenExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `choose_experts`."""
+        """Choose every token's experts, and their weights (`choose_experts`)."""
         early, router_XE = dependent(x_TE), mixture.router_XE
         wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
         logits = self.router(wide_TE, router_XE, scratch)

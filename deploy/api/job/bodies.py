@@ -548,6 +548,6 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     @override
     @property
     def constrained(self) -> bool:
-        """See `GenerationBody`: tools that are, or must be, called do so, too, and bounds of reasoning."""
+        """Whether the answer has a grammar, as tools that are, or must be, called and bounds of reasoning have, too."""
         chosen = self.tool_choice not in ("none", "auto")
         return super().constrained or bool(self.tools) or chosen or self.max_reasoning_tokens is not None
