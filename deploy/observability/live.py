@@ -94,7 +94,7 @@ class ReplicaFigures(_Shown):
     steps: dict[Literal["decode", "prefill", "mixed"], StepFigures]
     """The batch mix: decode rows alone, prompts alone, or both. A kind without a step in the window is left out."""
     drafts_accepted: float | None
-    """Share of the drafts in the window that stood; null where none were verified."""
+    """Share of the drafts in the window that were accepted; null where none were verified."""
     graph_hit_rate: float | None
     """Share of the steps in the window that were replayed from graphs, on rank 0; null where there was no step."""
     eager_steps: dict[str, int]
