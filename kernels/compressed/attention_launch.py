@@ -139,7 +139,6 @@ def attend(
     first: int,
     block: int = 0,
 ) -> None:
-    """See `kernels.compressed.attend`."""
     tokens, heads, features = q_THD.shape
     if not tokens:
         return

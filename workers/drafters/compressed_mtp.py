@@ -16,6 +16,7 @@ from typing_extensions import override
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.cache.paged import PagedCache
 from workers.cache.rings import RingSpec
+from workers.drafters.mtp import ChainedDrafter
 from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import rows_of_pass
 from workers.models.batch import Batch
@@ -25,7 +26,6 @@ from workers.models.config import CompressedLayer
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches, Ring
 from workers.models.deepseek_v4_weights import load_block
-from workers.models.drafter import ChainedDrafter
 from workers.models.general import GeneralOps, tensor_of
 from workers.models.streams import load_streams
 from workers.weights.part import Part

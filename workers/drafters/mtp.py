@@ -7,6 +7,9 @@ Shape legend: T tokens, R rows, N rows of logits, E hidden features, F = 2 E, V 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from functools import partial
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -15,7 +18,7 @@ from kernels.rms_norm import rms_norm
 from workers.cache.paged import PagedCache
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
-from workers.models.drafter import ChainedDrafter
+from workers.models.drafter import DraftedRows, Drafter
 from workers.models.head import load_head
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
@@ -23,6 +26,27 @@ from workers.models.segments import Segments
 from workers.weights.part import Part
 from workers.weights.source import WeightSource
 from workers.weights.weight import Weight
+
+
+class ChainedDrafter(Drafter):
+    """Base of drafters whose pass, `catch_up`, reads a token beside what the position before it has left, and leaves
+    that which the next token is read beside: at first the model's, and then their own, which is of the same kind."""
+
+    @abstractmethod
+    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Logits of the token behind those that `catch_up` has made `hidden_NE` of, fp32 [N, V]."""
+
+    @override
+    def draft(
+        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
+    ) -> None:
+        """A pass of one token per row leads from each draft to the next."""
+        for index in range(drafts):
+            assert hidden_RE is not None
+            token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
+            batch = rows.feed(token_R, index)
+            if index + 1 < drafts:
+                hidden_RE = self.catch_up(token_R, hidden_RE, batch, cache, scratch)
 
 
 class LayerDrafter(ChainedDrafter):

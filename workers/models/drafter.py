@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
-from typing_extensions import override
 
 from kernels.decode_state import SlotTensors
 from workers.cache.paged import PagedCache
@@ -103,24 +101,3 @@ class Drafter(ABC):
     ) -> None:
         """Propose `drafts` tokens for every row. `hidden_RE`: what `catch_up` returned of the rows' newest tokens,
         which are in its cache already; None where that returned None, and of a drafter without a cache."""
-
-
-class ChainedDrafter(Drafter):
-    """Base of drafters whose pass, `catch_up`, reads a token beside what the position before it has left, and leaves
-    that which the next token is read beside: at first the model's, and then their own, which is of the same kind."""
-
-    @abstractmethod
-    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Logits of the token behind those that `catch_up` has made `hidden_NE` of, fp32 [N, V]."""
-
-    @override
-    def draft(
-        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
-    ) -> None:
-        """A pass of one token per row leads from each draft to the next."""
-        for index in range(drafts):
-            assert hidden_RE is not None
-            token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
-            batch = rows.feed(token_R, index)
-            if index + 1 < drafts:
-                hidden_RE = self.catch_up(token_R, hidden_RE, batch, cache, scratch)
