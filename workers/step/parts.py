@@ -110,7 +110,7 @@ class StepParts:
         return scratch.empty(tokens, self.drafter.keeps, dtype=torch.int32)
 
     def verified(self, slot_R: torch.Tensor, scratch: Scratch) -> torch.Tensor | None:
-        """int64 [R]: the most drafts of each row that are verified, because those behind them are unlikely to stand.
+        """int64 [R]: most drafts of each row that are verified: those behind them are unlikely to be accepted.
         None where all are. Memory comes from `scratch`: decode steps are captured."""
         drafter, state = self.model.drafter, self.state.tensors
         if self.width == 1 or drafter is None or not drafter.least_confidence:
